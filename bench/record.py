@@ -1,0 +1,158 @@
+"""Benchmark records: one JSON file per figure, with all it takes to measure it again."""
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+
+class Metric(NamedTuple):
+    """A figure over several runs: the middle one, the lowest and the highest."""
+
+    median: float
+    low: float
+    high: float
+    unit: str
+
+
+class Limit(NamedTuple):
+    """What the headline figure is divided by, in its unit, and where that comes from."""
+
+    value: float
+    unit: str
+    source: str
+
+
+def metric(values: Sequence[float], unit: str) -> Metric:
+    """The figure of `values`, one per run."""
+    if not values or not all(math.isfinite(value) for value in values):
+        raise ValueError(f"a metric needs at least one value, and finite ones; got {list(values)}")
+    return Metric(statistics.median(values), min(values), max(values), unit)
+
+
+def write_record(
+    name: str,
+    config: Mapping[str, Any],
+    metrics: Mapping[str, Metric],
+    limit: Limit | None,
+    out: Path | str | None = None,
+    table: Sequence[Mapping[str, Any]] | None = None,
+) -> Path:
+    """Write `<out or bench/results>/<name>.json` and say so; the first metric is the headline.
+
+    For `bench/tables.py`: `config["row"]` says in words what was run, `config["compare"]` what to
+    compare it with, `config["show"]` lists metrics to show beside the headline. `table` holds the
+    rows of a table of its own, instead of a line among the others.
+    """
+    if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) is None:
+        raise ValueError(f"a record's name is like train-w1-16x1024, not {name!r}")
+    if not metrics:
+        raise ValueError(f"the record {name} has no metric; the first one is its headline")
+    headline = next(iter(metrics.values()))
+    if limit is not None and limit.unit != headline.unit:
+        raise ValueError(f"the limit of {name} is in {limit.unit}, its headline in {headline.unit}")
+    record: dict[str, Any] = {
+        "name": name,
+        "command": command(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "versions": versions(),
+        "config": dict(config),
+        "metrics": {key: value._asdict() for key, value in metrics.items()},
+        "limit": None if limit is None else limit._asdict(),
+    }
+    if table is not None:
+        record["table"] = [dict(row) for row in table]
+    path = Path(out or RESULTS) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # allow_nan=False: a NaN is no figure, and no JSON either.
+    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    aside = path.with_suffix(".part")
+    aside.write_text(text)
+    os.replace(aside, path)
+    print(f"{name}: {headline.median:,.4g} {headline.unit} → {path.name}")
+    return path
+
+
+def command() -> str:
+    """What to type at the root of a checkout to run this again."""
+    script, *arguments = sys.argv
+    typed = [f"bench/{Path(script).name}", *(_without_root(argument) for argument in arguments)]
+    return "PYTHONPATH=src python3 " + shlex.join(typed)
+
+
+def _without_root(argument: str) -> str:
+    """A path below the checkout, relative to it; of any other absolute path just the last name."""
+    option, equals, value = argument.rpartition("=")
+    path = Path(value)
+    if path.is_absolute():
+        value = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name or "."
+    return option + equals + value
+
+
+def commit() -> str:
+    """The commit that is measured; a copy without git may carry it in a file COMMIT."""
+    if (ROOT / ".git").exists():
+        git = ["git", "rev-parse", "--short", "HEAD"]
+        try:
+            return subprocess.run(
+                git, cwd=ROOT, check=True, capture_output=True, text=True
+            ).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            pass  # no git here, or no commit yet: the file may know
+    file = ROOT / "COMMIT"
+    return file.read_text().strip() if file.is_file() else "unknown"
+
+
+def hardware() -> dict[str, Any]:
+    """GPU, CPU and memory; nothing that names the machine."""
+    gpu = None
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        gpu = {"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)}
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "gpu": gpu,
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_gib": round(ram / 2**30, 1),
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        # Imported, not asked of pip: what is measured may lie in src/ only.
+        "overspill": getattr(import_module("overspill"), "__version__", None),
+    }
+    for package in ("transformers", "deepspeed"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,31 @@
+"""Overspill: train Mixture-of-Experts models that are larger than the GPU.
+
+Names are imported on first use, so that `import overspill` and the command line's help are quick.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from overspill.core.errors import OverspillError
+    from overspill.models.gpt import GPTMoE
+    from overspill.models.offload import offload
+    from overspill.moe.engine import Settings
+    from overspill.optim.adamw import AdamW
+
+__version__ = "0.1.0"
+__all__ = ["AdamW", "GPTMoE", "OverspillError", "Settings", "__version__", "offload"]
+
+_HOMES = {
+    "AdamW": "overspill.optim.adamw",
+    "GPTMoE": "overspill.models.gpt",
+    "OverspillError": "overspill.core.errors",
+    "Settings": "overspill.moe.engine",
+    "offload": "overspill.models.offload",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'overspill' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,69 @@
+"""The `overspill` command. One file per command; none imports torch before it runs."""
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from overspill.cli import train
+from overspill.core.errors import OverspillError
+
+commands = typer.Typer(
+    name="overspill",
+    help="Train Mixture-of-Experts models that are larger than the GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+train.add_to(commands)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        try:
+            typer.echo(f"overspill {metadata.version('overspill')}")
+        except metadata.PackageNotFoundError:
+            typer.echo("overspill, run from its sources without being installed")
+        raise typer.Exit
+
+
+@commands.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def app(arguments: Sequence[str] | None = None) -> int:
+    """The installed `overspill`: runs a command and returns the exit code.
+
+    That is 2 for what the user can put right, with one line on the standard error that says how.
+    """
+    try:
+        code = commands(args=arguments, prog_name="overspill", standalone_mode=False)
+    except OverspillError as error:
+        return _fail(str(error))
+    except Exception as error:
+        # A wrong flag. The class has had several names and homes over the versions of typer.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        return _fail(f"{message()} (see overspill --help)")
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(app())

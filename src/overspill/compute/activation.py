@@ -1,0 +1,108 @@
+"""The activation of an expert, forward and backward, in as few passes over memory as possible.
+
+Shapes: R rows, H hidden. `h` is the pre-activation: [R, H] for GELU, [R, 2H] (gate, then up) for
+gated SiLU.
+"""
+
+import functools
+import importlib.util
+import logging
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+
+class ActivationGrads(NamedTuple):
+    weighted_RH: Tensor
+    """row_weight * activation: dw_out is dy^T times this, so dy needs no scaled copy."""
+    dh: Tensor
+    """Gradient of the pre-activation, routing weight included."""
+    drow_weight_R: Tensor
+    """Gradient of the routing weight of each row, float32 or wider."""
+
+
+def activate(h: Tensor, gated: bool) -> Tensor:
+    """GELU (exact, by erf) of h, or SiLU(gate) * up."""
+    if _fused(h):
+        from overspill.compute import activation_triton
+
+        return activation_triton.activate(h, gated)
+    return activate_torch(h, gated)
+
+
+def activate_backward(
+    h: Tensor, da_RH: Tensor, row_weight_R: Tensor, gated: bool, overwrite_h: bool = False
+) -> ActivationGrads:
+    """All that backward needs from the activation, in one pass.
+
+    `da_RH` is dy @ w_out, not yet multiplied by the routing weight. Its memory may be reused for
+    the result, and so may that of `h` with `overwrite_h`: neither holds its values afterwards.
+    """
+    if _fused(h):
+        from overspill.compute import activation_triton
+
+        return ActivationGrads(
+            *activation_triton.activate_backward(h, da_RH, row_weight_R, gated, overwrite_h)
+        )
+    return activate_backward_torch(h, da_RH, row_weight_R, gated)
+
+
+def activate_torch(h: Tensor, gated: bool) -> Tensor:
+    """The reference path; 16-bit inputs are computed in float32 and rounded once."""
+    if not gated:
+        return F.gelu(h)
+    gate, up = h.to(_wide(h)).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(h.dtype)
+
+
+def activate_backward_torch(
+    h: Tensor, da_RH: Tensor, row_weight_R: Tensor, gated: bool
+) -> ActivationGrads:
+    """The reference path of `activate_backward`; leaves its inputs as they are."""
+    wide = _wide(h)
+    h_wide, da = h.to(wide), da_RH.to(wide)
+    weight_R1 = row_weight_R.to(wide).unsqueeze(-1)
+    if gated:
+        gate, up = h_wide.chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        a = silu * up
+    else:
+        a = F.gelu(h_wide)
+    drow_weight_R = (a * da).sum(-1)
+    da = da * weight_R1
+    if gated:
+        dgate = da * up * (sigmoid + silu * (1 - sigmoid))
+        dh = torch.cat((dgate, da * silu), dim=-1)
+    else:
+        dh = torch.ops.aten.gelu_backward(da, h_wide)
+    return ActivationGrads((a * weight_R1).to(h.dtype), dh.to(h.dtype), drow_weight_R)
+
+
+def _wide(h: Tensor) -> torch.dtype:
+    return torch.promote_types(h.dtype, torch.float32)
+
+
+def _fused(h: Tensor) -> bool:
+    """Whether the fused kernels take this tensor: on a GPU, when Triton is there."""
+    return (
+        h.is_cuda
+        and h.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and h.numel() > 0
+        and _triton_is_there()
+    )
+
+
+@functools.cache
+def _triton_is_there() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    _log.warning(
+        "fused activation: triton is not installed, torch operations take over (slower); "
+        "pip install triton"
+    )
+    return False

@@ -1,0 +1,126 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""The fused activation kernels: every element is read once and written once.
+
+Arithmetic is float32 whatever the tensors hold. Rows are R, hidden columns H; one program works on
+one row, because the gradient of a routing weight is a sum over its row. The width is a constant of
+the compiled kernel: a model has one, and the compiler then knows how far it may vectorise.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+_WARPS = 4
+
+
+def activate(h: Tensor, gated: bool) -> Tensor:
+    h = h.contiguous()
+    n_rows, n_hidden = h.shape[0], h.shape[1] // (2 if gated else 1)
+    a_RH = h.new_empty(n_rows, n_hidden)
+    with torch.cuda.device(h.device):
+        _forward[(n_rows, triton.cdiv(n_hidden, _BLOCK))](
+            h, a_RH, N_HIDDEN=n_hidden, GATED=gated, BLOCK=_BLOCK, num_warps=_WARPS
+        )
+    return a_RH
+
+
+def activate_backward(
+    h: Tensor, da_RH: Tensor, row_weight_R: Tensor, gated: bool, overwrite_h: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(weighted activation, dh, drow_weight); the first lies in the memory of `da_RH`.
+
+    Writing in place is safe: an element is only ever read by the program that then overwrites it,
+    after it has read it.
+    """
+    h, da_RH = h.contiguous(), da_RH.contiguous()
+    row_weight_R = row_weight_R.to(torch.float32).contiguous()
+    n_rows, n_hidden = da_RH.shape
+    dh = h if overwrite_h else torch.empty_like(h)
+    drow_weight_R = row_weight_R.new_empty(n_rows)
+    with torch.cuda.device(h.device):
+        _backward[(n_rows,)](
+            h,
+            da_RH,
+            row_weight_R,
+            da_RH,
+            dh,
+            drow_weight_R,
+            N_HIDDEN=n_hidden,
+            GATED=gated,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
+    return da_RH, dh, drow_weight_R
+
+
+@triton.jit
+def _forward(
+    h_ptr,
+    a_ptr,
+    N_HIDDEN: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Offsets of rows pass 2^31 from a few hundred thousand rows on: 64-bit from the start.
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < N_HIDDEN
+    if GATED:
+        gate_ptr = h_ptr + row * 2 * N_HIDDEN
+        gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_ptr + N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
+        a = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        h = tl.load(h_ptr + row * N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
+        a = 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
+    tl.store(a_ptr + row * N_HIDDEN + cols, a.to(a_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward(
+    h_ptr,
+    da_ptr,
+    row_weight_ptr,
+    weighted_ptr,
+    dh_ptr,
+    drow_weight_ptr,
+    N_HIDDEN: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(row_weight_ptr + row)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, N_HIDDEN, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < N_HIDDEN
+        da = tl.load(da_ptr + row * N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            in_row = row * 2 * N_HIDDEN
+            gate = tl.load(h_ptr + in_row + cols, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(h_ptr + in_row + N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
+            sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+            silu = gate * sigmoid
+            a = silu * up
+            total += a * da
+            da = da * weight
+            dgate = da * up * (sigmoid + silu * (1.0 - sigmoid))
+            dup = da * silu
+            tl.store(dh_ptr + in_row + cols, dgate.to(dh_ptr.dtype.element_ty), mask=mask)
+            tl.store(dh_ptr + in_row + N_HIDDEN + cols, dup.to(dh_ptr.dtype.element_ty), mask=mask)
+        else:
+            h = tl.load(h_ptr + row * N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
+            cdf = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
+            pdf = 0.3989422804014327 * tl.exp(-0.5 * h * h)
+            a = h * cdf
+            total += a * da
+            dh = da * weight * (cdf + h * pdf)
+            tl.store(dh_ptr + row * N_HIDDEN + cols, dh.to(dh_ptr.dtype.element_ty), mask=mask)
+        weighted = (a * weight).to(weighted_ptr.dtype.element_ty)
+        tl.store(weighted_ptr + row * N_HIDDEN + cols, weighted, mask=mask)
+    tl.store(drow_weight_ptr + row, tl.sum(total, axis=0))

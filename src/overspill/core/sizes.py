@@ -1,0 +1,50 @@
+"""Sizes as people write them: "12GiB", "1.5 GB", 4096."""
+
+import re
+
+from overspill.core.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+}
+
+
+def parse_size(size: str | int | float, name: str = "size") -> int:
+    """Bytes of `size`; `name` is the argument or flag that an error will name."""
+    if isinstance(size, int | float):
+        value = int(size)
+    else:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\s*", size)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(f"{name}={size!r} is not a size; write it like 12GiB, 800MB or 4096")
+        value = int(float(match[1]) * _UNITS[match[2].lower()])
+    if value <= 0:
+        raise ConfigError(f"{name}={size!r} must be more than zero")
+    return value
+
+
+def format_size(size: int | float) -> str:
+    """`size` bytes in the unit that keeps it between 1 and 1024."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,124 @@
+"""What this machine has: memory, cores, GPU, disk. Small functions that read and never decide."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device: its name and all of its memory in bytes."""
+
+    name: str
+    memory: int
+
+
+def available_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+    """Bytes of host memory this process can still take without swapping or being killed.
+
+    A container's limit counts as much as the machine's free memory: whichever is lower.
+    """
+    free = _meminfo(proc)["MemAvailable"]
+    return max(0, min([free, *_cgroup_headroom(proc, cgroup)]))
+
+
+def total_memory(proc: Path = _PROC) -> int:
+    return _meminfo(proc)["MemTotal"]
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which taskset and containers can make fewer than there are."""
+    return len(os.sched_getaffinity(0))
+
+
+def resident_memory(proc: Path = _PROC) -> int:
+    """Bytes of host memory this process holds now."""
+    return _status(proc)["VmRSS"]
+
+
+def peak_resident_memory(proc: Path = _PROC) -> int:
+    """The most bytes of host memory this process has held since it began."""
+    return _status(proc)["VmHWM"]
+
+
+def gpu() -> Gpu | None:
+    """The current CUDA device, or None when there is none."""
+    import torch  # delayed: everything else here works without it
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Gpu(name=str(properties.name), memory=int(properties.total_memory))
+
+
+def disk_free(folder: str | os.PathLike[str]) -> int:
+    """Free bytes on the disk where `folder` is, or where it would be made."""
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    return _kilobytes((proc / "meminfo").read_text())
+
+
+def _status(proc: Path) -> dict[str, int]:
+    return _kilobytes((proc / "self" / "status").read_text())
+
+
+def _kilobytes(text: str) -> dict[str, int]:
+    """The `Name:  123 kB` lines of a /proc file, in bytes."""
+    sizes = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[1] == "kB":
+            sizes[name] = int(words[0]) * 1024
+    return sizes
+
+
+def _cgroup_headroom(proc: Path, cgroup: Path) -> list[int]:
+    """What is left under each memory limit of the cgroups this process is in, parents included."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    headroom = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage = cgroup, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root = cgroup / "memory"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = root / name.lstrip("/")
+        while True:
+            left = _headroom(folder, limit, usage)
+            if left is not None:
+                headroom.append(left)
+            if folder == root or root not in folder.parents:
+                break
+            folder = folder.parent
+    return headroom
+
+
+def _headroom(folder: Path, limit: str, usage: str) -> int | None:
+    try:
+        most = (folder / limit).read_text().strip()
+        used = int((folder / usage).read_text())
+        stat = (folder / "memory.stat").read_text()
+    except (OSError, ValueError):
+        return None  # no such level seen from inside a container, or no limit kept at it
+    if not most.isdigit():
+        return None  # "max"
+    counters = dict(line.split() for line in stat.splitlines() if len(line.split()) == 2)
+    # The page cache counts as used, but the kernel gives it back before it kills anyone.
+    cache = int(counters.get("inactive_file", 0)) + int(counters.get("active_file", 0))
+    return int(most) - used + cache

@@ -1,0 +1,309 @@
+"""GPT-MoE: a decoder-only transformer whose feed-forwards are experts. Plain `torch.nn`.
+
+Shapes: B sequences of S tokens, T = B*S, D model, h heads, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as run_checkpointed
+
+from overspill.core.errors import ConfigError
+from overspill.models.config import GPTConfig
+from overspill.models.loss import fused_linear_cross_entropy
+from overspill.moe.init import STD, out_std
+from overspill.moe.layer import MoE
+
+
+class GPTOutput(NamedTuple):
+    loss: Tensor | None
+    """Cross-entropy plus the weighted balance losses: what to call backward on."""
+    logits: Tensor | None
+    """[B, S, V]; only without targets."""
+    ce: Tensor | None
+    """Cross-entropy alone, detached."""
+    balance: Tensor
+    """Mean balance loss of the MoE layers, detached; 1.0 is even load."""
+
+
+class GPTMoE(nn.Module):
+    """The model.
+
+    `checkpoint`: keep only the input of each block and recompute the rest in backward.
+    `meta_experts`: expert parameters have a shape but no memory; `MoE.init_expert` gives their
+    initial weights one record at a time. `seed` fixes all initial weights on a given device.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        checkpoint: bool = True,
+        seed: int = 0,
+        meta_experts: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint = checkpoint
+        self.embedding = nn.Embedding(config.vocab, config.d_model, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            Block(config, layer, seed, meta_experts, device, dtype)
+            for layer in range(config.n_layers)
+        )
+        self.norm = nn.RMSNorm(config.d_model, eps=1e-6, device=device, dtype=dtype)
+        self.head: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(
+                config.d_model, config.vocab, bias=False, device=device, dtype=dtype
+            )
+        self.rope = Rope(config, device=device)
+        self._init_dense(seed)
+
+    @torch.no_grad()
+    def _init_dense(self, seed: int) -> None:
+        """Everything but experts, in the order of definition, from one generator."""
+        device = self.embedding.weight.device
+        if device.type == "meta":
+            return
+        generator = torch.Generator(device).manual_seed(seed)
+        experts = {id(p) for moe in self.moe_layers() for p in (moe.w_in, moe.w_out)}
+        for name, parameter in self.named_parameters():
+            if id(parameter) in experts or parameter.dim() < 2:
+                continue
+            std = out_std(self.config.n_layers) if name.endswith("out.weight") else STD
+            parameter.normal_(0.0, std, generator=generator)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, pieces: int = 1) -> GPTOutput:
+        """Loss with targets [B, S] (-100 is ignored), logits without.
+
+        `pieces` > 1 treats the batch as that many micro-batches that pass each expert together: the
+        loss and gradients are those of accumulating them, attention runs one at a time.
+        """
+        n_sequences, length = tokens.shape
+        if length > self.config.max_seq:
+            raise ConfigError(
+                f"{length} tokens are more than max_seq={self.config.max_seq}; "
+                "cut the sequence or raise max_seq"
+            )
+        if n_sequences % pieces:
+            raise ConfigError(
+                f"pieces={pieces} does not divide the batch of {n_sequences} sequences; "
+                "give a batch that is a multiple of it"
+            )
+        x_BSD = self.embedding(tokens)
+        cos, sin = self.rope(length, x_BSD.dtype)
+        balances: list[Tensor] = []
+        recompute = self.checkpoint and self.training and torch.is_grad_enabled()
+        for block in self.blocks:
+            if recompute:
+                x_BSD, balance = run_checkpointed(
+                    block,
+                    x_BSD,
+                    cos,
+                    sin,
+                    pieces,
+                    recompute,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            else:
+                x_BSD, balance = block(x_BSD, cos, sin, pieces, recompute)
+            if balance is not None:
+                balances.append(balance)
+        x_BSD = self.norm(x_BSD)
+        head = self.embedding.weight if self.head is None else self.head.weight
+        balance_sum = torch.stack(balances).sum()
+        balance_mean = balance_sum.detach() / len(balances)
+        if targets is None:
+            return GPTOutput(None, F.linear(x_BSD, head), None, balance_mean)
+        ce = fused_linear_cross_entropy(
+            x_BSD.reshape(-1, x_BSD.shape[-1]), head, targets.reshape(-1), pieces=pieces
+        )
+        loss = ce + self.config.balance_coef * balance_sum
+        return GPTOutput(loss, None, ce.detach(), balance_mean)
+
+    def moe_layers(self) -> list[MoE]:
+        """The MoE layers, lowest first: the position is `ExpertId.layer`."""
+        return [module for module in self.modules() if isinstance(module, MoE)]
+
+    def num_parameters(self) -> int:
+        """All parameters, wherever the experts live now."""
+        return self.config.total_params
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
+        """`tokens` [B, S] with `n` sampled ones behind; temperature 0 takes the likeliest.
+
+        Every step runs the whole context (its last max_seq tokens): enough to look at what a model
+        has learnt, not a way to serve it.
+        """
+        was_training = self.training
+        self.eval()
+        generator = torch.Generator(tokens.device).manual_seed(seed)
+        for _ in range(n):
+            logits = self(tokens[:, -self.config.max_seq :]).logits[:, -1].float()
+            if temperature == 0:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                probs = (logits / temperature).softmax(-1)
+                chosen = torch.multinomial(probs, 1, generator=generator)
+            tokens = torch.cat((tokens, chosen), dim=1)
+        self.train(was_training)
+        return tokens
+
+
+class Block(nn.Module):
+    """Attention, then experts (or one dense feed-forward), each added to the residual stream."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        layer: int,
+        seed: int,
+        meta_experts: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6, device=device, dtype=dtype)
+        self.attention = Attention(config, device, dtype)
+        self.feed_norm = nn.RMSNorm(config.d_model, eps=1e-6, device=device, dtype=dtype)
+        self.moe: MoE | None = None
+        self.dense: FeedForward | None = None
+        if config.is_moe(layer):
+            self.moe = MoE(
+                d_model=config.d_model,
+                d_hidden=config.d_hidden,
+                n_experts=config.n_experts,
+                top_k=config.top_k,
+                gated=config.gated,
+                normalize=config.normalize_weights,
+                layer=layer // config.moe_every,
+                n_layers=config.n_layers,
+                seed=seed,
+                meta_experts=meta_experts,
+                device=device,
+                dtype=dtype,
+            )
+        else:
+            self.dense = FeedForward(config, device, dtype)
+
+    def forward(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, pieces: int, recompute: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(x, balance loss or None).
+
+        The feed-forward's output joins the residual as the very last operation, and an addition
+        saves nothing for backward. So a recomputation under checkpoint, which stops at the last
+        saved tensor, never has to run past the experts' input.
+        """
+        x_BSD = self._attend(x_BSD, cos, sin, pieces, recompute)
+        normed = self.feed_norm(x_BSD)
+        if self.moe is None:
+            assert self.dense is not None
+            return x_BSD + self.dense(normed), None
+        y_BSD, balance = self.moe(normed, pieces)
+        return x_BSD + y_BSD, balance
+
+    def _attend(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, pieces: int, recompute: bool
+    ) -> Tensor:
+        if pieces == 1:
+            return self._attend_piece(x_BSD, cos, sin)
+        # Backward would hold the insides of attention for all pieces at once; a checkpoint each
+        # holds one at a time, for one more forward of attention (a few percent of a step).
+        done = [
+            run_checkpointed(
+                self._attend_piece, x, cos, sin, use_reentrant=False, preserve_rng_state=False
+            )
+            if recompute
+            else self._attend_piece(x, cos, sin)
+            for x in x_BSD.chunk(pieces)
+        ]
+        return torch.cat(done)
+
+    def _attend_piece(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y_BSD: Tensor = self.attention(self.attention_norm(x_BSD), cos, sin)
+        return x_BSD + y_BSD
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with rotary positions, packed q, k and v, no biases."""
+
+    def __init__(
+        self, config: GPTConfig, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        d = config.d_model
+        self.qkv = nn.Linear(d, 3 * d, bias=False, device=device, dtype=dtype)
+        self.out = nn.Linear(d, d, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, d_model = x_BSD.shape
+        qkv = self.qkv(x_BSD).view(batch, length, 3, self.n_heads, -1)
+        # q and k turn together: half the kernels, and split's backward is one concatenation.
+        qk, v = qkv.split((2, 1), dim=2)
+        q, k = rotate(qk, cos, sin).unbind(2)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.squeeze(2).transpose(1, 2), is_causal=True
+        )
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, d_model))
+        return out
+
+
+class FeedForward(nn.Module):
+    """One expert's arithmetic for all tokens: the dense layers between MoE layers."""
+
+    def __init__(
+        self, config: GPTConfig, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        shape = config.expert_shape
+        self.gated = shape.gated
+        self.w_in = nn.Linear(shape.d_model, shape.in_rows, bias=False, device=device, dtype=dtype)
+        self.w_out = nn.Linear(
+            shape.d_hidden, shape.d_model, bias=False, device=device, dtype=dtype
+        )
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        h = self.w_in(x_BSD)
+        if self.gated:
+            gate, up = h.chunk(2, dim=-1)
+            a = F.silu(gate) * up
+        else:
+            a = F.gelu(h)
+        y: Tensor = self.w_out(a)
+        return y
+
+
+class Rope(nn.Module):
+    """Cosines and sines of the rotary positions, kept in float32 outside of the state dict."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: GPTConfig, device: torch.device | str | None) -> None:
+        super().__init__()
+        width = config.d_model // config.n_heads
+        # In float64: at thousands of radians float32 angles are visibly off.
+        exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
+        angles = torch.outer(
+            torch.arange(config.max_seq, dtype=torch.float64), config.rope_theta**-exponent
+        )
+        self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
+
+    def forward(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tables [S, 1, 1, width / 2] for `rotate`."""
+        shape = (length, 1, 1, -1)
+        return self.cos[:length].view(shape).to(dtype), self.sin[:length].view(shape).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns pairs (first half, second half of a head) of [B, S, ..., width] by their position."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

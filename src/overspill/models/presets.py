@@ -1,0 +1,66 @@
+"""Named shapes. `moe-s` to `moe-xl` follow Table 4 of the ES-MoE paper, with any number of experts;
+`w1` is a Mixtral-shaped model of 5 B parameters; `nano` trains on two CPU cores in two minutes.
+"""
+
+import dataclasses
+import difflib
+from typing import Any
+
+from overspill.core.errors import ConfigError
+from overspill.models.config import GPTConfig
+
+
+def _es_moe(n_layers: int, d_model: int, d_hidden: int, n_heads: int) -> GPTConfig:
+    return GPTConfig(
+        vocab=51_200,
+        n_layers=n_layers,
+        d_model=d_model,
+        d_hidden=d_hidden,
+        n_heads=n_heads,
+        n_experts=8,
+        top_k=1,
+    )
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "nano": GPTConfig(
+        vocab=264,  # 256 bytes, and room for special tokens
+        n_layers=4,
+        d_model=128,
+        d_hidden=256,
+        n_heads=4,
+        n_experts=16,
+        top_k=2,
+        max_seq=256,
+    ),
+    "moe-s": _es_moe(12, 768, 3072, 12),
+    "moe-m": _es_moe(24, 1024, 4096, 16),
+    "moe-l": _es_moe(24, 1536, 6144, 16),
+    "moe-xl": _es_moe(24, 1536, 8192, 24),
+    "w1": GPTConfig(
+        vocab=32_000,
+        n_layers=24,
+        d_model=1024,
+        d_hidden=4096,
+        n_heads=16,
+        n_experts=16,
+        top_k=2,
+        gated=True,
+        tie_embeddings=False,
+    ),
+}
+
+
+def get_preset(name: str, **overrides: Any) -> GPTConfig:
+    """The preset `name` with some fields replaced, checked like any other config."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"preset {name!r} is not one of {', '.join(PRESETS)}{hint}")
+    fields = [field.name for field in dataclasses.fields(GPTConfig)]
+    for key in overrides:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{key!r} is not a field of a model ({', '.join(fields)}){hint}")
+    return dataclasses.replace(PRESETS[name], **overrides)

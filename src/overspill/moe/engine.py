@@ -1,0 +1,293 @@
+"""The engine holds the experts of all MoE layers and carries plans out. Two kinds: everything on the
+compute device (`resident`), or streamed through slots from host memory and disk (`streaming`)."""
+
+import abc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from overspill.compute.permute import Permutation
+from overspill.core.errors import OrderError
+from overspill.core.experts import ExpertId, ExpertShape, Phase
+from overspill.optim.kernel import AdamHyper
+from overspill.plan.budget import Placement
+from overspill.tiers.layout import RecordLayout
+from overspill.trace.recorder import Recorder
+from overspill.transfer.lanes import Inject
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The switches of the engine; each technique can be turned off to see what it is worth."""
+
+    pin_share: float = 0.25
+    """Share of the slots that keep the busiest experts of the last step; 0 turns pinning off."""
+    overlap_updates: bool = True
+    """Update an expert as soon as its gradient is complete, while backward goes on."""
+    overlap_uploads: bool = True
+    """Upload experts ahead of their computation, across layers."""
+    waves: bool = True
+    """Compute experts that are resident together as one grouped product."""
+    activations: str = "recompute"
+    """Inside experts: "recompute" them in backward, or "keep" them from forward."""
+    threads: int | None = None
+    """Threads of the CPU optimizer; left out: the cores less those that drive the GPU and disk."""
+    inject: Inject | None = None
+    """Called before each transfer and optimizer job; for tests."""
+
+
+class UpdateRule(Protocol):
+    """What the engine asks its optimizer."""
+
+    @property
+    def keep_gradients(self) -> bool:
+        """Whether updates wait for step(), because of clipping or without overlap."""
+
+    def hyper(self, layer: int) -> AdamHyper | None:
+        """The next update of a layer's experts; None if they are not trained."""
+
+
+class ExpertPlaceholder(nn.Parameter):
+    """Stands for the experts of one layer among the parameters of an offloaded model.
+
+    It has no elements; optimizer groups that hold it drive the experts of its layer.
+    """
+
+    engine: "Engine"
+    layer: int
+    is_expert_placeholder = True
+
+    def __new__(cls, engine: "Engine", layer: int) -> "ExpertPlaceholder":
+        data = torch.empty(0, dtype=engine.dtype, device=engine.device)
+        self = torch.Tensor._make_subclass(cls, data, True)
+        self.engine, self.layer = engine, layer
+        return self
+
+    def __deepcopy__(self, memo: object) -> "ExpertPlaceholder":
+        raise OrderError(
+            "an offloaded model cannot be copied: its experts exist once, in the store"
+        )
+
+
+class Promise:
+    """That a backward will come. Outlives its pass if the graph is thrown away."""
+
+
+@dataclass(eq=False)
+class LayerPass:
+    """One passage of tokens through one layer, from its forward to its backward."""
+
+    layer: int
+    permutation: Permutation | None = None
+    counts: list[int] = field(default_factory=list)
+    kept: Tensor | None = None  # pre-activations, if they are kept
+    promise: Promise = field(default_factory=Promise)
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Neighbouring experts [first, stop) of a layer that compute together on rows [start, end)."""
+
+    first: int
+    stop: int
+    start: int
+    end: int
+    weights: Tensor
+    ends: Tensor
+    counts: list[int] | None
+
+
+class Engine(abc.ABC):
+    """What layers, optimizer and checkpoints see of the experts."""
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_experts: int,
+        layout: RecordLayout,
+        device: torch.device,
+        placement: Placement,
+        settings: Settings,
+        recorder: Recorder,
+    ) -> None:
+        self.n_layers = n_layers
+        self.n_experts = n_experts
+        self.device = device
+        self.placement = placement
+        self.settings = settings
+        self.recorder = recorder
+        self.layout = layout
+        self.rule: UpdateRule | None = None
+        self.accumulating = False
+        self.layer_steps = [0] * n_layers  # updates of each layer so far, for bias correction
+        # passes whose backward is still to come; sets, because adding and removing is atomic and
+        # the garbage collector may drop a graph in any thread
+        self._open: list[set[Promise]] = [set() for _ in range(n_layers)]
+        self._final: set[int] = set()  # layers whose gradient of this step is complete
+        self._gathered: set[int] = set()  # layers that hold part of this step's gradient
+
+    @property
+    def shape(self) -> ExpertShape:
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def overlap_updates(self) -> bool:
+        return self.settings.overlap_updates
+
+    @property
+    def expert_parameters(self) -> int:
+        return self.n_layers * self.n_experts * self.shape.numel
+
+    # -- what a layer calls ---------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
+        """Yields the layer's experts as they are on the device; compute a wave before the next."""
+
+    @abc.abstractmethod
+    def deliver(self, layer_pass: LayerPass, wave: Wave, dw_in: Tensor, dw_out: Tensor) -> None:
+        """Takes the gradients of a wave."""
+
+    @abc.abstractmethod
+    def needs_counts(self, rows: int) -> bool:
+        """Whether the plan depends on the counts, so that the host must wait for them."""
+
+    def open_pass(self, layer_pass: LayerPass) -> None:
+        """A forward whose backward will come (or whose graph will be thrown away)."""
+        promises = self._open[layer_pass.layer]
+        promises.add(layer_pass.promise)
+        weakref.finalize(layer_pass, promises.discard, layer_pass.promise)
+
+    def begin_backward(self, layer_pass: LayerPass) -> bool:
+        """Before the first wave of a layer's backward; whether weight gradients are wanted."""
+        layer = layer_pass.layer
+        if self.rule is None:
+            raise OrderError(
+                "backward through offloaded experts needs their optimizer: create "
+                "overspill.AdamW(model, lr=...) before the first backward"
+            )
+        if layer_pass.promise not in self._open[layer] or layer in self._final:
+            raise OrderError(
+                f"MoE layer {layer} got a second backward before step(); call opt.step() after "
+                "each backward, or wrap all but the last in `with opt.accumulate():`"
+            )
+        self._open[layer].discard(layer_pass.promise)
+        return self.rule.hyper(layer) is not None
+
+    def is_final(self, layer: int) -> bool:
+        """Whether the gradient being delivered completes the layer's gradient of this step."""
+        return not self.accumulating and not self._open[layer]
+
+    def end_backward(self, layer_pass: LayerPass) -> None:
+        """After the last wave: experts without tokens get their decay, the layer is complete."""
+        layer = layer_pass.layer
+        assert self.rule is not None
+        if self.rule.hyper(layer) is None:
+            return
+        if self.is_final(layer):
+            self._final.add(layer)
+            self._complete(layer, layer_pass.counts)
+        else:
+            self._gathered.add(layer)
+
+    @abc.abstractmethod
+    def _complete(self, layer: int, counts: Sequence[int]) -> None:
+        """The layer's gradient is complete; `counts` are the tokens of the last pass."""
+
+    # -- what the optimizer calls -----------------------------------------------------------------
+
+    @abc.abstractmethod
+    def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> None:
+        """Takes the memory for optimizer states (once) and follows `rule` from now on."""
+
+    @abc.abstractmethod
+    def gradient_squares(self) -> float:
+        """Sum of squares of all expert gradients of this step; waits for them."""
+
+    def step(self) -> None:
+        """Ends a step: kept gradients, if the rule keeps them, update the experts now."""
+        for layer in sorted(self._gathered - self._final):
+            # a pass was thrown away, or every backward ran under accumulate(): complete it here
+            self._final.add(layer)
+            self._complete(layer, [0] * self.n_experts)
+        self._apply(sorted(self._final))
+        for layer in self._final:
+            self.layer_steps[layer] += 1
+        self._final.clear()
+        self._gathered.clear()
+
+    @abc.abstractmethod
+    def _apply(self, layers: Sequence[int]) -> None:
+        """Updates the experts of `layers`, if they were not updated during backward."""
+
+    @abc.abstractmethod
+    def discard(self) -> None:
+        """Throws the kept gradients of this step away; the experts stay as they are."""
+
+    def discard_pending(self) -> None:
+        """What zero_grad() means for experts: gradients that were kept and not used are dropped."""
+        if self._final and self.rule is not None and not self.rule.keep_gradients:
+            raise OrderError(
+                "zero_grad() after backward without step(): the experts were updated during "
+                "backward already; call step() first, or set max_grad_norm (or overlap_updates="
+                "False), which keeps gradients until step()"
+            )
+        if self._final or self._gathered:
+            self.discard()
+
+    def _forget_step(self) -> None:
+        self._final.clear()
+        self._gathered.clear()
+
+    # -- records, for checkpoints -------------------------------------------------------------------
+
+    def experts(self) -> Iterator[ExpertId]:
+        for layer in range(self.n_layers):
+            for index in range(self.n_experts):
+                yield ExpertId(layer, index)
+
+    @abc.abstractmethod
+    def read_weights(self, expert: ExpertId, out: Tensor) -> None:
+        """Copies an expert's flat weights into `out` [numel]."""
+
+    @abc.abstractmethod
+    def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
+        """Lets `fill` set an expert's flat weights [numel] in place."""
+
+    @abc.abstractmethod
+    def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None:
+        """Copies one optimizer state of an expert into `out` [numel]."""
+
+    @abc.abstractmethod
+    def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None:
+        """Sets one optimizer state of an expert."""
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Waits until every update has landed."""
+
+    @abc.abstractmethod
+    def check_conserved(self) -> None:
+        """When idle: every slot, row and buffer is accounted for."""
+
+    @abc.abstractmethod
+    def bytes_by_tier(self) -> dict[str, int]:
+        """What the experts take on the compute device, in host memory and on disk."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """One line: the mode and what lies where."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends all threads and gives the memory back; the experts are gone."""

@@ -1,0 +1,175 @@
+"""The experts of one layer as an autograd operation.
+
+Two functions in a row. `_Entrance` saves the input and does the whole backward; `_Experts` computes
+the output and saves nothing (unless activations are kept). A recomputation under
+torch.utils.checkpoint stops at the last tensor saved, which is the entrance's: the experts' forward
+does not run a second time.
+
+Shapes: T tokens, D model, K top-k, R = T*K rows sorted by expert.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
+from overspill.compute.permute import (
+    Permutation,
+    combine,
+    gather_rows,
+    row_weights,
+    sum_rows,
+    weights_grad,
+)
+from overspill.core.experts import Phase
+from overspill.moe.engine import Engine, LayerPass, Wave
+from overspill.plan.waves import row_pieces
+
+
+def routed_experts(
+    engine: Engine, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Each token's weighted sum over its experts, [T, D]."""
+    layer_pass = LayerPass(layer)
+    weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
+    if torch.is_grad_enabled() and (x_TD.requires_grad or weights_TK.requires_grad):
+        ticket = _Entrance.apply(x_TD, weights_TK, engine, layer_pass)
+        args = (x_TD.detach(), weights_TK.detach(), expert_ids_TK, engine, layer_pass)
+        y: Tensor = _Experts.apply(ticket, *args)
+        return y
+    return _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep=False)
+
+
+class _Entrance(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, engine: Engine, layer_pass: LayerPass
+    ) -> Tensor:
+        ctx.save_for_backward(x_TD, weights_TK)
+        ctx.engine, ctx.layer_pass = engine, layer_pass
+        # has the output's shape, so that the output's gradient can come back through it, but no
+        # memory of its own
+        return x_TD.new_zeros(()).expand(x_TD.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        x_TD, weights_TK = ctx.saved_tensors
+        dx_TD, dweights_TK = _backward(x_TD, weights_TK, dy_TD, ctx.engine, ctx.layer_pass)
+        return dx_TD, dweights_TK, None, None
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ticket: Tensor,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        expert_ids_TK: Tensor,
+        engine: Engine,
+        layer_pass: LayerPass,
+    ) -> Tensor:
+        engine.open_pass(layer_pass)
+        keep = engine.settings.activations == "keep"
+        y_TD = _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep)
+        if layer_pass.kept is not None:
+            # through autograd, so that a checkpoint drops it like any activation
+            ctx.save_for_backward(layer_pass.kept)
+            layer_pass.kept = None
+        ctx.layer_pass = layer_pass
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
+        if ctx.saved_tensors:
+            (ctx.layer_pass.kept,) = ctx.saved_tensors
+        return dy_TD, None, None, None, None, None
+
+
+def _forward(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    expert_ids_TK: Tensor,
+    engine: Engine,
+    layer_pass: LayerPass,
+    keep: bool,
+) -> Tensor:
+    permutation = Permutation.build(expert_ids_TK, engine.n_experts)
+    layer_pass.permutation = permutation
+    if engine.needs_counts(permutation.n_rows):
+        layer_pass.counts = permutation.counts_E.tolist()
+    # inside a backward this is a recomputation: the layers that come next are those below
+    recomputing = torch._C._current_graph_task_id() != -1
+    phase = Phase.BACKWARD if recomputing else Phase.FORWARD
+    y_RD = x_TD.new_empty(permutation.n_rows, x_TD.shape[1])
+    if keep:
+        layer_pass.kept = x_TD.new_empty(permutation.n_rows, engine.shape.in_rows)
+    for wave in engine.waves(layer_pass, phase):
+        for start, end, ends, counts in _pieces(wave, engine):
+            x_rows = gather_rows(x_TD, permutation, start, end)
+            y_rows, hidden = wave_forward(x_rows, wave.weights, engine.shape, ends, counts)
+            y_RD[start:end] = y_rows
+            if layer_pass.kept is not None:
+                layer_pass.kept[start:end] = hidden
+            del x_rows, y_rows, hidden
+    return combine(y_RD, weights_TK, permutation)
+
+
+@torch.no_grad()
+def _backward(
+    x_TD: Tensor, weights_TK: Tensor, dy_TD: Tensor, engine: Engine, layer_pass: LayerPass
+) -> tuple[Tensor, Tensor]:
+    permutation = layer_pass.permutation
+    assert permutation is not None
+    need_dw = engine.begin_backward(layer_pass)
+    dy_TD = dy_TD.contiguous()
+    dx_RD = x_TD.new_empty(permutation.n_rows, x_TD.shape[1])
+    drow_weight_R = weights_TK.new_empty(permutation.n_rows)
+    for wave in engine.waves(layer_pass, Phase.BACKWARD):
+        total: WaveGrads | None = None
+        for start, end, ends, counts in _pieces(wave, engine):
+            grads = wave_backward(
+                gather_rows(x_TD, permutation, start, end),
+                gather_rows(dy_TD, permutation, start, end),
+                row_weights(weights_TK, permutation, start, end),
+                wave.weights,
+                engine.shape,
+                ends,
+                counts,
+                hidden=None if layer_pass.kept is None else layer_pass.kept[start:end],
+                need_dw=need_dw,
+            )
+            dx_RD[start:end] = grads.dx_RD
+            drow_weight_R[start:end] = grads.drow_weight_R
+            total = grads if total is None else _add(total, grads)
+        if need_dw and total is not None:
+            assert total.dw_in is not None and total.dw_out is not None
+            engine.deliver(layer_pass, wave, total.dw_in, total.dw_out)
+        del total
+    layer_pass.kept = None
+    engine.end_backward(layer_pass)
+    return sum_rows(dx_RD, permutation), weights_grad(drow_weight_R, permutation)
+
+
+def _pieces(wave: Wave, engine: Engine) -> list[tuple[int, int, Tensor, list[int] | None]]:
+    """(first row, end, cumulative ends, counts) of a wave, whole or, where one expert alone has too
+    many rows for the workspace, in pieces."""
+    limit = engine.placement.max_rows
+    if wave.end - wave.start <= limit or wave.stop - wave.first > 1:
+        return [(wave.start, wave.end, wave.ends, wave.counts)]
+    pieces = row_pieces(wave.start, wave.end, limit)
+    return [(a, b, torch.full_like(wave.ends, b - a), [b - a]) for a, b in pieces]
+
+
+def _add(total: WaveGrads, grads: WaveGrads) -> WaveGrads:
+    """Adds the weight gradients of two pieces of one expert's rows, in float32 between pieces."""
+    if total.dw_in is None or total.dw_out is None:
+        return grads
+    assert grads.dw_in is not None and grads.dw_out is not None
+    return WaveGrads(
+        grads.dx_RD,
+        total.dw_in.float().add_(grads.dw_in),
+        total.dw_out.float().add_(grads.dw_out),
+        grads.drow_weight_R,
+    )

@@ -1,0 +1,130 @@
+"""The Mixture-of-Experts layer.
+
+Shapes: B sequences of S tokens, T = B*S, D model, H hidden, E experts, K top-k.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.compute.reference import moe_reference
+from overspill.core.experts import ExpertId, ExpertShape
+from overspill.moe.engine import Engine, ExpertPlaceholder
+from overspill.moe.functions import routed_experts
+from overspill.moe.init import expert_generator, init_expert_
+from overspill.moe.router import Router
+
+
+class MoE(nn.Module):
+    """Router and experts; plain `torch.nn`, with the experts as two stacked parameters, until they
+    are given away to an engine.
+
+    An expert without tokens has a gradient of zeros, so AdamW's decay reaches it.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        n_experts: int,
+        top_k: int,
+        gated: bool,
+        normalize: bool = True,
+        layer: int = 0,
+        n_layers: int = 1,
+        seed: int = 0,
+        meta_experts: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = ExpertShape(d_model, d_hidden, gated)
+        self.layer = layer
+        self.n_layers = n_layers
+        self.seed = seed
+        self.n_experts = n_experts
+        self.engine: Engine | None = None
+        self.router = Router(d_model, n_experts, top_k, normalize, device=device, dtype=dtype)
+        where = "meta" if meta_experts else device
+        self.w_in = nn.Parameter(
+            torch.empty(n_experts, self.shape.in_rows, d_model, device=where, dtype=dtype)
+        )
+        self.w_out = nn.Parameter(
+            torch.empty(n_experts, d_model, d_hidden, device=where, dtype=dtype)
+        )
+        if not self.w_in.is_meta:
+            self.init_experts()
+
+    @torch.no_grad()
+    def init_experts(self) -> None:
+        record = self.w_in.new_empty(self.shape.numel)
+        for index in range(self.n_experts):
+            self.init_expert(index, record)
+            self.w_in[index].view(-1).copy_(record[: self.shape.in_numel])
+            self.w_out[index].view(-1).copy_(record[self.shape.in_numel :])
+
+    def init_expert(self, index: int, out_record: Tensor) -> None:
+        """Fills the flat record of one expert with its initial weights, wherever it lies."""
+        generator = expert_generator(self.seed, ExpertId(self.layer, index), out_record.device)
+        init_expert_(out_record, self.shape, self.n_layers, generator)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.w_in.dtype if self.engine is None else self.engine.dtype
+
+    def give_away(self, engine: Engine, layer: int) -> None:
+        """The experts are in the engine now: releases the parameters, a placeholder stays."""
+        self.engine, self.layer = engine, layer
+        trained = self.w_in.requires_grad
+        del self.w_in, self.w_out
+        self.experts = ExpertPlaceholder(engine, layer)
+        self.experts.requires_grad_(trained)
+
+    def forward(self, x_BSD: Tensor, pieces: int = 1) -> tuple[Tensor, Tensor]:
+        """(y, balance loss)."""
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        weights_TK, expert_ids_TK, balance = self.router(x_TD, pieces)
+        if self.engine is None:
+            y_TD = moe_reference(
+                x_TD, expert_ids_TK, weights_TK, self.w_in, self.w_out, self.shape.gated
+            )
+        else:
+            y_TD = routed_experts(self.engine, self.layer, x_TD, expert_ids_TK, weights_TK)
+        return y_TD.view_as(x_BSD), balance
+
+    # -- the names and shapes of the plain layer in state dicts, offloaded or not -------------------
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.engine is None:
+            return
+        del destination[prefix + "experts"]
+        self.engine.flush()
+        shape = self.shape
+        w_in = torch.empty(self.n_experts, shape.in_rows, shape.d_model, dtype=self.dtype)
+        w_out = torch.empty(self.n_experts, shape.d_model, shape.d_hidden, dtype=self.dtype)
+        record = torch.empty(shape.numel, dtype=self.dtype)
+        for index in range(self.n_experts):
+            self.engine.read_weights(ExpertId(self.layer, index), record)
+            w_in[index].view(-1).copy_(record[: shape.in_numel])
+            w_out[index].view(-1).copy_(record[shape.in_numel :])
+        destination[prefix + "w_in"], destination[prefix + "w_out"] = w_in, w_out
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if self.engine is not None:
+            self.engine.flush()
+            w_in, w_out = state_dict.pop(prefix + "w_in"), state_dict.pop(prefix + "w_out")
+            for index in range(self.n_experts):
+                record = torch.cat((w_in[index].reshape(-1), w_out[index].reshape(-1)))
+
+                def fill(into: Tensor, record: Tensor = record) -> None:
+                    into.copy_(record)
+
+                self.engine.write_weights(ExpertId(self.layer, index), fill)
+            state_dict[prefix + "experts"] = self.experts
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

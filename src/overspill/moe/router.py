@@ -1,0 +1,73 @@
+"""Which experts each token goes to, with what weight. No token is dropped.
+
+Shapes: T tokens, D model, E experts, K top-k.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RouterOutput(NamedTuple):
+    weights_TK: Tensor
+    """Routing weights, float32."""
+    expert_ids_TK: Tensor
+    """Expert indices, int64, the likeliest first."""
+    balance_loss: Tensor
+    """Scalar, float32; 1.0 when the load is even."""
+
+
+class Router(nn.Module):
+    """Softmax over all experts, then the K likeliest.
+
+    The arithmetic is float32 whatever the dtype of the model: near ties decide where a token goes.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_experts: int,
+        top_k: int,
+        normalize: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.n_experts = n_experts
+        self.top_k = top_k
+        # With one expert per token, normalizing would make every weight 1 and the router would
+        # never get a gradient: the raw probability stays.
+        self.normalize = normalize and top_k > 1
+        self.weight = nn.Parameter(torch.empty(n_experts, d_model, device=device, dtype=dtype))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x_TD: Tensor, pieces: int = 1) -> RouterOutput:
+        """Routes the tokens; `pieces` is how many micro-batches lie one after another in them."""
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        probs_TE = logits_TE.softmax(-1)
+        weights_TK, expert_ids_TK = probs_TE.topk(self.top_k, dim=-1)
+        if self.normalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return RouterOutput(
+            weights_TK, expert_ids_TK, balance_loss(probs_TE, expert_ids_TK, pieces)
+        )
+
+
+def balance_loss(probs_TE: Tensor, expert_ids_TK: Tensor, pieces: int = 1) -> Tensor:
+    """The Switch loss E * sum_e(share of assignments * mean probability).
+
+    It is a product of two means, so that of a whole batch is not the mean over its micro-batches:
+    it is taken micro-batch by micro-batch and averaged, and a grouped batch gives the gradients of
+    accumulated ones.
+    """
+    n_experts = probs_TE.shape[1]
+    ids = expert_ids_TK.reshape(pieces, -1)
+    counts = probs_TE.new_zeros(pieces, n_experts)
+    # Adds of 1.0 are exact in any order, so this scatter is deterministic on a GPU too.
+    counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))
+    share = counts / ids.shape[1]
+    mean_prob = probs_TE.view(pieces, -1, n_experts).mean(1)
+    return n_experts * (share * mean_prob).sum(-1).mean()

@@ -1,0 +1,285 @@
+"""`overspill.AdamW`: a torch.optim.Optimizer for the dense parameters and the offloaded experts."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from overspill.core.errors import ConfigError, NonFiniteError
+from overspill.core.experts import ExpertId
+from overspill.hardware.machine import usable_cores
+from overspill.optim.kernel import AdamHyper, RecordState, adamw_
+from overspill.tiers.layout import RecordLayout
+
+
+class ExpertEngine(Protocol):
+    """What the optimizer needs of the engine."""
+
+    layout: RecordLayout
+    layer_steps: list[int]
+    accumulating: bool
+    n_layers: int
+    n_experts: int
+
+    @property
+    def overlap_updates(self) -> bool: ...
+    def attach(self, rule: "AdamW", state_dtype: torch.dtype) -> None: ...
+    def gradient_squares(self) -> float: ...
+    def step(self) -> None: ...
+    def discard(self) -> None: ...
+    def discard_pending(self) -> None: ...
+    def flush(self) -> None: ...
+    def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None: ...
+    def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None: ...
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW, exact, over dense parameters and experts wherever they live.
+
+    Takes what torch optimizers take (a model, parameters, or groups); a layer's experts belong to
+    the group that holds its placeholder. bf16 parameters have an fp32 master. Without
+    `max_grad_norm` an expert is updated during backward, as soon as its gradient is complete; with
+    it, updates start in `step()`, when the global norm is known, and overlap the next forward.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if max_grad_norm is not None and max_grad_norm <= 0:
+            raise ConfigError(f"max_grad_norm={max_grad_norm} must be above zero, or None for none")
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"state_dtype={state_dtype} must be torch.float32 or torch.bfloat16")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ConfigError(f"{name}={value} must not be negative")
+        if isinstance(params, nn.Module):
+            params = list(params.parameters())
+        self.max_grad_norm = max_grad_norm
+        self.state_dtype = state_dtype
+        self.total_norm: float | None = None
+        self._scale = 1.0
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, defaults)  # type: ignore[arg-type]
+        # placeholder and group of each MoE layer
+        self._layers = {
+            p.layer: (p, group)
+            for group in self.param_groups
+            for p in group["params"]
+            if getattr(p, "is_expert_placeholder", False)
+        }
+        self._engine = self._find_engine()
+        if self._engine is not None:
+            self._engine.attach(self, state_dtype)
+
+    def _find_engine(self) -> ExpertEngine | None:
+        engines = {id(p.engine): p.engine for p, _ in self._layers.values()}
+        if len(engines) > 1:
+            raise ConfigError("one AdamW takes one offloaded model; give each model its own")
+        return next(iter(engines.values()), None)
+
+    # -- what the engine asks (moe.engine.UpdateRule) ---------------------------------------------
+
+    @property
+    def keep_gradients(self) -> bool:
+        overlap = self._engine is None or self._engine.overlap_updates
+        return self.max_grad_norm is not None or not overlap
+
+    def hyper(self, layer: int) -> AdamHyper | None:
+        found = self._layers.get(layer)
+        if found is None or not found[0].requires_grad:
+            return None
+        assert self._engine is not None
+        return self._hyper(found[1], self._engine.layer_steps[layer] + 1)
+
+    def _hyper(self, group: dict[str, Any], step: int) -> AdamHyper:
+        beta1, beta2 = group["betas"]
+        return AdamHyper(
+            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step, self._scale
+        )
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes inside add to the gradients without completing them: every micro-batch
+        of a step but the last."""
+        if self._engine is None:
+            yield
+            return
+        before, self._engine.accumulating = self._engine.accumulating, True
+        try:
+            yield
+        finally:
+            self._engine.accumulating = before
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._scale = self._clip()
+        try:
+            if self._engine is not None:
+                self._engine.step()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step_dense(parameter, group)
+        finally:
+            self._scale = 1.0
+        return loss
+
+    def _clip(self) -> float:
+        """The factor for all gradients, dense and experts, as torch's clip_grad_norm_ has it."""
+        if self.max_grad_norm is None:
+            return 1.0
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        squares = 0.0 if self._engine is None else self._engine.gradient_squares()
+        if grads:
+            norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))  # type: ignore[arg-type]
+            squares += float(norms.double().square().sum().item())
+        self.total_norm = math.sqrt(squares)
+        if not math.isfinite(self.total_norm):
+            if self._engine is not None:
+                self._engine.discard()
+            raise NonFiniteError(
+                f"the gradient norm is {self.total_norm}; nothing was updated. Lower the learning "
+                "rate, or skip this batch and go on"
+            )
+        return min(1.0, self.max_grad_norm / (self.total_norm + 1e-6))
+
+    def _step_dense(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            if parameter.dtype == torch.bfloat16:
+                state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        state["step"] += 1
+        low = state.get("low")
+        record = RecordState(
+            parameter.view(-1),
+            None if low is None else low.view(-1),
+            state["exp_avg"].view(-1),
+            state["exp_avg_sq"].view(-1),
+        )
+        assert parameter.grad is not None
+        grad = parameter.grad.to(parameter.dtype).reshape(-1)
+        adamw_(record, grad, self._hyper(group, state["step"]), usable_cores())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._engine is not None:
+            self._engine.discard_pending()
+
+    # -- states -----------------------------------------------------------------------------------------
+
+    @property
+    def steps_taken(self) -> int:
+        dense = [state["step"] for state in self.state.values() if "step" in state]
+        layers = [] if self._engine is None else self._engine.layer_steps
+        return max([0, *dense, *layers])
+
+    def expert_sections(self) -> list[tuple[str, torch.dtype]]:
+        """Name and dtype of each optimizer state of an expert."""
+        if self._engine is None:
+            return []
+        return [(section.name, section.dtype) for section in self._engine.layout.sections]
+
+    def read_expert_state(self, expert: ExpertId, name: str, out: Tensor) -> None:
+        assert self._engine is not None
+        self._engine.read_state(expert, name, out)
+
+    def write_expert_state(self, expert: ExpertId, name: str, value: Tensor) -> None:
+        assert self._engine is not None
+        self._engine.write_state(expert, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; a layer's experts are one entry of stacked [E, numel] states. It copies them
+        all: checkpoints stream them instead."""
+        packed = super().state_dict()
+        if self._engine is None:
+            return packed
+        self._engine.flush()
+        numbers = self._parameter_numbers()
+        for placeholder, _ in self._layers.values():
+            entry: dict[str, Any] = {"step": self._engine.layer_steps[placeholder.layer]}
+            for name, dtype in self.expert_sections():
+                stack = torch.empty(
+                    self._engine.n_experts, self._engine.layout.shape.numel, dtype=dtype
+                )
+                for index in range(self._engine.n_experts):
+                    self._engine.read_state(ExpertId(placeholder.layer, index), name, stack[index])
+                entry[name] = stack
+            packed["state"][numbers[id(placeholder)]] = entry
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave. torch's own would cast the moments to the parameter's dtype."""
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise ConfigError("this optimizer state is of other parameter groups; build them alike")
+        for group, other in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+        for number, parameter in self._numbered():
+            entry = state_dict["state"].get(number)
+            if entry is None:
+                continue
+            if getattr(parameter, "is_expert_placeholder", False):
+                self._load_experts(parameter.layer, entry)
+            else:
+                self.state[parameter] = {
+                    key: value.to(parameter.device).clone() if isinstance(value, Tensor) else value
+                    for key, value in entry.items()
+                }
+
+    def _load_experts(self, layer: int, entry: dict[str, Any]) -> None:
+        assert self._engine is not None
+        self._engine.flush()
+        self._engine.layer_steps[layer] = int(entry["step"])
+        for name, _ in self.expert_sections():
+            for index in range(self._engine.n_experts):
+                self._engine.write_state(ExpertId(layer, index), name, entry[name][index])
+
+    def _numbered(self) -> list[tuple[int, Any]]:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return list(enumerate(parameters))
+
+    def _parameter_numbers(self) -> dict[int, int]:
+        return {id(parameter): number for number, parameter in self._numbered()}
+
+    def dense_state_dict(self) -> dict[str, Tensor]:
+        """The dense states under flat names `number.key`, and the expert layers' step counts."""
+        flat = {}
+        for number, parameter in self._numbered():
+            for key, value in self.state.get(parameter, {}).items():
+                flat[f"{number}.{key}"] = torch.as_tensor(value)
+        if self._engine is not None:
+            flat["layer_steps"] = torch.tensor(self._engine.layer_steps)
+        return flat
+
+    def load_dense_state_dict(self, flat: dict[str, Tensor]) -> None:
+        """Takes what `dense_state_dict` gave."""
+        numbered = dict(self._numbered())
+        for name, value in flat.items():
+            if name == "layer_steps":
+                assert self._engine is not None
+                self._engine.layer_steps[:] = value.tolist()
+                continue
+            number, key = name.split(".", 1)
+            parameter = numbered[int(number)]
+            entry = self.state[parameter]
+            entry[key] = int(value) if key == "step" else value.to(parameter.device).clone()

@@ -1,0 +1,131 @@
+"""The AdamW pass of kernel.cpp as a Triton kernel: the same scalars, the same bits of noise.
+
+Imported only where a CUDA record is to be updated and Triton is there. bf16 tensors that are
+taken apart bit by bit (weights, moments) come in as int16.
+
+Names as in kernel.cpp; a change there is a change here.
+"""
+
+# Triton functions take symbolic values that have no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from overspill.optim.kernel import AdamScalars, RecordState
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _noise(seed, index):
+    x = index ^ seed
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _load_moment(pointer, offsets, mask, MOMENTS_ARE_BF16: tl.constexpr):
+    value = tl.load(pointer + offsets, mask=mask, other=0)
+    if MOMENTS_ARE_BF16:
+        value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _store_moment(pointer, offsets, mask, value, noise16, MOMENTS_ARE_BF16: tl.constexpr):
+    if MOMENTS_ARE_BF16:
+        rounded = (value.to(tl.uint32, bitcast=True) + noise16) >> 16
+        tl.store(pointer + offsets, rounded.to(tl.int16), mask=mask)
+    else:
+        tl.store(pointer + offsets, value, mask=mask)
+
+
+# `seed` changes at every step: specialised on its value (1, multiples of 16) it would compile again
+# and again. The floats are never specialised.
+@triton.jit(do_not_specialize=["seed"])
+def _adamw(
+    weight,
+    low,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    numel,
+    decay,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    step_size,
+    inv_sqrt_bias2,
+    eps,
+    grad_scale,
+    seed,
+    WEIGHT_IS_BF16: tl.constexpr,
+    MOMENTS_ARE_BF16: tl.constexpr,
+    HAS_GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+
+    m = _load_moment(exp_avg, offsets, mask, MOMENTS_ARE_BF16) * beta1
+    v = _load_moment(exp_avg_sq, offsets, mask, MOMENTS_ARE_BF16) * beta2
+    if HAS_GRAD:
+        g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32) * grad_scale
+        m += one_minus_beta1 * g
+        v += one_minus_beta2 * (g * g)
+
+    master = tl.load(weight + offsets, mask=mask, other=0)
+    if WEIGHT_IS_BF16:
+        missing = tl.load(low + offsets, mask=mask, other=0).to(tl.int32)
+        master = ((master.to(tl.int32) << 16) + missing).to(tl.float32, bitcast=True)
+    # The plain sqrt and / are approximations on a GPU. Memory is the limit: exact ones are free.
+    denominator = tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
+    master = master * decay - step_size * tl.div_rn(m, denominator)
+
+    noise = _noise(seed.to(tl.uint32), offsets.to(tl.uint32))
+    _store_moment(exp_avg, offsets, mask, m, noise & 0xFFFF, MOMENTS_ARE_BF16)
+    _store_moment(exp_avg_sq, offsets, mask, v, noise >> 16, MOMENTS_ARE_BF16)
+    if WEIGHT_IS_BF16:
+        bits = master.to(tl.int32, bitcast=True)
+        tl.store(weight + offsets, ((bits + 0x8000) >> 16).to(tl.int16), mask=mask)
+        tl.store(low + offsets, bits.to(tl.int16), mask=mask)
+    else:
+        tl.store(weight + offsets, master, mask=mask)
+
+
+def adamw_cuda_(state: "RecordState", grad: torch.Tensor | None, scalars: "AdamScalars") -> None:
+    """One launch on the current stream of the record's device; returns without waiting for it."""
+    weight_is_bf16 = state.weight.dtype == torch.bfloat16
+    moments_are_bf16 = state.exp_avg.dtype == torch.bfloat16
+    weight = _bits(state.weight)
+    numel = weight.numel()
+    if numel == 0:
+        return
+    kernel: Any = _adamw
+    with torch.cuda.device(weight.device):
+        kernel[(triton.cdiv(numel, _BLOCK),)](
+            weight,
+            weight if state.low is None else state.low,  # not read where there is none
+            weight if grad is None else grad,
+            _bits(state.exp_avg),
+            _bits(state.exp_avg_sq),
+            numel,
+            *scalars[:-1],
+            # A Python int above 2**31 would make the argument 64 bits wide: another kernel.
+            scalars.seed - (1 << 32) if scalars.seed >= 1 << 31 else scalars.seed,
+            WEIGHT_IS_BF16=weight_is_bf16,
+            MOMENTS_ARE_BF16=moments_are_bf16,
+            HAS_GRAD=grad is not None,
+            BLOCK=_BLOCK,
+        )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

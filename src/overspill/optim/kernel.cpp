@@ -1,0 +1,250 @@
+// One fused AdamW pass over a record, and gradient accumulation, for the CPU.
+//
+// Plain C ABI, called through ctypes (which drops the GIL for the call). Each body is written once,
+// element by element, and inlined into one function per instruction set, where the compiler
+// vectorises it; the best that the CPU has is taken at run time, not at build time.
+//
+// Everything that is stored depends on the element's index alone, never on which thread or chunk
+// handled it: any number of threads gives the same bits.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__x86_64__)
+#define HAVE_X86 1
+#define TARGET_AVX2 __attribute__((target("avx2,fma")))
+#if defined(__clang__)
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#else  // gcc's default tuning would stop at 256 bits
+#define TARGET_AVX512 \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")))
+#endif
+#endif
+
+// The scalars of one step, computed in double by the caller; mirrored by kernel.py.
+struct AdamScalars {
+    float decay;  // 1 - lr * weight_decay
+    float beta1, one_minus_beta1;
+    float beta2, one_minus_beta2;
+    float step_size;       // lr / (1 - beta1^step)
+    float inv_sqrt_bias2;  // 1 / sqrt(1 - beta2^step)
+    float eps;
+    float grad_scale;
+    uint32_t seed;  // of the stochastic rounding, different at each step
+};
+
+namespace {
+
+enum Isa { GENERIC = 0, AVX2 = 1, AVX512 = 2 };
+
+// Small enough to balance the threads at a record's end, large enough to cost nothing to hand out.
+constexpr int64_t CHUNK = 1 << 16;
+
+INLINE float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t to_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE float load(const float* from, int64_t i) { return from[i]; }
+INLINE float load(const uint16_t* from, int64_t i) { return from_bits(uint32_t(from[i]) << 16); }
+
+// 32 well-mixed bits for an element of a step (the "lowbias32" finaliser). The low half rounds
+// exp_avg, the high half exp_avg_sq.
+INLINE uint32_t noise(uint32_t seed, uint32_t index) {
+    uint32_t x = index ^ seed;
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// Stochastic rounding: up with the probability of the distance to the lower bf16. To the nearest,
+// exp_avg_sq would freeze: at beta2 = 0.999 a step changes it by less than half a bf16 ulp.
+INLINE void store_moment(float* to, int64_t i, float value, uint32_t) { to[i] = value; }
+INLINE void store_moment(uint16_t* to, int64_t i, float value, uint32_t noise16) {
+    to[i] = uint16_t((to_bits(value) + noise16) >> 16);
+}
+
+// The fp32 master of a bf16 weight is kept as the weight and the 16 bits it lacks. The weight is
+// the master rounded half up, so what it lacks always fits a signed 16-bit number.
+INLINE float load_master(const uint16_t* weight, const int16_t* low, int64_t i) {
+    return from_bits((uint32_t(weight[i]) << 16) + uint32_t(int32_t(low[i])));
+}
+INLINE void store_master(uint16_t* weight, int16_t* low, int64_t i, float master) {
+    const uint32_t bits = to_bits(master);
+    weight[i] = uint16_t((bits + 0x8000u) >> 16);
+    low[i] = int16_t(uint16_t(bits));
+}
+INLINE float load_master(const float* weight, const int16_t*, int64_t i) { return weight[i]; }
+INLINE void store_master(float* weight, int16_t*, int64_t i, float master) { weight[i] = master; }
+
+struct AdamArgs {
+    void* weight;
+    int16_t* low;
+    const void* grad;
+    void* exp_avg;
+    void* exp_avg_sq;
+    AdamScalars scalars;
+};
+
+// W: weight and gradient, M: moments, uint16_t standing for bf16. Without a gradient it is zero.
+template <class W, class M, bool HAS_GRAD>
+INLINE void adam_body(const AdamArgs& args, int64_t begin, int64_t end) {
+    W* __restrict weight = static_cast<W*>(args.weight) + begin;
+    int16_t* __restrict low = args.low ? args.low + begin : nullptr;
+    const W* __restrict grad = HAS_GRAD ? static_cast<const W*>(args.grad) + begin : nullptr;
+    M* __restrict exp_avg = static_cast<M*>(args.exp_avg) + begin;
+    M* __restrict exp_avg_sq = static_cast<M*>(args.exp_avg_sq) + begin;
+    const AdamScalars s = args.scalars;
+    const int size = int(end - begin);  // 32-bit, so that the noise's index needs no 64-bit lanes
+#pragma omp simd
+    for (int i = 0; i < size; ++i) {
+        float m = load(exp_avg, i) * s.beta1;
+        float v = load(exp_avg_sq, i) * s.beta2;
+        if (HAS_GRAD) {
+            const float g = load(grad, i) * s.grad_scale;
+            m += s.one_minus_beta1 * g;
+            v += s.one_minus_beta2 * (g * g);
+        }
+        const float denominator = std::sqrt(v) * s.inv_sqrt_bias2 + s.eps;
+        const float master = load_master(weight, low, i) * s.decay - s.step_size * (m / denominator);
+        const uint32_t random = noise(s.seed, uint32_t(begin) + uint32_t(i));
+        store_moment(exp_avg, i, m, random & 0xffffu);
+        store_moment(exp_avg_sq, i, v, random >> 16);
+        store_master(weight, low, i, master);
+    }
+}
+
+// bf16 by rounding to the nearest even, NaN kept NaN: what torch's add on bf16 stores.
+INLINE void store_rounded(float* to, int64_t i, float value) { to[i] = value; }
+INLINE void store_rounded(uint16_t* to, int64_t i, float value) {
+    const uint32_t bits = to_bits(value);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    to[i] = uint16_t(value != value ? 0x7fc0u : rounded);
+}
+
+template <class T>
+INLINE double accumulate_body(void* into_, const void* grad_, int64_t begin, int64_t end) {
+    constexpr int64_t BLOCK = 1024;  // still in the first cache when the second loop reads it
+    double squares = 0.0;
+    for (int64_t block = begin; block < end; block += BLOCK) {
+        T* __restrict into = static_cast<T*>(into_) + block;
+        const T* __restrict grad = static_cast<const T*>(grad_) + block;
+        const int size = int(end - block < BLOCK ? end - block : BLOCK);
+#pragma omp simd
+        for (int i = 0; i < size; ++i) store_rounded(into, i, load(into, i) + load(grad, i));
+#pragma omp simd reduction(+ : squares)
+        for (int i = 0; i < size; ++i) squares += double(load(into, i)) * double(load(into, i));
+    }
+    return squares;
+}
+
+using AdamRange = void (*)(const AdamArgs&, int64_t, int64_t);
+using AccumulateRange = double (*)(void*, const void*, int64_t, int64_t);
+
+#define DEFINE_ISA(NAME, TARGET)                                                          \
+    template <class W, class M, bool HAS_GRAD>                                            \
+    TARGET void adam_##NAME(const AdamArgs& args, int64_t begin, int64_t end) {           \
+        adam_body<W, M, HAS_GRAD>(args, begin, end);                                      \
+    }                                                                                     \
+    template <class T>                                                                    \
+    TARGET double accumulate_##NAME(void* into, const void* grad, int64_t begin, int64_t end) { \
+        return accumulate_body<T>(into, grad, begin, end);                                \
+    }
+
+DEFINE_ISA(generic, )
+#if HAVE_X86
+DEFINE_ISA(avx2, TARGET_AVX2)
+DEFINE_ISA(avx512, TARGET_AVX512)
+#endif
+
+template <class W, class M, bool HAS_GRAD>
+AdamRange adam_for(int isa) {
+#if HAVE_X86
+    if (isa == AVX512) return adam_avx512<W, M, HAS_GRAD>;
+    if (isa == AVX2) return adam_avx2<W, M, HAS_GRAD>;
+#endif
+    return adam_generic<W, M, HAS_GRAD>;
+}
+
+template <class W, class M>
+AdamRange adam_for(int isa, bool has_grad) {
+    return has_grad ? adam_for<W, M, true>(isa) : adam_for<W, M, false>(isa);
+}
+
+template <class T>
+AccumulateRange accumulate_for(int isa) {
+#if HAVE_X86
+    if (isa == AVX512) return accumulate_avx512<T>;
+    if (isa == AVX2) return accumulate_avx2<T>;
+#endif
+    return accumulate_generic<T>;
+}
+
+int best_isa() {
+#if HAVE_X86
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+#endif
+    return GENERIC;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* overspill_isa() {
+    static const char* const names[] = {"generic", "avx2", "avx512"};
+    return names[best_isa()];
+}
+
+// `isa`: -1 for the best, else an Isa that this CPU has (the caller checks).
+void overspill_adamw(void* weight, int16_t* low, const void* grad, void* exp_avg, void* exp_avg_sq,
+                     int64_t numel, int weight_is_bf16, int moments_are_bf16,
+                     const AdamScalars* scalars, int threads, int isa) {
+    const AdamArgs args{weight, low, grad, exp_avg, exp_avg_sq, *scalars};
+    const int chosen = isa < 0 ? best_isa() : isa;
+    const bool has_grad = grad != nullptr;
+    const AdamRange range =
+        weight_is_bf16 ? (moments_are_bf16 ? adam_for<uint16_t, uint16_t>(chosen, has_grad)
+                                           : adam_for<uint16_t, float>(chosen, has_grad))
+                       : (moments_are_bf16 ? adam_for<float, uint16_t>(chosen, has_grad)
+                                           : adam_for<float, float>(chosen, has_grad));
+    const int64_t chunks = (numel + CHUNK - 1) / CHUNK;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && chunks > 1)
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t begin = chunk * CHUNK;
+        range(args, begin, begin + CHUNK < numel ? begin + CHUNK : numel);
+    }
+}
+
+// into += grad; returns the sum of squares of the result.
+double overspill_accumulate(void* into, const void* grad, int64_t numel, int is_bf16, int threads,
+                            int isa) {
+    const int chosen = isa < 0 ? best_isa() : isa;
+    const AccumulateRange range =
+        is_bf16 ? accumulate_for<uint16_t>(chosen) : accumulate_for<float>(chosen);
+    const int64_t chunks = (numel + CHUNK - 1) / CHUNK;
+    std::vector<double> squares(chunks);  // added up in order below, whoever was first
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && chunks > 1)
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t begin = chunk * CHUNK;
+        squares[chunk] = range(into, grad, begin, begin + CHUNK < numel ? begin + CHUNK : numel);
+    }
+    double total = 0.0;
+    for (const double part : squares) total += part;
+    return total;
+}
+}

@@ -1,0 +1,277 @@
+"""The AdamW step on one flat record, wherever the record lies.
+
+`adamw_` picks by device: the C++ kernel on the CPU, the Triton kernel on a GPU, torch's own fused
+AdamW where a compiler or Triton is missing (slower, and logged once). All three compute what
+`torch.optim.AdamW` computes and round bf16 moments with the same noise.
+
+A bf16 weight has an fp32 master: the weight's bits and the 16 bits it lacks (`low`). So a master
+costs 2 bytes a parameter instead of 4, and the weight needs no conversion before an upload.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overspill.hardware.native import load_library
+
+log = logging.getLogger("overspill")
+
+_BEST_ISA = -1
+ISA_NAMES = ("generic", "avx2", "avx512")  # in kernel.cpp's order
+_FALLBACK_CHUNK = 1 << 20  # elements: keeps the fallback's temporaries small
+
+
+@dataclass(frozen=True)
+class AdamHyper:
+    """The numbers of one record's step. `step` is 1 for the first update."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    grad_scale: float = 1.0
+
+
+class RecordState(NamedTuple):
+    """A record and its optimizer state: flat contiguous tensors of one device and one length."""
+
+    weight: Tensor
+    """bf16 or fp32; updated in place, like all of them."""
+    low: Tensor | None
+    """int16, with a bf16 weight only: what the weight lacks of its fp32 master."""
+    exp_avg: Tensor
+    """fp32 or bf16; bf16 is rounded stochastically."""
+    exp_avg_sq: Tensor
+    """As exp_avg."""
+
+
+class AdamScalars(NamedTuple):
+    """What the kernels read of an AdamHyper, computed in double; `AdamScalars` of kernel.cpp."""
+
+    decay: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    inv_sqrt_bias2: float
+    eps: float
+    grad_scale: float
+    seed: int
+
+
+class _CScalars(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint32 if name == "seed" else ctypes.c_float)
+        for name in AdamScalars._fields
+    ]
+
+
+def adam_scalars(hyper: AdamHyper) -> AdamScalars:
+    return AdamScalars(
+        decay=1.0 - hyper.lr * hyper.weight_decay,
+        beta1=float(hyper.beta1),
+        one_minus_beta1=1.0 - hyper.beta1,
+        beta2=float(hyper.beta2),
+        one_minus_beta2=1.0 - hyper.beta2,
+        step_size=hyper.lr / (1.0 - hyper.beta1**hyper.step),
+        inv_sqrt_bias2=1.0 / math.sqrt(1.0 - hyper.beta2**hyper.step),
+        eps=float(hyper.eps),
+        grad_scale=float(hyper.grad_scale),
+        # Odd multiplier: distinct for 2**32 steps, and far apart in the bits for neighbours.
+        seed=hyper.step * 0x9E3779B9 & 0xFFFFFFFF,
+    )
+
+
+def adamw_(
+    state: RecordState,
+    grad: Tensor | None,
+    hyper: AdamHyper,
+    threads: int = 1,
+    isa: int = _BEST_ISA,
+) -> None:
+    """Update `state` in place; `grad` (of the weight's dtype) is only read, None stands for zero.
+
+    On the CPU it is done on return, and the GIL is free meanwhile. On a GPU it is queued on the
+    current stream. `isa` forces an index of ISA_NAMES in tests.
+    """
+    _check(state, grad, hyper)
+    if state.weight.is_cuda:
+        if _has_triton():
+            from overspill.optim.gpu_kernel import adamw_cuda_
+
+            adamw_cuda_(state, grad, adam_scalars(hyper))
+        else:
+            _adamw_torch_(state, grad, hyper)
+        return
+    library = _library()
+    if library is None:
+        _adamw_torch_(state, grad, hyper)
+        return
+    assert threads >= 1
+    assert _BEST_ISA <= isa <= ISA_NAMES.index(kernel_name())
+    library.overspill_adamw(
+        state.weight.data_ptr(),
+        None if state.low is None else state.low.data_ptr(),
+        None if grad is None else grad.data_ptr(),
+        state.exp_avg.data_ptr(),
+        state.exp_avg_sq.data_ptr(),
+        state.weight.numel(),
+        state.weight.dtype == torch.bfloat16,
+        state.exp_avg.dtype == torch.bfloat16,
+        ctypes.byref(_CScalars(*adam_scalars(hyper))),
+        threads,
+        isa,
+    )
+
+
+def accumulate_(into: Tensor, grad: Tensor, threads: int = 1, isa: int = _BEST_ISA) -> float:
+    """into += grad, rounded as torch does; returns the sum of squares of the result.
+
+    The sum waits for the device where that is a GPU.
+    """
+    assert into.dtype == grad.dtype
+    assert into.dtype in (torch.bfloat16, torch.float32)
+    assert into.device == grad.device
+    assert into.numel() == grad.numel()
+    assert into.is_contiguous()
+    assert grad.is_contiguous()
+    library = None if into.is_cuda else _library()
+    if library is None:
+        into += grad.view_as(into)
+        parts = into.view(-1).split(_FALLBACK_CHUNK)
+        squares = [part.double().square().sum() for part in parts]
+        return float(torch.stack(squares).sum()) if squares else 0.0
+    assert threads >= 1
+    assert _BEST_ISA <= isa <= ISA_NAMES.index(kernel_name())
+    is_bf16 = into.dtype == torch.bfloat16
+    return float(
+        library.overspill_accumulate(
+            into.data_ptr(), grad.data_ptr(), into.numel(), is_bf16, threads, isa
+        )
+    )
+
+
+def join_master(weight: Tensor, low: Tensor) -> Tensor:
+    """The fp32 master of a bf16 weight and its low bits, as a new tensor."""
+    assert weight.dtype == torch.bfloat16
+    assert low.dtype == torch.int16
+    return ((weight.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+
+
+def split_master_(master: Tensor, weight: Tensor, low: Tensor) -> None:
+    """Write the fp32 `master` as a bf16 weight (rounded half up) and its low bits."""
+    assert master.dtype == torch.float32
+    assert weight.dtype == torch.bfloat16
+    assert low.dtype == torch.int16
+    bits = master.view(torch.int32)
+    weight.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    low.copy_(bits)  # the conversion drops the upper bits
+
+
+def kernel_name() -> str:
+    """What updates records on the CPU: "avx512", "avx2", "generic"; "torch" without a compiler."""
+    library = _library()
+    return "torch" if library is None else str(library.overspill_isa().decode())
+
+
+def _check(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> None:
+    weight, low, exp_avg, exp_avg_sq = state
+    assert weight.dtype in (torch.bfloat16, torch.float32)
+    assert (low is not None) == (weight.dtype == torch.bfloat16)
+    assert low is None or low.dtype == torch.int16
+    assert exp_avg.dtype == exp_avg_sq.dtype
+    assert exp_avg.dtype in (torch.bfloat16, torch.float32)
+    assert grad is None or grad.dtype == weight.dtype
+    for tensor in (weight, low, exp_avg, exp_avg_sq, grad):
+        if tensor is not None:
+            assert tensor.device == weight.device
+            assert tensor.shape == (weight.numel(),)
+            assert tensor.is_contiguous()
+    assert weight.numel() < 1 << 32  # the noise's index has 32 bits
+    assert hyper.step >= 1
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = load_library(Path(__file__).with_name("kernel.cpp"), "adamw")
+    if library is None:
+        log.warning("AdamW on the CPU runs as torch's fused AdamW, about half as fast")
+        return None
+    pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    scalars = ctypes.POINTER(_CScalars)
+    library.overspill_isa.argtypes = []
+    library.overspill_isa.restype = ctypes.c_char_p
+    tensors = [pointer] * 5
+    library.overspill_adamw.argtypes = [*tensors, size, integer, integer, scalars, integer, integer]
+    library.overspill_adamw.restype = None
+    library.overspill_accumulate.argtypes = [pointer, pointer, size, integer, integer, integer]
+    library.overspill_accumulate.restype = ctypes.c_double
+    return library
+
+
+@functools.cache
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    log.warning("Triton is not installed; AdamW on the GPU runs as torch's fused AdamW, slower")
+    return False
+
+
+def _adamw_torch_(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> None:
+    """The same step by torch's operations, a piece of the record at a time."""
+    device = state.weight.device
+    step = torch.full((), hyper.step, dtype=torch.float32, device=device)
+    seed = adam_scalars(hyper).seed
+    for begin in range(0, state.weight.numel(), _FALLBACK_CHUNK):
+        piece = slice(begin, begin + _FALLBACK_CHUNK)
+        weight = state.weight[piece]
+        low = None if state.low is None else state.low[piece]
+        master = weight if low is None else join_master(weight, low)
+        scaled = torch.zeros_like(master)
+        if grad is not None:
+            scaled.copy_(grad[piece]).mul_(hyper.grad_scale)
+        exp_avg, exp_avg_sq = state.exp_avg[piece].float(), state.exp_avg_sq[piece].float()
+        torch._fused_adamw_(
+            [master],
+            [scaled],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [step],
+            lr=hyper.lr,
+            beta1=float(hyper.beta1),
+            beta2=float(hyper.beta2),
+            weight_decay=hyper.weight_decay,
+            eps=float(hyper.eps),
+            amsgrad=False,
+            maximize=False,
+        )
+        if low is not None:
+            split_master_(master, weight, low)
+        if state.exp_avg.dtype == torch.bfloat16:
+            noise = _noise(seed, begin, weight.numel(), device)
+            _round_moment_(state.exp_avg[piece], exp_avg, noise & 0xFFFF)
+            _round_moment_(state.exp_avg_sq[piece], exp_avg_sq, noise >> 16)
+
+
+def _noise(seed: int, begin: int, numel: int, device: torch.device) -> Tensor:
+    """`noise` of kernel.cpp, 32 bits in int64: wrapped products have the right lower 32 bits."""
+    x = torch.arange(begin, begin + numel, dtype=torch.int64, device=device) ^ seed
+    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _round_moment_(into: Tensor, value: Tensor, noise16: Tensor) -> None:
+    into.view(torch.int16).copy_((value.view(torch.int32) + noise16.int()) >> 16)

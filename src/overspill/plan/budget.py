@@ -1,0 +1,167 @@
+"""From budgets to a placement: what fits on the compute device, in host memory, on disk."""
+
+from dataclasses import dataclass
+
+from overspill.core.errors import BudgetError, ConfigError
+from overspill.core.sizes import format_size
+
+MODES = ("auto", "gpu", "host", "disk")
+_PROCESS = 1 << 30
+"""Host memory left to the process itself: the interpreter, libraries, data."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The bytes of a model, by what can be placed apart."""
+
+    n_layers: int
+    n_experts: int
+    weight_record: int
+    state_record: int
+    dense: int  # weights, gradients and optimizer states of everything that is not an expert
+    row_bytes: int  # activations of one token inside an expert, forward and backward
+    training: bool
+
+    @property
+    def experts(self) -> int:
+        return self.n_layers * self.n_experts
+
+    @property
+    def record(self) -> int:
+        return self.weight_record + (self.state_record if self.training else 0)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked for; None means: what the machine has."""
+
+    gpu_memory: int
+    host_memory: int
+    disk_free: int | None = None  # None: no disk folder was given
+    mode: str = "auto"
+    slots: int | None = None
+    host_slots: int | None = None
+    pin_share: float = 0.25
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything goes. `slots` = `banked` streaming slots + `pinned` slots."""
+
+    mode: str
+    slots: int
+    pinned: int
+    home_rows: int
+    cache_rows: int
+    disk_rows: int
+    ring: int  # gradient buffers
+    max_rows: int  # rows of a wave
+
+    @property
+    def banked(self) -> int:
+        return self.slots - self.pinned
+
+
+def place(model: ModelSizes, wish: Wish) -> Placement:
+    """The placement for `wish`; BudgetError, naming the flag, the need and the fix, if none fits."""
+    if wish.mode not in MODES:
+        raise ConfigError(f"mode={wish.mode!r} is not one of {', '.join(MODES)}")
+    free = wish.gpu_memory - model.dense
+    floor = 4 * model.weight_record  # two experts and their gradients
+    if free < floor:
+        raise BudgetError(
+            f"--gpu-memory {format_size(wish.gpu_memory)} is too small: the dense part of this "
+            f"model needs {format_size(model.dense)} and two experts with their gradients "
+            f"{format_size(floor)}; give at least {format_size((model.dense + floor) * 1.25)}"
+        )
+    max_rows = max(256, wish.gpu_memory // 8 // model.row_bytes)
+    mode = wish.mode if wish.mode != "auto" else _choose_mode(model, wish)
+    if mode == "gpu":
+        return _on_gpu(model, wish, max_rows)
+    slots = _slots(model, wish, free)
+    pinned = min(int(slots * wish.pin_share), slots - 2)
+    ring = min(model.experts, max(4, model.experts // 6)) if model.training else 0
+    rows = _host_rows(model, wish, ring)
+    if mode == "host":
+        if wish.host_slots is None and rows < model.experts:
+            need = model.experts * model.record + ring * model.weight_record + _PROCESS
+            raise BudgetError(
+                f"--host-memory {format_size(wish.host_memory)} does not hold the experts, which "
+                f"need {format_size(need)}; give a --disk folder, or more host memory"
+            )
+        return Placement("host", slots, pinned, model.experts, 0, 0, ring, max_rows)
+    return _on_disk(model, wish, rows, slots, pinned, ring, max_rows)
+
+
+def _gpu_need(model: ModelSizes) -> int:
+    layer_gradients = model.n_experts * model.weight_record if model.training else 0
+    return model.dense + model.experts * model.record + layer_gradients
+
+
+def _choose_mode(model: ModelSizes, wish: Wish) -> str:
+    # a quarter of the budget stays for activations
+    if wish.slots is None and wish.host_slots is None and _gpu_need(model) <= 0.75 * wish.gpu_memory:
+        return "gpu"
+    ring = max(4, model.experts // 6) if model.training else 0
+    if wish.host_slots is None and _host_rows(model, wish, ring) >= model.experts:
+        return "host"
+    if wish.disk_free is not None:
+        return "disk"
+    return "host"
+
+
+def _on_gpu(model: ModelSizes, wish: Wish, max_rows: int) -> Placement:
+    need = _gpu_need(model)
+    if need > wish.gpu_memory:
+        raise BudgetError(
+            f"mode='gpu' needs {format_size(need)}, --gpu-memory is "
+            f"{format_size(wish.gpu_memory)}; use mode='auto' to spill"
+        )
+    return Placement("gpu", model.experts, model.experts, 0, 0, 0, 0, max_rows)
+
+
+def _slots(model: ModelSizes, wish: Wish, free: int) -> int:
+    if wish.slots is not None:
+        if wish.slots < 2:
+            raise BudgetError(f"slots={wish.slots} is too few: one expert computes while another loads; give 2")
+        return min(wish.slots, model.experts)
+    # four layers ahead is more than the link can use; the rest of the budget is for activations
+    fitting = int(0.25 * free) // model.weight_record
+    return max(2, min(fitting, 4 * model.n_experts, model.experts))
+
+
+def _host_rows(model: ModelSizes, wish: Wish, ring: int) -> int:
+    free = wish.host_memory - _PROCESS - ring * model.weight_record
+    return max(0, free) // model.record
+
+
+def _on_disk(
+    model: ModelSizes, wish: Wish, rows: int, slots: int, pinned: int, ring: int, max_rows: int
+) -> Placement:
+    if wish.disk_free is None:
+        raise BudgetError("mode='disk' needs a folder; give --disk FOLDER on a fast local SSD")
+    if wish.host_slots is not None:
+        rows = wish.host_slots
+    else:
+        # gradients kept for exact clipping or accumulation take their share of every row
+        rows = int(rows * model.record / (model.record + model.weight_record))
+    rows = min(rows, model.experts)
+    if rows < 2:
+        raise BudgetError(
+            f"--host-memory {format_size(wish.host_memory)} holds fewer than two experts of "
+            f"{format_size(model.record)} beside the process; give at least "
+            f"{format_size(_PROCESS + ring * model.weight_record + 4 * model.record)}"
+        )
+    # two layers pass through the cache; the rest lives in host memory for good
+    cache = min(rows, max(2, 2 * model.n_experts), max(2, rows // 2))
+    home = 0 if rows < model.experts and rows <= cache else min(rows - cache, model.experts)
+    if rows >= model.experts:
+        home, cache = model.experts, 0
+    spilled = model.experts - home
+    need = spilled * (model.record + (model.weight_record if model.training else 0))
+    if need > wish.disk_free:
+        raise BudgetError(
+            f"the disk has {format_size(wish.disk_free)} free, {spilled} spilled experts need "
+            f"{format_size(need)}; free some space or raise --host-memory"
+        )
+    return Placement("disk", slots, pinned, home, cache, spilled, ring, max_rows)

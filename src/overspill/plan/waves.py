@@ -1,0 +1,42 @@
+"""Waves: experts that are resident together compute together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An expert of the chunk being computed, as the wave policy sees it."""
+
+    index: int  # in its layer
+    slot: int
+    rows: int  # tokens routed to it
+    here: bool  # its upload was issued
+    arrived: bool  # its upload has ended
+
+
+def next_wave(pending: Sequence[Candidate], max_rows: int, waves: bool) -> int:
+    """How many of `pending`, from the first on, compute as the next wave; at least one.
+
+    A wave is a run of neighbouring slots. It takes those that have arrived, so that it does not
+    wait for the last copy, and ends before `max_rows` rows, which bounds its activations.
+    """
+    first = pending[0]
+    assert first.here
+    count, rows = 1, first.rows
+    if not waves:
+        return count
+    for before, after in zip(pending, pending[1:], strict=False):
+        near = after.slot - before.slot == after.index - before.index
+        if not (near and after.here and after.arrived and rows + after.rows <= max_rows):
+            break
+        count += 1
+        rows += after.rows
+    return count
+
+
+def row_pieces(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:
+    """Cuts the rows of one expert, where they are more than `max_rows`, into equal pieces."""
+    pieces = max(1, -(-(stop - start) // max_rows))
+    length = -(-(stop - start) // pieces)
+    return [(at, min(at + length, stop)) for at in range(start, stop, max(length, 1))]

@@ -1,0 +1,67 @@
+"""How one expert's bytes lie in a record: its weights in one flat buffer, its optimizer states in
+another. Both are multiples of ALIGN, so that a record can be read and written by direct I/O."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overspill.core.experts import ExpertShape
+from overspill.core.sizes import round_up
+
+ALIGN = 4096
+
+
+@dataclass(frozen=True)
+class Section:
+    """One optimizer state of an expert inside its state record."""
+
+    name: str
+    dtype: torch.dtype
+    offset: int
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Sizes and views of an expert's weight record and state record.
+
+    With bf16 weights the fp32 master is the weight plus its 16 low bits (`low`), so weights,
+    master and both moments take 12 bytes a parameter, as with fp32 weights.
+    """
+
+    shape: ExpertShape
+    dtype: torch.dtype
+    state_dtype: torch.dtype = torch.float32
+
+    @property
+    def weight_bytes(self) -> int:
+        return round_up(self.shape.numel * self.dtype.itemsize, ALIGN)
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        kinds = [("exp_avg", self.state_dtype), ("exp_avg_sq", self.state_dtype)]
+        if self.dtype == torch.bfloat16:
+            kinds.insert(0, ("low", torch.int16))
+        sections, offset = [], 0
+        for name, dtype in kinds:
+            sections.append(Section(name, dtype, offset))
+            # 64-byte starts keep every section on its own cache lines
+            offset = round_up(offset + self.shape.numel * dtype.itemsize, 64)
+        return tuple(sections)
+
+    @property
+    def state_bytes(self) -> int:
+        last = self.sections[-1]
+        return round_up(last.offset + self.shape.numel * last.dtype.itemsize, ALIGN)
+
+    def weights(self, row: Tensor) -> Tensor:
+        """The flat weights inside a record's bytes (also of a gradient's, which is laid out alike)."""
+        return row[..., : self.shape.numel * self.dtype.itemsize].view(self.dtype)
+
+    def state(self, row: Tensor, name: str) -> Tensor:
+        """One optimizer state inside a state record's bytes."""
+        for section in self.sections:
+            if section.name == name:
+                end = section.offset + self.shape.numel * section.dtype.itemsize
+                return row[section.offset : end].view(section.dtype)
+        raise KeyError(name)

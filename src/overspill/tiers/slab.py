@@ -1,0 +1,105 @@
+"""Memory taken once: a slab is one allocation cut into equal rows."""
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import BudgetError
+from overspill.core.sizes import format_size
+from overspill.tiers.layout import ALIGN
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, bytes done, bytes in all) while a long job goes on."""
+
+_PIECE = 1 << 30
+_TOUCHERS = 8
+
+
+class HostSlab:
+    """Page-aligned host memory of `rows` x `row_bytes`, pinned for the GPU if `pinned`.
+
+    Anonymous memory registered with CUDA rather than torch's pinned allocator, which rounds up
+    to a power of two: 58 GB would become 64. Pages are touched by several threads first, huge
+    ones where the kernel gives them, because registering untouched pages one by one is slow.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: int,
+        row_bytes: int,
+        pinned: bool,
+        progress: Progress | None = None,
+    ) -> None:
+        assert row_bytes % ALIGN == 0
+        self.name = name
+        self.row_bytes = row_bytes
+        self.nbytes = rows * row_bytes
+        self._registered: list[int] = []
+        if rows == 0:
+            self.rows = torch.empty(0, row_bytes, dtype=torch.uint8)
+            return
+        try:
+            self._memory = mmap.mmap(-1, self.nbytes)
+        except (OSError, ValueError) as error:
+            raise BudgetError(
+                f"the host has no {format_size(self.nbytes)} for {name}; lower --host-memory or "
+                f"give a --disk folder"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.rows = flat.view(rows, row_bytes)
+        self._take(pinned, progress)
+
+    def _take(self, pinned: bool, progress: Progress | None) -> None:
+        # pieces end at row borders: a copy may not span two registrations
+        rows_a_piece = max(1, _PIECE // self.row_bytes)
+        total = len(self.rows)
+        with ThreadPoolExecutor(_TOUCHERS) as pool:
+            for first in range(0, total, rows_a_piece):
+                piece = self.rows[first : first + rows_a_piece]
+                self._touch(pool, piece.data_ptr(), piece.numel())
+                if pinned:
+                    self._register(piece)
+                if progress is not None:
+                    done = (first + len(piece)) * self.row_bytes
+                    progress(f"taking memory for {self.name}", done, self.nbytes)
+
+    @staticmethod
+    def _touch(pool: ThreadPoolExecutor, start: int, size: int) -> None:
+        share = -(-size // _TOUCHERS // ALIGN) * ALIGN
+        pieces = [(start + at, min(share, size - at)) for at in range(0, size, share)]
+        # ctypes releases the GIL during memset
+        list(pool.map(lambda piece: ctypes.memset(piece[0], 0, piece[1]), pieces))
+
+    def _register(self, piece: Tensor) -> None:
+        code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
+        if int(code) != 0:
+            self.close()
+            raise BudgetError(
+                f"pinning {format_size(self.nbytes)} of host memory for {self.name} failed "
+                f"({code}); lower --host-memory or raise the memlock limit (ulimit -l)"
+            )
+        self._registered.append(piece.data_ptr())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Tensor:
+        return self.rows[row]
+
+    def close(self) -> None:
+        """Unpins the memory; the bytes live as long as something views them."""
+        for pointer in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(pointer)
+        self._registered.clear()
+
+
+def device_slab(rows: int, row_bytes: int, device: torch.device) -> Tensor:
+    """Slots on the compute device: one contiguous slab, so neighbouring slots form one tensor."""
+    return torch.zeros(rows, row_bytes, dtype=torch.uint8, device=device)

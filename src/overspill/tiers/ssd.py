@@ -1,0 +1,99 @@
+"""Records on an SSD: one preallocated file a kind, aligned rows, direct I/O."""
+
+import ctypes
+import errno
+import logging
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+from overspill.core.errors import DiskError
+from overspill.core.sizes import format_size
+from overspill.tiers.layout import ALIGN
+
+log = logging.getLogger("overspill")
+
+
+def check_folder(folder: Path, need: int) -> None:
+    """Raises DiskError if `folder` cannot be written or has less than `need` bytes free."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise DiskError(
+            f"the disk folder {folder} is not writable ({error.strerror}); give --disk a folder "
+            f"you may write to"
+        ) from error
+    stat = os.statvfs(folder)
+    free = stat.f_bavail * stat.f_frsize
+    if free < need:
+        raise DiskError(
+            f"the disk folder {folder} has {format_size(free)} free, the spilled experts need "
+            f"{format_size(need)}; free some space, raise --host-memory or choose another --disk"
+        )
+
+
+class RecordFile:
+    """`rows` records of `row_bytes` in one file. Reads and writes may run in many threads."""
+
+    def __init__(self, path: Path, rows: int, row_bytes: int) -> None:
+        assert row_bytes % ALIGN == 0
+        self.path = path
+        self.row_bytes = row_bytes
+        self.nbytes = rows * row_bytes
+        self._fd = self._open(path)
+        try:
+            # the space is taken now, so that a full disk shows here and not in the middle of a step
+            os.posix_fallocate(self._fd, 0, max(self.nbytes, 1))
+        except OSError as error:
+            self.close()
+            raise DiskError(
+                f"no room for {format_size(self.nbytes)} in {path.parent} ({error.strerror}); "
+                f"free some space or choose another --disk"
+            ) from error
+
+    @staticmethod
+    def _open(path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise DiskError(f"cannot create {path} ({error.strerror})") from error
+        log.warning("%s: no direct I/O on this file system, reads go through the cache", path.parent)
+        return os.open(path, flags, 0o600)
+
+    def read(self, row: int, into: Tensor) -> None:
+        """Fills the bytes `into` (a slab row) with record `row`."""
+        view = memoryview(_buffer(into))
+        done = 0
+        while done < len(view):
+            n = os.preadv(self._fd, [view[done:]], row * self.row_bytes + done)
+            if n == 0:
+                raise DiskError(
+                    f"{self.path} ended {format_size(len(view) - done)} short: it was cut or "
+                    f"replaced while in use; restart from the last checkpoint"
+                )
+            done += n
+
+    def write(self, row: int, source: Tensor) -> None:
+        """Writes the bytes `source` (a slab row) as record `row`."""
+        view = memoryview(_buffer(source))
+        done = 0
+        while done < len(view):
+            done += os.pwritev(self._fd, [view[done:]], row * self.row_bytes + done)
+
+    def close(self) -> None:
+        """Closes and removes the file: it is spill, not a checkpoint."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self.path.unlink(missing_ok=True)
+
+
+def _buffer(row: Tensor) -> ctypes.Array[ctypes.c_char]:
+    assert row.is_contiguous()
+    return (ctypes.c_char * row.nbytes).from_address(row.data_ptr())

@@ -1,0 +1,164 @@
+"""A timeline as a PNG, for the docs and the run folder."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from overspill.core.errors import ConfigError
+from overspill.trace.spans import Span, assign_lanes, busy_shares, rows_in_order
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Two shades a row, in turn, so that spans without a gap can still be told apart.
+_SHADES = {
+    "gpu compute": ("#2f7d4f", "#5fae7f"),
+    "upload": ("#2f6db3", "#6fa3dc"),
+    "download": ("#7b4fa3", "#ab84cf"),
+    "optimizer": ("#c8702a", "#eba267"),
+    "ssd read": ("#18808a", "#5cb7bf"),
+    "ssd write": ("#a8456b", "#d6829f"),
+    "main": ("#5c6773", "#99a3ad"),
+}
+_OTHER = ("#7d6a4f", "#b3a184")
+_INK, _FAINT = "#22272e", "#d5dae0"
+_BAR_HEIGHT = 0.76
+
+
+def draw_timeline(spans: Iterable[Span], path: str | Path, title: str) -> None:
+    """One band of bars per row, and at the right how busy each row was.
+
+    Spans of a row that overlap share its band, one below the other.
+    """
+    # Here, not above: matplotlib takes a second to import. The figure is made without pyplot,
+    # which keeps global state and may look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    spans = list(spans)
+    if not spans:
+        raise ConfigError(f"there is no span to draw in {path}; was the recorder started?")
+    rows = rows_in_order(spans)
+    since_ns = min(span.start_ns for span in spans)
+    until_ns = max(max(span.end_ns for span in spans), since_ns + 1)
+    unit, unit_ns = _time_unit(until_ns - since_ns)
+
+    figure = Figure(
+        figsize=(13, 1.5 + 0.62 * len(rows)),
+        dpi=160,
+        layout=ConstrainedLayoutEngine(w_pad=0.2, h_pad=0.15),
+    )
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_xlim(0, (until_ns - since_ns) / unit_ns)
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
+    figure.draw_without_rendering()  # settles the widths, which tell what text fits into a bar
+    for position, row in enumerate(rows):
+        _draw_row(axes, [span for span in spans if span.row == row], position, since_ns, unit_ns)
+    _label_rows(axes, spans, rows, since_ns, until_ns)
+
+    axes.set_yticks(range(len(rows)), rows, fontsize=11, color=_INK)
+    axes.set_xlabel(f"time ({unit})", color=_INK)
+    axes.set_title(title, loc="left", fontsize=13, color=_INK, pad=16)
+    axes.tick_params(length=0, colors=_INK)
+    axes.grid(axis="x", color=_FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def _draw_row(
+    axes: "Axes", spans: Sequence[Span], position: int, since_ns: int, unit_ns: float
+) -> None:
+    from matplotlib.collections import PolyCollection
+
+    shades = _SHADES.get(spans[0].row, _OTHER)
+    top = position - _BAR_HEIGHT / 2
+    # A faint track shows where the row was idle.
+    axes.axhspan(top, top + _BAR_HEIGHT, color=shades[1], alpha=0.10, linewidth=0)
+    pixel_ns = axes.get_xlim()[1] * unit_ns / axes.get_window_extent().width
+    bars, colours = [], []
+    shade_of_lane: dict[int, int] = {}
+    for span, lane, lanes in _stacked(spans, int(pixel_ns)):
+        left, right = ((ns - since_ns) / unit_ns for ns in (span.start_ns, span.end_ns))
+        upper, lower = (top + _BAR_HEIGHT * edge / lanes for edge in (lane, lane + 1))
+        bars.append([(left, upper), (right, upper), (right, lower), (left, lower)])
+        shade = shade_of_lane[lane] = 1 - shade_of_lane.get(lane, 1)
+        colours.append(shades[shade])
+        # A character is about 10 pixels wide; text that would stick out of its bar is left away.
+        if lanes <= 2 and (span.end_ns - span.start_ns) / pixel_ns > 10 * len(span.name) + 8:
+            axes.annotate(
+                span.name,
+                ((left + right) / 2, (upper + lower) / 2),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=_INK if shade else "white",
+            )
+    # One collection for all bars: thousands of patches would take seconds to draw. Not snapped to
+    # pixels: bars thinner than one then blend to the shade of how busy the row was.
+    axes.add_collection(PolyCollection(bars, facecolors=colours, linewidths=0, snap=False))
+
+
+def _stacked(spans: Iterable[Span], slack_ns: int) -> Iterator[tuple[Span, int, int]]:
+    """Each span of a row with its lane and the number of lanes that share the height there.
+
+    Only where spans overlap by more than `slack_ns` is there more than one.
+    """
+    cluster: list[Span] = []
+    end_ns = 0
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
+        if cluster and end_ns <= span.start_ns + slack_ns:
+            yield from _split(cluster, slack_ns)
+            cluster = []
+        end_ns = max(end_ns, span.end_ns) if cluster else span.end_ns
+        cluster.append(span)
+    yield from _split(cluster, slack_ns)
+
+
+def _split(cluster: Iterable[Span], slack_ns: int) -> Iterator[tuple[Span, int, int]]:
+    placed = assign_lanes(cluster, slack_ns)
+    lanes = 1 + max((lane for _, lane in placed), default=0)
+    for span, lane in placed:
+        yield span, lane, lanes
+
+
+def _label_rows(
+    axes: "Axes", spans: Sequence[Span], rows: Sequence[str], since_ns: int, until_ns: int
+) -> None:
+    """Two columns at the right: the busy share, and the bandwidth while busy where bytes moved."""
+    busy = busy_shares(spans, since_ns, until_ns)
+    moved = {row: sum(span.bytes for span in spans if span.row == row) for row in rows}
+    columns = (
+        [(1.05, "busy"), (1.13, "GB/s\nwhen busy")] if any(moved.values()) else [(1.05, "busy")]
+    )
+    across = axes.get_yaxis_transform()  # x in widths of the axes, y in rows
+    for x, heading in columns:
+        axes.text(x, -0.62, heading, transform=across, ha="right", va="bottom", fontsize=9)
+    for position, row in enumerate(rows):
+        colour = _SHADES.get(row, _OTHER)[0]
+        texts = [f"{busy[row]:.0%}"]
+        if moved[row] and busy[row] > 0:
+            texts.append(f"{moved[row] / (busy[row] * (until_ns - since_ns)):.1f}")
+        for (x, _), text in zip(columns, texts, strict=False):
+            axes.text(
+                x,
+                position,
+                text,
+                transform=across,
+                ha="right",
+                va="center",
+                fontsize=11,
+                fontweight="bold",
+                color=colour,
+            )
+
+
+def _time_unit(length_ns: int) -> tuple[str, float]:
+    if length_ns >= 2e9:
+        return "s", 1e9
+    return ("ms", 1e6) if length_ns >= 2e6 else ("µs", 1e3)

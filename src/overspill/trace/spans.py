@@ -1,0 +1,59 @@
+"""Spans of time on named rows, and the questions a timeline asks of them."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+ROWS = ("gpu compute", "upload", "download", "optimizer", "ssd read", "ssd write", "main")
+"""The rows of a timeline, in the order they are shown; a row not named here comes after them."""
+
+
+class Span(NamedTuple):
+    """Something that ran on `row` from `start_ns` to `end_ns` (of `time.perf_counter_ns`)."""
+
+    row: str
+    name: str
+    start_ns: int
+    end_ns: int
+    bytes: int = 0
+
+
+def busy_shares(spans: Iterable[Span], since_ns: int, until_ns: int) -> dict[str, float]:
+    """The share of [since_ns, until_ns] that the union of each row's spans covers."""
+    if until_ns <= since_ns:
+        raise ValueError(f"until_ns={until_ns} must come after since_ns={since_ns}")
+    covered_ns: dict[str, int] = dict.fromkeys(ROWS, 0)
+    reached_ns: dict[str, int] = {}
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        start_ns = max(span.start_ns, reached_ns.get(span.row, since_ns))
+        end_ns = min(span.end_ns, until_ns)
+        covered_ns.setdefault(span.row, 0)
+        if end_ns > start_ns:
+            covered_ns[span.row] += end_ns - start_ns
+            reached_ns[span.row] = end_ns
+    return {row: covered / (until_ns - since_ns) for row, covered in covered_ns.items()}
+
+
+def assign_lanes(spans: Iterable[Span], slack_ns: int = 0) -> list[tuple[Span, int]]:
+    """Each span, by its start, with the lowest lane of its row (0, 1, …) that is then free.
+
+    No two spans that overlap by more than `slack_ns` share a row and a lane.
+    """
+    free_ns: dict[str, list[int]] = {}
+    placed = []
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
+        lanes = free_ns.setdefault(span.row, [])
+        for lane, free in enumerate(lanes):
+            if free <= span.start_ns + slack_ns:
+                lanes[lane] = span.end_ns
+                break
+        else:
+            lane = len(lanes)
+            lanes.append(span.end_ns)
+        placed.append((span, lane))
+    return placed
+
+
+def rows_in_order(spans: Iterable[Span]) -> list[str]:
+    """The rows that have a span: those of `ROWS` in their order, then others by name."""
+    used = {span.row for span in spans}
+    return [row for row in ROWS if row in used] + sorted(used.difference(ROWS))

@@ -1,0 +1,240 @@
+"""The training data: which files, their tokens on disk, and the order in which they are read.
+
+The order is a pure function of the seed: sequence number i of a run is always the same window of
+the text. So the position of a run in its data is one integer.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from overspill.core.errors import ConfigError, DiskError
+from overspill.train.tokenizer import Tokenizer
+
+STDLIB = "stdlib"
+_STDLIB_BYTES = 32 * 2**20
+_STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_SUFFIXES = {
+    ".txt", ".md", ".rst", ".tex", ".html", ".csv", ".json", ".jsonl", ".gz",
+    ".py", ".pyi", ".c", ".h", ".cpp", ".hpp", ".cc", ".cu", ".rs", ".go", ".java", ".js", ".ts",
+    ".sh", ".toml", ".yaml", ".yml",
+}  # fmt: skip
+_BLOCK_CHARS = 2**24
+_EVAL_SHARE = 0.02
+
+
+def find_files(source: str) -> list[Path]:
+    """The text files behind `source` (a file, a folder or "stdlib"), in an order that stays."""
+    if source == STDLIB:
+        return _stdlib_files()
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(
+            f"--data {source} is not there; give a text file, a folder, or leave it out to train "
+            "on the sources of Python's standard library"
+        )
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file()
+        and file.suffix.lower() in _SUFFIXES
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    if not files:
+        kinds = " ".join(sorted(_SUFFIXES))
+        raise ConfigError(f"--data {source} holds no text file; those read are {kinds}")
+    return files
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files, size = [], 0
+    for file in sorted(root.rglob("*.py")):
+        if _STDLIB_SKIP & set(file.relative_to(root).parts):
+            continue
+        size += file.stat().st_size
+        if size > _STDLIB_BYTES:
+            break
+        files.append(file)
+    if not files:
+        raise ConfigError(f"no Python source lies under {root}; give text with --data")
+    return files
+
+
+def _read_blocks(file: Path) -> Iterator[str]:
+    """The text of `file` in blocks of whole lines, so that a file may be larger than memory."""
+    opener: Callable[..., IO[str]] = gzip.open if file.suffix.lower() == ".gz" else open
+    try:
+        with opener(file, "rt", encoding="utf-8", errors="replace") as handle:
+            while lines := handle.readlines(_BLOCK_CHARS):
+                yield "".join(lines)
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"--data: {file} cannot be read ({error}); repair or remove it") from None
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """All tokens of a source, on disk, and a digest of them."""
+
+    tokens: npt.NDArray[np.generic]
+    digest: str
+
+
+def tokenize(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    cache: Path,
+    progress: Callable[[str], None] = lambda line: None,
+) -> TokenFile:
+    """The tokens of `files`, from the cache when neither they nor the tokenizer have changed."""
+    key = _cache_key(files, tokenizer)
+    array_path, facts_path = cache / f"{key}.npy", cache / f"{key}.json"
+    if not facts_path.exists():
+        progress(f"tokenizing {len(files)} files ({tokenizer.name})")
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _write_tokens(files, tokenizer, array_path, facts_path)
+        except OSError as error:
+            raise DiskError(
+                f"--cache {cache}: the tokens cannot be written ({error.strerror}); give a folder "
+                "with room"
+            ) from error
+    facts = json.loads(facts_path.read_text())
+    tokens = np.load(array_path, mmap_mode="r", allow_pickle=False)
+    return TokenFile(tokens=tokens, digest=str(facts["digest"]))
+
+
+def _cache_key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    key = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=16)
+    for file in files:
+        stat = file.stat()
+        key.update(f"{file.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return key.hexdigest()
+
+
+def _write_tokens(
+    files: Sequence[Path], tokenizer: Tokenizer, array_path: Path, facts_path: Path
+) -> None:
+    """Stream the tokens into `array_path`; `facts_path` comes last and says that it is whole."""
+    dtype = np.dtype(np.uint16 if tokenizer.ids <= 2**16 else np.uint32)
+    separator = [] if tokenizer.separator is None else [tokenizer.separator]
+    digest, count = hashlib.blake2b(digest_size=16), 0
+    aside = array_path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with open(aside, "wb") as out:
+            _write_npy_header(out, dtype, 0)
+            for file in files:
+                for block in _read_blocks(file):
+                    ids = tokenizer.encode(block).astype(dtype, copy=False).tobytes()
+                    digest.update(ids)
+                    count += len(ids) // dtype.itemsize
+                    out.write(ids)
+                end = np.asarray(separator, dtype=dtype).tobytes()
+                digest.update(end)
+                count += len(separator)
+                out.write(end)
+            # numpy pads its header so that the length can be filled in afterwards.
+            out.seek(0)
+            _write_npy_header(out, dtype, count)
+        os.replace(aside, array_path)
+    finally:
+        aside.unlink(missing_ok=True)
+    facts_aside = facts_path.with_suffix(f".{os.getpid()}.tmp")
+    facts_aside.write_text(json.dumps({"digest": digest.hexdigest(), "tokens": count}))
+    os.replace(facts_aside, facts_path)
+
+
+def _write_npy_header(out: IO[bytes], dtype: "np.dtype[np.generic]", count: int) -> None:
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+    np.lib.format.write_array_header_1_0(out, {**header, "shape": (count,)})
+
+
+class Windows:
+    """Sequences of `seq_len` tokens and, one token later, their targets."""
+
+    def __init__(self, tokens: npt.NDArray[np.generic], seq_len: int) -> None:
+        self._tokens = tokens
+        self.seq_len = seq_len
+
+    def __len__(self) -> int:
+        return max(0, (len(self._tokens) - 1) // self.seq_len)
+
+    def batch(self, windows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of these windows, each int64 [len(windows), seq_len]."""
+        length = self.seq_len + 1
+        starts = [window * self.seq_len for window in windows]
+        rows = np.stack([self._tokens[start : start + length] for start in starts])
+        both = torch.from_numpy(rows.astype(np.int64))
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+
+class TrainOrder:
+    """Sequence number i of the run: a new permutation of all windows for every epoch."""
+
+    def __init__(self, windows: int, seed: int) -> None:
+        self._windows = windows
+        self._seed = seed
+        self._epoch = -1
+        self._permutation: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, number: int) -> int:
+        epoch, within = divmod(number, self._windows)
+        if epoch != self._epoch:
+            # (seed, epoch) alone make the generator, so any position can be entered directly.
+            generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+            self._permutation = generator.permutation(self._windows)
+            self._epoch = epoch
+        return int(self._permutation[within])
+
+
+@dataclass(frozen=True)
+class Data:
+    """A source cut into training and evaluation windows."""
+
+    train: Windows
+    eval: Windows
+    order: TrainOrder
+    digest: str
+    n_tokens: int
+
+    def train_batch(self, position: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequences number position .. position + size of the run."""
+        return self.train.batch([self.order[position + i] for i in range(size)])
+
+    def eval_batches(self, count: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The first `count` batches of the evaluation text, always the same."""
+        for first in range(0, min(count * size, len(self.eval)), size):
+            yield self.eval.batch(range(first, min(first + size, len(self.eval))))
+
+
+def split(token_file: TokenFile, seq_len: int, seed: int, source: str) -> Data:
+    """The last 2% (at least one sequence) are for evaluation, the rest for training."""
+    tokens = token_file.tokens
+    n_eval = max(int(len(tokens) * _EVAL_SHARE), seq_len + 1)
+    n_train = len(tokens) - n_eval
+    if n_train < seq_len + 1:
+        raise ConfigError(
+            f"--data {source} has {len(tokens)} tokens; one sequence to train and one to evaluate "
+            f"with --seq-len {seq_len} need {2 * (seq_len + 1)}; give more text or a lower "
+            "--seq-len"
+        )
+    train = Windows(tokens[:n_train], seq_len)
+    return Data(
+        train=train,
+        eval=Windows(tokens[n_train:], seq_len),
+        order=TrainOrder(len(train), seed),
+        digest=token_file.digest,
+        n_tokens=len(tokens),
+    )

@@ -1,0 +1,117 @@
+"""A run is a folder: its config, metrics, pictures, timeline and checkpoints."""
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from overspill.core.errors import ConfigError, DiskError
+from overspill.train.config import TrainConfig, make_config, to_flat, to_json
+
+_RUNS = Path("runs")
+
+
+class RunFolder:
+    """The files of a run, by name; while entered, no other process trains in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.loss_picture = path / "loss.png"
+        self.timeline = path / "timeline.json.gz"
+        self.timeline_picture = path / "timeline.png"
+        self._lock_file = path / ".lock"
+        self._lock = -1
+
+    @property
+    def holds_run(self) -> bool:
+        return self.config.exists() or self.checkpoints.exists()
+
+    def __enter__(self) -> Self:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # The lock goes with the process, so a killed run leaves nothing to clean up.
+            self._lock = os.open(self._lock_file, os.O_WRONLY | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise DiskError(
+                f"--out {self.path} cannot be written ({error.strerror}); give another folder"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise ConfigError(
+                f"--out {self.path} is in use by another process; wait for it, or give another "
+                "folder"
+            ) from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        os.close(self._lock)
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Keep `config` as a resumed run will read it."""
+        settings = {**to_flat(config), "out": str(self.path), "resume": False}
+        aside = self.config.with_suffix(".tmp")
+        try:
+            with open(aside, "w", encoding="utf-8") as out:
+                out.write(to_json(make_config(settings)))
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(aside, self.config)
+        except OSError as error:
+            raise DiskError(
+                f"--out {self.path} cannot be written ({error.strerror}); give another folder"
+            ) from error
+
+
+def choose_folder(config: TrainConfig) -> RunFolder:
+    """The folder a run with this config goes to."""
+    out, preset, resume = config.run.out, config.model.preset, config.run.resume
+    if resume:
+        return find_run(out, preset)
+    if out is None:
+        number = 1
+        while (folder := RunFolder(_numbered(preset, number))).path.exists():
+            number += 1
+        return folder
+    folder = RunFolder(Path(out).expanduser())
+    if folder.holds_run:
+        raise ConfigError(
+            f"--out {out} holds a run already; add --resume to go on with it, or give another "
+            "folder"
+        )
+    return folder
+
+
+def find_run(out: str | None, preset: str) -> RunFolder:
+    """The run to resume: the one in `out`, or the latest of `preset` under runs/."""
+    if out is not None:
+        folder = RunFolder(Path(out).expanduser())
+        if not folder.path.is_dir():
+            raise ConfigError(
+                f"--resume: there is no folder {out}; give the --out of a run that was started"
+            )
+        return folder
+    number = 1
+    while _numbered(preset, number + 1).exists():
+        number += 1
+    folder = RunFolder(_numbered(preset, number))
+    if not folder.path.is_dir():
+        raise ConfigError(
+            f"--resume: there is no run of {preset} under {_RUNS}/; give --out, or leave --resume "
+            "out to begin one"
+        )
+    return folder
+
+
+def _numbered(preset: str, number: int) -> Path:
+    return _RUNS / (preset if number == 1 else f"{preset}-{number}")

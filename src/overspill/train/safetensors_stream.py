@@ -1,0 +1,249 @@
+"""Safetensors files written and read in pieces, so that no tensor need be in memory whole.
+
+The format: 8 bytes little-endian length of the header, the header as JSON (name → dtype, shape,
+begin and end in the data), then the data. https://github.com/huggingface/safetensors
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from overspill.core.errors import CheckpointError, DiskError
+from overspill.core.sizes import format_size, round_up
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_MAX_HEADER = 100 * 2**20  # the limit of the safetensors library itself
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Type and shape of one tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class StreamWriter:
+    """A safetensors file whose tensors are all named up front and then filled in any order."""
+
+    def __init__(
+        self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self.path = path
+        self._specs = dict(specs)
+        self._missing = {name: spec.numel for name, spec in specs.items()}
+        header, self._begin, size = _layout(self._specs, metadata or {})
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            # All of the file at once: a full disk shows here, not after an hour of writing.
+            os.posix_fallocate(self._fd, 0, size)
+            _pwrite(self._fd, memoryview(header), 0)
+        except OSError as error:
+            os.close(self._fd)
+            raise _disk_error(path, size, error) from error
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """The whole of tensor `name`."""
+        if tuple(tensor.shape) != self._specs[name].shape:
+            raise ValueError(f"{name}: {tuple(tensor.shape)} is not {self._specs[name].shape}")
+        self.write_piece(name, 0, tensor)
+
+    def write_piece(self, name: str, offset: int, tensor: torch.Tensor) -> None:
+        """`tensor`, flat, into tensor `name` from its element `offset` on; no element twice."""
+        spec = self._specs[name]
+        if tensor.dtype != spec.dtype or not 0 <= offset <= spec.numel - tensor.numel():
+            raise ValueError(
+                f"{name} is {spec.numel} elements of {spec.dtype}; a piece of {tensor.numel()} of "
+                f"{tensor.dtype} does not fit at {offset}"
+            )
+        self._missing[name] -= tensor.numel()
+        at = self._begin[name] + offset * spec.dtype.itemsize
+        try:
+            _pwrite(self._fd, _bytes_of(tensor.detach().cpu().contiguous()), at)
+        except OSError as error:
+            raise _disk_error(self.path, tensor.nbytes, error) from error
+
+    def close(self) -> None:
+        """Force everything to the disk. Raises when an element was never written."""
+        try:
+            unwritten = [name for name, left in self._missing.items() if left != 0]
+            if unwritten:
+                raise ValueError(f"{self.path}: {unwritten[0]} is not written as a whole")
+            try:
+                os.fsync(self._fd)
+            except OSError as error:
+                raise _disk_error(self.path, 0, error) from error
+        finally:
+            os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            os.close(self._fd)
+
+
+class StreamReader:
+    """A safetensors file, checked against its own size, read in slices."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be opened ({error.strerror}); resume from another checkpoint"
+            ) from error
+        try:
+            self._read_header()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _read_header(self) -> None:
+        size = os.fstat(self._fd).st_size
+        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
+            raise self._corrupt(f"its {size} bytes do not begin with a safetensors header")
+        try:
+            header = json.loads(_pread(self._fd, length, 8))
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self.specs: dict[str, TensorSpec] = {}
+            self._begin: dict[str, int] = {}
+            end = 0
+            for name, entry in header.items():
+                spec = TensorSpec(_TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]))
+                begin, stop = entry["data_offsets"]
+                if stop - begin != spec.nbytes or begin < 0:
+                    raise self._corrupt(f"the header gives {name} {stop - begin} bytes")
+                self.specs[name], self._begin[name] = spec, 8 + length + begin
+                end = max(end, stop)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise self._corrupt("its header is not readable") from error
+        if size != 8 + length + end:
+            kind = "is truncated" if size < 8 + length + end else "has bytes that belong to nothing"
+            raise self._corrupt(f"it {kind}: {size} bytes, and the header says {8 + length + end}")
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole of tensor `name`."""
+        out = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
+        self.read_piece(name, 0, out)
+        return out
+
+    def read_piece(self, name: str, offset: int, out: torch.Tensor) -> None:
+        """Fill the contiguous CPU tensor `out` from element `offset` of tensor `name` on."""
+        spec = self.specs[name]
+        if out.dtype != spec.dtype or not 0 <= offset <= spec.numel - out.numel():
+            raise ValueError(f"{name} is {spec}; {out.numel()} of {out.dtype} are not at {offset}")
+        at = self._begin[name] + offset * spec.dtype.itemsize
+        view, done = _bytes_of(out), 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._fd, [view[done:]], at + done)
+            except OSError as error:
+                raise self._corrupt(f"reading {name} failed: {error.strerror}") from error
+            if count == 0:
+                raise self._corrupt(f"it ends inside {name}")
+            done += count
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _corrupt(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} is corrupt: {what}; remove {self.path.parent} and resume from the "
+            "checkpoint before it"
+        )
+
+
+def _layout(
+    specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
+    """The header's bytes, where each tensor begins in the file, and the size of the file."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets: dict[str, int] = {}
+    end = 0
+    # Widest elements first, as the safetensors library does it: every tensor is then aligned.
+    for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
+        spec = specs[name]
+        offsets[name] = end
+        header[name] = {
+            "dtype": _DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        end += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(round_up(len(text), 8))
+    begin = 8 + len(text)
+    start_of = {name: begin + offset for name, offset in offsets.items()}
+    return len(text).to_bytes(8, "little") + text, start_of, begin + end
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _pwrite(fd: int, view: memoryview, at: int) -> None:
+    done = 0
+    while done < len(view):  # one call writes at most 2 GiB
+        done += os.pwrite(fd, view[done:], at + done)
+
+
+def _pread(fd: int, length: int, at: int) -> bytes:
+    parts = []
+    while length > 0 and (part := os.pread(fd, length, at)):
+        parts.append(part)
+        length, at = length - len(part), at + len(part)
+    return b"".join(parts)
+
+
+def _disk_error(path: Path, size: int, error: OSError) -> DiskError:
+    return DiskError(
+        f"{path}: writing {format_size(size)} failed ({error.strerror}); free some space or give "
+        "another --out; the checkpoints that were complete still are"
+    )

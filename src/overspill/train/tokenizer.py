@@ -1,0 +1,95 @@
+"""Text to token ids: bytes by default, or any `tokenizer.json`."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from overspill.core.errors import ConfigError
+from overspill.core.sizes import round_up
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+# Matrix kernels like vocabularies in whole tiles; the ids beyond the tokenizer's are never used.
+VOCAB_MULTIPLE = 64
+
+
+class Tokenizer(Protocol):
+    """What the data needs of a tokenizer."""
+
+    name: str
+    fingerprint: str
+    """Changes whenever the same text could give other ids."""
+    ids: int
+    """Number of distinct ids."""
+    separator: int | None
+    """The id put between documents, if there is one."""
+
+    def encode(self, text: str) -> Tokens: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes of the text, and one more id that separates documents."""
+
+    name = "bytes"
+    fingerprint = "bytes-1"
+    ids = 257
+    separator: int | None = 256
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A `tokenizer.json` as the Hugging Face `tokenizers` library reads it."""
+
+    _SEPARATORS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Library
+
+        try:
+            content = path.read_bytes()
+            self._library = Library.from_str(content.decode("utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"--tokenizer {path} cannot be read ({error.strerror}); give the path of a "
+                "tokenizer.json, or `bytes`"
+            ) from error
+        except Exception as error:  # the library raises bare Exception for a file it cannot parse
+            raise ConfigError(
+                f"--tokenizer {path} is not a tokenizer.json ({error}); give one, or `bytes`"
+            ) from error
+        self.name = str(path)
+        self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
+        # Ids need not be dense: what the model must hold is the highest one.
+        self.ids = max(self._library.get_vocab(with_added_tokens=True).values()) + 1
+        found = (self._library.token_to_id(token) for token in self._SEPARATORS)
+        self.separator: int | None = next((token for token in found if token is not None), None)
+
+    def encode(self, text: str) -> Tokens:
+        ids = self._library.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, dtype=np.uint32)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._library.decode(tokens))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or the path of a tokenizer.json or of the folder that holds one."""
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    return JsonTokenizer(path / "tokenizer.json" if path.is_dir() else path)
+
+
+def vocab_size(tokenizer: Tokenizer) -> int:
+    """The vocabulary a model for this tokenizer has."""
+    return round_up(tokenizer.ids, VOCAB_MULTIPLE)

@@ -1,0 +1,109 @@
+"""Tables of the docs, made from records."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.tables import fill, main, read_records
+
+TEXT = "# Speed\n<!-- bench:train start -->\nold\n<!-- bench:train end -->\nkept\n"
+
+
+def record(name: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "command": f"PYTHONPATH=src python3 bench/train.py {name}",
+        "commit": "abc1234",
+        "date": "2025-03-02T10:00:00+00:00",
+        "hardware": {
+            "gpu": {"name": "H200", "memory_gib": 139.8},
+            "cpu": "Xeon",
+            "cores": 16,
+            "ram_gib": 125.0,
+        },
+        "versions": {"torch": "2.11.0"},
+        "config": {},
+        "metrics": {
+            "speed": {"median": 11342.2, "low": 11200.0, "high": 11400.0, "unit": "tok/s"},
+            "memory": {"median": 11.25, "low": 11.25, "high": 11.25, "unit": "GiB"},
+        },
+        "limit": {"value": 22684.4, "unit": "tok/s", "source": "Adam alone"},
+        **changes,
+    }
+
+
+def test_a_line_has_the_figure_its_share_and_its_command() -> None:
+    filled = fill(TEXT, [record("train-w1", config={"row": "W1 | step"}), record("adam-kernel")])
+    assert (
+        "| work | figure (low–high) | limit, and share of it | command |\n"
+        "| --- | --- | --- | --- |\n"
+        "| W1 \\| step | 11,342 tok/s (11,200–11,400) | 22,684 tok/s (Adam alone): 50% "
+        "| `PYTHONPATH=src python3 bench/train.py train-w1` |\n"
+    ) in filled
+    assert "Measured on H200 (140 GiB), 16 cores of Xeon, 125 GiB RAM, torch 2.11.0" in filled
+    assert "2025-03-02 at abc1234" in filled
+    assert filled.startswith("# Speed\n<!-- bench:train start -->\n")
+    assert filled.endswith("<!-- bench:train end -->\nkept\n")
+    assert "old" not in filled
+    assert "adam" not in filled
+
+
+def test_filling_twice_changes_nothing() -> None:
+    once = fill(TEXT, [record("train-w1")])
+    assert fill(once, [record("train-w1")]) == once
+
+
+def test_columns_that_a_record_asks_for_appear() -> None:
+    config = {"compare": "DeepSpeed 5,200", "show": ["memory"]}
+    filled = fill(TEXT, [record("train-a", config=config), record("train-b", limit=None)])
+    head = next(line for line in filled.splitlines() if line.startswith("| work"))
+    assert head.split(" | ")[2:5] == ["beside it", "limit, and share of it", "compare"]
+    assert "| memory: 11.2 GiB |" in filled
+    assert "| DeepSpeed 5,200 |" in filled
+
+
+def test_a_record_with_a_table_is_a_table_of_its_own() -> None:
+    rows = [{"experts": 8, "tok/s": 10240.4}, {"experts": 16, "on the GPU": None}]
+    filled = fill(TEXT, [record("train-scale", table=rows, config={"row": "MoE-L"})])
+    assert "**MoE-L** (`PYTHONPATH=src python3 bench/train.py train-scale`)" in filled
+    assert (
+        "| experts | tok/s | on the GPU |\n| --- | --- | --- |\n| 8 | 10,240 |  |\n| 16 |  | – |\n"
+    ) in filled
+    assert "| work |" not in filled
+
+
+def test_a_name_takes_whole_words_only() -> None:
+    filled = fill(TEXT.replace("train", "train-w1"), [record("train-w1"), record("train-w10")])
+    assert filled.count("11,342") == 1
+
+
+def test_no_record_is_said_and_a_lone_marker_is_an_error() -> None:
+    assert "*Not measured yet.*" in fill(TEXT, [])
+    with pytest.raises(ValueError, match="needs its"):
+        fill(TEXT.replace("<!-- bench:train end -->", "<!-- bench:tran end -->"), [])
+
+
+def test_records_are_in_counting_order(tmp_path: Path) -> None:
+    for name in ("scale-64", "scale-8", "scale-16", "adam"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(record(name)))
+    assert [one["name"] for one in read_records(tmp_path)] == [
+        *("adam", "scale-8", "scale-16", "scale-64"),
+    ]
+
+
+def test_check_tells_and_write_mends(tmp_path: Path) -> None:
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    results.mkdir()
+    (results / "train-w1.json").write_text(json.dumps(record("train-w1")))
+    readme.write_text(TEXT)
+    check = ["--results", str(results), "--check", str(readme)]
+    assert main(check) == 1
+    assert readme.read_text() == TEXT, "--check writes nothing"
+    assert main(["--results", str(results), "--write", str(readme)]) == 0
+    assert "11,342" in readme.read_text()
+    assert main(check) == 0
+    with pytest.raises(SystemExit) as exit:
+        main(["--check", str(tmp_path / "missing.md")])
+    assert exit.value.code == 2

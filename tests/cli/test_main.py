@@ -1,0 +1,137 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.train.fakes import tiny_settings
+
+from overspill.cli.main import app
+from overspill.cli.train import resolve
+from overspill.core.errors import ConfigError
+from overspill.train.config import settings
+
+
+def _flags(chosen: dict[str, Any]) -> list[str]:
+    return [
+        w for name, value in chosen.items() for w in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from overspill.cli.main import app; "
+        "assert app(['--help']) == 0; assert app(['train', '--help']) == 0; "
+        "assert 'torch' not in sys.modules; assert 'numpy' not in sys.modules"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(root / "src")}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"train" in done.stdout
+
+
+def test_help_shows_every_setting_and_an_example(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert app(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for setting in settings():
+        if setting.name != "preset":
+            assert setting.flag in text, setting.flag
+    assert "overspill train moe-m --experts 16 --gpu-memory 12GiB" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("overspill")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nanoo"], "preset 'nanoo' is not one of"),
+        (["train", "--gpu-memory", "12 apples"], "--gpu-memory='12 apples' is not a size"),
+        (["train", "--data", "/no/such"], "--data /no/such is not there"),
+        (["train", "--tokenizer", "/no/such"], "--tokenizer /no/such cannot be read"),
+        (["train", "no-such.toml"], "config file no-such.toml cannot be read"),
+        (["train", "--steps", "0"], "--steps 0 must be at least 1"),
+        (["train", "--steps", "many"], "many"),
+        (["train", "--no-such-flag"], "--no-such-flag"),
+        (["train", "--device", "tpu"], "--device tpu is not known"),
+        (["train", "--resume", "--out", "nowhere"], "there is no folder nowhere"),
+        (["train", "--slots", "1"], "slots"),
+        (["train", "--gpu-memory", "64KiB"], "--gpu-memory 64.0 KiB is too small"),
+        (["train", "--mode", "host", "--host-memory", "1000TiB"], "--host-memory"),
+        (["train", "--top-k", "99"], "top_k=99 is more than n_experts=16"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "--tokenizer" not in arguments and "--data" not in arguments and "train" in arguments:
+        arguments = [*arguments, "--cache", str(tmp_path / "cache"), "--data", __file__]
+    assert app(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app(["train", *_flags(tiny_settings(tmp_path, steps=3)), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["steps"] == 3
+    assert summary["out"] == str(tmp_path / "run")
+    assert summary["loss"] > 0
+
+
+def test_a_config_file_runs_and_flags_win(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(tiny_settings(tmp_path, steps=99)))
+    assert app(["train", str(path), "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "step 2/2" in out
+    assert f"run folder: {tmp_path / 'run'}" in out
+    assert app(["train", "--resume", "--out", str(tmp_path / "run"), "--steps", "3"]) == 0
+    assert "step 3/3" in capsys.readouterr().out
+
+
+def test_a_corrupt_checkpoint_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app(["train", *_flags(tiny_settings(tmp_path, steps=2))]) == 0
+    model = next((tmp_path / "run" / "checkpoints").glob("*/model.safetensors"))
+    content = model.read_bytes()
+    model.write_bytes(b"\xff" * 16 + content[16:])  # the size is right, the header is not
+    capsys.readouterr()
+    assert app(["train", "--resume", "--out", str(tmp_path / "run"), "--steps", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "model.safetensors is corrupt" in error
+    assert error.count("\n") == 1
+
+
+def test_a_resumed_run_has_its_own_settings_and_flags_win(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text('{"steps": 7, "experts": 4, "preset": "moe-s"}')
+    config = resolve(None, {"resume": True, "out": str(run), "steps": 9})
+    assert (config.run.steps, config.model.experts, config.model.preset) == (9, 4, "moe-s")
+    assert resolve("w1", {"resume": True, "out": str(run)}).model.preset == "w1"
+
+
+def test_an_unknown_word_is_taken_for_a_preset_and_a_missing_file_is_not(tmp_path: Path) -> None:
+    assert resolve("anything", {}).model.preset == "anything"
+    with pytest.raises(ConfigError, match="config file a.toml cannot be read"):
+        resolve("a.toml", {})

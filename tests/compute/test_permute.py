@@ -1,0 +1,104 @@
+"""Permuting tokens into rows and back."""
+
+import pytest
+import torch
+
+hypothesis = pytest.importorskip("hypothesis")
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from overspill.compute.permute import (  # noqa: E402
+    Permutation,
+    combine,
+    gather_rows,
+    row_weights,
+    sum_rows,
+    weights_grad,
+)
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
+    n_experts = draw(st.integers(1, 9))
+    top_k = draw(st.integers(1, min(4, n_experts)))
+    n_tokens = draw(st.integers(0, 30))
+    order = st.permutations(range(n_experts))
+    ids = [draw(order)[:top_k] for _ in range(n_tokens)]
+    return torch.tensor(ids, dtype=torch.int64).reshape(n_tokens, top_k), n_experts
+
+
+@given(routings())
+def test_rows_are_sorted_by_expert_and_tokens_stay_in_order(
+    routing: tuple[torch.Tensor, int],
+) -> None:
+    ids, n_experts = routing
+    permutation = Permutation.build(ids, n_experts)
+    flat = ids.reshape(-1).tolist()
+    naive = sorted(range(len(flat)), key=lambda slot: (flat[slot], slot))
+    assert permutation.row_slot_R.tolist() == naive
+    assert permutation.row_token_R.tolist() == [slot // ids.shape[1] for slot in naive]
+    assert permutation.counts_E.tolist() == [flat.count(e) for e in range(n_experts)]
+    assert permutation.ends_E.tolist() == permutation.counts_E.cumsum(0).tolist()
+    assert permutation.ends_E.dtype is torch.int32
+    assert permutation.n_rows == len(flat)
+
+
+@given(routings())
+def test_inverse_is_the_inverse(routing: tuple[torch.Tensor, int]) -> None:
+    ids, n_experts = routing
+    permutation = Permutation.build(ids, n_experts)
+    rows = torch.arange(ids.numel())
+    assert permutation.inverse_TK.shape == ids.shape
+    assert torch.equal(permutation.inverse_TK.reshape(-1)[permutation.row_slot_R], rows)
+    assert torch.equal(permutation.row_slot_R[permutation.inverse_TK.reshape(-1)], rows)
+
+
+@given(routings())
+def test_rows_come_back_to_their_tokens(routing: tuple[torch.Tensor, int]) -> None:
+    ids, n_experts = routing
+    permutation = Permutation.build(ids, n_experts)
+    x = torch.randn(ids.shape[0], 5, dtype=torch.float64)
+    weights = torch.rand(ids.shape, dtype=torch.float64)
+    rows = gather_rows(x, permutation)
+    torch.testing.assert_close(combine(rows, weights, permutation), x * weights.sum(1, True))
+    torch.testing.assert_close(sum_rows(rows, permutation), x * ids.shape[1])
+    assert torch.equal(weights_grad(row_weights(weights, permutation), permutation), weights)
+
+
+@given(routings(), st.data())
+def test_any_slice_of_rows_can_be_gathered(
+    routing: tuple[torch.Tensor, int], data: st.DataObject
+) -> None:
+    ids, n_experts = routing
+    permutation = Permutation.build(ids, n_experts)
+    start = data.draw(st.integers(0, ids.numel()))
+    stop = data.draw(st.integers(start, ids.numel()))
+    x = torch.randn(ids.shape[0], 3)
+    weights = torch.rand(ids.shape)
+    assert torch.equal(
+        gather_rows(x, permutation, start, stop), gather_rows(x, permutation)[start:stop]
+    )
+    assert torch.equal(
+        row_weights(weights, permutation, start, stop),
+        row_weights(weights, permutation)[start:stop],
+    )
+
+
+def test_combine_sums_bf16_rows_in_float32_and_rounds_once() -> None:
+    ids = torch.tensor([[0, 1, 2, 3]])
+    permutation = Permutation.build(ids, 4)
+    # In bf16, 256 + 1 is 256 again and all three ones would be lost.
+    y = torch.tensor([[256.0], [1.0], [1.0], [2.0]], dtype=torch.bfloat16)
+    out = combine(y, torch.ones(1, 4), permutation)
+    assert out.dtype is torch.bfloat16
+    assert out.item() == 260.0
+    assert sum_rows(y, permutation).item() == 260.0
+
+
+def test_combine_does_not_depend_on_how_tokens_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.rand(37, 8).topk(2).indices
+    permutation = Permutation.build(ids, 8)
+    y, weights = torch.randn(74, 16), torch.rand(37, 2)
+    whole = combine(y, weights, permutation)
+    monkeypatch.setattr("overspill.compute.permute._TOKENS_AT_ONCE", 5)
+    assert torch.equal(combine(y, weights, permutation), whole)

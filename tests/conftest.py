@@ -1,0 +1,40 @@
+"""What every test gets: fixed seeds, few threads, and no GPU test without a GPU."""
+
+import contextlib
+import os
+import random
+
+import numpy
+import pytest
+import torch
+
+# Tiny tensors gain nothing from many threads, and the tests share the machine.
+torch.set_num_threads(min(2, len(os.sched_getaffinity(0))))
+
+# GPU machines may have pytest alone; the property tests are then skipped by their own imports.
+with contextlib.suppress(ModuleNotFoundError):
+    from hypothesis import settings
+
+    # No deadline: the first call into torch takes as long as a hundred others. Derandomized: the
+    # same tree gives the same verdict twice.
+    settings.register_profile("overspill", deadline=None, derandomize=True)
+    settings.load_profile("overspill")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Every test starts from the same random state; ask for `seed` to derive more from it."""
+    value = 1234
+    random.seed(value)
+    numpy.random.seed(value)
+    torch.manual_seed(value)
+    return value

@@ -1,0 +1,70 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from overspill.hardware import machine
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    800 kB\n"
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> tuple[Path, Path]:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(MEMINFO)
+    (cgroup / "job" / "task").mkdir(parents=True)
+    return proc, cgroup
+
+
+def _limit(folder: Path, limit: str, current: int, cache: int = 0) -> None:
+    (folder / "memory.max").write_text(limit + "\n")
+    (folder / "memory.current").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\nactive_file 0\n")
+
+
+def test_without_cgroups_the_available_memory_is_the_machines(fake: tuple[Path, Path]) -> None:
+    assert machine.available_memory(*fake) == 800 * 1024
+    assert machine.total_memory(fake[0]) == 1000 * 1024
+
+
+def test_the_tightest_limit_among_the_parents_counts(fake: tuple[Path, Path]) -> None:
+    proc, cgroup = fake
+    (proc / "self" / "cgroup").write_text("0::/job/task\n")
+    _limit(cgroup / "job" / "task", "max", 50)
+    _limit(cgroup / "job", str(400 * 1024), 300 * 1024)
+    assert machine.available_memory(proc, cgroup) == 100 * 1024
+
+
+def test_page_cache_can_still_be_taken(fake: tuple[Path, Path]) -> None:
+    proc, cgroup = fake
+    (proc / "self" / "cgroup").write_text("0::/job\n")
+    _limit(cgroup / "job", str(400 * 1024), 300 * 1024, cache=200 * 1024)
+    assert machine.available_memory(proc, cgroup) == 300 * 1024
+
+
+def test_old_cgroups_are_read_too(fake: tuple[Path, Path]) -> None:
+    proc, cgroup = fake
+    (proc / "self" / "cgroup").write_text("4:cpu,memory:/job\n3:cpuset:/\n")
+    folder = cgroup / "memory" / "job"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text("2048\n")
+    (folder / "memory.usage_in_bytes").write_text("1024\n")
+    (folder / "memory.stat").write_text("")
+    assert machine.available_memory(proc, cgroup) == 1024
+
+
+def test_this_process_and_machine_have_sensible_sizes(tmp_path: Path) -> None:
+    assert 0 < machine.available_memory() <= machine.total_memory()
+    assert 1 <= machine.usable_cores() <= (os.cpu_count() or 1)
+    ballast = bytearray(os.urandom(1) * 2**26)
+    assert len(ballast) <= machine.resident_memory() <= machine.peak_resident_memory()
+    assert machine.disk_free(tmp_path / "not" / "there") > 0
+
+
+@pytest.mark.gpu
+def test_the_gpu_has_a_name_and_memory() -> None:
+    found = machine.gpu()
+    assert found is not None
+    assert found.name
+    assert found.memory > 2**30

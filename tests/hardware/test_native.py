@@ -1,0 +1,151 @@
+"""A C++ file becomes a library once, and what stops it is said once, by name."""
+
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from overspill.hardware import native
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    native._load_library.cache_clear()
+    native._cache_folder.cache_clear()
+
+
+def _has_compiler() -> bool:
+    try:
+        native.find_compiler()
+    except native._BuildError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+def _answer(library: ctypes.CDLL | None) -> int:
+    assert library is not None
+    return int(library.answer())
+
+
+def _libraries(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "overspill").iterdir())
+
+
+@needs_compiler
+def test_compiles_and_leaves_one_file(tmp_path: Path, source: Path) -> None:
+    assert _answer(native.load_library(source, "answer")) == 42
+    (library,) = _libraries(tmp_path)  # nothing written aside is left
+    assert library.suffix == ".so"
+
+
+@needs_compiler
+def test_second_process_does_not_compile(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.load_library(source, "answer")
+    _forget()
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert _answer(native.load_library(source, "answer")) == 42
+
+
+@needs_compiler
+def test_changed_source_or_flags_is_another_library(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.load_library(source, "answer")
+    _forget()
+    source.write_text(SOURCE.replace("42", "43"))
+    assert _answer(native.load_library(source, "answer")) == 43
+    _forget()
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DCHANGED"))
+    assert _answer(native.load_library(source, "answer")) == 43
+    assert len(_libraries(tmp_path)) == 3
+
+
+@needs_compiler
+def test_damaged_library_is_built_again(tmp_path: Path, source: Path) -> None:
+    folder = native._cache_folder()
+    damaged = folder / f"answer-{native._key(source, native.find_compiler())}.so"
+    damaged.write_bytes(b"not a library")
+    assert _answer(native.load_library(source, "answer")) == 42
+
+
+@needs_compiler
+def test_processes_may_race(tmp_path: Path, source: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from overspill.hardware.native import load_library\n"
+        f"sys.exit(load_library(Path({str(source)!r}), 'answer').answer() != 42)"
+    )
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "PYTHONPATH": path}
+    racers = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(3)]
+    assert [racer.wait(timeout=60) for racer in racers] == [0, 0, 0]
+    assert len(_libraries(tmp_path)) == 1
+
+
+@needs_compiler
+def test_unwritable_cache_falls_back_to_a_temporary_folder(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder can be made in a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert _answer(native.load_library(source, "answer")) == 42
+
+
+@needs_compiler
+def test_compile_error_is_said_once_with_the_compilers_line(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source.write_text("int answer() { return missing; }\n")
+    with caplog.at_level(logging.WARNING, logger="overspill"):
+        assert native.load_library(source, "answer") is None
+        assert native.load_library(source, "answer") is None
+    (record,) = caplog.records
+    assert record.name == "overspill"
+    assert "'answer'" in record.message
+    assert "missing" in record.message
+
+
+def test_no_compiler_is_said_once(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    with caplog.at_level(logging.WARNING, logger="overspill"):
+        assert native.load_library(source, "answer") is None
+        assert native.load_library(source, "answer") is None
+    (record,) = caplog.records
+    assert "no C++ compiler" in record.message
+
+
+def test_wrong_cxx_is_named(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    with caplog.at_level(logging.WARNING, logger="overspill"):
+        assert native.load_library(source, "answer") is None
+    assert "CXX='no-such-compiler -m64'" in caplog.records[0].message

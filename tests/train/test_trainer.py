@@ -1,0 +1,245 @@
+import json
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.train.fakes import FakeEngine, Watcher, build_fake, tiny_settings
+
+from overspill.core.errors import CheckpointError, ConfigError, NonFiniteError
+from overspill.train.config import make_config
+from overspill.train.metrics import read_lines
+from overspill.train.session import Blueprint, Builder, Session, build_session
+from overspill.train.trainer import Summary, Tracer, summary_lines, train
+
+BUILDERS = pytest.mark.parametrize("build", [build_fake, build_session], ids=["plain", "offloaded"])
+
+
+def _train(settings: dict[str, Any], display: Watcher, build: Builder = build_fake) -> Summary:
+    return train(make_config(settings), display, build)
+
+
+@BUILDERS
+def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, build: Builder) -> None:
+    display = Watcher()
+    summary = _train(tiny_settings(tmp_path, steps=30, lr=1e-2), display, build)
+    run = tmp_path / "run"
+    assert summary.steps == 30
+    assert display.losses[-1] < display.losses[0] - 1
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-00000027",
+        "step-00000030",
+    ]
+    assert json.loads((run / "config.json").read_text())["run"]["steps"] == 30
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    lines = list(read_lines(run / "metrics.jsonl"))
+    assert [line["loss"] for line in lines if "loss" in line] == display.losses
+    assert [line["eval_loss"] for line in lines if "eval_loss" in line] == display.evals
+    assert all(line["grad_norm"] > 0 for line in lines if "loss" in line)
+
+
+def test_the_timeline_of_an_offloaded_run_opens(tmp_path: Path) -> None:
+    from overspill.trace.perfetto import read_perfetto
+
+    _train(tiny_settings(tmp_path), Watcher(), build_session)
+    rows = {span.row for span in read_perfetto(tmp_path / "run" / "timeline.json.gz")}
+    assert {"upload", "optimizer"} <= rows
+    assert (tmp_path / "run" / "timeline.png").exists()
+    lines = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
+    assert any(line.get("busy", {}).get("upload", 0) > 0 for line in lines)
+
+
+def test_no_thread_outlives_a_run(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    _train(tiny_settings(tmp_path), Watcher(), build_session)
+    assert set(threading.enumerate()) <= before
+
+
+@BUILDERS
+def test_a_stopped_run_resumes_to_the_same_numbers(tmp_path: Path, build: Builder) -> None:
+    straight = Watcher()
+    _train(tiny_settings(tmp_path, out=str(tmp_path / "straight")), straight, build)
+
+    def interrupt(step: int) -> None:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    first = Watcher(interrupt)
+    summary = _train(tiny_settings(tmp_path), first, build)
+    assert summary.interrupted
+    assert summary.steps == 5
+    assert first.ended
+    assert summary_lines(summary)[-1].endswith(f"overspill train --resume --out {tmp_path}/run")
+
+    second = Watcher()
+    summary = _train(tiny_settings(tmp_path, resume=True), second, build)
+    assert not summary.interrupted
+    assert first.losses + second.losses == straight.losses
+    assert first.evals + second.evals == straight.evals
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        paths = [
+            tmp_path / name / "checkpoints/step-00000008" / file for name in ("straight", "run")
+        ]
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+    runs = [list(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("straight", "run")]
+    assert [line.get("loss") for line in runs[0]] == [line.get("loss") for line in runs[1]]
+
+
+def test_sigterm_stops_like_ctrl_c_and_handlers_come_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = Watcher(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None)
+    summary = _train(tiny_settings(tmp_path), stop)
+    assert (summary.interrupted, summary.steps) == (True, 2)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_ctrl_c_ends_at_once_and_closes_the_engine(tmp_path: Path) -> None:
+    built: list[Session] = []
+
+    def build(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
+        built.append(build_fake(blueprint, say))
+        return built[0]
+
+    def interrupt(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    display = Watcher(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _train(tiny_settings(tmp_path), display, build)
+    assert display.ended
+    assert isinstance(built[0].engine, FakeEngine)
+    assert built[0].engine.closed
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_nan_stops_before_it_reaches_a_weight(tmp_path: Path, step: int) -> None:
+    built: list[Session] = []
+
+    def build(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
+        built.append(build_fake(blueprint, say))
+        return built[0]
+
+    def poison(done: int) -> None:
+        if done == step:
+            with torch.no_grad():
+                next(built[0].model.parameters()).fill_(math.nan)
+
+    where = "step-00000003" if step == 5 else "there is no checkpoint yet"
+    with pytest.raises(NonFiniteError, match=rf"step {step + 1}: the loss is nan.*{where}.*--lr"):
+        _train(tiny_settings(tmp_path), Watcher(poison), build)
+    assert built[0].optimizer.dense_state_dict()["experts.step"] == step
+    assert isinstance(built[0].engine, FakeEngine)
+    assert built[0].engine.closed
+
+
+@BUILDERS
+def test_grouped_micro_batches_train_as_one_by_one(tmp_path: Path, build: Builder) -> None:
+    grouped, single = Watcher(), Watcher()
+    settings = {"accumulate": 3, "batch": 2, "steps": 5}
+    _train(tiny_settings(tmp_path, out=str(tmp_path / "a"), **settings), grouped, build)
+    _train(tiny_settings(tmp_path, out=str(tmp_path / "b"), group=False, **settings), single, build)
+    assert grouped.losses == pytest.approx(single.losses, rel=1e-5)
+
+
+def test_offloaded_training_follows_the_plain_model(tmp_path: Path) -> None:
+    plain, offloaded = Watcher(), Watcher()
+    settings = {"weight_decay": 0.01, "beta2": 0.999}  # as torch's AdamW has them
+    _train(tiny_settings(tmp_path, out=str(tmp_path / "a"), **settings), plain, build_fake)
+    _train(tiny_settings(tmp_path, out=str(tmp_path / "b"), **settings), offloaded, build_session)
+    assert offloaded.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
+    _train(tiny_settings(tmp_path, steps=1), Watcher())
+    with pytest.raises(ConfigError, match=r"holds a run already; add --resume"):
+        _train(tiny_settings(tmp_path, steps=1), Watcher())
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+    _train(tiny_settings(tmp_path, steps=3), Watcher())
+    done = Watcher()
+    assert _train(tiny_settings(tmp_path, steps=3, resume=True), done).steps == 3
+    assert any("give a higher --steps" in line for line in done.lines)
+    assert _train(tiny_settings(tmp_path, steps=5, resume=True), Watcher()).steps == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": 8}, "was written with experts=4; this run has experts=8"),
+        ({"d_model": 32}, "was written with d_model=16; this run has d_model=32"),
+        ({"dtype": "bf16"}, "was written with dtype=float32; this run has dtype=bfloat16"),
+        ({"seed": 1}, "was written with seed=0; this run has seed=1"),
+    ],
+)
+def test_resuming_with_another_shape_is_refused_before_anything_is_built(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    _train(tiny_settings(tmp_path, steps=1), Watcher())
+
+    def build(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
+        raise AssertionError("built")
+
+    with pytest.raises(CheckpointError, match=message):
+        _train(tiny_settings(tmp_path, resume=True, **change), Watcher(), build)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["experts"] == 4
+
+
+def test_other_data_under_a_resumed_run_is_said(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, steps=1)
+    _train(settings, Watcher())
+    Path(settings["data"]).write_text("something else entirely\n" * 300)
+    display = Watcher()
+    _train({**settings, "steps": 2, "resume": True}, display)
+    assert any("the data is not what it was" in line for line in display.lines)
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+
+    def again(step: int) -> None:
+        with pytest.raises(ConfigError, match="is in use by another process"):
+            _train({**settings, "resume": True}, Watcher())
+
+    _train(settings, Watcher(again))
+
+
+def test_nano_gets_a_budget_of_an_eighth_unless_the_user_gives_one(tmp_path: Path) -> None:
+    from overspill.train.session import draw_up
+    from overspill.train.tokenizer import ByteTokenizer
+
+    def slots(**settings: Any) -> int | None:
+        return draw_up(make_config(settings), ByteTokenizer()).slots
+
+    assert slots() == 8
+    assert slots(slots=20) == 20
+    assert slots(gpu_memory="1GiB") is None
+    assert slots(mode="gpu") is None
+    assert slots(preset="moe-s") is None
+
+
+def test_the_tracer_records_the_first_steps_of_each_interval() -> None:
+    from overspill.trace.recorder import Recorder
+
+    recorder = Recorder()
+    tracer = Tracer(recorder, every=4, count=2)
+    traced = []
+    for step in range(9):
+        tracer.before_step(step)
+        if recorder.enabled:
+            traced.append(step)
+            with recorder.span("upload", f"step {step}"):
+                pass
+        tracer.after_step(step)
+    assert traced == [0, 1, 4, 5, 8]
+    assert [span.name for span in recorder.spans()] == ["step 8"]
+    busy = tracer.busy()
+    assert busy is not None
+    assert 0 < busy["upload"] <= 1
