@@ -51,8 +51,14 @@ class Forks:
 
 
 def _serve() -> None:
+    # Imported once for all children; matplotlib and torch._dynamo would otherwise come later.
+    import matplotlib.figure
+    import torch._dynamo
+
     from overspill.cli.main import app
-    from overspill.train import trainer  # noqa: F401 (imported once, for all children)
+    from overspill.train import trainer
+
+    assert (matplotlib, torch, trainer)
 
     for line in sys.stdin:
         what, *rest = json.loads(line)

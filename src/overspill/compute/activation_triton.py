@@ -1,5 +1,5 @@
 # Triton is optional and has no type information, and its compiler refuses annotations on kernels.
-# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
 """The fused activation kernels: every element is read once and written once.

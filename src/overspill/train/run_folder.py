@@ -55,6 +55,10 @@ class RunFolder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and os.listdir(self.path) == [self._lock_file.name]:
+            # Nothing ever ran here: the next attempt finds the name free.
+            self._lock_file.unlink()
+            self.path.rmdir()
         os.close(self._lock)
 
     def write_config(self, config: TrainConfig) -> None:

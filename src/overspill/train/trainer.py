@@ -51,20 +51,20 @@ class Summary:
 
 def train(config: TrainConfig, display: Display, build: Builder = build_session) -> Summary:
     """Train as `config` says; the returned summary is also what `overspill train` prints."""
-    with choose_folder(config) as folder:
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        blueprint = draw_up(config, tokenizer, display.say)
-        data = _load_data(blueprint, tokenizer, display)
+    folder = choose_folder(config)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    blueprint = draw_up(config, tokenizer, display.say)
+    data = _load_data(blueprint, tokenizer, display)
+    with folder:
         start = _find_start(blueprint, folder, data, display)
-        folder.write_config(config)
         session = build(blueprint, display.say)
         try:
             display.say(session.engine.describe())
-            if start is not None:
-                checkpoint.load(start, session.model, session.engine, session.optimizer)
+            # Not before: a run that could not be built leaves nothing behind.
+            folder.write_config(config)
             state = TrainState(0, 0, data.digest, blueprint.facts)
             if start is not None:
-                state = checkpoint.read_state(start)
+                state = checkpoint.load(start, session.model, session.engine, session.optimizer)
             return Trainer(blueprint, folder, data, session, state, display).run()
         finally:
             # Also after an error or a second Ctrl-C: no thread may outlive the run.

@@ -1,0 +1,128 @@
+"""On a GPU: offloaded training follows plain training, also when every transfer is late."""
+
+import random
+import time
+
+import pytest
+import torch
+
+import overspill
+from overspill.models.config import GPTConfig
+from overspill.models.gpt import GPTMoE
+from overspill.moe.engine import Settings
+
+pytestmark = pytest.mark.gpu
+CONFIG = GPTConfig(
+    vocab=256,
+    n_layers=4,
+    d_model=128,
+    d_hidden=256,
+    n_heads=4,
+    n_experts=8,
+    top_k=2,
+    gated=True,
+    max_seq=64,
+)
+MODES = [
+    {"mode": "gpu"},
+    {"mode": "host", "slots": 2},
+    {"mode": "host", "slots": 12},
+    {"mode": "disk", "slots": 6, "host_slots": 5},
+]
+
+
+def batches(steps: int, seed: int) -> list[torch.Tensor]:
+    """Text with something to learn: each token is the one before plus a small step."""
+    generator = torch.Generator().manual_seed(seed)
+    jumps = torch.randint(0, 3, (steps, 16, 65), generator=generator)
+    return list((jumps.cumsum(-1) % 256).cuda())
+
+
+def plain(dtype: torch.dtype, clip: float | None, steps: int, seed: int) -> list[float]:
+    """Plain PyTorch; bf16 weights are rounded from fp32 masters that torch's AdamW updates."""
+    model = GPTMoE(CONFIG, seed=1, device="cuda", dtype=dtype)
+    masters = [p.detach().float().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=3e-3)
+    losses = []
+    for tokens in batches(steps, seed):
+        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        loss.backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(masters, clip)
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+        losses.append(loss.item())
+    return losses
+
+
+def offloaded(
+    dtype: torch.dtype, clip: float | None, steps: int, seed: int, settings: Settings, **where: object
+) -> list[float]:
+    model = GPTMoE(CONFIG, seed=1, device="cuda", dtype=dtype)
+    overspill.offload(model, gpu_memory="2GiB", settings=settings, quiet=True, **where)
+    optimizer = overspill.AdamW(model, lr=3e-3, max_grad_norm=clip)
+    losses = []
+    try:
+        for tokens in batches(steps, seed):
+            loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        model.overspill.check_conserved()
+    finally:
+        model.overspill.close()
+    return losses
+
+
+def delays(kind: str) -> None:
+    """Late in the thread that issues a copy, and late on its stream."""
+    time.sleep(random.random() * 1e-3)
+    torch.cuda._sleep(int(random.random() * 1e6))
+
+
+@pytest.mark.parametrize("where", MODES, ids=str)
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("late", [False, True])
+def test_fp32_follows_plain_training(where: dict, clip: float | None, late: bool, tmp_path) -> None:
+    if where["mode"] == "disk":
+        where = {**where, "disk": tmp_path}
+    settings = Settings(inject=delays if late else None)
+    steps = 10
+    want = plain(torch.float32, clip, steps, seed=5)
+    got = offloaded(torch.float32, clip, steps, 5, settings, **where)
+    assert got == pytest.approx(want, rel=2e-4)
+
+
+@pytest.mark.parametrize("where", MODES, ids=str)
+@pytest.mark.parametrize("late", [False, True])
+def test_bf16_ends_within_the_spread_of_two_plain_runs(where: dict, late: bool, tmp_path) -> None:
+    if where["mode"] == "disk":
+        where = {**where, "disk": tmp_path}
+    steps = 60
+    one = plain(torch.bfloat16, 1.0, steps, seed=5)
+    two = plain(torch.bfloat16, 1.0, steps, seed=6)
+    settings = Settings(inject=delays if late else None)
+    got = offloaded(torch.bfloat16, 1.0, steps, 5, settings, **where)
+    mean = lambda losses: sum(losses[-10:]) / 10  # noqa: E731
+    assert got[-1] < 0.7 * got[0]
+    assert abs(mean(got) - mean(one)) <= max(abs(mean(one) - mean(two)), 0.01 * mean(one))
+
+
+def test_a_step_stays_within_the_gpu_budget() -> None:
+    model = GPTMoE(CONFIG, seed=1, device="cuda", dtype=torch.bfloat16)
+    overspill.offload(model, gpu_memory="512MiB", mode="host", slots=4, quiet=True)
+    optimizer = overspill.AdamW(model, lr=1e-3)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for tokens in batches(3, 0):
+        model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.max_memory_reserved() <= 512 << 20
+    model.overspill.close()
