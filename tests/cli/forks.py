@@ -4,6 +4,7 @@ Run as a program, it imports everything once and then forks a child for every co
 reads. Nothing has computed before the fork, so no thread of torch's is lost by it.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -22,7 +23,8 @@ class Forks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(SOURCES)},
+            # One thread each: on tensors this small, threads only wait for each other.
+            env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
         )
         self._ask("ready")
 
@@ -51,14 +53,11 @@ class Forks:
 
 
 def _serve() -> None:
-    # Imported once for all children; matplotlib and torch._dynamo would otherwise come later.
-    import matplotlib.figure
-    import torch._dynamo
-
     from overspill.cli.main import app
-    from overspill.train import trainer
 
-    assert (matplotlib, torch, trainer)
+    # Imported once for all children, which would otherwise each do it late.
+    for name in ("torch._dynamo", "matplotlib.figure", "overspill.train.trainer"):
+        importlib.import_module(name)
 
     for line in sys.stdin:
         what, *rest = json.loads(line)

@@ -95,6 +95,7 @@ class StreamingEngine(Engine):
         self._step_tokens = [[0] * n_experts for _ in range(n_layers)]
         self._kept: set[int] = set()  # numbers of experts that hold a kept gradient of this step
         self._dense_since: torch.cuda.Event | None = None
+        self._wave_since: tuple[str, torch.cuda.Event | None] = ("", None)
         self._closed = False
 
     # -- waves --------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class StreamingEngine(Engine):
                     compute_waits(self.device, mark)  # the compute stream itself, not the host
                 first, stop = run[0], run[-1] + 1
                 start, end = starts[first], starts[stop]
-                begun = self._trace_start()
+                self._wave_since = (f"{phase.value} {layer}.{first}-{stop - 1}", self._trace_start())
                 yield Wave(
                     first,
                     stop,
@@ -132,7 +133,7 @@ class StreamingEngine(Engine):
                     permutation.ends_E[first:stop] - start,
                     counts[first:stop],
                 )
-                self._trace_end(begun, f"{phase.value} {layer}.{first}-{stop - 1}")
+                self._trace_wave()
                 used = compute_mark(self.device)
                 with self.store.lock:
                     for slot in slots:
@@ -237,6 +238,7 @@ class StreamingEngine(Engine):
 
     def deliver(self, layer_pass: LayerPass, wave: Wave, dw_in: Tensor, dw_out: Tensor) -> None:
         layer = layer_pass.layer
+        self._trace_wave()  # before the host may have to wait for a buffer
         dw_in, dw_out = dw_in.to(self.dtype), dw_out.to(self.dtype)
         norms = torch.stack(
             [torch.linalg.vector_norm(dw.flatten(1), dim=1, dtype=torch.float32) for dw in (dw_in, dw_out)]
@@ -479,6 +481,11 @@ class StreamingEngine(Engine):
     def _trace_end(self, begun: torch.cuda.Event | None, name: str) -> None:
         if begun is not None and (end := self._trace_start()) is not None:
             self.recorder.device_span("gpu compute", name, begun, end)
+
+    def _trace_wave(self) -> None:
+        name, begun = self._wave_since
+        self._trace_end(begun, name)
+        self._wave_since = ("", None)
 
     def _trace_dense(self) -> None:
         """What ran on the compute stream since the last layer's experts: attention, norms, router."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from overspill.train.metrics import read_lines
 
 _INK, _FAINT, _TRAIN, _EVAL = "#22272e", "#d5dae0", "#2f6db3", "#c8702a"
-_SMOOTHING = 0.9
+_SMOOTHING = 0.8
 
 
 def draw_loss(metrics: Path, path: Path, title: str) -> None:

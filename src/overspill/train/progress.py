@@ -51,7 +51,8 @@ class PlainDisplay:
 
     def step(self, metrics: StepMetrics, log: bool) -> None:
         if log:
-            self.say(f"step {metrics.step}/{self._steps}  {headline(metrics)}{details(metrics)}")
+            parts = [headline(metrics), *details(metrics)]
+            self.say(f"step {metrics.step}/{self._steps}  " + "  |  ".join(parts))
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         self.say(f"step {metrics.step}/{self._steps}  eval loss {metrics.eval_loss:.4f}")
@@ -87,7 +88,7 @@ class LiveDisplay(PlainDisplay):
         text = headline(metrics) + self._eval
         self._progress.update(self._task, completed=metrics.step, headline=text)
         if log:
-            self._details.plain = details(metrics)
+            self._details.plain = "  |  ".join(details(metrics))
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         self._eval = f"  eval {metrics.eval_loss:.4f}"
@@ -119,14 +120,15 @@ def headline(metrics: StepMetrics) -> str:
     return f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tok/s"
 
 
-def details(metrics: StepMetrics) -> str:
+def details(metrics: StepMetrics) -> list[str]:
+    """Where the bytes are, and who was busy, as far as this step measured it."""
     parts = []
     if metrics.bytes_by_tier is not None:
         sizes = metrics.bytes_by_tier.items()
         parts.append("  ".join(f"{tier} {format_size(size)}" for tier, size in sizes))
     if metrics.busy is not None:
         parts.append("busy: " + busy_line(metrics.busy))
-    return "".join("  |  " + part for part in parts)
+    return parts
 
 
 def busy_line(busy: dict[str, float]) -> str:
