@@ -15,7 +15,7 @@ help:  ## this list
 	@echo 'PYTHON=python3.12 chooses the interpreter; TRAIN_ARGS and TEST_ARGS are passed on.'
 
 train: $(INSTALLED)  ## train a small MoE eight times larger than its memory budget
-	$(BIN)/overspill train nano --out runs/nano $(TRAIN_ARGS)
+	$(BIN)/overspill train nano $(TRAIN_ARGS)
 
 test: lint  ## all checks: ruff, mypy, import-linter, pytest
 	$(BIN)/python -m pytest $(TEST_ARGS)

@@ -61,7 +61,12 @@ def plain(dtype: torch.dtype, clip: float | None, steps: int, seed: int) -> list
 
 
 def offloaded(
-    dtype: torch.dtype, clip: float | None, steps: int, seed: int, settings: Settings, **where: object
+    dtype: torch.dtype,
+    clip: float | None,
+    steps: int,
+    seed: int,
+    settings: Settings,
+    **where: object,
 ) -> list[float]:
     model = GPTMoE(CONFIG, seed=1, device="cuda", dtype=dtype)
     overspill.offload(model, gpu_memory="2GiB", settings=settings, quiet=True, **where)

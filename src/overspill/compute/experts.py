@@ -39,6 +39,13 @@ class WaveGrads:
     """[n, D, H]; None when not asked for."""
     drow_weight_R: Tensor
 
+    @property
+    def dw(self) -> tuple[Tensor, Tensor]:
+        """Both weight gradients, where they were asked for."""
+        assert self.dw_in is not None
+        assert self.dw_out is not None
+        return self.dw_in, self.dw_out
+
 
 def split_records(weights: Tensor, shape: ExpertShape) -> tuple[Tensor, Tensor]:
     """Views of w_in [n, H or 2H, D] and w_out [n, D, H] in the records [n, numel]."""

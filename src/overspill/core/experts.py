@@ -13,7 +13,7 @@ class ExpertId(NamedTuple):
     """
 
     layer: int
-    index: int
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody misses
 
 
 class Phase(enum.Enum):

@@ -35,6 +35,7 @@ def offload(
     host_slots: int | None = None,
     *,
     settings: Settings | None = None,
+    state_dtype: torch.dtype = torch.float32,
     progress: bool | Progress = True,
     quiet: bool = False,
 ) -> nn.Module:
@@ -43,8 +44,8 @@ def offload(
     `gpu_memory`, `host_memory` and the folder `disk` are budgets for all that the process keeps
     there; left out, they are what the machine has (no disk). `mode`, `slots` (experts on the
     compute device) and `host_slots` (experts in host memory in front of the disk) override what
-    the budgets would give. The model is changed in place and returned; `model.overspill` is its
-    engine. In training mode memory for optimizer states is planned; call `model.eval()` first to
+    the budgets would give. `state_dtype` is that of the moments. The model is changed in place
+    and returned; `model.overspill` is its engine. In training mode memory for optimizer states is planned; call `model.eval()` first to
     offload for inference.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
@@ -54,7 +55,7 @@ def offload(
         raise ConfigError("the model is offloaded already; offload it once")
     settings = settings or Settings()
     where = _device(device)
-    layout = RecordLayout(layers[0].shape, layers[0].dtype)
+    layout = RecordLayout(layers[0].shape, layers[0].dtype, state_dtype)
     sizes = _sizes(model, layers, layout)
     folder = None if disk is None else Path(disk)
     wish = _wish(where, gpu_memory, host_memory, folder, mode, slots, host_slots, settings)
@@ -83,7 +84,9 @@ def _device(device: str | torch.device | None) -> torch.device:
     found = torch.device(device)
     if found.type == "cuda":
         if not torch.cuda.is_available():
-            raise ConfigError(f"device={str(device)!r}: there is no CUDA GPU here; use device='cpu'")
+            raise ConfigError(
+                f"device={str(device)!r}: there is no CUDA GPU here; use device='cpu'"
+            )
         found = torch.device("cuda", found.index or 0)
     return found
 
@@ -198,7 +201,12 @@ def _shown(progress: bool | Progress) -> Iterator[Progress | None]:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(True),
+        TimeRemainingColumn(),
+    )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         tasks: dict[str, object] = {}
 

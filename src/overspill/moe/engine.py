@@ -1,4 +1,4 @@
-"""The engine holds the experts of all MoE layers and carries plans out. Two kinds: everything on the
+"""The engine holds the experts of all MoE layers and carries plans out. Two kinds: all of it on the
 compute device (`resident`), or streamed through slots from host memory and disk (`streaming`)."""
 
 import abc
@@ -146,7 +146,7 @@ class Engine(abc.ABC):
     def expert_parameters(self) -> int:
         return self.n_layers * self.n_experts * self.shape.numel
 
-    # -- what a layer calls ---------------------------------------------------------------------
+    # -- what a layer calls ---------------------------------------------------------------
 
     @abc.abstractmethod
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
@@ -202,7 +202,7 @@ class Engine(abc.ABC):
     def _complete(self, layer: int, counts: Sequence[int]) -> None:
         """The layer's gradient is complete; `counts` are the tokens of the last pass."""
 
-    # -- what the optimizer calls -----------------------------------------------------------------
+    # -- what the optimizer calls ---------------------------------------------------------
 
     @abc.abstractmethod
     def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> None:
@@ -247,7 +247,7 @@ class Engine(abc.ABC):
         self._final.clear()
         self._gathered.clear()
 
-    # -- records, for checkpoints -------------------------------------------------------------------
+    # -- records, for checkpoints ---------------------------------------------------------
 
     def experts(self) -> Iterator[ExpertId]:
         for layer in range(self.n_layers):
@@ -270,7 +270,7 @@ class Engine(abc.ABC):
     def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None:
         """Sets one optimizer state of an expert."""
 
-    # -- life ---------------------------------------------------------------------------------------
+    # -- life -----------------------------------------------------------------------------
 
     @abc.abstractmethod
     def flush(self) -> None:

@@ -144,8 +144,7 @@ def _backward(
             drow_weight_R[start:end] = grads.drow_weight_R
             total = grads if total is None else _add(total, grads)
         if need_dw and total is not None:
-            assert total.dw_in is not None and total.dw_out is not None
-            engine.deliver(layer_pass, wave, total.dw_in, total.dw_out)
+            engine.deliver(layer_pass, wave, *total.dw)
         del total
     layer_pass.kept = None
     engine.end_backward(layer_pass)
@@ -164,12 +163,7 @@ def _pieces(wave: Wave, engine: Engine) -> list[tuple[int, int, Tensor, list[int
 
 def _add(total: WaveGrads, grads: WaveGrads) -> WaveGrads:
     """Adds the weight gradients of two pieces of one expert's rows, in float32 between pieces."""
-    if total.dw_in is None or total.dw_out is None:
+    if total.dw_in is None:
         return grads
-    assert grads.dw_in is not None and grads.dw_out is not None
-    return WaveGrads(
-        grads.dx_RD,
-        total.dw_in.float().add_(grads.dw_in),
-        total.dw_out.float().add_(grads.dw_out),
-        grads.drow_weight_R,
-    )
+    dw_in, dw_out = (a.float().add_(b) for a, b in zip(total.dw, grads.dw, strict=True))
+    return WaveGrads(grads.dx_RD, dw_in, dw_out, grads.drow_weight_R)

@@ -93,7 +93,7 @@ class MoE(nn.Module):
             y_TD = routed_experts(self.engine, self.layer, x_TD, expert_ids_TK, weights_TK)
         return y_TD.view_as(x_BSD), balance
 
-    # -- the names and shapes of the plain layer in state dicts, offloaded or not -------------------
+    # -- the names and shapes of the plain layer in state dicts, offloaded or not ---------
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

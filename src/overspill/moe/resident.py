@@ -43,11 +43,13 @@ class ResidentEngine(Engine):
         self._kept: set[int] = set()  # numbers of experts that hold a kept gradient of this step
         self._updated: set[int] = set()  # numbers of experts updated during this step's backward
 
-    # -- waves --------------------------------------------------------------------------------------
+    # -- waves ----------------------------------------------------------------------------
 
     def needs_counts(self, rows: int) -> bool:
         # one wave takes the whole layer if its activations fit: then the host need not know
-        return self.device.type == "cpu" or rows > self.placement.max_rows or not self.settings.waves
+        return (
+            self.device.type == "cpu" or rows > self.placement.max_rows or not self.settings.waves
+        )
 
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
         layer, counts = layer_pass.layer, layer_pass.counts
@@ -79,7 +81,7 @@ class ResidentEngine(Engine):
             )
             pending = pending[number:]
 
-    # -- gradients ----------------------------------------------------------------------------------
+    # -- gradients ------------------------------------------------------------------------
 
     def deliver(self, layer_pass: LayerPass, wave: Wave, dw_in: Tensor, dw_out: Tensor) -> None:
         assert self.rule is not None
@@ -129,7 +131,9 @@ class ResidentEngine(Engine):
         base = layer * self.n_experts
         for number in range(base, base + self.n_experts):
             if number not in self._updated:
-                kept = self.grads[number] if number in self._kept and self.grads is not None else None
+                kept = (
+                    self.grads[number] if number in self._kept and self.grads is not None else None
+                )
                 self._update(number, number + 1, kept, hyper)
 
     def _update(self, first: int, stop: int, grad: Tensor | None, hyper: AdamHyper) -> None:
@@ -142,7 +146,7 @@ class ResidentEngine(Engine):
         )
         adamw_(state, None if grad is None else grad.view(-1), hyper, self.threads)
 
-    # -- the end of a step --------------------------------------------------------------------------
+    # -- the end of a step ----------------------------------------------------------------
 
     def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> None:
         if not self.states:
@@ -188,7 +192,7 @@ class ResidentEngine(Engine):
         self._updated.clear()
         self._forget_step()
 
-    # -- records ----------------------------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------
 
     def _number(self, expert: ExpertId) -> int:
         return expert.layer * self.n_experts + expert.index
@@ -205,7 +209,7 @@ class ResidentEngine(Engine):
     def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None:
         self.states[name][self._number(expert)].copy_(value)
 
-    # -- life ---------------------------------------------------------------------------------------
+    # -- life -----------------------------------------------------------------------------
 
     def flush(self) -> None:
         if self.device.type == "cuda":
@@ -222,7 +226,9 @@ class ResidentEngine(Engine):
 
     def describe(self) -> str:
         size = format_size(self.bytes_by_tier()["gpu"])
-        return f"mode gpu: all {len(self.weights)} experts and their states on {self.device} ({size})"
+        return (
+            f"mode gpu: all {len(self.weights)} experts and their states on {self.device} ({size})"
+        )
 
     def close(self) -> None:
         self.flush()

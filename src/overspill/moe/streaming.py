@@ -1,20 +1,21 @@
 """Experts streamed from host memory and disk through slots of the compute device."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from overspill.core.errors import NonFiniteError, OrderError
+from overspill.core.errors import BudgetError, NonFiniteError, OrderError
 from overspill.core.experts import ExpertId, Phase
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.moe.engine import Engine, LayerPass, Settings, UpdateRule, Wave
 from overspill.optim.updates import Update, Updates
 from overspill.plan.banks import Chunk, assign_banks, bank_size
-from overspill.plan.budget import Placement
+from overspill.plan.budget import PROCESS, Placement
 from overspill.plan.order import Position, upcoming
 from overspill.plan.pinning import choose_pinned, place_pinned
 from overspill.plan.waves import Candidate, next_wave
@@ -26,6 +27,9 @@ from overspill.transfer.gradients import Downloads, GradientRing
 from overspill.transfer.lanes import PASSED, Lane, Mark, compute_mark, compute_waits
 from overspill.transfer.loader import Loader
 from overspill.transfer.stager import Stager
+
+TraceStart = torch.cuda.Event | int | None
+"""Where a traced computation began: an event on the compute stream, or the host's clock."""
 
 _SSD_WORKERS = 8
 _DOWNLOADS_IN_FLIGHT = 8  # gradients of experts on the device at once
@@ -73,9 +77,9 @@ class StreamingEngine(Engine):
             self.store,
             slab,
             Lane("upload", device, recorder, inject),
-            settings.overlap_uploads,
             placement.slots,
         )
+        self.loader.overlap = settings.overlap_uploads
         limit = _DOWNLOADS_IN_FLIGHT * layout.weight_bytes
         self.downloads = Downloads(Lane("download", device, recorder, inject), limit)
         self.squares = torch.zeros(n_layers * n_experts, pin_memory=pinned)
@@ -94,11 +98,11 @@ class StreamingEngine(Engine):
         self._last_counts: list[list[int] | None] = [None] * n_layers
         self._step_tokens = [[0] * n_experts for _ in range(n_layers)]
         self._kept: set[int] = set()  # numbers of experts that hold a kept gradient of this step
-        self._dense_since: torch.cuda.Event | None = None
-        self._wave_since: tuple[str, torch.cuda.Event | None] = ("", None)
+        self._dense_since: TraceStart = None
+        self._wave_since: tuple[str, TraceStart] = ("", None)
         self._closed = False
 
-    # -- waves --------------------------------------------------------------------------------------
+    # -- waves ----------------------------------------------------------------------------
 
     def needs_counts(self, rows: int) -> bool:
         return True  # which experts are uploaded depends on them
@@ -123,7 +127,10 @@ class StreamingEngine(Engine):
                     compute_waits(self.device, mark)  # the compute stream itself, not the host
                 first, stop = run[0], run[-1] + 1
                 start, end = starts[first], starts[stop]
-                self._wave_since = (f"{phase.value} {layer}.{first}-{stop - 1}", self._trace_start())
+                self._wave_since = (
+                    f"{phase.value} {layer}.{first}-{stop - 1}",
+                    self._trace_start(),
+                )
                 yield Wave(
                     first,
                     stop,
@@ -149,7 +156,12 @@ class StreamingEngine(Engine):
         compute with it: (indices, slots, ends of their uploads)."""
         with self.store.lock:
             first = self._entry(layer, pending[0])
-            if first.stale and layer in self._final and self.rule is not None and self.rule.keep_gradients:
+            if (
+                first.stale
+                and layer in self._final
+                and self.rule is not None
+                and self.rule.keep_gradients
+            ):
                 raise OrderError(
                     "forward before step(): the gradients of the last backward are still waiting; "
                     "call opt.step() (or opt.zero_grad() to drop them) first"
@@ -189,7 +201,7 @@ class StreamingEngine(Engine):
             tokens = self._step_tokens[layer]
             self._step_tokens[layer] = [a + b for a, b in zip(tokens, counts, strict=True)]
 
-    # -- what comes next ----------------------------------------------------------------------------
+    # -- what comes next ------------------------------------------------------------------
 
     def _focus(self, layer: int, phase: Phase, part: int, counts: Sequence[int]) -> None:
         """Tells the loader and the stager that this chunk is needed now, and what follows it."""
@@ -234,14 +246,17 @@ class StreamingEngine(Engine):
                 if expected is None or expected[index] or parts & Part.STATES:
                     yield self._entry(position.layer, index), parts
 
-    # -- gradients ----------------------------------------------------------------------------------
+    # -- gradients ------------------------------------------------------------------------
 
     def deliver(self, layer_pass: LayerPass, wave: Wave, dw_in: Tensor, dw_out: Tensor) -> None:
         layer = layer_pass.layer
         self._trace_wave()  # before the host may have to wait for a buffer
         dw_in, dw_out = dw_in.to(self.dtype), dw_out.to(self.dtype)
         norms = torch.stack(
-            [torch.linalg.vector_norm(dw.flatten(1), dim=1, dtype=torch.float32) for dw in (dw_in, dw_out)]
+            [
+                torch.linalg.vector_norm(dw.flatten(1), dim=1, dtype=torch.float32)
+                for dw in (dw_in, dw_out)
+            ]
         )
         squares = norms.square_().sum(0)
         made = compute_mark(self.device)  # the gradients are complete on the compute stream here
@@ -264,7 +279,7 @@ class StreamingEngine(Engine):
             self._outdate(entry)
             self.updates.submit(Update(entry, landed, ring, hyper=self.rule.hyper(layer)))
             return
-        self.store.take(Part.GRADS)
+        self._keep_gradients()
         if entry.number in self._kept:
             ring, buffer = self._take_buffer()
             landed = self.downloads.send(self._pairs(entry, gradient, buffer), name, made)
@@ -302,6 +317,20 @@ class StreamingEngine(Engine):
         ring = self.ring.take()
         return ring, self.ring.buffers[ring]
 
+    def _keep_gradients(self) -> None:
+        """Takes the memory for gradients that must wait: of clipping or of accumulation."""
+        if Part.GRADS in self.store.slabs:
+            return
+        rows = self.store.home_rows + self.store.cache_rows
+        need = self.bytes_by_tier()["host"] + rows * self.layout.weight_bytes + PROCESS
+        if need > self.placement.host_memory:
+            raise BudgetError(
+                f"gradients that wait for clipping or accumulation need --host-memory "
+                f"{format_size(need)} in all, it is {format_size(self.placement.host_memory)}; "
+                "raise it, give a --disk folder, or train without them (max_grad_norm=None)"
+            )
+        self.store.take(Part.GRADS)
+
     def _outdate(self, entry: Entry) -> None:
         """The gradient is complete: the weights, here and on the device, are of the past."""
         with self.store.lock:
@@ -322,27 +351,35 @@ class StreamingEngine(Engine):
                 self._outdate(entry)
                 self.updates.submit(Update(entry, PASSED, hyper=hyper))
 
-    # -- the end of a step --------------------------------------------------------------------------
+    def switch(self, settings: Settings) -> None:
+        """Turns techniques on or off between steps, to see what each is worth."""
+        self.flush()
+        self.settings = settings
+        self.loader.overlap = settings.overlap_uploads
+
+    # -- the end of a step ----------------------------------------------------------------
 
     def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> None:
         if Part.STATES not in self.store.slabs:
             self.store.set_state_dtype(state_dtype)
             self.layout = self.store.layout
             self.store.take(Part.STATES)
+        self.rule = rule
         if rule.keep_gradients:
-            self.store.take(Part.GRADS)
+            self._keep_gradients()
         if self.ring is None:
             # where gradients are kept, buffers only serve to add up micro-batches
             buffers = min(8, self.placement.ring) if rule.keep_gradients else self.placement.ring
             pinned = self.device.type == "cuda"
-            slab = HostSlab("gradient buffers", buffers, self.layout.weight_bytes, pinned, self.progress)
+            slab = HostSlab(
+                "gradient buffers", buffers, self.layout.weight_bytes, pinned, self.progress
+            )
             self.ring = GradientRing(self.store, slab)
             self.updates.ring = self.ring
-        self.rule = rule
 
     def gradient_squares(self) -> float:
         self._settle()
-        kept = [number for number in self._kept]
+        kept = sorted(self._kept)
         return float(self.squares[kept].double().sum()) if kept else 0.0
 
     def _settle(self) -> None:
@@ -362,8 +399,9 @@ class StreamingEngine(Engine):
                     from_row = entry.number in self._kept
                     self.updates.submit(Update(entry, PASSED, from_row=from_row, hyper=hyper))
         self._kept.clear()
-        if self._pin_slots:
-            chosen = choose_pinned(self._step_tokens, len(self._pin_slots))
+        places = len(self._pin_slots) if self.settings.pin_share else 0
+        chosen = choose_pinned(self._step_tokens, places)
+        with self.store.lock:
             self._pinned = place_pinned(chosen, self._pinned, self._pin_slots)
         self._step_tokens = [[0] * self.n_experts for _ in range(self.n_layers)]
         if not self.settings.overlap_updates:
@@ -393,7 +431,7 @@ class StreamingEngine(Engine):
         self._kept.clear()
         self._forget_step()
 
-    # -- records ----------------------------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------
 
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
         row = self.store.read_part(self.store.entry(expert), Part.WEIGHTS)
@@ -413,7 +451,7 @@ class StreamingEngine(Engine):
 
         self.store.write_part(self.store.entry(expert), Part.STATES, fill)
 
-    # -- life ---------------------------------------------------------------------------------------
+    # -- life -----------------------------------------------------------------------------
 
     def flush(self) -> None:
         self.downloads.wait()
@@ -469,18 +507,24 @@ class StreamingEngine(Engine):
             self.ring.buffers.close()
         self.store.close()
 
-    # -- traces -------------------------------------------------------------------------------------
+    # -- traces ---------------------------------------------------------------------------
 
-    def _trace_start(self) -> torch.cuda.Event | None:
-        if not self.recorder.enabled or self.device.type != "cuda":
+    def _trace_start(self) -> TraceStart:
+        if not self.recorder.enabled:
             return None
+        if self.device.type != "cuda":
+            return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _trace_end(self, begun: torch.cuda.Event | None, name: str) -> None:
-        if begun is not None and (end := self._trace_start()) is not None:
-            self.recorder.device_span("gpu compute", name, begun, end)
+    def _trace_end(self, begun: TraceStart, name: str) -> None:
+        if isinstance(begun, int):
+            self.recorder.host_span("gpu compute", name, begun)
+        elif begun is not None:
+            end = self._trace_start()
+            if isinstance(end, torch.cuda.Event):
+                self.recorder.device_span("gpu compute", name, begun, end)
 
     def _trace_wave(self) -> None:
         name, begun = self._wave_since

@@ -43,6 +43,7 @@ class AdamW(torch.optim.Optimizer):
     the group that holds its placeholder. bf16 parameters have an fp32 master. Without
     `max_grad_norm` an expert is updated during backward, as soon as its gradient is complete; with
     it, updates start in `step()`, when the global norm is known, and overlap the next forward.
+    `state_dtype` is that of the moments; left out, what `offload` planned.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         *,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm={max_grad_norm} must be above zero, or None for none")
-        if state_dtype not in (torch.float32, torch.bfloat16):
+        if state_dtype not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"state_dtype={state_dtype} must be torch.float32 or torch.bfloat16")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if value < 0:
@@ -66,7 +67,6 @@ class AdamW(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             params = list(params.parameters())
         self.max_grad_norm = max_grad_norm
-        self.state_dtype = state_dtype
         self.total_norm: float | None = None
         self._scale = 1.0
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -79,8 +79,10 @@ class AdamW(torch.optim.Optimizer):
             if getattr(p, "is_expert_placeholder", False)
         }
         self._engine = self._find_engine()
+        planned = None if self._engine is None else self._engine.layout.state_dtype
+        self.state_dtype = state_dtype or planned or torch.float32
         if self._engine is not None:
-            self._engine.attach(self, state_dtype)
+            self._engine.attach(self, self.state_dtype)
 
     def _find_engine(self) -> ExpertEngine | None:
         engines = {id(p.engine): p.engine for p, _ in self._layers.values()}
@@ -88,7 +90,7 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError("one AdamW takes one offloaded model; give each model its own")
         return next(iter(engines.values()), None)
 
-    # -- what the engine asks (moe.engine.UpdateRule) ---------------------------------------------
+    # -- what the engine asks (moe.engine.UpdateRule) -------------------------------------
 
     @property
     def keep_gradients(self) -> bool:
@@ -108,7 +110,7 @@ class AdamW(torch.optim.Optimizer):
             float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step, self._scale
         )
 
-    # -- steps ----------------------------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -145,7 +147,9 @@ class AdamW(torch.optim.Optimizer):
         """The factor for all gradients, dense and experts, as torch's clip_grad_norm_ has it."""
         if self.max_grad_norm is None:
             return 1.0
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         squares = 0.0 if self._engine is None else self._engine.gradient_squares()
         if grads:
             norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))  # type: ignore[arg-type]
@@ -185,7 +189,7 @@ class AdamW(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.discard_pending()
 
-    # -- states -----------------------------------------------------------------------------------------
+    # -- states ---------------------------------------------------------------------------
 
     @property
     def steps_taken(self) -> int:

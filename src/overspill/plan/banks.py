@@ -37,8 +37,8 @@ def assign_banks(
     banks: list[Chunk | None] = [chunk if chunk in wanted else None for chunk in held]
     present = {chunk for chunk in banks if chunk is not None}
     missing = iter([chunk for chunk in wanted if chunk not in present])
-    for number, chunk in enumerate(banks):
-        if chunk is None:
+    for number, kept in enumerate(banks):
+        if kept is None:
             # an unneeded chunk keeps its bank (its uploads may serve later) until one is missing
-            banks[number] = next(missing, held[number])
+            banks[number] = next(missing, None) or held[number]
     return banks, list(wanted)

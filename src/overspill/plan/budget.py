@@ -6,7 +6,7 @@ from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.sizes import format_size
 
 MODES = ("auto", "gpu", "host", "disk")
-_PROCESS = 1 << 30
+PROCESS = 1 << 30
 """Host memory left to the process itself: the interpreter, libraries, data."""
 
 
@@ -56,6 +56,7 @@ class Placement:
     disk_rows: int
     ring: int  # gradient buffers
     max_rows: int  # rows of a wave
+    host_memory: int  # the budget all of this keeps within
 
     @property
     def banked(self) -> int:
@@ -84,12 +85,14 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
     rows = _host_rows(model, wish, ring)
     if mode == "host":
         if wish.host_slots is None and rows < model.experts:
-            need = model.experts * model.record + ring * model.weight_record + _PROCESS
+            need = model.experts * model.record + ring * model.weight_record + PROCESS
             raise BudgetError(
                 f"--host-memory {format_size(wish.host_memory)} does not hold the experts, which "
                 f"need {format_size(need)}; give a --disk folder, or more host memory"
             )
-        return Placement("host", slots, pinned, model.experts, 0, 0, ring, max_rows)
+        return Placement(
+            "host", slots, pinned, model.experts, 0, 0, ring, max_rows, wish.host_memory
+        )
     return _on_disk(model, wish, rows, slots, pinned, ring, max_rows)
 
 
@@ -100,7 +103,11 @@ def _gpu_need(model: ModelSizes) -> int:
 
 def _choose_mode(model: ModelSizes, wish: Wish) -> str:
     # a quarter of the budget stays for activations
-    if wish.slots is None and wish.host_slots is None and _gpu_need(model) <= 0.75 * wish.gpu_memory:
+    if (
+        wish.slots is None
+        and wish.host_slots is None
+        and _gpu_need(model) <= 0.75 * wish.gpu_memory
+    ):
         return "gpu"
     ring = max(4, model.experts // 6) if model.training else 0
     if wish.host_slots is None and _host_rows(model, wish, ring) >= model.experts:
@@ -117,13 +124,15 @@ def _on_gpu(model: ModelSizes, wish: Wish, max_rows: int) -> Placement:
             f"mode='gpu' needs {format_size(need)}, --gpu-memory is "
             f"{format_size(wish.gpu_memory)}; use mode='auto' to spill"
         )
-    return Placement("gpu", model.experts, model.experts, 0, 0, 0, 0, max_rows)
+    return Placement("gpu", model.experts, model.experts, 0, 0, 0, 0, max_rows, wish.host_memory)
 
 
 def _slots(model: ModelSizes, wish: Wish, free: int) -> int:
     if wish.slots is not None:
         if wish.slots < 2:
-            raise BudgetError(f"slots={wish.slots} is too few: one expert computes while another loads; give 2")
+            raise BudgetError(
+                f"slots={wish.slots} is too few: one expert computes while another loads; give 2"
+            )
         return min(wish.slots, model.experts)
     # four layers ahead is more than the link can use; the rest of the budget is for activations
     fitting = int(0.25 * free) // model.weight_record
@@ -131,7 +140,7 @@ def _slots(model: ModelSizes, wish: Wish, free: int) -> int:
 
 
 def _host_rows(model: ModelSizes, wish: Wish, ring: int) -> int:
-    free = wish.host_memory - _PROCESS - ring * model.weight_record
+    free = wish.host_memory - PROCESS - ring * model.weight_record
     return max(0, free) // model.record
 
 
@@ -150,7 +159,7 @@ def _on_disk(
         raise BudgetError(
             f"--host-memory {format_size(wish.host_memory)} holds fewer than two experts of "
             f"{format_size(model.record)} beside the process; give at least "
-            f"{format_size(_PROCESS + ring * model.weight_record + 4 * model.record)}"
+            f"{format_size(PROCESS + ring * model.weight_record + 4 * model.record)}"
         )
     # two layers pass through the cache; the rest lives in host memory for good
     cache = min(rows, max(2, 2 * model.n_experts), max(2, rows // 2))
@@ -164,4 +173,4 @@ def _on_disk(
             f"the disk has {format_size(wish.disk_free)} free, {spilled} spilled experts need "
             f"{format_size(need)}; free some space or raise --host-memory"
         )
-    return Placement("disk", slots, pinned, home, cache, spilled, ring, max_rows)
+    return Placement("disk", slots, pinned, home, cache, spilled, ring, max_rows, wish.host_memory)

@@ -16,7 +16,9 @@ def choose_pinned(tokens: Sequence[Sequence[int]], places: int) -> list[ExpertId
     return sorted(expert for _, expert in ranked[:places])
 
 
-def place_pinned(chosen: Sequence[ExpertId], now: Mapping[ExpertId, int], slots: range) -> dict[ExpertId, int]:
+def place_pinned(
+    chosen: Sequence[ExpertId], now: Mapping[ExpertId, int], slots: range
+) -> dict[ExpertId, int]:
     """Slots for the chosen experts: who was pinned before keeps its slot and its weights."""
     placed = {expert: now[expert] for expert in chosen if expert in now}
     taken = set(placed.values())

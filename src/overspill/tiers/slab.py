@@ -15,16 +15,16 @@ from overspill.tiers.layout import ALIGN
 Progress = Callable[[str, int, int], None]
 """Called with (what, bytes done, bytes in all) while a long job goes on."""
 
-_PIECE = 1 << 30
-_TOUCHERS = 8
+_PIECE = 256 << 20
+_TAKERS = 8
 
 
 class HostSlab:
     """Page-aligned host memory of `rows` x `row_bytes`, pinned for the GPU if `pinned`.
 
     Anonymous memory registered with CUDA rather than torch's pinned allocator, which rounds up
-    to a power of two: 58 GB would become 64. Pages are touched by several threads first, huge
-    ones where the kernel gives them, because registering untouched pages one by one is slow.
+    to a power of two: 58 GB would become 64. Several threads touch and register it, piece by
+    piece, huge pages where the kernel gives them: one thread would need half a minute.
     """
 
     def __init__(
@@ -59,33 +59,29 @@ class HostSlab:
     def _take(self, pinned: bool, progress: Progress | None) -> None:
         # pieces end at row borders: a copy may not span two registrations
         rows_a_piece = max(1, _PIECE // self.row_bytes)
-        total = len(self.rows)
-        with ThreadPoolExecutor(_TOUCHERS) as pool:
-            for first in range(0, total, rows_a_piece):
-                piece = self.rows[first : first + rows_a_piece]
-                self._touch(pool, piece.data_ptr(), piece.numel())
-                if pinned:
-                    self._register(piece)
+        pieces = list(self.rows.split(rows_a_piece))
+        done = 0
+        with ThreadPoolExecutor(_TAKERS) as pool:
+            for code, piece in pool.map(lambda piece: self._take_piece(piece, pinned), pieces):
+                if code != 0:
+                    pool.shutdown(cancel_futures=True)
+                    self.close()
+                    raise BudgetError(
+                        f"pinning {format_size(self.nbytes)} of host memory for {self.name} failed "
+                        f"({code}); lower --host-memory or raise the memlock limit (ulimit -l)"
+                    )
+                done += piece.numel()
                 if progress is not None:
-                    done = (first + len(piece)) * self.row_bytes
                     progress(f"taking memory for {self.name}", done, self.nbytes)
 
-    @staticmethod
-    def _touch(pool: ThreadPoolExecutor, start: int, size: int) -> None:
-        share = -(-size // _TOUCHERS // ALIGN) * ALIGN
-        pieces = [(start + at, min(share, size - at)) for at in range(0, size, share)]
-        # ctypes releases the GIL during memset
-        list(pool.map(lambda piece: ctypes.memset(piece[0], 0, piece[1]), pieces))
-
-    def _register(self, piece: Tensor) -> None:
-        code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
-        if int(code) != 0:
-            self.close()
-            raise BudgetError(
-                f"pinning {format_size(self.nbytes)} of host memory for {self.name} failed "
-                f"({code}); lower --host-memory or raise the memlock limit (ulimit -l)"
-            )
-        self._registered.append(piece.data_ptr())
+    def _take_piece(self, piece: Tensor, pinned: bool) -> tuple[int, Tensor]:
+        ctypes.memset(piece.data_ptr(), 0, piece.numel())  # without the GIL
+        if not pinned:
+            return 0, piece
+        code = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+        if code == 0:
+            self._registered.append(piece.data_ptr())
+        return code, piece
 
     def __len__(self) -> int:
         return len(self.rows)

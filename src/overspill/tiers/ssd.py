@@ -63,7 +63,9 @@ class RecordFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise DiskError(f"cannot create {path} ({error.strerror})") from error
-        log.warning("%s: no direct I/O on this file system, reads go through the cache", path.parent)
+        log.warning(
+            "%s: no direct I/O on this file system, reads go through the cache", path.parent
+        )
         return os.open(path, flags, 0o600)
 
     def read(self, row: int, into: Tensor) -> None:

@@ -157,7 +157,7 @@ class ExpertStore:
         assert entry.row is not None
         return self.slabs[part][entry.row]
 
-    # -- waiting and failing ------------------------------------------------------------------
+    # -- waiting and failing --------------------------------------------------------------
 
     def wait_main(self, ready: Callable[[], bool]) -> None:
         """Blocks (under the lock) until `ready()`; raises if a worker has failed meanwhile."""
@@ -183,7 +183,7 @@ class ExpertStore:
         for door in (self.wake_main, self.wake_loader, self.wake_updates):
             door.notify_all()
 
-    # -- whole records, when nothing moves --------------------------------------------------------
+    # -- whole records, when nothing moves ------------------------------------------------
 
     def read_part(self, entry: Entry, part: Part) -> Tensor:
         """The bytes of `part`: the host row itself, or a copy from disk."""
@@ -215,7 +215,7 @@ class ExpertStore:
         skip = -memory.data_ptr() % ALIGN  # direct I/O wants an aligned buffer
         return memory[skip : skip + size]
 
-    # -- accounts -------------------------------------------------------------------------------------
+    # -- accounts -------------------------------------------------------------------------
 
     def host_bytes(self) -> int:
         return sum(slab.nbytes for slab in self.slabs.values())
@@ -238,4 +238,3 @@ class ExpertStore:
             slab.close()
         if self._folder is not None and self._folder.exists():
             self._folder.rmdir()
-

@@ -83,6 +83,11 @@ class Recorder:
         """Times its body on the host's clock."""
         return _HostSpan(self, row, name, bytes) if self.enabled else _NOTHING
 
+    def host_span(self, row: str, name: str, start_ns: int, bytes: int = 0) -> None:
+        """From `start_ns` (time.perf_counter_ns) until now, where a body is no block of code."""
+        if self.enabled:
+            self._keep_host(row, name, start_ns, bytes)
+
     def device_span(
         self,
         row: str,

@@ -31,13 +31,11 @@ class Slot:
 class Loader:
     """Carries out uploads. `set_targets` replaces the list; what had not started is dropped."""
 
-    def __init__(
-        self, store: ExpertStore, slab: Tensor, lane: Lane, overlap: bool, n_slots: int
-    ) -> None:
+    def __init__(self, store: ExpertStore, slab: Tensor, lane: Lane, n_slots: int) -> None:
         self.store = store
         self.slab = slab
         self.lane = lane
-        self.overlap = overlap
+        self.overlap = True  # off: one copy at a time, as the sequential twin
         self.slots = [Slot() for _ in range(n_slots)]
         self.row_read: Callable[[], None] | None = None  # told when a disk expert's row was read
         self._targets: deque[tuple[Entry, int]] = deque()

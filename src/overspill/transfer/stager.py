@@ -99,7 +99,9 @@ class Stager:
                 priority = (urgency, int(part))
                 kind = "ssd write" if write else "ssd read"
                 self._queue.submit(
-                    kind, priority, lambda part=part: self._carry_out(entry, part, kind)  # type: ignore[misc]
+                    kind,
+                    priority,
+                    lambda part=part: self._carry_out(entry, part, kind),  # type: ignore[misc]
                 )
 
     def _carry_out(self, entry: Entry, part: Part, kind: str) -> None:

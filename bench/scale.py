@@ -1,0 +1,89 @@
+"""Tokens a second by the number of experts on one GPU capped at 40 GiB, host memory, then SSD.
+
+PYTHONPATH=src python3 bench/scale.py --preset moe-l --experts 8,16,24,32 --disk FOLDER
+"""
+
+import argparse
+import gc
+from pathlib import Path
+
+import torch
+from record import metric, write_record
+from workload import SEQ, Run, Work, build, measure, optimize, show
+
+from overspill.core.errors import OverspillError
+from overspill.core.sizes import format_size
+from overspill.models.presets import get_preset
+
+
+def run_once(
+    preset: str, experts: int, args: argparse.Namespace, state_dtype: torch.dtype, **budgets: object
+) -> tuple[Run, str]:
+    config = get_preset(preset, n_experts=experts)
+    model = build(config, state_dtype=state_dtype, **budgets)
+    engine = model.overspill
+    try:
+        optimizer = optimize(model, state_dtype=state_dtype)
+        on_disk = engine.placement.mode == "disk"
+        count = 1 if on_disk else args.steps
+        run = measure(model, optimizer, Work(args.batch), 1 if on_disk else 2, count, traced=1)
+        return run, engine.describe()
+    finally:
+        engine.close()
+        del model, engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="moe-l")
+    parser.add_argument("--experts", default="8,16,24,32")
+    parser.add_argument("--gpu-memory", default="40GiB")
+    parser.add_argument("--whole-gpu", default="130GiB", help="budget of the runs on the GPU alone")
+    parser.add_argument("--bf16-states", default="32", help="experts counts run with bf16 moments")
+    parser.add_argument("--disk", type=Path, required=True)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    narrow = {int(text) for text in args.bf16_states.split(",") if text}
+    table, speeds = [], []
+    for experts in (int(text) for text in args.experts.split(",")):
+        config = get_preset(args.preset, n_experts=experts)
+        dtype = torch.bfloat16 if experts in narrow else torch.float32
+        row = {
+            "experts": experts,
+            "parameters": f"{config.total_params / 1e9:.2f} B",
+            "moments": "bf16" if experts in narrow else "fp32",
+        }
+        try:
+            budgets = {"gpu_memory": args.gpu_memory, "disk": args.disk}
+            run, where = run_once(args.preset, experts, args, dtype, **budgets)
+            show(f"{args.preset} {experts}", run)
+            speed = metric(run.speed, "tokens/s")
+            speeds.append(speed)
+            row |= {
+                "tokens/s": f"{speed.median:,.0f}",
+                "GPU memory": format_size(run.gpu_bytes),
+                "host memory": format_size(run.host_bytes),
+                "where": where,
+            }
+        except OverspillError as error:
+            row |= {"tokens/s": "does not fit", "where": str(error)}
+        try:
+            whole = {"gpu_memory": args.whole_gpu, "mode": "gpu"}
+            run, _ = run_once(args.preset, experts, args, dtype, **whole)
+            show(f"{args.preset} {experts} on the GPU", run)
+            row["tokens/s, all on GPU"] = f"{metric(run.speed, 'tokens/s').median:,.0f}"
+        except (OverspillError, torch.cuda.OutOfMemoryError):
+            row["tokens/s, all on GPU"] = "does not fit"
+        table.append(row)
+        details = {"row": f"{args.preset} by number of experts", "batch": f"{args.batch}×{SEQ}"}
+        metrics = {"tokens_per_second": speeds[0]} if speeds else {}
+        if metrics:  # written after each, so that a long run cut short leaves what it has
+            write_record(f"scale-{args.preset}", details, metrics, None, args.out, table)
+
+
+if __name__ == "__main__":
+    main()

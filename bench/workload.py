@@ -1,0 +1,133 @@
+"""What the training benchmarks share: a model on random tokens, timed steps, their memory."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import overspill
+from overspill.hardware.machine import peak_resident_memory
+from overspill.models.config import GPTConfig
+from overspill.models.gpt import GPTMoE
+from overspill.moe.engine import Settings
+from overspill.trace.perfetto import write_perfetto
+from overspill.trace.picture import draw_timeline
+
+SEQ = 1024
+
+
+@dataclass
+class Run:
+    """One measured workload."""
+
+    tokens: int
+    seconds: list[float]
+    loss: float
+    gpu_bytes: int
+    host_bytes: int
+    busy: dict[str, float]
+
+    @property
+    def speed(self) -> list[float]:
+        return [self.tokens / seconds for seconds in self.seconds]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step is: `batch` sequences, in `micro` micro-batches that pass each expert together
+    (`grouped`) or one after another."""
+
+    batch: int
+    micro: int = 1
+    grouped: bool = True
+
+
+def build(config: GPTConfig, settings: Settings | None = None, **budgets: object) -> GPTMoE:
+    """An offloaded model in bf16 whose experts were never held anywhere but in their records."""
+    start = time.perf_counter()
+    model = GPTMoE(config, seed=0, meta_experts=True, device="cuda", dtype=torch.bfloat16)
+    overspill.offload(model, settings=settings, quiet=True, **budgets)
+    print(f"offloaded in {time.perf_counter() - start:.1f} s", flush=True)
+    return model
+
+
+def optimize(
+    model: GPTMoE, norm: float | None = None, state_dtype: torch.dtype | None = None
+) -> overspill.AdamW:
+    start = time.perf_counter()
+    model.overspill.flush()
+    optimizer = overspill.AdamW(model, lr=1e-4, max_grad_norm=norm, state_dtype=state_dtype)
+    took = time.perf_counter() - start
+    print(f"states in {took:.1f} s: {model.overspill.describe()}", flush=True)
+    return optimizer
+
+
+def steps(model: GPTMoE, optimizer: overspill.AdamW, work: Work) -> Iterator[torch.Tensor]:
+    """Endless training steps on random tokens; yields each step's loss once it was issued."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    vocab = model.config.vocab
+    pieces, rounds = (work.micro, 1) if work.grouped else (1, work.micro)
+    while True:
+        tokens = torch.randint(vocab, (work.batch, SEQ + 1), device="cuda", generator=generator)
+        for number, part in enumerate(tokens.chunk(rounds)):
+            last = number == rounds - 1
+            with contextlib.nullcontext() if last else optimizer.accumulate():
+                loss = model(part[:, :-1], part[:, 1:], pieces=pieces).loss / rounds
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def measure(
+    model: GPTMoE,
+    optimizer: overspill.AdamW,
+    work: Work,
+    warm: int,
+    count: int,
+    timeline: Path | None = None,
+    traced: int = 2,
+) -> Run:
+    """Times `count` steps after `warm`, each from step() to step(), where updates that overlap the
+    next forward are in flight at both ends; then traces some more for the busy shares."""
+    engine = model.overspill
+    torch.cuda.reset_peak_memory_stats()
+    run = steps(model, optimizer, work)
+    for _ in range(warm):
+        next(run)
+    torch.cuda.synchronize()
+    seconds, loss = [], torch.zeros(())
+    for _ in range(count):
+        start = time.perf_counter()
+        loss = next(run)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    gpu = torch.cuda.max_memory_reserved()
+    engine.recorder.start()
+    began = time.perf_counter_ns()
+    for _ in range(traced):
+        next(run)
+    torch.cuda.synchronize()
+    ended = time.perf_counter_ns()
+    engine.recorder.stop()
+    busy = engine.recorder.busy(began, ended)
+    if timeline is not None:
+        spans = engine.recorder.spans()
+        write_perfetto(spans, timeline.with_suffix(".json.gz"))
+        draw_timeline(spans, timeline.with_suffix(".png"), f"{timeline.name}: {traced} steps")
+    engine.recorder.clear()
+    return Run(work.batch * SEQ, seconds, float(loss), gpu, peak_resident_memory(), busy)
+
+
+def show(name: str, run: Run) -> None:
+    speed = sorted(run.speed)[len(run.speed) // 2]
+    busy = " ".join(f"{row}={share:.2f}" for row, share in run.busy.items() if share)
+    print(
+        f"{name}: {speed:,.0f} tok/s, steps {[round(s, 3) for s in run.seconds]}, loss "
+        f"{run.loss:.3f}, GPU {run.gpu_bytes / 2**30:.1f} GiB, host {run.host_bytes / 1e9:.1f} GB; "
+        f"{busy}",
+        flush=True,
+    )
