@@ -8,7 +8,8 @@ from torch import Tensor
 
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
-from overspill.models.gpt import GPTMoE, rotate
+from overspill.models.gpt import GPTMoE
+from overspill.models.rotary import rotate
 
 TINY = GPTConfig(
     vocab=64, n_layers=2, d_model=32, d_hidden=48, n_heads=2, n_experts=4, top_k=2, max_seq=16
@@ -88,7 +89,7 @@ def test_tokens_do_not_see_what_follows() -> None:
 
 def test_attention_depends_on_distance_alone() -> None:
     model = GPTMoE(TINY)
-    cos, sin = model.rope(16, torch.float32)
+    cos, sin = (table.view(16, 1, 1, -1) for table in model.rope(16))
     q, k = torch.randn(2, 1, 1, 1, 1, 16)
     turned_q = rotate(q.expand(1, 16, 1, 1, 16), cos, sin).view(16, 16)
     turned_k = rotate(k.expand(1, 16, 1, 1, 16), cos, sin).view(16, 16)

@@ -4,16 +4,13 @@ Shapes: R rows, H hidden. `h` is the pre-activation: [R, H] for GELU, [R, 2H] (g
 gated SiLU.
 """
 
-import functools
-import importlib.util
-import logging
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_log = logging.getLogger(__name__)
+from overspill.hardware.native import has_triton
 
 
 class ActivationGrads(NamedTuple):
@@ -93,16 +90,5 @@ def _fused(h: Tensor) -> bool:
         h.is_cuda
         and h.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and h.numel() > 0
-        and _triton_is_there()
+        and has_triton("fused activation")
     )
-
-
-@functools.cache
-def _triton_is_there() -> bool:
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    _log.warning(
-        "fused activation: triton is not installed, torch operations take over (slower); "
-        "pip install triton"
-    )
-    return False

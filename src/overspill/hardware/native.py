@@ -8,6 +8,7 @@ for the call, so a kernel runs beside Python.
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -114,6 +115,15 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
         raise _BuildError(f"{shlex.join(compiler)} could not run: {error}") from error
     finally:
         Path(aside).unlink(missing_ok=True)
+
+
+@functools.cache
+def has_triton(what: str) -> bool:
+    """Whether Triton is there to compile GPU kernels; says once for each `what` if it is not."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    log.warning("%s: triton is not installed, torch operations take over (slower)", what)
+    return False
 
 
 def _first_error(stderr: str) -> str:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
 from overspill.models.loss import fused_linear_cross_entropy
+from overspill.models.rotary import rotate_packed
 from overspill.moe.init import STD, out_std
 from overspill.moe.layer import MoE
 
@@ -94,7 +95,7 @@ class GPTMoE(nn.Module):
                 "give a batch that is a multiple of it"
             )
         x_BSD = self.embedding(tokens)
-        cos, sin = self.rope(length, x_BSD.dtype)
+        cos, sin = self.rope(length)
         balances: list[Tensor] = []
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
         for block in self.blocks:
@@ -245,12 +246,8 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, d_model = x_BSD.shape
         qkv = self.qkv(x_BSD).view(batch, length, 3, self.n_heads, -1)
-        # q and k turn together: half the kernels, and split's backward is one concatenation.
-        qk, v = qkv.split((2, 1), dim=2)
-        q, k = rotate(qk, cos, sin).unbind(2)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.squeeze(2).transpose(1, 2), is_causal=True
-        )
+        q, k, v = rotate_packed(qkv, cos, sin).transpose(1, 3).unbind(2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, d_model))
         return out
 
@@ -297,13 +294,6 @@ class Rope(nn.Module):
         self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
         self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
 
-    def forward(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables [S, 1, 1, width / 2] for `rotate`."""
-        shape = (length, 1, 1, -1)
-        return self.cos[:length].view(shape).to(dtype), self.sin[:length].view(shape).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns pairs (first half, second half of a head) of [B, S, ..., width] by their position."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    def forward(self, length: int) -> tuple[Tensor, Tensor]:
+        """Tables [S, width / 2] for `rotate_packed`."""
+        return self.cos[:length], self.sin[:length]

@@ -45,8 +45,8 @@ def offload(
     there; left out, they are what the machine has (no disk). `mode`, `slots` (experts on the
     compute device) and `host_slots` (experts in host memory in front of the disk) override what
     the budgets would give. `state_dtype` is that of the moments. The model is changed in place
-    and returned; `model.overspill` is its engine. In training mode memory for optimizer states is planned; call `model.eval()` first to
-    offload for inference.
+    and returned; `model.overspill` is its engine. In training mode memory for optimizer states is
+    planned; call `model.eval()` first to offload for inference.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not layers:

@@ -34,9 +34,9 @@ def routed_experts(
     layer_pass = LayerPass(layer)
     weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
     if torch.is_grad_enabled() and (x_TD.requires_grad or weights_TK.requires_grad):
-        ticket = _Entrance.apply(x_TD, weights_TK, engine, layer_pass)
+        ticket = _Entrance.apply(x_TD, weights_TK, engine, layer_pass)  # type: ignore[no-untyped-call]
         args = (x_TD.detach(), weights_TK.detach(), expert_ids_TK, engine, layer_pass)
-        y: Tensor = _Experts.apply(ticket, *args)
+        y: Tensor = _Experts.apply(ticket, *args)  # type: ignore[no-untyped-call]
         return y
     return _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep=False)
 
@@ -53,7 +53,7 @@ class _Entrance(torch.autograd.Function):
         return x_TD.new_zeros(()).expand(x_TD.shape)
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_TD, weights_TK = ctx.saved_tensors
         dx_TD, dweights_TK = _backward(x_TD, weights_TK, dy_TD, ctx.engine, ctx.layer_pass)
         return dx_TD, dweights_TK, None, None
@@ -81,7 +81,7 @@ class _Experts(torch.autograd.Function):
         return y_TD
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         if ctx.saved_tensors:
             (ctx.layer_pass.kept,) = ctx.saved_tensors
         return dy_TD, None, None, None, None, None

@@ -31,7 +31,7 @@ from overspill.transfer.stager import Stager
 TraceStart = torch.cuda.Event | int | None
 """Where a traced computation began: an event on the compute stream, or the host's clock."""
 
-_SSD_WORKERS = 8
+_SSD_WORKERS = 4  # for reads, and as many for writes
 _DOWNLOADS_IN_FLIGHT = 8  # gradients of experts on the device at once
 
 
@@ -93,6 +93,7 @@ class StreamingEngine(Engine):
         self.ring: GradientRing | None = None
         self._here = Position(0, Phase.FORWARD)
         self._passed: set[int] = set()  # experts that the current pass of the layer is done with
+        self._here_counts: Sequence[int] = [1] * n_experts  # tokens of that pass
         self._training = True
         # tokens of each layer's experts in its last forward, and summed over this step
         self._last_counts: list[list[int] | None] = [None] * n_layers
@@ -206,7 +207,7 @@ class StreamingEngine(Engine):
     def _focus(self, layer: int, phase: Phase, part: int, counts: Sequence[int]) -> None:
         """Tells the loader and the stager that this chunk is needed now, and what follows it."""
         with self.store.lock:
-            self._here = Position(layer, phase)
+            self._here, self._here_counts = Position(layer, phase), counts
             needed = self._needed_chunks(part)
             self._banks, order = assign_banks(self._banks, needed)
             targets = []
@@ -238,12 +239,14 @@ class StreamingEngine(Engine):
             parts = Part.WEIGHTS
             if position.phase is Phase.BACKWARD and immediate and not self.accumulating:
                 parts |= Part.STATES
-            expected = self._last_counts[position.layer]
-            passed = self._passed if position == self._here else ()
-            for index in range(self.n_experts):
-                if index in passed:
-                    continue
-                if expected is None or expected[index] or parts & Part.STATES:
+            here = position == self._here
+            expected = self._here_counts if here else self._last_counts[position.layer]
+            busy = [i for i in range(self.n_experts) if expected is None or expected[i]]
+            idle = [i for i in range(self.n_experts) if i not in busy]
+            # those that only decay come after: the pass does not wait for them, and with few rows
+            # they would keep out the ones it waits for
+            for index in busy + (idle if parts & Part.STATES else []):
+                if not (here and index in self._passed):
                     yield self._entry(position.layer, index), parts
 
     # -- gradients ------------------------------------------------------------------------
@@ -532,6 +535,6 @@ class StreamingEngine(Engine):
         self._wave_since = ("", None)
 
     def _trace_dense(self) -> None:
-        """What ran on the compute stream since the last layer's experts: attention, norms, router."""
+        """What ran on the compute stream since the last layer's experts: attention, router."""
         self._trace_end(self._dense_since, "dense")
         self._dense_since = None

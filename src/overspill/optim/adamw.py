@@ -69,8 +69,8 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.total_norm: float | None = None
         self._scale = 1.0
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, defaults)  # type: ignore[arg-type]
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
         # placeholder and group of each MoE layer
         self._layers = {
             p.layer: (p, group)
@@ -152,7 +152,7 @@ class AdamW(torch.optim.Optimizer):
         ]
         squares = 0.0 if self._engine is None else self._engine.gradient_squares()
         if grads:
-            norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))  # type: ignore[arg-type]
+            norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
             squares += float(norms.double().square().sum().item())
         self.total_norm = math.sqrt(squares)
         if not math.isfinite(self.total_norm):
@@ -195,7 +195,7 @@ class AdamW(torch.optim.Optimizer):
     def steps_taken(self) -> int:
         dense = [state["step"] for state in self.state.values() if "step" in state]
         layers = [] if self._engine is None else self._engine.layer_steps
-        return max([0, *dense, *layers])
+        return int(max([0, *dense, *layers]))
 
     def expert_sections(self) -> list[tuple[str, torch.dtype]]:
         """Name and dtype of each optimizer state of an expert."""
@@ -232,7 +232,7 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave. torch's own would cast the moments to the parameter's dtype."""
+        """Takes what `state_dict` gave; torch's own would cast moments to the parameter's dtype."""
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ConfigError("this optimizer state is of other parameter groups; build them alike")

@@ -10,7 +10,6 @@ costs 2 bytes a parameter instead of 4, and the weight needs no conversion befor
 
 import ctypes
 import functools
-import importlib.util
 import logging
 import math
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overspill.hardware.native import load_library
+from overspill.hardware.native import has_triton, load_library
 
 log = logging.getLogger("overspill")
 
@@ -107,7 +106,7 @@ def adamw_(
     """
     _check(state, grad, hyper)
     if state.weight.is_cuda:
-        if _has_triton():
+        if has_triton("AdamW on the GPU"):
             from overspill.optim.gpu_kernel import adamw_cuda_
 
             adamw_cuda_(state, grad, adam_scalars(hyper))
@@ -218,14 +217,6 @@ def _library() -> ctypes.CDLL | None:
     library.overspill_accumulate.argtypes = [pointer, pointer, size, integer, integer, integer]
     library.overspill_accumulate.restype = ctypes.c_double
     return library
-
-
-@functools.cache
-def _has_triton() -> bool:
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    log.warning("Triton is not installed; AdamW on the GPU runs as torch's fused AdamW, slower")
-    return False
 
 
 def _adamw_torch_(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> None:

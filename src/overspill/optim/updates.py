@@ -80,8 +80,9 @@ class Updates:
             self.store.wake_updates.notify()
 
     def waiting(self) -> Iterable[tuple[Entry, Part]]:
-        """Under the lock: experts whose update waits for parts on disk, lowest layer first."""
-        updates = sorted(self._waiting, key=lambda update: update.entry.number)
+        """Under the lock: experts whose update waits for parts on disk. Those that hold a row come
+        first, because it cannot be given to anyone before their update; then lowest layer first."""
+        updates = sorted(self._waiting, key=lambda u: (u.entry.row is None, u.entry.number))
         return [(update.entry, update.parts) for update in updates]
 
     def wait_idle(self) -> None:
@@ -95,7 +96,8 @@ class Updates:
         still = []
         for update in self._waiting:
             entry = update.entry
-            if entry.row is not None and not update.parts & ~entry.have:
+            # a row that is being written back must not change under the write
+            if entry.row is not None and not update.parts & ~entry.have and not entry.io:
                 heapq.heappush(self._ready, (entry.number, next(self._order), update))
             else:
                 still.append(update)

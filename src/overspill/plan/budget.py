@@ -64,7 +64,7 @@ class Placement:
 
 
 def place(model: ModelSizes, wish: Wish) -> Placement:
-    """The placement for `wish`; BudgetError, naming the flag, the need and the fix, if none fits."""
+    """The placement for `wish`; BudgetError naming flag, need and fix if none fits."""
     if wish.mode not in MODES:
         raise ConfigError(f"mode={wish.mode!r} is not one of {', '.join(MODES)}")
     free = wish.gpu_memory - model.dense

@@ -1,5 +1,6 @@
 """Waves: experts that are resident together compute together."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ def next_wave(pending: Sequence[Candidate], max_rows: int, waves: bool) -> int:
     count, rows = 1, first.rows
     if not waves:
         return count
-    for before, after in zip(pending, pending[1:], strict=False):
+    for before, after in itertools.pairwise(pending):
         near = after.slot - before.slot == after.index - before.index
         if not (near and after.here and after.arrived and rows + after.rows <= max_rows):
             break

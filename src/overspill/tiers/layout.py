@@ -55,7 +55,7 @@ class RecordLayout:
         return round_up(last.offset + self.shape.numel * last.dtype.itemsize, ALIGN)
 
     def weights(self, row: Tensor) -> Tensor:
-        """The flat weights inside a record's bytes (also of a gradient's, which is laid out alike)."""
+        """The flat weights inside a record's bytes; a gradient is laid out alike."""
         return row[..., : self.shape.numel * self.dtype.itemsize].view(self.dtype)
 
     def state(self, row: Tensor, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Requests with priorities, carried out by worker threads; one that has not started can be dropped."""
+"""Requests with priorities, carried out by worker threads; one not started can be dropped."""
 
 import heapq
 import itertools

@@ -1,6 +1,7 @@
 """The stager brings experts that live on disk into host rows ahead of their use and writes back
 what changed. What is needed in which order is told by `needs`; the stager only carries it out."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 
@@ -8,6 +9,8 @@ from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
 from overspill.transfer.lanes import Inject
 from overspill.transfer.requests import RequestQueue
+
+_KINDS = ("ssd read", "ssd write")
 
 Needs = Callable[[], Iterable[tuple[Entry, Part]]]
 """Yields (expert, parts) in the order in which they will be wanted in host memory."""
@@ -35,7 +38,11 @@ class Stager:
         self.inject = inject
         self._cached: set[Entry] = set()
         self._tick = itertools.count(1)
-        self._queue = RequestQueue("ssd", workers, store.fail)
+        # Pools of their own: a burst of write-backs must not stop the reads, and a disk that reads
+        # and writes at once moves more than one that does either.
+        self._queues = {
+            kind: RequestQueue(kind.replace(" ", "-"), workers, store.fail) for kind in _KINDS
+        }
 
     def pump(self) -> None:
         """Starts every read and write that can start now."""
@@ -92,17 +99,13 @@ class Stager:
         return True
 
     def _start(self, entry: Entry, parts: Part, write: bool, urgency: int) -> None:
+        kind = "ssd write" if write else "ssd read"
         for part in Part:
             if parts & part:
                 entry.io |= part
                 # the weights of an expert are wanted before its states: the upload waits for them
-                priority = (urgency, int(part))
-                kind = "ssd write" if write else "ssd read"
-                self._queue.submit(
-                    kind,
-                    priority,
-                    lambda part=part: self._carry_out(entry, part, kind),  # type: ignore[misc]
-                )
+                job = functools.partial(self._carry_out, entry, part, kind)
+                self._queues[kind].submit(kind, (urgency, int(part)), job)
 
     def _carry_out(self, entry: Entry, part: Part, kind: str) -> None:
         if self.inject is not None:
@@ -125,7 +128,11 @@ class Stager:
             self.store.notify_all()
 
     def wait_idle(self) -> None:
-        self._queue.wait_idle()
+        """Until nothing moves: what one queue finishes may start something in the other."""
+        while any(entry.io for entry in self._cached):
+            for queue in self._queues.values():
+                queue.wait_idle()
 
     def close(self) -> None:
-        self._queue.close()
+        for queue in self._queues.values():
+            queue.close()
