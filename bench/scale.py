@@ -4,7 +4,8 @@ PYTHONPATH=src python3 bench/scale.py --preset moe-l --experts 8,16,24,32 --disk
 """
 
 import argparse
-import gc
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -25,14 +26,18 @@ def run_once(
     try:
         optimizer = optimize(model, state_dtype=state_dtype)
         on_disk = engine.placement.mode == "disk"
-        count = 1 if on_disk else args.steps
-        run = measure(model, optimizer, Work(args.batch), 1 if on_disk else 2, count, traced=1)
+        warm, count, traced = (1, 1, 0) if on_disk else (2, args.steps, 1)
+        run = measure(model, optimizer, Work(args.batch), warm, count, traced=traced)
         return run, engine.describe()
     finally:
         engine.close()
-        del model, engine
-        gc.collect()
-        torch.cuda.empty_cache()
+
+
+def run_apart(*args: object, **budgets: object) -> tuple[Run, str]:
+    """`run_once` in a process of its own, so that every run begins with all of the memory."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(run_once, *args, **budgets).result()
 
 
 def main() -> None:
@@ -59,7 +64,7 @@ def main() -> None:
         }
         try:
             budgets = {"gpu_memory": args.gpu_memory, "disk": args.disk}
-            run, where = run_once(args.preset, experts, args, dtype, **budgets)
+            run, where = run_apart(args.preset, experts, args, dtype, **budgets)
             show(f"{args.preset} {experts}", run)
             speed = metric(run.speed, "tokens/s")
             speeds.append(speed)
@@ -73,7 +78,7 @@ def main() -> None:
             row |= {"tokens/s": "does not fit", "where": str(error)}
         try:
             whole = {"gpu_memory": args.whole_gpu, "mode": "gpu"}
-            run, _ = run_once(args.preset, experts, args, dtype, **whole)
+            run, _ = run_apart(args.preset, experts, args, dtype, **whole)
             show(f"{args.preset} {experts} on the GPU", run)
             row["tokens/s, all on GPU"] = f"{metric(run.speed, 'tokens/s').median:,.0f}"
         except (OverspillError, torch.cuda.OutOfMemoryError):

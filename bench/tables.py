@@ -52,7 +52,7 @@ def render(records: Sequence[Record]) -> str:
     if not records:
         return "*Not measured yet.*"
     lines = [record for record in records if "table" not in record]
-    blocks = [_summary(lines), _measured_on(lines)] if lines else []
+    blocks = [_summary(lines), _commands(lines), _measured_on(lines)] if lines else []
     for record in records:
         if "table" in record:
             heading = f"**{_label(record)}** (`{record['command']}`)"
@@ -65,19 +65,27 @@ def _summary(records: Sequence[Record]) -> str:
     for record in records:
         config = record["config"]
         headline = next(iter(record["metrics"].values()))
-        beside = [f"{key}: {_figure(record['metrics'][key])}" for key in config.get("show", ())]
+        beside = [
+            f"{key.replace('_', ' ')} {_figure(record['metrics'][key])}"
+            for key in config.get("show", ())
+        ]
         row = {
             "work": _label(record),
             "figure (low–high)": _figure(headline),
             "beside it": "; ".join(beside),
             "limit, and share of it": _share(headline, record["limit"]),
             "compare": config.get("compare", ""),
-            "command": f"`{record['command']}`",
         }
         rows.append(row)
     # A column that no record fills is left out.
     filled = [key for key in rows[0] if any(row[key] for row in rows)]
     return _markdown([{key: row[key] for key in filled} for row in rows])
+
+
+def _commands(records: Sequence[Record]) -> str:
+    """Below the table: most records of a group come from one command."""
+    commands = dict.fromkeys(record["command"] for record in records)
+    return "\n".join(["```bash", *commands, "```"])
 
 
 def _label(record: Record) -> str:

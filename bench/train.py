@@ -36,9 +36,7 @@ def save(name: str, config: GPTConfig, run: Run, offloaded: bool, args: argparse
         "tokens_per_second": metric(run.speed, "tokens/s"),
         "step": metric(run.seconds, "s"),
         "gpu_memory": metric([run.gpu_bytes / 2**30], "GiB"),
-        "host_memory_per_expert_parameter": metric(
-            [run.host_bytes / config.expert_params], "B/param"
-        ),
+        "host_memory": metric([run.host_bytes / config.expert_params], "B/param"),
     }
     for row, share in run.busy.items():
         metrics[f"busy_{row.replace(' ', '_')}"] = metric([share], "share")
@@ -50,7 +48,7 @@ def save(name: str, config: GPTConfig, run: Run, offloaded: bool, args: argparse
     details = {
         "row": row,
         "compare": DEEPSPEED.get(batch, "") if offloaded else "DeepSpeed: 27,100 tok/s",
-        "show": ["gpu_memory", "host_memory_per_expert_parameter"],
+        "show": ["gpu_memory", "host_memory"],
         "gpu_memory": args.gpu_memory,
         "expert_parameters": config.expert_params,
         "parameters": config.total_params,

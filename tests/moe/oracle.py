@@ -24,12 +24,12 @@ N_EXPERTS = 5
 STARVED = 2  # the expert that gets no token, if one is starved
 
 WHERE: dict[str, dict[str, Any]] = {
-    "gpu": dict(mode="gpu"),
-    "host with 2 slots": dict(mode="host", slots=2),
-    "host with 5 slots": dict(mode="host", slots=5),
-    "host with 12 slots": dict(mode="host", slots=12),
-    "disk behind 3 rows": dict(mode="disk", slots=3, host_slots=3),
-    "disk behind 9 rows": dict(mode="disk", slots=8, host_slots=9),
+    "gpu": {"mode": "gpu"},
+    "host with 2 slots": {"mode": "host", "slots": 2},
+    "host with 5 slots": {"mode": "host", "slots": 5},
+    "host with 12 slots": {"mode": "host", "slots": 12},
+    "disk behind 3 rows": {"mode": "disk", "slots": 3, "host_slots": 3},
+    "disk behind 9 rows": {"mode": "disk", "slots": 8, "host_slots": 9},
 }
 
 

@@ -55,13 +55,18 @@ def test_twenty_steps_follow_plain_pytorch(name: str, where: str, tmp_path: Path
 
 
 SWITCHES: dict[str, dict[str, Any]] = {
-    "activations kept": dict(activations="keep"),
-    "waves off": dict(waves=False),
-    "updates not overlapped": dict(overlap_updates=False),
-    "uploads not overlapped": dict(overlap_uploads=False),
-    "nothing pinned": dict(pin_share=0.0),
-    "half pinned": dict(pin_share=0.5),
-    "all off": dict(waves=False, overlap_updates=False, overlap_uploads=False, pin_share=0.0),
+    "activations kept": {"activations": "keep"},
+    "waves off": {"waves": False},
+    "updates not overlapped": {"overlap_updates": False},
+    "uploads not overlapped": {"overlap_uploads": False},
+    "nothing pinned": {"pin_share": 0.0},
+    "half pinned": {"pin_share": 0.5},
+    "all off": {
+        "waves": False,
+        "overlap_updates": False,
+        "overlap_uploads": False,
+        "pin_share": 0.0,
+    },
 }
 
 
@@ -154,15 +159,15 @@ def test_the_norm_is_that_of_all_gradients_dense_and_experts(where: str, tmp_pat
 def _groups(model: GPTMoE, lr: float) -> list[dict[str, Any]]:
     """Each block its own learning rate, weight decay and betas."""
     blocks = [
-        dict(
-            params=list(block.parameters()),
-            lr=lr * (number + 1),
-            weight_decay=0.2 * number,
-            betas=(0.9 - 0.1 * number, 0.99),
-        )
+        {
+            "params": list(block.parameters()),
+            "lr": lr * (number + 1),
+            "weight_decay": 0.2 * number,
+            "betas": (0.9 - 0.1 * number, 0.99),
+        }
         for number, block in enumerate(model.blocks)
     ]
-    return [*blocks, dict(params=[model.embedding.weight, model.norm.weight], lr=lr)]
+    return [*blocks, {"params": [model.embedding.weight, model.norm.weight], "lr": lr}]
 
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
@@ -233,15 +238,16 @@ def test_loading_leaves_the_given_state_dicts_alone(tmp_path: Path) -> None:
     with spilled(model, "host with 2 slots", tmp_path):
         optimizer = adamw(model, task)
         train(model, optimizer, task)
-        weights, states = model.state_dict(), optimizer.state_dict()
+        weights, states = weights_of(model), optimizer.state_dict()
         copy = {name: value.clone() for name, value in weights.items()}
-        exp_avg = states["state"][0]["exp_avg"].clone()
+        moments = [state["exp_avg"].clone() for state in states["state"].values()]
         model.load_state_dict(weights)
         optimizer.load_state_dict(states)
         train(model, optimizer, task)
         assert weights.keys() == copy.keys()
         assert all(torch.equal(weights[name], value) for name, value in copy.items())
-        assert torch.equal(states["state"][0]["exp_avg"], exp_avg)
+        for state, before in zip(states["state"].values(), moments, strict=True):
+            assert torch.equal(state["exp_avg"], before)
 
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
@@ -318,7 +324,7 @@ def test_two_forwards_and_one_backward(
         return run
 
     plain = task.model()
-    options = dict(lr=task.lr, weight_decay=task.weight_decay)
+    options = {"lr": task.lr, "weight_decay": task.weight_decay}
     expected = two(plain, torch.optim.AdamW(plain.parameters(), **options))
     model = task.model()
     with spilled(model, where, tmp_path):
@@ -463,16 +469,27 @@ def test_pinned_are_the_busiest_of_the_last_step_and_evaluation_does_not_count(
             train_step(model, optimizer, batches)
             for hook in hooks:
                 hook.remove()
-            pinned = [routed[expert] for expert in engine._pinned]
-            others = [routed[expert] for expert in engine.experts() if expert not in engine._pinned]
-            assert len(pinned) == len(engine._pin_slots) >= 4
+            pinned = [routed[expert] for expert in engine.residency._pinned]
+            others = [
+                routed[expert]
+                for expert in engine.experts()
+                if expert not in engine.residency._pinned
+            ]
+            assert len(pinned) == len(engine.residency._pin_slots) >= 4
             assert min(pinned) >= max(others)
 
 
 def test_two_jobs_share_a_disk_folder(tmp_path: Path) -> None:
     task = Task(steps=4)
     one, two = task.model(), task.model()
-    options = dict(device="cpu", mode="disk", slots=3, host_slots=3, disk=tmp_path, quiet=True)
+    options = {
+        "device": "cpu",
+        "mode": "disk",
+        "slots": 3,
+        "host_slots": 3,
+        "disk": tmp_path,
+        "quiet": True,
+    }
     overspill.offload(one, **options)
     overspill.offload(two, **options)
     try:

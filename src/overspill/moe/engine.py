@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.compute.permute import Permutation
-from overspill.core.errors import OrderError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.core.experts import ExpertId, ExpertShape, Phase
 from overspill.optim.kernel import AdamHyper
 from overspill.plan.budget import Placement
@@ -38,6 +38,16 @@ class Settings:
     """Threads of the CPU optimizer; left out: the cores less those that drive the GPU and disk."""
     inject: Inject | None = None
     """Called before each transfer and optimizer job; for tests."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pin_share < 1:
+            raise ConfigError(f"pin_share={self.pin_share} must be at least 0 and below 1")
+        if self.activations not in ("recompute", "keep"):
+            raise ConfigError(f"activations={self.activations!r} must be 'recompute' or 'keep'")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(
+                f"threads={self.threads} must be at least 1; leave it out for all but a few"
+            )
 
 
 class UpdateRule(Protocol):
@@ -82,6 +92,7 @@ class LayerPass:
     """One passage of tokens through one layer, from its forward to its backward."""
 
     layer: int
+    training: bool = False  # a backward will follow
     permutation: Permutation | None = None
     counts: list[int] = field(default_factory=list)
     kept: Tensor | None = None  # pre-activations, if they are kept
@@ -129,6 +140,7 @@ class Engine(abc.ABC):
         self._open: list[set[Promise]] = [set() for _ in range(n_layers)]
         self._final: set[int] = set()  # layers whose gradient of this step is complete
         self._gathered: set[int] = set()  # layers that hold part of this step's gradient
+        self._updated_with: dict[int, AdamHyper] = {}  # layers updated during backward, and how
 
     @property
     def shape(self) -> ExpertShape:
@@ -190,10 +202,13 @@ class Engine(abc.ABC):
         """After the last wave: experts without tokens get their decay, the layer is complete."""
         layer = layer_pass.layer
         assert self.rule is not None
-        if self.rule.hyper(layer) is None:
+        hyper = self.rule.hyper(layer)
+        if hyper is None:
             return
         if self.is_final(layer):
             self._final.add(layer)
+            if not self.rule.keep_gradients:
+                self._updated_with[layer] = hyper
             self._complete(layer, layer_pass.counts)
         else:
             self._gathered.add(layer)
@@ -214,6 +229,7 @@ class Engine(abc.ABC):
 
     def step(self) -> None:
         """Ends a step: kept gradients, if the rule keeps them, update the experts now."""
+        self._check_unchanged()
         for layer in sorted(self._gathered - self._final):
             # a pass was thrown away, or every backward ran under accumulate(): complete it here
             self._final.add(layer)
@@ -221,8 +237,17 @@ class Engine(abc.ABC):
         self._apply(sorted(self._final))
         for layer in self._final:
             self.layer_steps[layer] += 1
-        self._final.clear()
-        self._gathered.clear()
+        self._forget_step()
+
+    def _check_unchanged(self) -> None:
+        """Dense parameters take the numbers of now, the experts took those of backward."""
+        for layer, hyper in self._updated_with.items():
+            if self.rule is not None and self.rule.hyper(layer) != hyper:
+                raise OrderError(
+                    "the learning rate (or another number of the optimizer) changed between "
+                    "backward and step(), when the experts had been updated; change it after "
+                    "step(), or set max_grad_norm, which updates them in step()"
+                )
 
     @abc.abstractmethod
     def _apply(self, layers: Sequence[int]) -> None:
@@ -246,6 +271,7 @@ class Engine(abc.ABC):
     def _forget_step(self) -> None:
         self._final.clear()
         self._gathered.clear()
+        self._updated_with.clear()
 
     # -- records, for checkpoints ---------------------------------------------------------
 

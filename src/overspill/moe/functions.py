@@ -23,18 +23,23 @@ from overspill.compute.permute import (
     weights_grad,
 )
 from overspill.core.experts import Phase
-from overspill.moe.engine import Engine, LayerPass, Wave
+from overspill.moe.engine import Engine, ExpertPlaceholder, LayerPass, Wave
 from overspill.plan.waves import row_pieces
 
 
 def routed_experts(
-    engine: Engine, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
+    placeholder: ExpertPlaceholder, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """Each token's weighted sum over its experts, [T, D]."""
+    engine, layer = placeholder.engine, placeholder.layer
     layer_pass = LayerPass(layer)
     weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
-    if torch.is_grad_enabled() and (x_TD.requires_grad or weights_TK.requires_grad):
-        ticket = _Entrance.apply(x_TD, weights_TK, engine, layer_pass)  # type: ignore[no-untyped-call]
+    # the placeholder is an input too: experts learn even where nothing below them does
+    trained = any(tensor.requires_grad for tensor in (x_TD, weights_TK, placeholder))
+    if torch.is_grad_enabled() and trained:
+        # told here: inside a Function's forward, torch says that gradients are off
+        layer_pass.training = True
+        ticket = _Entrance.apply(x_TD, weights_TK, placeholder, engine, layer_pass)  # type: ignore[no-untyped-call]
         args = (x_TD.detach(), weights_TK.detach(), expert_ids_TK, engine, layer_pass)
         y: Tensor = _Experts.apply(ticket, *args)  # type: ignore[no-untyped-call]
         return y
@@ -44,7 +49,12 @@ def routed_experts(
 class _Entrance(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor, engine: Engine, layer_pass: LayerPass
+        ctx: Any,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        placeholder: Tensor,
+        engine: Engine,
+        layer_pass: LayerPass,
     ) -> Tensor:
         ctx.save_for_backward(x_TD, weights_TK)
         ctx.engine, ctx.layer_pass = engine, layer_pass
@@ -53,10 +63,10 @@ class _Entrance(torch.autograd.Function):
         return x_TD.new_zeros(()).expand(x_TD.shape)
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x_TD, weights_TK = ctx.saved_tensors
         dx_TD, dweights_TK = _backward(x_TD, weights_TK, dy_TD, ctx.engine, ctx.layer_pass)
-        return dx_TD, dweights_TK, None, None
+        return dx_TD, dweights_TK, None, None, None
 
 
 class _Experts(torch.autograd.Function):
@@ -82,8 +92,9 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        if ctx.saved_tensors:
-            (ctx.layer_pass.kept,) = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: under a checkpoint it may not be asked for again
+        if saved:
+            (ctx.layer_pass.kept,) = saved
         return dy_TD, None, None, None, None, None
 
 

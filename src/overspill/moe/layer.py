@@ -90,7 +90,7 @@ class MoE(nn.Module):
                 x_TD, expert_ids_TK, weights_TK, self.w_in, self.w_out, self.shape.gated
             )
         else:
-            y_TD = routed_experts(self.engine, self.layer, x_TD, expert_ids_TK, weights_TK)
+            y_TD = routed_experts(self.experts, x_TD, expert_ids_TK, weights_TK)
         return y_TD.view_as(x_BSD), balance
 
     # -- the names and shapes of the plain layer in state dicts, offloaded or not ---------

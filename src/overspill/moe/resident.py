@@ -120,6 +120,8 @@ class ResidentEngine(Engine):
     def _complete(self, layer: int, counts: Sequence[int]) -> None:
         assert self.rule is not None
         if not self.rule.keep_gradients:
+            if not self._updated:
+                self._check_kept()
             self._update_layer(layer)
 
     def _update_layer(self, layer: int) -> None:
@@ -135,6 +137,7 @@ class ResidentEngine(Engine):
                     self.grads[number] if number in self._kept and self.grads is not None else None
                 )
                 self._update(number, number + 1, kept, hyper)
+        self._updated.update(range(base, base + self.n_experts))
 
     def _update(self, first: int, stop: int, grad: Tensor | None, hyper: AdamHyper) -> None:
         low = self.states.get("low")
@@ -169,9 +172,17 @@ class ResidentEngine(Engine):
             total += norms.double().square().sum()
         return float(total.item())
 
+    def _check_kept(self) -> None:
+        """Before the first update with kept gradients; once a step, because it waits for the
+        device."""
+        if not math.isfinite(self.gradient_squares()):
+            self.discard()
+            raise self._not_finite()
+
     def _apply(self, layers: Sequence[int]) -> None:
         assert self.rule is not None
         if self.rule.keep_gradients:
+            self._check_kept()
             for layer in layers:
                 self._update_layer(layer)
         finite = not self._updated or math.isfinite(self.squares.sum().item())
@@ -182,6 +193,7 @@ class ResidentEngine(Engine):
             raise self._not_finite()
 
     def _not_finite(self) -> NonFiniteError:
+        self.squares.zero_()  # told once: the next step starts clean
         return NonFiniteError(
             "an expert's gradient is NaN or infinite; lower the learning rate or set "
             "max_grad_norm, and go on from the last checkpoint"

@@ -71,24 +71,25 @@ class AdamW(torch.optim.Optimizer):
         self._scale = 1.0
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        # placeholder and group of each MoE layer
-        self._layers = {
-            p.layer: (p, group)
+        placeholders = [
+            (p, group)
             for group in self.param_groups
             for p in group["params"]
             if getattr(p, "is_expert_placeholder", False)
-        }
-        self._engine = self._find_engine()
+        ]
+        self._engine = self._find_engine([p.engine for p, _ in placeholders])
+        # placeholder and group of each MoE layer
+        self._layers = {p.layer: (p, group) for p, group in placeholders}
         planned = None if self._engine is None else self._engine.layout.state_dtype
         self.state_dtype = state_dtype or planned or torch.float32
         if self._engine is not None:
             self._engine.attach(self, self.state_dtype)
 
-    def _find_engine(self) -> ExpertEngine | None:
-        engines = {id(p.engine): p.engine for p, _ in self._layers.values()}
-        if len(engines) > 1:
+    @staticmethod
+    def _find_engine(engines: list[ExpertEngine]) -> ExpertEngine | None:
+        if any(engine is not engines[0] for engine in engines):
             raise ConfigError("one AdamW takes one offloaded model; give each model its own")
-        return next(iter(engines.values()), None)
+        return engines[0] if engines else None
 
     # -- what the engine asks (moe.engine.UpdateRule) -------------------------------------
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from overspill.core.experts import ExpertId
 from overspill.optim.kernel import AdamHyper, RecordState, accumulate_, adamw_
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
@@ -62,7 +61,6 @@ class Updates:
         self.threads = threads
         self.recorder = recorder
         self.inject = inject
-        self.not_finite: list[ExpertId] = []
         self._landing: deque[Update] = deque()  # downloads end in the order they were issued
         self._waiting: list[Update] = []  # landed, but parts of the expert are still on disk
         self._ready: list[tuple[int, int, Update]] = []
@@ -85,10 +83,13 @@ class Updates:
         updates = sorted(self._waiting, key=lambda u: (u.entry.row is None, u.entry.number))
         return [(update.entry, update.parts) for update in updates]
 
+    def idle(self) -> bool:
+        """Under the lock: whether every submitted update has been carried out."""
+        return self._outstanding == 0
+
     def wait_idle(self) -> None:
-        """Blocks until every submitted update has been carried out."""
         with self.store.lock:
-            self.store.wait_main(lambda: self._outstanding == 0)
+            self.store.wait_main(self.idle)
 
     def _next(self) -> Update | None:
         while self._landing and self._landing[0].landed.done():
@@ -150,8 +151,7 @@ class Updates:
 
     def _adam(self, entry: Entry, gradient: Tensor | None, hyper: AdamHyper) -> None:
         if gradient is not None and not math.isfinite(self.squares[entry.number].item()):
-            self.not_finite.append(entry.id)  # told at step(); the record stays as it was
-            return
+            return  # the record stays as it was; step() tells of it
         adamw_(self._record(entry), gradient, hyper, self.threads)
 
     def _record(self, entry: Entry) -> RecordState:

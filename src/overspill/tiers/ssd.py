@@ -75,18 +75,24 @@ class RecordFile:
         while done < len(view):
             n = os.preadv(self._fd, [view[done:]], row * self.row_bytes + done)
             if n == 0:
-                raise DiskError(
-                    f"{self.path} ended {format_size(len(view) - done)} short: it was cut or "
-                    f"replaced while in use; restart from the last checkpoint"
-                )
+                raise self._cut()
             done += n
 
     def write(self, row: int, source: Tensor) -> None:
         """Writes the bytes `source` (a slab row) as record `row`."""
+        if os.fstat(self._fd).st_size < self.nbytes:
+            raise self._cut()  # writing behind the end would fill the rest with zeros
         view = memoryview(_buffer(source))
         done = 0
         while done < len(view):
             done += os.pwritev(self._fd, [view[done:]], row * self.row_bytes + done)
+
+    def _cut(self) -> DiskError:
+        size = os.fstat(self._fd).st_size
+        return DiskError(
+            f"{self.path} has {format_size(size)} of {format_size(self.nbytes)}: it was cut or "
+            f"replaced while in use; restart from the last checkpoint"
+        )
 
     def close(self) -> None:
         """Closes and removes the file: it is spill, not a checkpoint."""

@@ -109,7 +109,11 @@ class ExpertStore:
             # a name of its own: two jobs may share a disk folder
             self._folder = disk / f"overspill-{os.getpid()}-{uuid.uuid4().hex[:8]}"
             self._folder.mkdir()
-        self.take(Part.WEIGHTS)
+        try:
+            self.take(Part.WEIGHTS)
+        except BaseException:
+            self.close()  # leaves no file behind
+            raise
 
     def _number(self, n_layers: int, n_experts: int) -> list[Entry]:
         entries, rows, disk_rows = [], 0, 0
@@ -207,7 +211,9 @@ class ExpertStore:
             fill(scratch)
             self.files[part].write(entry.disk_row, scratch)
         if part == Part.WEIGHTS:
-            entry.version += 1
+            with self.lock:
+                entry.version += 1  # what is on the device is of the past
+                self.wake_loader.notify()
 
     def _scratch(self, part: Part) -> Tensor:
         size = self.row_bytes(part)

@@ -41,6 +41,7 @@ class Loader:
         self._targets: deque[tuple[Entry, int]] = deque()
         self._in_flight: deque[Mark] = deque()
         self._max_in_flight = max(2, _IN_FLIGHT_BYTES // slab.shape[1])
+        self._busy = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="overspill-loader", daemon=True)
         self._thread.start()
@@ -60,6 +61,10 @@ class Loader:
         if self._targets:
             self.store.wake_loader.notify()
 
+    def idle(self) -> bool:
+        """Under the lock: whether every upload that can be issued has been."""
+        return not self._busy and self._next() is None
+
     def _next(self) -> tuple[Entry, int] | None:
         for _ in range(len(self._targets)):
             entry, slot = self._targets[0]
@@ -76,12 +81,16 @@ class Loader:
         try:
             while True:
                 with self.store.lock:
+                    self._busy = False
                     job = self._next()
+                    if job is None:
+                        self.store.wake_main.notify_all()  # it may wait for everything to rest
                     while job is None and not self._closed:
                         self.store.wake_loader.wait()
                         job = self._next()
                     if self._closed or job is None:
                         return
+                    self._busy = True
                     entry, number = job
                     slot = self.slots[number]
                     slot.holds = None  # nobody may compute with it from here on

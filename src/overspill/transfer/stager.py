@@ -38,6 +38,7 @@ class Stager:
         self.inject = inject
         self._cached: set[Entry] = set()
         self._tick = itertools.count(1)
+        self._closed = False
         # Pools of their own: a burst of write-backs must not stop the reads, and a disk that reads
         # and writes at once moves more than one that does either.
         self._queues = {
@@ -47,7 +48,7 @@ class Stager:
     def pump(self) -> None:
         """Starts every read and write that can start now."""
         with self.store.lock:
-            if self.store.error is not None:
+            if self.store.error is not None or self._closed:
                 return
             wanted = self._wanted()
             for entry in self._cached:
@@ -103,6 +104,9 @@ class Stager:
         for part in Part:
             if parts & part:
                 entry.io |= part
+                if write:
+                    # from here on: an update during the write makes it dirty again
+                    entry.dirty &= ~part
                 # the weights of an expert are wanted before its states: the upload waits for them
                 job = functools.partial(self._carry_out, entry, part, kind)
                 self._queues[kind].submit(kind, (urgency, int(part)), job)
@@ -120,19 +124,17 @@ class Stager:
                 file.read(entry.disk_row, row)
         with self.store.lock:
             entry.io &= ~part
-            if kind == "ssd write":
-                entry.dirty &= ~part
-            else:
+            if kind == "ssd read":
                 entry.have |= part
             self.pump()
             self.store.notify_all()
 
-    def wait_idle(self) -> None:
-        """Until nothing moves: what one queue finishes may start something in the other."""
-        while any(entry.io for entry in self._cached):
-            for queue in self._queues.values():
-                queue.wait_idle()
+    def idle(self) -> bool:
+        """Under the lock: whether nothing is being read or written."""
+        return not any(entry.io for entry in self._cached)
 
     def close(self) -> None:
+        with self.store.lock:
+            self._closed = True  # what still ends must start nothing new
         for queue in self._queues.values():
             queue.close()

@@ -1,0 +1,181 @@
+"""Experts under torch.utils.checkpoint: exact, and their forward does not run a second time."""
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.moe.oracle import (
+    Run,
+    Task,
+    adamw,
+    assert_follows,
+    assert_same_bits,
+    loss_of,
+    plain_run,
+    spilled,
+    spilled_run,
+    train,
+    train_step,
+    weights_of,
+)
+from torch.utils.checkpoint import checkpoint
+
+from overspill.core.errors import OrderError
+from overspill.core.experts import Phase
+from overspill.models.gpt import GPTMoE
+from overspill.moe import functions
+from overspill.moe.engine import Engine, LayerPass, Settings, Wave
+
+WHERE = ["gpu", "host with 2 slots", "disk behind 3 rows"]
+
+
+def count_passes(engine: Engine) -> Counter[tuple[int, Phase]]:
+    """How often each layer's experts are passed in each phase from now on."""
+    passes: Counter[tuple[int, Phase]] = Counter()
+    waves = engine.waves
+
+    def counted(layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
+        passes[layer_pass.layer, phase] += 1
+        return waves(layer_pass, phase)
+
+    engine.waves = counted  # type: ignore[method-assign]
+    return passes
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_recomputed_block_stops_before_its_experts(
+    where: str, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(checkpoint=True)
+    model = task.model()
+    computed = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal computed
+        computed += 1
+        return wave_forward(*args)
+
+    wave_forward = functions.wave_forward
+    monkeypatch.setattr(functions, "wave_forward", counted)
+    with spilled(model, where, tmp_path) as engine:
+        optimizer = adamw(model, task)
+        passes = count_passes(engine)
+        (tokens,) = next(task.batches())
+        loss = model(tokens[:, :-1], tokens[:, 1:], pieces).loss
+        assert passes == {(layer, Phase.FORWARD): 1 for layer in range(3)}
+        before = computed
+        loss.backward()
+        optimizer.step()
+        assert computed == before > 0
+        assert passes == {(layer, phase): 1 for layer in range(3) for phase in Phase}
+
+
+def test_kept_activations_are_dropped_by_a_checkpoint_and_computed_again(tmp_path: Path) -> None:
+    task = Task(checkpoint=True)
+    model = task.model()
+    with spilled(model, "host with 2 slots", tmp_path, Settings(activations="keep")) as engine:
+        optimizer = adamw(model, task)
+        passes = count_passes(engine)
+        train_step(model, optimizer, next(task.batches()))
+        # once for the activations, once for the gradients
+        assert passes == {
+            (layer, phase): 1 + (phase is Phase.BACKWARD) for layer in range(3) for phase in Phase
+        }
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_checkpoint_changes_no_bit(where: str, activations: str, tmp_path: Path) -> None:
+    task = Task(steps=6, micro_batches=2, clip=0.5)
+    settings = Settings(activations=activations)
+    kept = spilled_run(task, where, tmp_path, settings)
+    model = task.model()
+    model.checkpoint = True
+    with spilled(model, where, tmp_path, settings):
+        assert_same_bits(train(model, adamw(model, task), task), kept)
+
+
+def _reentrant(model: GPTMoE) -> None:
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=True)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "task",
+    [Task(steps=8), Task(steps=8, micro_batches=3, clip=0.5, top_k=1)],
+    ids=["one", "accumulated"],
+)
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_reentrant_checkpoints_are_exact_too(
+    where: str, task: Task, activations: str, tmp_path: Path
+) -> None:
+    model = task.model()
+    _reentrant(model)
+    with spilled(model, where, tmp_path, Settings(activations=activations)):
+        assert_follows(train(model, adamw(model, task), task), plain_run(task))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_two_forwards_through_reentrant_checkpoints_are_refused(
+    clip: float | None, tmp_path: Path
+) -> None:
+    """Such a forward leaves no trace, so the first backward looks like the whole gradient."""
+    task = Task(micro_batches=2, clip=clip)
+    model = task.model()
+    _reentrant(model)
+    with spilled(model, "host with 2 slots", tmp_path, idle=False):
+        adamw(model, task)
+        a, b = next(task.batches())
+        loss = loss_of(model, a) + loss_of(model, b)
+        with pytest.raises(OrderError, match=r"step\(\)"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_checkpoint_around_all_layers_is_exact(where: str, tmp_path: Path) -> None:
+    task = Task(steps=6, clip=0.5)
+    model, run = task.model(), Run()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        for (tokens,) in task.batches():
+            loss = checkpoint(loss_of, model, tokens, use_reentrant=False)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.losses.append(loss.item())
+            assert optimizer.total_norm is not None
+            run.norms.append(optimizer.total_norm)
+        run.weights = weights_of(model)
+    assert_follows(run, plain_run(task))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_inputs_that_need_no_gradient_work_alone(activations: str, tmp_path: Path) -> None:
+    """Frozen dense weights: the gradient of the lowest layer ends in its experts."""
+    task = Task(steps=5)
+    plain, model = task.model(), task.model()
+    for each in (plain, model):
+        each.embedding.weight.requires_grad_(False)
+        each.blocks[0].attention.requires_grad_(False)
+        each.blocks[0].attention_norm.requires_grad_(False)
+        each.blocks[0].feed_norm.requires_grad_(False)
+        each.blocks[0].moe.router.requires_grad_(False)
+    torch_optimizer = torch.optim.AdamW(
+        plain.parameters(), lr=task.lr, weight_decay=task.weight_decay
+    )
+    expected = Run()
+    for (tokens,) in task.batches():
+        loss = loss_of(plain, tokens)
+        loss.backward()
+        torch_optimizer.step()
+        torch_optimizer.zero_grad()
+        expected.losses.append(loss.item())
+    expected.weights = weights_of(plain)
+    with spilled(model, "host with 2 slots", tmp_path, Settings(activations=activations)):
+        assert_follows(train(model, adamw(model, task), task), expected)

@@ -1,0 +1,70 @@
+"""Records: sizes, alignment, and views that do not overlap."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overspill.core.experts import ExpertShape
+from overspill.tiers.layout import ALIGN, RecordLayout
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def shapes() -> st.SearchStrategy[ExpertShape]:
+    size = st.integers(1, 70)
+    return st.builds(ExpertShape, d_model=size, d_hidden=size, gated=st.booleans())
+
+
+layouts = st.builds(
+    RecordLayout, shapes(), dtype=st.sampled_from(DTYPES), state_dtype=st.sampled_from(DTYPES)
+)
+
+
+@given(layouts)
+def test_records_are_whole_pages_and_not_a_page_too_long(layout: RecordLayout) -> None:
+    weights = layout.shape.numel * layout.dtype.itemsize
+    assert layout.weight_bytes % ALIGN == 0
+    assert 0 <= layout.weight_bytes - weights < ALIGN
+    states = layout.shape.numel * sum(section.dtype.itemsize for section in layout.sections)
+    assert layout.state_bytes % ALIGN == 0
+    assert 0 <= layout.state_bytes - states < ALIGN + 64 * len(layout.sections)
+
+
+@given(layouts)
+def test_sections_are_apart_and_inside_the_record(layout: RecordLayout) -> None:
+    row = torch.zeros(layout.state_bytes, dtype=torch.uint8)
+    for number, section in enumerate(layout.sections, start=1):
+        assert section.offset % 64 == 0
+        view = layout.state(row, section.name)
+        assert view.dtype == section.dtype
+        assert view.shape == (layout.shape.numel,)
+        assert not view.view(torch.uint8).any(), "two sections share bytes"
+        view.view(torch.uint8).fill_(number)
+
+
+def test_a_master_is_a_weight_and_its_low_bits() -> None:
+    shape = ExpertShape(64, 64, gated=True)
+    fp32, bf16 = (RecordLayout(shape, dtype) for dtype in DTYPES)
+    assert [section.name for section in fp32.sections] == ["exp_avg", "exp_avg_sq"]
+    assert [section.name for section in bf16.sections] == ["low", "exp_avg", "exp_avg_sq"]
+    # 12 bytes a parameter either way, and 8 with bf16 moments
+    assert fp32.weight_bytes + fp32.state_bytes == 12 * shape.numel
+    assert bf16.weight_bytes + bf16.state_bytes == 12 * shape.numel
+    small = RecordLayout(shape, torch.bfloat16, torch.bfloat16)
+    assert small.weight_bytes + small.state_bytes == 8 * shape.numel
+
+
+def test_weights_are_a_view_of_one_record_or_of_many() -> None:
+    layout = RecordLayout(ExpertShape(8, 4, gated=False), torch.bfloat16)
+    rows = torch.zeros(3, layout.weight_bytes, dtype=torch.uint8)
+    layout.weights(rows[1]).fill_(1.0)
+    many = layout.weights(rows)
+    assert many.shape == (3, 64)
+    assert many.sum(1).tolist() == [0.0, 64.0, 0.0]
+
+
+def test_an_unknown_state_is_an_error() -> None:
+    layout = RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
+    with pytest.raises(KeyError):
+        layout.state(torch.zeros(layout.state_bytes, dtype=torch.uint8), "low")
