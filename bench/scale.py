@@ -4,12 +4,13 @@ PYTHONPATH=src python3 bench/scale.py --preset moe-l --experts 8,16,24,32 --disk
 """
 
 import argparse
+import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from record import metric, write_record
+from record import RESULTS, metric, write_record
 from workload import SEQ, Run, Work, build, measure, optimize, show
 
 from overspill.core.errors import OverspillError
@@ -50,10 +51,14 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--add", action="store_true", help="keep the other rows of the record")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     narrow = {int(text) for text in args.bf16_states.split(",") if text}
-    table, speeds = [], []
+    name = f"scale-{args.preset}"
+    old = (args.out or RESULTS) / f"{name}.json"
+    table = json.loads(old.read_text())["table"] if args.add and old.exists() else []
+    speeds = []
     for experts in (int(text) for text in args.experts.split(",")):
         config = get_preset(args.preset, n_experts=experts)
         dtype = torch.bfloat16 if experts in narrow else torch.float32
@@ -83,11 +88,15 @@ def main() -> None:
             row["tokens/s, all on GPU"] = f"{metric(run.speed, 'tokens/s').median:,.0f}"
         except (OverspillError, torch.cuda.OutOfMemoryError):
             row["tokens/s, all on GPU"] = "does not fit"
-        table.append(row)
+        table = sorted([*(r for r in table if r["experts"] != experts), row], key=_experts)
         details = {"row": f"{args.preset} by number of experts", "batch": f"{args.batch}×{SEQ}"}
         metrics = {"tokens_per_second": speeds[0]} if speeds else {}
         if metrics:  # written after each, so that a long run cut short leaves what it has
-            write_record(f"scale-{args.preset}", details, metrics, None, args.out, table)
+            write_record(name, details, metrics, None, args.out, table)
+
+
+def _experts(row: dict[str, object]) -> int:
+    return int(str(row["experts"]))
 
 
 if __name__ == "__main__":

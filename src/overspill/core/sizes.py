@@ -1,5 +1,6 @@
 """Sizes as people write them: "12GiB", "1.5 GB", 4096."""
 
+import math
 import re
 
 from overspill.core.errors import ConfigError
@@ -36,14 +37,17 @@ def parse_size(size: str | int | float, name: str = "size") -> int:
     return value
 
 
-def format_size(size: int | float) -> str:
-    """`size` bytes in the unit that keeps it between 1 and 1024."""
+def format_size(size: int | float, up: bool = False) -> str:
+    """`size` bytes in the unit that keeps it between 1 and 1024. `up`: rounded up, for a size that
+    someone is told to give."""
     value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
         value /= 1024
-    return f"{value:.1f} TiB"
+        units.pop(0)
+    if units[0] == "B":
+        return f"{value:.0f} B"
+    return f"{math.ceil(value * 10) / 10 if up else value:.1f} {units[0]}"
 
 
 def round_up(value: int, multiple: int) -> int:

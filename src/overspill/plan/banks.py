@@ -26,8 +26,9 @@ def assign_banks(
 ) -> tuple[list[Chunk | None], list[Chunk]]:
     """Which bank holds which chunk from now on, and those chunks in the order of need.
 
-    The first chunks needed, as many as there are banks, are held: no choice needs fewer uploads.
-    A chunk that is in a bank stays in it.
+    The first chunks needed, as many as there are banks, are held. On the order of training, up
+    through the layers and down again, no choice needs fewer uploads if the banks hold whole
+    layers. A chunk that is in a bank stays in it.
     """
     wanted: dict[Chunk, None] = {}
     for chunk in needed:

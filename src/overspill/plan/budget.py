@@ -73,14 +73,15 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
         raise BudgetError(
             f"--gpu-memory {format_size(wish.gpu_memory)} is too small: the dense part of this "
             f"model needs {format_size(model.dense)} and two experts with their gradients "
-            f"{format_size(floor)}; give at least {format_size((model.dense + floor) * 1.25)}"
+            f"{format_size(floor)}; give at least "
+            f"{format_size((model.dense + floor) * 1.25, up=True)}"
         )
     max_rows = max(256, wish.gpu_memory // 8 // model.row_bytes)
     mode = wish.mode if wish.mode != "auto" else _choose_mode(model, wish)
     if mode == "gpu":
         return _on_gpu(model, wish, max_rows)
     slots = _slots(model, wish, free)
-    pinned = min(int(slots * wish.pin_share), slots - 2)
+    pinned = max(0, min(int(slots * wish.pin_share), slots - 2))
     ring = min(model.experts, max(4, model.experts // 6)) if model.training else 0
     rows = _host_rows(model, wish, ring)
     if mode == "host":
@@ -88,7 +89,7 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
             need = model.experts * model.record + ring * model.weight_record + PROCESS
             raise BudgetError(
                 f"--host-memory {format_size(wish.host_memory)} does not hold the experts, which "
-                f"need {format_size(need)}; give a --disk folder, or more host memory"
+                f"need {format_size(need, up=True)}; give a --disk folder, or more host memory"
             )
         return Placement(
             "host", slots, pinned, model.experts, 0, 0, ring, max_rows, wish.host_memory
@@ -159,7 +160,7 @@ def _on_disk(
         raise BudgetError(
             f"--host-memory {format_size(wish.host_memory)} holds fewer than two experts of "
             f"{format_size(model.record)} beside the process; give at least "
-            f"{format_size(PROCESS + ring * model.weight_record + 4 * model.record)}"
+            f"{format_size(PROCESS + ring * model.weight_record + 4 * model.record, up=True)}"
         )
     # two layers pass through the cache; the rest lives in host memory for good
     cache = min(rows, max(2, 2 * model.n_experts), max(2, rows // 2))

@@ -1,0 +1,190 @@
+"""Budgets become a placement that keeps within them, or an error that names flag and fix."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from overspill.core.errors import BudgetError, ConfigError
+from overspill.core.sizes import parse_size
+from overspill.plan.budget import PROCESS, ModelSizes, Placement, Wish, place
+
+MIB, GIB = 2**20, 2**30
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ModelSizes, Wish]:
+    """Models of all sizes, and budgets around what they need."""
+    weights = 4096 * draw(st.integers(1, 20_000))
+    model = ModelSizes(
+        n_layers=draw(st.integers(1, 40)),
+        n_experts=draw(st.integers(1, 64)),
+        weight_record=weights,
+        state_record=weights * draw(st.integers(2, 5)),
+        dense=draw(st.integers(1, 8 * GIB)),
+        row_bytes=draw(st.integers(64, 200_000)),
+        training=draw(st.booleans()),
+    )
+    share = st.floats(0.01, 1.5)
+    all_records = model.experts * model.record
+    wish = Wish(
+        gpu_memory=model.dense + int(draw(share) * all_records) + 4 * weights,
+        host_memory=PROCESS + int(draw(share) * 1.3 * all_records),
+        disk_free=draw(st.none() | st.integers(0, 3 * all_records)),
+        mode=draw(st.sampled_from(["auto", "gpu", "host", "disk"])),
+        slots=draw(st.none() | st.integers(2, 300)),
+        host_slots=draw(st.none() | st.integers(2, 300)),
+        pin_share=draw(st.sampled_from([0.0, 0.25, 0.5, 0.99])),
+    )
+    return model, wish
+
+
+def placed(model: ModelSizes, wish: Wish) -> Placement:
+    try:
+        return place(model, wish)
+    except BudgetError:
+        assume(False)
+        raise
+
+
+@given(cases())
+def test_every_expert_has_a_home_and_slots_are_enough(case: tuple[ModelSizes, Wish]) -> None:
+    model, wish = case
+    placement = placed(model, wish)
+    if wish.mode != "auto":
+        assert placement.mode == wish.mode
+    if placement.mode == "gpu":
+        assert placement.slots == model.experts
+        return
+    assert placement.home_rows + placement.disk_rows == model.experts
+    assert placement.cache_rows >= min(2, placement.disk_rows)
+    assert 1 <= placement.slots <= max(2, model.experts)
+    assert 0 <= placement.pinned < placement.slots
+    assert placement.pinned + placement.banked == placement.slots
+    assert placement.banked >= min(2, model.experts), "one computes while another loads"
+    assert (placement.ring > 0) == model.training
+    assert placement.max_rows >= 1
+
+
+@given(cases())
+def test_a_placement_keeps_within_its_budgets(case: tuple[ModelSizes, Wish]) -> None:
+    model, wish = case
+    wish = replace(wish, slots=None, host_slots=None)  # these override the budgets
+    placement = placed(model, wish)
+    records = model.experts * model.record if placement.mode == "gpu" else 0
+    slots = 0 if placement.mode == "gpu" else placement.slots * model.weight_record
+    assert model.dense + slots + records <= wish.gpu_memory
+    if placement.mode != "gpu":
+        rows = placement.home_rows + placement.cache_rows
+        host = rows * model.record + placement.ring * model.weight_record + PROCESS
+        assert host <= wish.host_memory
+        if placement.disk_rows and model.training:
+            # with a disk there is always room for the gradients of clipping and accumulation
+            assert host + rows * model.weight_record <= wish.host_memory
+    if placement.disk_rows:
+        assert wish.disk_free is not None
+        assert placement.disk_rows * model.record <= wish.disk_free
+
+
+@given(cases())
+def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, Wish]) -> None:
+    model, wish = case
+    wish = replace(wish, mode="auto", slots=None, host_slots=None)
+    placement = placed(model, wish)
+    layer = model.n_experts * model.weight_record if model.training else 0
+    # a quarter of the device is left to activations
+    fits = model.dense + model.experts * model.record + layer <= 0.75 * wish.gpu_memory
+    assert (placement.mode == "gpu") == fits
+    if placement.mode == "disk":
+        with pytest.raises(BudgetError):
+            place(model, replace(wish, mode="host"))
+
+
+def told(model: ModelSizes, wish: Wish) -> str | None:
+    try:
+        place(model, wish)
+    except BudgetError as error:
+        return str(error)
+    return None
+
+
+@given(cases(), st.integers(1, 2 * GIB), st.integers(1, 2 * GIB))
+def test_the_fix_in_the_message_fixes_it(
+    case: tuple[ModelSizes, Wish], gpu_memory: int, host_memory: int
+) -> None:
+    """An error names a flag and a size; given that size, it is not raised again."""
+    model, wish = case
+    assume(model.experts > 1)
+    wish = replace(wish, slots=None, host_slots=None, disk_free=10**18, mode="disk")
+    wish = replace(wish, gpu_memory=gpu_memory, host_memory=host_memory)
+    fields = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
+    while (message := told(model, wish)) is not None:
+        match = re.search(r"(--[a-z-]+) .* give at least ([0-9.]+ [A-Za-z]+)", message)
+        assert match, message
+        assert match[1] in fields, f"the fix did not help: {message}"
+        wish = replace(wish, **{fields.pop(match[1]): parse_size(match[2])})
+
+
+@given(cases(), st.integers(1, 2 * GIB))
+def test_host_mode_says_what_it_needs(case: tuple[ModelSizes, Wish], host_memory: int) -> None:
+    model, wish = case
+    wish = replace(wish, mode="host", slots=None, host_slots=None, host_memory=host_memory)
+    message = told(model, wish)
+    assume(message is not None)
+    assert message is not None
+    match = re.search(r"--host-memory .* need ([0-9.]+ [A-Za-z]+); .*--disk", message)
+    assert match, message
+    assert told(model, replace(wish, host_memory=parse_size(match[1]))) is None
+
+
+SMALL = ModelSizes(4, 8, 4 * MIB, 8 * MIB, dense=100 * MIB, row_bytes=1000, training=True)
+ROOM = Wish(gpu_memory=GIB, host_memory=8 * GIB, disk_free=100 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("wish", "names"),
+    [
+        (replace(ROOM, gpu_memory=50 * MIB), r"--gpu-memory 50\.0 MiB .*dense.*100\.0 MiB"),
+        (replace(ROOM, gpu_memory=110 * MIB), r"--gpu-memory .*two experts.*16\.0 MiB"),
+        (replace(ROOM, slots=1), r"slots=1 .*give 2"),
+        (replace(ROOM, mode="gpu", gpu_memory=200 * MIB), r"--gpu-memory .*mode='auto' to spill"),
+        (replace(ROOM, mode="host", host_memory=GIB), r"--host-memory 1\.0 GiB .*--disk"),
+        (replace(ROOM, mode="disk", disk_free=None), r"--disk FOLDER"),
+        (replace(ROOM, mode="disk", host_memory=GIB), r"--host-memory .*give at least"),
+        (replace(ROOM, mode="disk", host_slots=4, disk_free=GIB // 8), r"free.*--host-memory"),
+    ],
+)
+def test_what_does_not_fit_names_flag_and_fix(wish: Wish, names: str) -> None:
+    with pytest.raises(BudgetError, match=names):
+        place(SMALL, wish)
+
+
+def test_an_unknown_mode_lists_the_modes() -> None:
+    with pytest.raises(ConfigError, match="mode='ssd' is not one of auto, gpu, host, disk"):
+        place(SMALL, replace(ROOM, mode="ssd"))
+
+
+def test_modes_follow_the_memory_there_is() -> None:
+    assert place(SMALL, ROOM).mode == "gpu"
+    assert place(SMALL, replace(ROOM, gpu_memory=300 * MIB)).mode == "host"
+    tight = replace(ROOM, gpu_memory=300 * MIB, host_memory=GIB + 300 * MIB)
+    assert place(SMALL, tight).mode == "disk"
+    with pytest.raises(BudgetError, match="--disk"):
+        place(SMALL, replace(tight, disk_free=None))
+
+
+def test_asking_for_slots_asks_for_spilling() -> None:
+    assert place(SMALL, replace(ROOM, slots=5)).mode == "host"
+    assert place(SMALL, replace(ROOM, slots=5)).slots == 5
+    placement = place(SMALL, replace(ROOM, host_slots=6))
+    assert placement.mode == "disk"
+    assert placement.home_rows + placement.cache_rows == 6
+
+
+def test_a_single_expert_can_be_spilled() -> None:
+    one = replace(SMALL, n_layers=1, n_experts=1)
+    placement = place(one, replace(ROOM, mode="host", slots=2))
+    assert placement.pinned == 0
+    assert placement.banked == placement.slots == 1

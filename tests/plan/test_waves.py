@@ -1,0 +1,66 @@
+"""Waves are runs of neighbours that have arrived; row pieces cover an expert's rows."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overspill.plan.waves import Candidate, next_wave, row_pieces
+
+
+@st.composite
+def pending(draw: st.DrawFn) -> list[Candidate]:
+    indices = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=8)))
+    base = draw(st.integers(0, 5))
+    candidates = []
+    for index in indices:
+        here = draw(st.booleans()) or not candidates
+        candidates.append(
+            Candidate(
+                index=index,
+                # in its bank, beside its neighbours, or pinned anywhere
+                slot=draw(st.one_of(st.just(base + index), st.integers(0, 40))),
+                rows=draw(st.integers(1, 50)),
+                here=here,
+                arrived=here and draw(st.booleans()),
+            )
+        )
+    return candidates
+
+
+@given(pending(), st.integers(1, 200), st.booleans())
+def test_a_wave_is_a_run_of_neighbours_that_have_arrived(
+    candidates: list[Candidate], max_rows: int, waves: bool
+) -> None:
+    count = next_wave(candidates, max_rows, waves)
+    assert 1 <= count <= len(candidates)
+    wave = candidates[:count]
+    first = wave[0]
+    for candidate in wave[1:]:
+        assert waves
+        assert candidate.slot - first.slot == candidate.index - first.index
+        assert candidate.arrived
+    assert count == 1 or sum(candidate.rows for candidate in wave) <= max_rows
+
+
+@given(pending(), st.integers(1, 200))
+def test_a_wave_is_as_long_as_it_can_be(candidates: list[Candidate], max_rows: int) -> None:
+    count = next_wave(candidates, max_rows, waves=True)
+    if count < len(candidates):
+        last, after = candidates[count - 1], candidates[count]
+        near = after.slot - last.slot == after.index - last.index
+        rows = sum(candidate.rows for candidate in candidates[: count + 1])
+        assert not (near and after.arrived and rows <= max_rows)
+
+
+def test_a_gap_without_tokens_does_not_end_a_wave() -> None:
+    candidates = [Candidate(index, 10 + index, 3, True, True) for index in (0, 2, 3)]
+    assert next_wave(candidates, max_rows=100, waves=True) == 3
+
+
+@given(st.integers(0, 1000), st.integers(0, 500), st.integers(1, 300))
+def test_row_pieces_cover_all_rows_once_and_evenly(start: int, rows: int, max_rows: int) -> None:
+    pieces = row_pieces(start, start + rows, max_rows)
+    covered = [row for first, end in pieces for row in range(first, end)]
+    assert covered == list(range(start, start + rows))
+    lengths = [end - first for first, end in pieces]
+    assert all(0 < length <= max_rows for length in lengths)
+    assert len(pieces) == -(-rows // max_rows)
