@@ -128,6 +128,10 @@ class MemorySection:
     """Uploads run ahead of compute."""
     waves: bool = True
     """Experts that are resident together compute together; else one by one."""
+    activations: str = "recompute"
+    """Activations inside experts: recompute them in backward, or keep them."""
+    threads: int | None = None
+    """Threads of the CPU optimizer; the cores less four when left out."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +311,7 @@ def _check(config: TrainConfig) -> None:
         ("at least 1", lambda value: value >= 1, [
             "experts", "layers", "d_model", "d_hidden", "heads", "top_k", "moe_every", "vocab",
             "seq_len", "batch", "accumulate", "steps", "keep", "log_every", "eval_batches",
-            "slots", "host_slots",
+            "slots", "host_slots", "threads",
         ]),
         ("0 or more", lambda value: value >= 0, [
             "warmup", "eval_every", "save_every", "trace_steps", "seed", "clip", "lr",
@@ -323,6 +327,7 @@ def _check(config: TrainConfig) -> None:
         "mode": ("auto", "gpu", "host", "disk"),
         "dtype": ("bf16", "fp32"),
         "state_dtype": ("fp32", "bf16"),
+        "activations": ("recompute", "keep"),
     }
     for name, values in choices.items():
         if flat[name] is not None and flat[name] not in values:

@@ -190,7 +190,10 @@ def build_session(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
             overlap_updates=memory.overlap_updates,
             overlap_uploads=memory.overlap_uploads,
             waves=memory.waves,
+            activations=memory.activations,
+            threads=memory.threads,
         ),
+        state_dtype=DTYPES[optim.state_dtype],
         quiet=True,  # the trainer says what lies where
     )
     engine = cast(Engine, model.overspill)

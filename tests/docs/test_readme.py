@@ -1,0 +1,49 @@
+"""The README does what it says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["opt"].steps_taken == 3
+    names["model"].overspill.close()
+
+
+def test_every_file_it_names_is_there() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
+        missing = [link for link in links if not (page.parent / link).exists()]
+        assert not missing, f"{page.name} names {missing}"
+
+
+def test_every_flag_it_names_is_one() -> None:
+    command = [sys.executable, "-m", "overspill", "train", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    known = set(re.findall(r"--[a-z0-9-]+", shown)) | {"--experts"}
+    text = README + (ROOT / "docs" / "training.md").read_text()
+    lines = [line for line in text.splitlines() if "overspill train" in line]
+    named = {flag for line in lines for flag in re.findall(r"--[a-z0-9-]+", line)}
+    assert named - {"--help"} <= known
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_its_tables_are_those_of_the_records(page: str) -> None:
+    command = [sys.executable, "bench/tables.py", "--check", page]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_map_of_the_code_names_every_file() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text()
+    files = [path for path in (ROOT / "src" / "overspill").rglob("*.py") if path.stem != "__init__"]
+    missing = [f"{p.parent.name}/{p.stem}" for p in files if not re.search(rf"\b{p.stem}\b", page)]
+    assert not missing

@@ -1,0 +1,193 @@
+"""Expert-wise updates: each at the right moment, with the whole gradient and nothing else."""
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.transfer.fakes import LAYOUT, GatedMark, disk_store, host_store
+from torch import Tensor
+
+from overspill.core.errors import EngineError
+from overspill.optim.kernel import AdamHyper
+from overspill.optim.updates import Update, Updates
+from overspill.tiers.slab import HostSlab
+from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.trace.recorder import Recorder
+from overspill.transfer.gradients import GradientRing
+from overspill.transfer.lanes import PASSED, Inject
+from overspill.transfer.stager import Stager
+
+NUMEL = LAYOUT.shape.numel
+HYPER = AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, step=1)
+
+
+class Bench:
+    """Experts of weight 1, an update thread and a ring of two buffers."""
+
+    def __init__(self, store: ExpertStore, inject: Inject | None = None) -> None:
+        self.store = store
+        for part in (Part.STATES, Part.GRADS):
+            store.take(part)
+        for entry in store.entries:
+            store.write_part(entry, Part.WEIGHTS, lambda row: LAYOUT.weights(row).fill_(1.0))
+        self.squares = torch.zeros(len(store.entries))
+        self.updates = Updates(store, self.squares, 1, Recorder(), inject)
+        slab = HostSlab("ring", 2, LAYOUT.weight_bytes, False)
+        self.ring = self.updates.ring = GradientRing(store, slab)
+
+    def land(self, entry: Entry, value: float) -> int:
+        """A gradient arrives in a ring buffer."""
+        ring = self.ring.take()
+        LAYOUT.weights(self.ring.buffers[ring]).fill_(value)
+        self.squares[entry.number] = NUMEL * value**2
+        return ring
+
+    def weights(self, entry: Entry) -> Tensor:
+        return LAYOUT.weights(self.store.read_part(entry, Part.WEIGHTS)).clone()
+
+    def close(self) -> None:
+        self.updates.close()
+        self.store.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(host_store(4))
+    yield bench
+    bench.close()
+    assert not [t for t in threading.enumerate() if t.name == "overspill-updates"]
+
+
+def after_one_step(grad: float, weight: float = 1.0, hyper: AdamHyper = HYPER) -> Tensor:
+    """The oracle: torch.optim.AdamW on a parameter of its own."""
+    parameter = torch.nn.Parameter(torch.full((NUMEL,), weight))
+    betas = (hyper.beta1, hyper.beta2)
+    optimizer = torch.optim.AdamW(
+        [parameter], hyper.lr, betas, hyper.eps, weight_decay=hyper.weight_decay
+    )
+    parameter.grad = torch.full((NUMEL,), grad)
+    optimizer.step()
+    return parameter.detach()
+
+
+def test_an_update_does_not_read_its_gradient_before_the_copy_has_ended(bench: Bench) -> None:
+    entry, landed = bench.store.entries[1], GatedMark()
+    ring = bench.ring.take()
+    bench.updates.submit(Update(entry, landed, ring, hyper=HYPER))
+    time.sleep(0.05)
+    assert torch.equal(bench.weights(entry), torch.ones(NUMEL))
+    # only now the gradient arrives
+    LAYOUT.weights(bench.ring.buffers[ring]).fill_(-3.0)
+    landed.open()
+    bench.updates.wait_idle()
+    torch.testing.assert_close(bench.weights(entry), after_one_step(-3.0))
+
+
+def test_the_buffer_comes_back_and_the_expert_is_current(bench: Bench) -> None:
+    entry = bench.store.entries[0]
+    with bench.store.lock:
+        entry.stale = True
+    bench.updates.submit(Update(entry, PASSED, bench.land(entry, 2.0), hyper=HYPER))
+    bench.updates.wait_idle()
+    bench.ring.check_conserved()
+    bench.store.check_conserved()
+    assert not entry.stale
+    for other in bench.store.entries[1:]:
+        assert torch.equal(bench.weights(other), torch.ones(NUMEL))
+
+
+def test_without_a_gradient_an_expert_decays(bench: Bench) -> None:
+    entry = bench.store.entries[3]
+    bench.updates.submit(Update(entry, PASSED, hyper=HYPER))
+    bench.updates.wait_idle()
+    torch.testing.assert_close(bench.weights(entry), torch.full((NUMEL,), 1 - 0.1 * 0.5))
+
+
+def test_micro_batches_add_up_and_the_sum_is_used_once(bench: Bench) -> None:
+    entry = bench.store.entries[2]
+    LAYOUT.weights(bench.store.host(entry, Part.GRADS)).fill_(1.0)
+    for value in (2.0, -4.5):
+        ring = bench.land(entry, value)
+        bench.updates.submit(Update(entry, PASSED, ring, into_row=True))
+    bench.updates.wait_idle()
+    assert torch.equal(bench.weights(entry), torch.ones(NUMEL)), "not before it is told to"
+    assert bench.squares[entry.number].item() == pytest.approx(NUMEL * 1.5**2)
+    bench.updates.submit(Update(entry, PASSED, from_row=True, hyper=HYPER))
+    bench.updates.wait_idle()
+    torch.testing.assert_close(bench.weights(entry), after_one_step(-1.5))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_leaves_the_record_alone(value: float, bench: Bench) -> None:
+    entry = bench.store.entries[0]
+    before = bench.store.read_part(entry, Part.STATES).clone()
+    bench.updates.submit(Update(entry, PASSED, bench.land(entry, value), hyper=HYPER))
+    bench.updates.wait_idle()
+    assert torch.equal(bench.weights(entry), torch.ones(NUMEL))
+    assert torch.equal(bench.store.read_part(entry, Part.STATES), before)
+    bench.ring.check_conserved()
+
+
+def test_the_lowest_layer_goes_first() -> None:
+    order: list[str] = []
+    held, go = threading.Event(), threading.Event()
+
+    def inject(kind: str) -> None:
+        held.set()
+        assert go.wait(10)
+
+    bench = Bench(host_store(4), inject)
+    recorder = bench.updates.recorder
+    recorder.enabled = True
+    bench.updates.submit(Update(bench.store.entries[3], PASSED, hyper=HYPER))
+    assert held.wait(10)
+    for number in (2, 0, 1):
+        bench.updates.submit(Update(bench.store.entries[number], PASSED, hyper=HYPER))
+    go.set()
+    bench.updates.wait_idle()
+    order = [span.name for span in recorder.spans() if span.row == "optimizer"]
+    assert order == ["expert 0.3", "expert 0.0", "expert 0.1", "expert 0.2"]
+    bench.close()
+
+
+def test_who_waits_hears_that_an_update_failed() -> None:
+    def fail(kind: str) -> None:
+        raise MemoryError("no room")
+
+    bench = Bench(host_store(1), fail)
+    bench.updates.submit(Update(bench.store.entries[0], PASSED, hyper=HYPER))
+    with pytest.raises(EngineError, match="no room"):
+        bench.updates.wait_idle()
+    bench.close()
+
+
+@pytest.mark.parametrize("cache", [1, 2, 3])
+def test_experts_on_disk_are_brought_updated_and_written_back(cache: int, tmp_path: Path) -> None:
+    """All at once, through fewer rows than there are experts, with kept gradients on disk too."""
+    store = disk_store(6, 1, cache, tmp_path)
+    bench = Bench(store, lambda _: time.sleep(0.001))
+    stager = Stager(store, bench.updates.waiting, 2, Recorder(), lambda _: time.sleep(0.001))
+    bench.updates.stager = stager
+    for entry in store.entries:
+        store.write_part(
+            entry, Part.GRADS, lambda row, e=entry: LAYOUT.weights(row).fill_(e.number - 2.5)
+        )
+        bench.squares[entry.number] = 1.0
+    for entry in reversed(store.entries):
+        ring = bench.land(entry, 1.0)
+        bench.updates.submit(Update(entry, PASSED, ring, into_row=True))
+    for entry in store.entries:
+        bench.updates.submit(Update(entry, PASSED, from_row=True, hyper=HYPER))
+    bench.updates.wait_idle()
+    with store.lock:
+        store.wait_main(stager.idle)
+    store.check_conserved()
+    for entry in store.entries:
+        torch.testing.assert_close(bench.weights(entry), after_one_step(entry.number - 1.5))
+    bench.updates.close()
+    stager.close()
+    store.close()
