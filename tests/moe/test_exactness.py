@@ -35,6 +35,7 @@ from overspill.moe.streaming import StreamingEngine
 
 STREAMED = [name for name in WHERE if name != "gpu"]
 ONE_OF_EACH = ["gpu", "host with 2 slots", "disk behind 3 rows"]
+ROOMIER = [name for name in WHERE if name not in ONE_OF_EACH]
 
 TASKS = {
     "top-2 gated": Task(),
@@ -47,9 +48,16 @@ TASKS = {
 }
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize("name", TASKS)
 def test_twenty_steps_follow_plain_pytorch(name: str, where: str, tmp_path: Path) -> None:
+    task = TASKS[name]
+    assert_follows(spilled_run(task, where, tmp_path), plain_run(task))
+
+
+@pytest.mark.parametrize("where", ROOMIER)
+@pytest.mark.parametrize("name", ["clipped", "an expert without tokens"])
+def test_more_slots_and_rows_change_nothing(name: str, where: str, tmp_path: Path) -> None:
     task = TASKS[name]
     assert_follows(spilled_run(task, where, tmp_path), plain_run(task))
 
@@ -111,21 +119,29 @@ def still_run(task: Task) -> Run:
 
 @pytest.mark.parametrize("where", STREAMED)
 def test_where_an_expert_lives_changes_no_bit(where: str, tmp_path: Path) -> None:
-    task = Task(micro_batches=2, clip=0.5)
+    task = Task(micro_batches=2, clip=0.5, steps=8)
     assert_same_bits(spilled_run(task, where, tmp_path), still_run(task))
 
 
-@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
-    "task",
-    [Task(), Task(clip=0.5, top_k=1), Task(micro_batches=2, checkpoint=True, steps=10)],
-    ids=["plain", "clipped", "accumulated"],
+    ("where", "task"),
+    [
+        ("host with 2 slots", Task()),
+        ("host with 12 slots", Task()),
+        ("disk behind 3 rows", Task()),
+        ("disk behind 9 rows", Task()),
+        ("host with 5 slots", Task(clip=0.5, top_k=1)),
+        ("disk behind 3 rows", Task(clip=0.5, top_k=1)),
+        ("host with 12 slots", Task(micro_batches=2, checkpoint=True)),
+        ("disk behind 9 rows", Task(micro_batches=2, checkpoint=True)),
+        ("disk behind 3 rows", Task(micro_batches=2, clip=0.5, starve=True)),
+    ],
+    ids=str,
 )
-def test_late_transfers_and_updates_change_nothing(task: Task, where: str, tmp_path: Path) -> None:
+def test_late_transfers_and_updates_change_no_bit(task: Task, where: str, tmp_path: Path) -> None:
     run = spilled_run(task, where, tmp_path, Settings(inject=delays(seed=len(where))))
     assert_follows(run, plain_run(task))
-    if where != "gpu":
-        assert_same_bits(run, still_run(task))
+    assert_same_bits(run, still_run(task))
 
 
 @pytest.mark.parametrize("kind", ["upload", "download", "optimizer", "ssd read", "ssd write"])
@@ -208,7 +224,7 @@ def test_parameter_groups_and_schedulers_reach_every_layer(
     assert_follows(run, expected)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_run_goes_on_from_its_state_dicts(where: str, clip: float | None, tmp_path: Path) -> None:
     task = Task(steps=10, clip=clip)
@@ -302,13 +318,13 @@ def test_evaluation_between_steps_changes_no_bit(where: str, tmp_path: Path) -> 
     assert_same_bits(run, undisturbed)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_two_forwards_and_one_backward(
     where: str, checkpoint: bool, clip: float | None, tmp_path: Path
 ) -> None:
-    task = Task(micro_batches=2, steps=6, checkpoint=checkpoint, clip=clip, top_k=1)
+    task = Task(micro_batches=2, steps=5, checkpoint=checkpoint, clip=clip, top_k=1)
 
     def two(model: GPTMoE, optimizer: torch.optim.Optimizer) -> Run:
         run = Run()
@@ -332,7 +348,7 @@ def test_two_forwards_and_one_backward(
     assert_follows(run, expected)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_graph_that_is_thrown_away_disturbs_nothing(
     where: str, clip: float | None, tmp_path: Path
@@ -533,25 +549,25 @@ def plain_bf16(task: Task) -> Run:
 
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("clip", "state_dtype"), [(None, torch.float32), (0.5, torch.bfloat16)], ids=str
+)
 def test_bf16_weights_have_an_fp32_master(
     where: str, clip: float | None, state_dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    # at this rate most updates are below half a bf16 digit: without masters nothing would move
-    task = Task(dtype=torch.bfloat16, clip=clip, steps=40, lr=2e-3)
+    # At this rate many updates are below half a digit of bf16. Tried on plain PyTorch without
+    # masters, the losses are off by 3e-3 and the norms by 3e-2.
+    task = Task(dtype=torch.bfloat16, clip=clip, steps=40, lr=1e-3)
     expected = plain_bf16(task)
     model = task.model()
     with spilled(model, where, tmp_path):
         run = train(model, adamw(model, task, state_dtype=state_dtype), task)
-    assert expected.losses[-1] < 0.9 * expected.losses[0]
-    assert run.losses == pytest.approx(expected.losses, rel=5e-3)
+    assert expected.losses[-1] < 0.95 * expected.losses[0]
+    assert run.losses == pytest.approx(expected.losses, rel=1e-3)
     for name, weight in expected.weights.items():
-        rounding = 2e-2 if state_dtype == torch.float32 else 5e-2
         assert run.weights[name].dtype == torch.bfloat16
-        assert run.weights[name].norm().item() == pytest.approx(
-            weight.norm().item(), rel=rounding
-        ), name
+        norms = run.weights[name].float().norm().item(), weight.float().norm().item()
+        assert norms[0] == pytest.approx(norms[1], rel=2e-2), name
 
 
 def test_bf16_states_run_on_after_loading(tmp_path: Path) -> None:

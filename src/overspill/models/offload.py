@@ -1,8 +1,7 @@
 """`overspill.offload`: hands the experts of a model to an engine, in place."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import available_memory, disk_free
+from overspill.models.progress_bar import TerminalProgress
 from overspill.moe.engine import Engine, Settings
 from overspill.moe.layer import MoE
 from overspill.moe.resident import ResidentEngine
@@ -64,13 +64,17 @@ def offload(
         # the budget is hard: the allocator refuses to go past it
         total = torch.cuda.get_device_properties(where).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, wish.gpu_memory / total), where)
-    with _shown(progress) as show:
+    show = _shown(progress)
+    try:
         engine = _engine(layers, layout, where, placement, settings, folder, show)
         try:
             _fill(engine, layers, show)
         except BaseException:
             engine.close()
             raise
+    finally:
+        if isinstance(show, TerminalProgress):
+            show.stop()
     model.to(where)
     model.overspill = engine  # type: ignore[assignment]
     if not quiet:
@@ -188,31 +192,8 @@ def _filler(layer: MoE, index: int, scratch: Tensor) -> Callable[[Tensor], None]
     return from_scratch if layer.w_in.is_meta else from_parameters
 
 
-@contextmanager
-def _shown(progress: bool | Progress) -> Iterator[Progress | None]:
+def _shown(progress: bool | Progress) -> Progress | None:
     """A progress bar on a terminal, the caller's own function, or nothing."""
     if not isinstance(progress, bool):
-        yield progress
-        return
-    if not progress or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(True),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, object] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)  # type: ignore[arg-type]
-
-        yield show
+        return progress
+    return TerminalProgress() if progress and sys.stderr.isatty() else None

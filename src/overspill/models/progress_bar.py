@@ -1,0 +1,44 @@
+"""A bar on the terminal for long jobs that report (what, bytes done, bytes in all)."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class TerminalProgress:
+    """Shows one job at a time: the bar appears with its first report and goes with its last."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = _make_bar()
+            self._bar.start()
+            self._task = self._bar.add_task(what, total=total)
+        assert self._task is not None
+        self._bar.update(self._task, description=what, completed=done, total=total)
+        if done >= total:
+            self.stop()
+
+    def stop(self) -> None:
+        """Also for a job that failed on its way."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _make_bar() -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

@@ -1,0 +1,12 @@
+from overspill.models.progress_bar import TerminalProgress
+
+
+def test_a_bar_lives_from_the_first_report_to_the_last() -> None:
+    show = TerminalProgress()
+    for done in (1, 5, 10):
+        show("taking memory", done, 10)
+        assert (show._bar is not None) == (done < 10)
+    show("filling the store", 1, 2)
+    assert show._bar is not None
+    show.stop()
+    assert show._bar is None
