@@ -22,7 +22,7 @@ def run_once(
     preset: str, experts: int, args: argparse.Namespace, state_dtype: torch.dtype, **budgets: object
 ) -> tuple[Run, str]:
     config = get_preset(preset, n_experts=experts)
-    model = build(config, state_dtype=state_dtype, **budgets)
+    model = build(config, state_dtype=state_dtype, keep_gradients=False, **budgets)
     engine = model.overspill
     try:
         optimizer = optimize(model, state_dtype=state_dtype)

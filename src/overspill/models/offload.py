@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ def offload(
     *,
     settings: Settings | None = None,
     state_dtype: torch.dtype = torch.float32,
+    keep_gradients: bool | None = None,
     progress: bool | Progress = True,
     quiet: bool = False,
 ) -> nn.Module:
@@ -44,9 +46,10 @@ def offload(
     `gpu_memory`, `host_memory` and the folder `disk` are budgets for all that the process keeps
     there; left out, they are what the machine has (no disk). `mode`, `slots` (experts on the
     compute device) and `host_slots` (experts in host memory in front of the disk) override what
-    the budgets would give. `state_dtype` is that of the moments. The model is changed in place
-    and returned; `model.overspill` is its engine. In training mode memory for optimizer states is
-    planned; call `model.eval()` first to offload for inference.
+    the budgets would give. `state_dtype` is that of the moments; `keep_gradients` says whether
+    room is planned for gradients that wait (for clipping or accumulation; left out: if there is
+    room). The model is changed in place and returned; `model.overspill` is its engine. In training
+    mode memory for optimizer states is planned; call `model.eval()` first to offload for inference.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not layers:
@@ -58,7 +61,15 @@ def offload(
     layout = RecordLayout(layers[0].shape, layers[0].dtype, state_dtype)
     sizes = _sizes(model, layers, layout)
     folder = None if disk is None else Path(disk)
-    wish = _wish(where, gpu_memory, host_memory, folder, mode, slots, host_slots, settings)
+    wish = _wish(where, gpu_memory, host_memory, folder)
+    wish = replace(
+        wish,
+        mode=mode,
+        slots=slots,
+        host_slots=host_slots,
+        pin_share=settings.pin_share,
+        keep_gradients=keep_gradients,
+    )
     placement = place(sizes, wish)
     if where.type == "cuda":
         # the budget is hard: the allocator refuses to go past it
@@ -123,11 +134,8 @@ def _wish(
     gpu_memory: Size,
     host_memory: Size,
     disk: Path | None,
-    mode: str,
-    slots: int | None,
-    host_slots: int | None,
-    settings: Settings,
 ) -> Wish:
+    """The budgets, from the arguments or from what the machine has."""
     available = available_memory()
     host = available if host_memory is None else parse_size(host_memory, "--host-memory")
     if host > available:
@@ -147,7 +155,7 @@ def _wish(
             f"--gpu-memory {format_size(gpu)} is not there: the GPU has {format_size(total)}"
         )
     free = None if disk is None else disk_free(disk)
-    return Wish(gpu, host, free, mode, slots, host_slots, settings.pin_share)
+    return Wish(gpu, host, free)
 
 
 def _engine(

@@ -42,6 +42,8 @@ class Wish:
     slots: int | None = None
     host_slots: int | None = None
     pin_share: float = 0.25
+    # whether gradients will have to wait, for clipping or accumulation; None: not known yet
+    keep_gradients: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,10 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
     slots = _slots(model, wish, free)
     pinned = max(0, min(int(slots * wish.pin_share), slots - 2))
     ring = min(model.experts, max(4, model.experts // 6)) if model.training else 0
-    rows = _host_rows(model, wish, ring)
     if mode == "host":
-        if wish.host_slots is None and rows < model.experts:
-            need = model.experts * model.record + ring * model.weight_record + PROCESS
+        row = _row(model, wish.keep_gradients is True)
+        if wish.host_slots is None and _host_rows(model, wish, ring, row) < model.experts:
+            need = model.experts * row + ring * model.weight_record + PROCESS
             raise BudgetError(
                 f"--host-memory {format_size(wish.host_memory)} does not hold the experts, which "
                 f"need {format_size(need, up=True)}; give a --disk folder, or more host memory"
@@ -94,12 +96,17 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
         return Placement(
             "host", slots, pinned, model.experts, 0, 0, ring, max_rows, wish.host_memory
         )
-    return _on_disk(model, wish, rows, slots, pinned, ring, max_rows)
+    return _on_disk(model, wish, slots, pinned, ring, max_rows)
 
 
-def _gpu_need(model: ModelSizes) -> int:
+def _row(model: ModelSizes, keep: bool) -> int:
+    """Bytes of one expert in host memory or on disk, with its gradient if that may have to wait."""
+    return model.record + (model.weight_record if keep and model.training else 0)
+
+
+def _gpu_need(model: ModelSizes, wish: Wish) -> int:
     layer_gradients = model.n_experts * model.weight_record if model.training else 0
-    return model.dense + model.experts * model.record + layer_gradients
+    return model.dense + model.experts * _row(model, wish.keep_gradients is True) + layer_gradients
 
 
 def _choose_mode(model: ModelSizes, wish: Wish) -> str:
@@ -107,11 +114,12 @@ def _choose_mode(model: ModelSizes, wish: Wish) -> str:
     if (
         wish.slots is None
         and wish.host_slots is None
-        and _gpu_need(model) <= 0.75 * wish.gpu_memory
+        and _gpu_need(model, wish) <= 0.75 * wish.gpu_memory
     ):
         return "gpu"
     ring = max(4, model.experts // 6) if model.training else 0
-    if wish.host_slots is None and _host_rows(model, wish, ring) >= model.experts:
+    row = _row(model, wish.keep_gradients is True)
+    if wish.host_slots is None and _host_rows(model, wish, ring, row) >= model.experts:
         return "host"
     if wish.disk_free is not None:
         return "disk"
@@ -119,7 +127,7 @@ def _choose_mode(model: ModelSizes, wish: Wish) -> str:
 
 
 def _on_gpu(model: ModelSizes, wish: Wish, max_rows: int) -> Placement:
-    need = _gpu_need(model)
+    need = _gpu_need(model, wish)
     if need > wish.gpu_memory:
         raise BudgetError(
             f"mode='gpu' needs {format_size(need)}, --gpu-memory is "
@@ -140,27 +148,26 @@ def _slots(model: ModelSizes, wish: Wish, free: int) -> int:
     return max(2, min(fitting, 4 * model.n_experts, model.experts))
 
 
-def _host_rows(model: ModelSizes, wish: Wish, ring: int) -> int:
+def _host_rows(model: ModelSizes, wish: Wish, ring: int, row: int) -> int:
     free = wish.host_memory - PROCESS - ring * model.weight_record
-    return max(0, free) // model.record
+    return max(0, free) // row
 
 
 def _on_disk(
-    model: ModelSizes, wish: Wish, rows: int, slots: int, pinned: int, ring: int, max_rows: int
+    model: ModelSizes, wish: Wish, slots: int, pinned: int, ring: int, max_rows: int
 ) -> Placement:
     if wish.disk_free is None:
         raise BudgetError("mode='disk' needs a folder; give --disk FOLDER on a fast local SSD")
-    if wish.host_slots is not None:
-        rows = wish.host_slots
-    else:
-        # gradients kept for exact clipping or accumulation take their share of every row
-        rows = int(rows * model.record / (model.record + model.weight_record))
+    row = _row(model, wish.keep_gradients is not False)  # room for gradients unless none will wait
+    rows = wish.host_slots
+    if rows is None:
+        rows = _host_rows(model, wish, ring, row)
     rows = min(rows, model.experts)
     if rows < 2:
         raise BudgetError(
             f"--host-memory {format_size(wish.host_memory)} holds fewer than two experts of "
-            f"{format_size(model.record)} beside the process; give at least "
-            f"{format_size(PROCESS + ring * model.weight_record + 4 * model.record, up=True)}"
+            f"{format_size(row)} beside the process; give at least "
+            f"{format_size(PROCESS + ring * model.weight_record + 4 * row, up=True)}"
         )
     # two layers pass through the cache; the rest lives in host memory for good
     cache = min(rows, max(2, 2 * model.n_experts), max(2, rows // 2))
@@ -168,7 +175,7 @@ def _on_disk(
     if rows >= model.experts:
         home, cache = model.experts, 0
     spilled = model.experts - home
-    need = spilled * (model.record + (model.weight_record if model.training else 0))
+    need = spilled * row
     if need > wish.disk_free:
         raise BudgetError(
             f"the disk has {format_size(wish.disk_free)} free, {spilled} spilled experts need "

@@ -165,6 +165,12 @@ def _slots(config: TrainConfig, shape: GPTConfig, say: Callable[[str], None]) ->
     return slots
 
 
+def _keeps_gradients(config: TrainConfig) -> bool:
+    """Whether gradients of experts will wait: for the norm, for more of them, or for step()."""
+    one_by_one = config.data.accumulate > 1 and not config.data.group
+    return config.optim.clip > 0 or one_by_one or not config.memory.overlap_updates
+
+
 def build_session(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
     """Take the memory and build the model into it."""
     config, memory, optim = blueprint.config, blueprint.config.memory, blueprint.config.optim
@@ -194,6 +200,7 @@ def build_session(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
             threads=memory.threads,
         ),
         state_dtype=DTYPES[optim.state_dtype],
+        keep_gradients=_keeps_gradients(config),
         quiet=True,  # the trainer says what lies where
     )
     engine = cast(Engine, model.overspill)
