@@ -78,6 +78,7 @@ def main() -> None:
     engine = model.overspill
     offloaded = engine.placement.mode != "gpu"
     for norm in {"no": [None], "yes": [1.0], "both": [None, 1.0]}[args.clip]:
+        optimizer = None  # an engine has one optimizer at a time
         optimizer = optimize(model, norm)
         for batch in (int(text) for text in args.batches.split(",")):
             middle = "" if offloaded else "gpu-only-"

@@ -1,6 +1,7 @@
 """Training with spilled experts gives the losses and weights of plain PyTorch training."""
 
 import functools
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,6 @@ def test_every_switch_leaves_the_numbers_alone(switch: str, where: str, tmp_path
         (Task(), "updates not overlapped"),
         (Task(micro_batches=3, clip=0.5, checkpoint=True), "updates not overlapped"),
     ],
-    ids=str,
 )
 def test_switches_with_everything_on_the_device(task: Task, switch: str, tmp_path: Path) -> None:
     run = spilled_run(task, "gpu", tmp_path, Settings(**SWITCHES[switch]))
@@ -136,7 +136,6 @@ def test_where_an_expert_lives_changes_no_bit(where: str, tmp_path: Path) -> Non
         ("disk behind 9 rows", Task(micro_batches=2, checkpoint=True)),
         ("disk behind 3 rows", Task(micro_batches=2, clip=0.5, starve=True)),
     ],
-    ids=str,
 )
 def test_late_transfers_and_updates_change_no_bit(task: Task, where: str, tmp_path: Path) -> None:
     run = spilled_run(task, where, tmp_path, Settings(inject=delays(seed=len(where))))
@@ -369,6 +368,18 @@ def test_a_graph_that_is_thrown_away_disturbs_nothing(
     assert_follows(run, replace(plain_run(task), norms=[]))
 
 
+def test_a_graph_that_is_thrown_away_is_waited_for_no_longer(tmp_path: Path) -> None:
+    """Else no gradient would be complete before step(), and no update would overlap backward."""
+    task = Task()
+    model = task.model()
+    with spilled(model, "host with 2 slots", tmp_path) as engine:
+        adamw(model, task)
+        loss = loss_of(model, next(task.batches())[0])
+        assert not any(engine.is_final(layer) for layer in range(3))
+        del loss
+        assert all(engine.is_final(layer) for layer in range(3))
+
+
 @pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_every_backward_may_be_under_accumulate(where: str, tmp_path: Path) -> None:
     task = Task(micro_batches=2, steps=5)
@@ -428,6 +439,28 @@ def test_the_state_dict_is_that_of_the_plain_model(where: str, tmp_path: Path) -
     assert_same_bits(Run(weights=weights_of(plain)), Run(weights=weights_of(other)))
 
 
+@pytest.mark.parametrize("where", ["gpu", "host with 2 slots"])
+def test_a_state_dict_that_does_not_fit_is_refused_as_by_a_plain_model(
+    where: str, tmp_path: Path
+) -> None:
+    task = Task()
+    model = task.model()
+    with spilled(model, where, tmp_path):
+        before = weights_of(model)
+        given = weights_of(GPTMoE(task.config, seed=5))
+        name = "blocks.1.moe.w_out"
+        without = {key: value for key, value in given.items() if key != name}
+        with pytest.raises(RuntimeError, match=rf"Missing key.*{name}"):
+            model.load_state_dict(without)
+        model.load_state_dict(without, strict=False)
+        assert torch.equal(model.state_dict()[name], before[name])
+        more = {**given, name: torch.cat([given[name], given[name]])}  # of twice the experts
+        with pytest.raises(RuntimeError, match=rf"size mismatch for {name}"):
+            model.load_state_dict(more)
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*another"):
+            model.load_state_dict({**given, "another": torch.ones(1)})
+
+
 def test_a_state_dict_read_while_everything_moves_is_the_one_of_the_step(tmp_path: Path) -> None:
     task = Task(steps=6)
     quiet, moving = [], []
@@ -440,6 +473,33 @@ def test_a_state_dict_read_while_everything_moves_is_the_one_of_the_step(tmp_pat
                 snapshots.append(weights_of(model))
     for expected, got in zip(quiet, moving, strict=True):
         assert_same_bits(Run(weights=got), Run(weights=expected))
+
+
+def test_flush_waits_for_uploads_too(tmp_path: Path) -> None:
+    """An upload that ends lets the stager move rows, under the hands of whoever reads records."""
+    task = Task(clip=0.5)
+    model = task.model()
+    begun, go = threading.Event(), threading.Event()
+    go.set()
+
+    def hold(kind: str) -> None:
+        if kind == "upload" and not go.is_set():
+            begun.set()
+            assert go.wait(10)
+
+    with spilled(model, "disk behind 9 rows", tmp_path, Settings(inject=hold)) as engine:
+        optimizer = adamw(model, task)
+        loss_of(model, next(task.batches())[0]).backward()
+        go.clear()
+        optimizer.step()  # experts are updated, then uploaded for the next forward
+        assert begun.wait(10)
+        flush = threading.Thread(target=engine.flush)
+        flush.start()
+        flush.join(0.1)
+        assert flush.is_alive()
+        go.set()
+        flush.join(10)
+        assert not flush.is_alive()
 
 
 # -- what the papers' own code got wrong ------------------------------------------------------

@@ -130,11 +130,12 @@ def test_two_forwards_through_reentrant_checkpoints_are_refused(
     model = task.model()
     _reentrant(model)
     with spilled(model, "host with 2 slots", tmp_path, idle=False):
-        adamw(model, task)
+        optimizer = adamw(model, task)
         a, b = next(task.batches())
         loss = loss_of(model, a) + loss_of(model, b)
         with pytest.raises(OrderError, match=r"step\(\)"):
             loss.backward()
+        assert optimizer.steps_taken == 0
 
 
 @pytest.mark.parametrize("where", WHERE)

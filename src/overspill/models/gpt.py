@@ -143,6 +143,12 @@ class GPTMoE(nn.Module):
         """
         was_training = self.training
         self.eval()
+        try:
+            return self._generate(tokens, n, temperature, seed)
+        finally:
+            self.train(was_training)
+
+    def _generate(self, tokens: Tensor, n: int, temperature: float, seed: int) -> Tensor:
         generator = torch.Generator(tokens.device).manual_seed(seed)
         for _ in range(n):
             logits = self(tokens[:, -self.config.max_seq :]).logits[:, -1].float()
@@ -152,7 +158,6 @@ class GPTMoE(nn.Module):
                 probs = (logits / temperature).softmax(-1)
                 chosen = torch.multinomial(probs, 1, generator=generator)
             tokens = torch.cat((tokens, chosen), dim=1)
-        self.train(was_training)
         return tokens
 
 

@@ -55,12 +55,18 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         dx_TD, dw_VD = ctx.saved_tensors
         # Not in place: with retain_graph this may run again.
         return (
-            None if dx_TD is None else dx_TD * dloss.to(dx_TD.dtype),
-            None if dw_VD is None else dw_VD * dloss.to(dw_VD.dtype),
+            None if dx_TD is None else _scaled(dx_TD, dloss),
+            None if dw_VD is None else _scaled(dw_VD, dloss),
             None,
             None,
             None,
         )
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiplied in float32 (as a matrix, because torch rounds a scalar tensor to bf16 first) and
+    rounded once."""
+    return torch.mul(gradient, factor.view(1, 1), out=torch.empty_like(gradient))
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """`overspill.offload`: hands the experts of a model to an engine, in place."""
 
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -71,10 +72,6 @@ def offload(
         keep_gradients=keep_gradients,
     )
     placement = place(sizes, wish)
-    if where.type == "cuda":
-        # the budget is hard: the allocator refuses to go past it
-        total = torch.cuda.get_device_properties(where).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, wish.gpu_memory / total), where)
     show = _shown(progress)
     try:
         engine = _engine(layers, layout, where, placement, settings, folder, show)
@@ -87,6 +84,12 @@ def offload(
         if isinstance(show, TerminalProgress):
             show.stop()
     model.to(where)
+    if where.type == "cuda":
+        torch.cuda.empty_cache()
+        # the budget is hard: the allocator refuses to go past it
+        total = torch.cuda.get_device_properties(where).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, wish.gpu_memory / total), where)
+    _close_with(engine, layers)
     model.overspill = engine  # type: ignore[assignment]
     if not quiet:
         print(engine.describe(), file=sys.stderr)
@@ -102,7 +105,8 @@ def _device(device: str | torch.device | None) -> torch.device:
             raise ConfigError(
                 f"device={str(device)!r}: there is no CUDA GPU here; use device='cpu'"
             )
-        found = torch.device("cuda", found.index or 0)
+        index = torch.cuda.current_device() if found.index is None else found.index
+        found = torch.device("cuda", index)
     return found
 
 
@@ -146,7 +150,8 @@ def _wish(
     if gpu_memory is not None:
         gpu = parse_size(gpu_memory, "--gpu-memory")
     elif device.type == "cuda":
-        gpu = torch.cuda.mem_get_info(device)[0]
+        # what this process holds already will be part of the budget too
+        gpu = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     else:
         gpu = available // 2  # the CPU computes: half of the memory stands for the device's
     if device.type == "cuda" and gpu > torch.cuda.get_device_properties(device).total_memory:
@@ -167,7 +172,15 @@ def _engine(
     disk: Path | None,
     progress: Progress | None,
 ) -> Engine:
-    common = (len(layers), layers[0].n_experts, layout, device, placement, settings, Recorder())
+    common = (
+        len(layers),
+        layers[0].n_experts,
+        layout,
+        device,
+        placement,
+        settings,
+        Recorder(device=device),
+    )
     if placement.mode == "gpu":
         return ResidentEngine(*common)
     return StreamingEngine(*common, disk=disk, progress=progress)
@@ -185,6 +198,18 @@ def _fill(engine: Engine, layers: list[MoE], progress: Progress | None) -> None:
                 size = engine.layout.weight_bytes
                 progress("filling the store", done * size, total * size)
         layer.give_away(engine, number)
+
+
+class _Keeper:
+    """Held by the placeholders of all layers: when it goes, nobody can use the experts any more."""
+
+
+def _close_with(engine: Engine, layers: list[MoE]) -> None:
+    """Ends the engine's threads when the model and its optimizer are gone, or at exit."""
+    keeper = _Keeper()
+    for layer in layers:
+        layer.experts.keeper = keeper
+    weakref.finalize(keeper, engine.close)
 
 
 def _filler(layer: MoE, index: int, scratch: Tensor) -> Callable[[Tensor], None]:

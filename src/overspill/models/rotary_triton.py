@@ -4,6 +4,7 @@
 # mypy: disallow-untyped-calls=False
 """The rotary turn as one Triton kernel: a program a token."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,17 +16,18 @@ def rotate_cuda(qkv: Tensor, cos_SW: Tensor, sin_SW: Tensor, direction: float) -
     batch, length, _, heads, width = qkv.shape
     out = qkv.new_empty(qkv.shape)
     pairs = heads * width  # of q and k together: 2 * heads * width / 2
-    _rotate[(batch * length,)](
-        qkv,
-        out,
-        cos_SW,
-        sin_SW,
-        length,
-        direction,
-        PAIRS=pairs,
-        HALF=width // 2,
-        BLOCK=triton.next_power_of_2(pairs),
-    )
+    with torch.cuda.device(qkv.device):
+        _rotate[(batch * length,)](
+            qkv,
+            out,
+            cos_SW,
+            sin_SW,
+            length,
+            direction,
+            PAIRS=pairs,
+            HALF=width // 2,
+            BLOCK=triton.next_power_of_2(pairs),
+        )
     return out
 
 

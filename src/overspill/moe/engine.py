@@ -69,6 +69,7 @@ class ExpertPlaceholder(nn.Parameter):
 
     engine: "Engine"
     layer: int
+    keeper: object  # while any placeholder holds it, the engine stays open
     is_expert_placeholder = True
 
     def __new__(cls, engine: "Engine", layer: int) -> "ExpertPlaceholder":
@@ -93,6 +94,7 @@ class LayerPass:
 
     layer: int
     training: bool = False  # a backward will follow
+    trained: bool = True  # its weights want gradients
     permutation: Permutation | None = None
     counts: list[int] = field(default_factory=list)
     kept: Tensor | None = None  # pre-activations, if they are kept
@@ -132,12 +134,14 @@ class Engine(abc.ABC):
         self.settings = settings
         self.recorder = recorder
         self.layout = layout
-        self.rule: UpdateRule | None = None
+        self._rule: weakref.ref[UpdateRule] | None = None
+        self._closed = False
         self.accumulating = False
         self.layer_steps = [0] * n_layers  # updates of each layer so far, for bias correction
         # passes whose backward is still to come; sets, because adding and removing is atomic and
         # the garbage collector may drop a graph in any thread
         self._open: list[set[Promise]] = [set() for _ in range(n_layers)]
+        self._step_keeps = False  # whether this step's gradients wait for step()
         self._final: set[int] = set()  # layers whose gradient of this step is complete
         self._gathered: set[int] = set()  # layers that hold part of this step's gradient
         self._updated_with: dict[int, AdamHyper] = {}  # layers updated during backward, and how
@@ -149,6 +153,12 @@ class Engine(abc.ABC):
     @property
     def dtype(self) -> torch.dtype:
         return self.layout.dtype
+
+    @property
+    def rule(self) -> UpdateRule | None:
+        """The optimizer, as long as somebody holds it: the engine must not keep it (and with it
+        the model) alive."""
+        return None if self._rule is None else self._rule()
 
     @property
     def overlap_updates(self) -> bool:
@@ -181,6 +191,9 @@ class Engine(abc.ABC):
     def begin_backward(self, layer_pass: LayerPass) -> bool:
         """Before the first wave of a layer's backward; whether weight gradients are wanted."""
         layer = layer_pass.layer
+        if not layer_pass.trained:
+            self._open[layer].discard(layer_pass.promise)
+            return False
         if self.rule is None:
             raise OrderError(
                 "backward through offloaded experts needs their optimizer: create "
@@ -192,7 +205,15 @@ class Engine(abc.ABC):
                 "each backward, or wrap all but the last in `with opt.accumulate():`"
             )
         self._open[layer].discard(layer_pass.promise)
-        return self.rule.hyper(layer) is not None
+        hyper = self.rule.hyper(layer)
+        if hyper is None:
+            return False
+        # from here on the layer may hold gradients, even if this backward should fail half-way
+        self._gathered.add(layer)
+        self._step_keeps = self.rule.keep_gradients
+        if self.is_final(layer) and not self.rule.keep_gradients:
+            self._updated_with[layer] = hyper
+        return True
 
     def is_final(self, layer: int) -> bool:
         """Whether the gradient being delivered completes the layer's gradient of this step."""
@@ -201,17 +222,9 @@ class Engine(abc.ABC):
     def end_backward(self, layer_pass: LayerPass) -> None:
         """After the last wave: experts without tokens get their decay, the layer is complete."""
         layer = layer_pass.layer
-        assert self.rule is not None
-        hyper = self.rule.hyper(layer)
-        if hyper is None:
-            return
-        if self.is_final(layer):
+        if layer in self._gathered and self.is_final(layer):
             self._final.add(layer)
-            if not self.rule.keep_gradients:
-                self._updated_with[layer] = hyper
             self._complete(layer, layer_pass.counts)
-        else:
-            self._gathered.add(layer)
 
     @abc.abstractmethod
     def _complete(self, layer: int, counts: Sequence[int]) -> None:
@@ -241,6 +254,15 @@ class Engine(abc.ABC):
 
     def _check_unchanged(self) -> None:
         """Dense parameters take the numbers of now, the experts took those of backward."""
+        if (
+            self._gathered
+            and self.rule is not None
+            and self._step_keeps != self.rule.keep_gradients
+        ):
+            raise OrderError(
+                "clipping (or overlap_updates) was switched between backward and step(); switch it "
+                "after step()"
+            )
         for layer, hyper in self._updated_with.items():
             if self.rule is not None and self.rule.hyper(layer) != hyper:
                 raise OrderError(
@@ -259,7 +281,7 @@ class Engine(abc.ABC):
 
     def discard_pending(self) -> None:
         """What zero_grad() means for experts: gradients that were kept and not used are dropped."""
-        if self._final and self.rule is not None and not self.rule.keep_gradients:
+        if self._updated_with:
             raise OrderError(
                 "zero_grad() after backward without step(): the experts were updated during "
                 "backward already; call step() first, or set max_grad_norm (or overlap_updates="
@@ -272,6 +294,39 @@ class Engine(abc.ABC):
         self._final.clear()
         self._gathered.clear()
         self._updated_with.clear()
+
+    def _check_pass(self, layer: int) -> None:
+        """A pass between a layer's backward and step() would see weights of neither step."""
+        self._check_open()
+        if layer in self._final:
+            raise OrderError(
+                "forward after backward without step(): call opt.step() after each backward (or, "
+                "with clipping, opt.zero_grad() to drop the gradients), or wrap the backward of "
+                "all micro-batches but the last in `with opt.accumulate():`"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OrderError("the engine is closed and its experts are gone; load the model again")
+
+    def _attach(self, rule: UpdateRule) -> bool:
+        """Follows `rule` from now on; whether it takes over from one that is gone."""
+        self._check_open()
+        if not self.placement.training:
+            raise OrderError(
+                "the model was offloaded for inference; call model.train() before offload() to "
+                "plan memory for an optimizer"
+            )
+        if self.rule is not None and self.rule is not rule:
+            raise OrderError(
+                "the model has an optimizer already; use its parameter groups, or delete it first"
+            )
+        again = self._rule is not None
+        self._rule = weakref.ref(rule)
+        if again:
+            self.layer_steps[:] = [0] * self.n_layers
+            self._forget_step()
+        return again
 
     # -- records, for checkpoints ---------------------------------------------------------
 
@@ -313,6 +368,11 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def describe(self) -> str:
         """One line: the mode and what lies where."""
+
+    def _lift_budget(self) -> None:
+        """The allocator's limit was this engine's budget."""
+        if self.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     @abc.abstractmethod
     def close(self) -> None:

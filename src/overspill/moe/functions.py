@@ -32,7 +32,7 @@ def routed_experts(
 ) -> Tensor:
     """Each token's weighted sum over its experts, [T, D]."""
     engine, layer = placeholder.engine, placeholder.layer
-    layer_pass = LayerPass(layer)
+    layer_pass = LayerPass(layer, trained=placeholder.requires_grad)
     weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
     # the placeholder is an input too: experts learn even where nothing below them does
     trained = any(tensor.requires_grad for tensor in (x_TD, weights_TK, placeholder))
@@ -138,7 +138,7 @@ def _backward(
     dx_RD = x_TD.new_empty(permutation.n_rows, x_TD.shape[1])
     drow_weight_R = weights_TK.new_empty(permutation.n_rows)
     for wave in engine.waves(layer_pass, Phase.BACKWARD):
-        total: WaveGrads | None = None
+        total = grads = None
         for start, end, ends, counts in _pieces(wave, engine):
             grads = wave_backward(
                 gather_rows(x_TD, permutation, start, end),
@@ -156,7 +156,7 @@ def _backward(
             total = grads if total is None else _add(total, grads)
         if need_dw and total is not None:
             engine.deliver(layer_pass, wave, *total.dw)
-        del total
+        del total, grads  # before the next wave computes, not after
     layer_pass.kept = None
     engine.end_backward(layer_pass)
     return sum_rows(dx_RD, permutation), weights_grad(drow_weight_R, permutation)

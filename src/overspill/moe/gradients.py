@@ -17,7 +17,7 @@ from overspill.transfer.gradients import Downloads, GradientRing
 from overspill.transfer.lanes import PASSED, Lane, Mark
 from overspill.transfer.stager import Stager
 
-_IN_FLIGHT = 8  # gradients of experts on the device at once
+_IN_FLIGHT = 8  # gradients of experts on the device at once, fewer with few slots
 _RING_WHEN_KEPT = 8  # where gradients are kept, buffers only serve to add up micro-batches
 
 
@@ -37,7 +37,8 @@ class Gradients:
         self.updates = updates
         self.stager = stager
         self.squares = updates.squares
-        self.downloads = Downloads(lane, _IN_FLIGHT * store.layout.weight_bytes)
+        in_flight = min(_IN_FLIGHT, placement.slots)
+        self.downloads = Downloads(lane, in_flight * store.layout.weight_bytes)
         self.ring: GradientRing | None = None
         self._kept: set[int] = set()  # numbers of experts whose row holds some of this step's
 
@@ -60,7 +61,8 @@ class Gradients:
             raise BudgetError(
                 f"gradients that wait for clipping or accumulation need --host-memory "
                 f"{format_size(need)} in all, it is {format_size(self.placement.host_memory)}; "
-                "raise it, give a --disk folder, or train without them (max_grad_norm=None)"
+                "raise it, offload with keep_gradients=True and a --disk folder, or train without "
+                "them (max_grad_norm=None)"
             )
         self.store.take(Part.GRADS)
 
@@ -162,6 +164,10 @@ class Gradients:
     def sum_of_squares(self) -> float:
         kept = sorted(self._kept)
         return float(self.squares[kept].to(torch.float64).sum()) if kept else 0.0
+
+    def holds_any(self) -> bool:
+        """Whether a row holds some of this step's gradient."""
+        return bool(self._kept)
 
     def end_step(self) -> None:
         self._kept.clear()

@@ -114,17 +114,44 @@ class MoE(nn.Module):
         destination[prefix + "w_in"], destination[prefix + "w_out"] = w_in, w_out
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         if self.engine is not None:
-            self.engine.flush()
-            w_in, w_out = state_dict.pop(prefix + "w_in"), state_dict.pop(prefix + "w_out")
-            for index in range(self.n_experts):
-                record = torch.cat((w_in[index].reshape(-1), w_out[index].reshape(-1)))
-
-                def fill(into: Tensor, record: Tensor = record) -> None:
-                    into.copy_(record)
-
-                self.engine.write_weights(ExpertId(self.layer, index), fill)
+            shape = self.shape
+            sizes = {
+                prefix + "w_in": (self.n_experts, shape.in_rows, shape.d_model),
+                prefix + "w_out": (self.n_experts, shape.d_model, shape.d_hidden),
+            }
+            given = {name: state_dict.pop(name) for name in sizes if name in state_dict}
+            missing = [name for name in sizes if name not in given]
+            wrong = [
+                f"size mismatch for {name}: {tuple(given[name].shape)} is not {size}"
+                for name, size in sizes.items()
+                if name in given and given[name].shape != size
+            ]
+            missing_keys += missing if strict else []
+            error_msgs += wrong
+            if not missing and not wrong:
+                self._load_experts(*(given[name] for name in sizes))
             state_dict[prefix + "experts"] = self.experts
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _load_experts(self, w_in: Tensor, w_out: Tensor) -> None:
+        assert self.engine is not None
+        self.engine.flush()
+        for index in range(self.n_experts):
+            record = torch.cat((w_in[index].reshape(-1), w_out[index].reshape(-1)))
+
+            def fill(into: Tensor, record: Tensor = record) -> None:
+                into.copy_(record)
+
+            self.engine.write_weights(ExpertId(self.layer, index), fill)

@@ -53,6 +53,7 @@ class ResidentEngine(Engine):
 
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
         layer, counts = layer_pass.layer, layer_pass.counts
+        self._check_pass(layer)
         permutation = layer_pass.permutation
         assert permutation is not None
         base = layer * self.n_experts
@@ -105,6 +106,7 @@ class ResidentEngine(Engine):
         # The first gradient of a step shows a NaN loss before anything is updated with it; the
         # others are looked at in step(), where the device is waited for anyway.
         if not self._updated and not math.isfinite(self.squares[first:stop].sum().item()):
+            self.discard()
             raise self._not_finite()
 
     def _keep(self, grad: Tensor, first: int, stop: int) -> None:
@@ -152,6 +154,11 @@ class ResidentEngine(Engine):
     # -- the end of a step ----------------------------------------------------------------
 
     def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> None:
+        if self._attach(rule):
+            self._kept.clear()
+            self._updated.clear()
+            for state in self.states.values():
+                state.zero_()
         if not self.states:
             self.layout = RecordLayout(self.shape, self.dtype, state_dtype)
             self.states = {
@@ -160,7 +167,6 @@ class ResidentEngine(Engine):
             }
         if rule.keep_gradients and self.grads is None:
             self.grads = torch.zeros(self._size, dtype=self.dtype, device=self.device)
-        self.rule = rule
 
     def gradient_squares(self) -> float:
         if self.grads is None or not self._kept:
@@ -210,20 +216,28 @@ class ResidentEngine(Engine):
         return expert.layer * self.n_experts + expert.index
 
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
+        self._check_open()
         out.copy_(self.weights[self._number(expert)])
 
     def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
+        self._check_open()
         fill(self.weights[self._number(expert)])
+        if "low" in self.states:
+            # the master is the new weight, without low bits of the old one
+            self.states["low"][self._number(expert)].zero_()
 
     def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None:
+        self._check_open()
         out.copy_(self.states[name][self._number(expert)])
 
     def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None:
+        self._check_open()
         self.states[name][self._number(expert)].copy_(value)
 
     # -- life -----------------------------------------------------------------------------
 
     def flush(self) -> None:
+        self._check_open()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -243,7 +257,11 @@ class ResidentEngine(Engine):
         )
 
     def close(self) -> None:
+        if self._closed:
+            return
         self.flush()
+        self._closed = True
         self.weights = self.weights[:0]
         self.states.clear()
         self.grads = None
+        self._lift_budget()

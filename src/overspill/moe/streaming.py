@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from overspill.core.errors import NonFiniteError, OrderError
+from overspill.core.errors import NonFiniteError
 from overspill.core.experts import ExpertId, Phase
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
@@ -51,12 +51,13 @@ class StreamingEngine(Engine):
         super().__init__(n_layers, n_experts, layout, device, placement, settings, recorder)
         self.progress = progress
         on_gpu = device.type == "cuda"
+        # first what may not fit: nothing else has been taken yet
+        slab = device_slab(placement.slots, layout.weight_bytes, device)
         rows = placement.home_rows, placement.cache_rows
         self.store = ExpertStore(n_layers, n_experts, layout, *rows, on_gpu, disk, progress)
         self.course = Course(n_layers, n_experts)
         self.residency = Residency(n_experts, placement)
         self.trace = ComputeTrace(recorder, device)
-        slab = device_slab(placement.slots, layout.weight_bytes, device)
         self._slot_weights = layout.weights(slab)
         inject = settings.inject
         upload = Lane("upload", device, recorder, inject)
@@ -72,7 +73,6 @@ class StreamingEngine(Engine):
             self.loader.row_read = self.stager.pump
         download = Lane("download", device, recorder, inject)
         self.gradients = Gradients(self.store, placement, download, self.updates, self.stager)
-        self._closed = False
 
     # -- waves ----------------------------------------------------------------------------
 
@@ -83,8 +83,7 @@ class StreamingEngine(Engine):
         layer, counts = layer_pass.layer, layer_pass.counts
         permutation = layer_pass.permutation
         assert permutation is not None
-        if self._closed:
-            raise OrderError("the engine is closed and its experts are gone; load the model again")
+        self._check_pass(layer)
         self.trace.enter_experts()
         with self.store.lock:
             self.course.enter(layer, phase, counts, layer_pass.training)
@@ -136,11 +135,8 @@ class StreamingEngine(Engine):
         with self.store.lock:
             entries = {index: self._entry(layer, index) for index in pending}
             first = entries[pending[0]]
-            if first.stale and layer in self._final and self._keeps_gradients():
-                raise OrderError(
-                    "forward before step(): the gradients of the last backward are still waiting; "
-                    "call opt.step() (or opt.zero_grad() to drop them) first"
-                )
+            if self.stager is not None:
+                self.stager.pump()  # rows of experts that were passed are free for those to come
             slot_of = {index: self.residency.slot(entry.id) for index, entry in entries.items()}
             self.store.wait_main(lambda: loader.fresh(first, slot_of[pending[0]]))
             candidates = []
@@ -199,11 +195,15 @@ class StreamingEngine(Engine):
     # -- the end of a step ----------------------------------------------------------------
 
     def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> None:
+        again = self._attach(rule)
         if Part.STATES not in self.store.slabs:
             self.store.set_state_dtype(state_dtype)
             self.layout = self.store.layout
             self.store.take(Part.STATES)
-        self.rule = rule
+        elif again:
+            self.flush()
+            for entry in self.store.entries:
+                self.store.write_part(entry, Part.STATES, _zero)
         self.gradients.take_memory(rule.keep_gradients, self.progress)
 
     def switch(self, settings: Settings) -> None:
@@ -213,12 +213,14 @@ class StreamingEngine(Engine):
         self.loader.overlap = settings.overlap_uploads
 
     def gradient_squares(self) -> float:
+        self._check_open()
         self.gradients.settle(self._keeps_gradients())
         return self.gradients.sum_of_squares()
 
     def _apply(self, layers: Sequence[int]) -> None:
         assert self.rule is not None
-        self.gradients.settle(self.rule.keep_gradients)
+        # what is being added up shows only when it is done whether it is finite
+        self.gradients.settle(self.rule.keep_gradients or self.gradients.holds_any())
         for layer in layers if self.rule.keep_gradients else ():
             entries = [self._entry(layer, index) for index in range(self.n_experts)]
             self.gradients.update(entries, self.rule.hyper(layer))
@@ -233,10 +235,10 @@ class StreamingEngine(Engine):
     def _check_finite(self) -> None:
         """The updates have refused gradients that are not finite; this tells of them."""
         squares = self.gradients.squares
-        bad = (~torch.isfinite(squares)).nonzero().flatten().tolist()
-        if not bad:
+        if torch.isfinite(squares).all():
             return
         self.updates.wait_idle()  # they look at the same numbers
+        bad = (~torch.isfinite(squares)).nonzero().flatten().tolist()
         squares[bad] = 0.0
         first = self.store.entries[bad[0]].id
         self._forget_step()
@@ -254,18 +256,28 @@ class StreamingEngine(Engine):
     # -- records --------------------------------------------------------------------------
 
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
+        self._check_open()
         row = self.store.read_part(self.store.entry(expert), Part.WEIGHTS)
         out.copy_(self.layout.weights(row))
 
     def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
+        self._check_open()
         entry = self.store.entry(expert)
         self.store.write_part(entry, Part.WEIGHTS, lambda row: fill(self.layout.weights(row)))
+        if self.dtype == torch.bfloat16 and Part.STATES in self.store.slabs:
+            # the master is the new weight, without low bits of the old one
+            self.store.write_part(
+                entry, Part.STATES, lambda row: _zero(self.layout.state(row, "low"))
+            )
 
     def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None:
+        self._check_open()
         row = self.store.read_part(self.store.entry(expert), Part.STATES)
         out.copy_(self.layout.state(row, name))
 
     def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None:
+        self._check_open()
+
         def fill(row: Tensor) -> None:
             self.layout.state(row, name).copy_(value)
 
@@ -274,6 +286,7 @@ class StreamingEngine(Engine):
     # -- life -----------------------------------------------------------------------------
 
     def flush(self) -> None:
+        self._check_open()
         self.gradients.downloads.wait()
         with self.store.lock:
             # all at once: what one of them ends may let another begin
@@ -324,6 +337,11 @@ class StreamingEngine(Engine):
             torch.cuda.synchronize(self.device)  # nothing may copy from memory that goes away
         self.gradients.close()
         self.store.close()
+        self._lift_budget()
+
+
+def _zero(row: Tensor) -> None:
+    row.zero_()
 
 
 def sum_of_squares(dw: Tensor) -> Tensor:

@@ -189,4 +189,5 @@ class Updates:
         with self.store.lock:
             self._closed = True
             self.store.wake_updates.notify_all()
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # a finalizer may run in any thread
+            self._thread.join()

@@ -8,6 +8,8 @@ from overspill.core.sizes import format_size
 MODES = ("auto", "gpu", "host", "disk")
 PROCESS = 1 << 30
 """Host memory left to the process itself: the interpreter, libraries, data."""
+_FEWEST_ROWS = 256
+"""Rows of a wave below which kernels are mostly launches."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Placement:
     ring: int  # gradient buffers
     max_rows: int  # rows of a wave
     host_memory: int  # the budget all of this keeps within
+    training: bool = True  # memory for optimizer states is planned
 
     @property
     def banked(self) -> int:
@@ -70,7 +73,8 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
     if wish.mode not in MODES:
         raise ConfigError(f"mode={wish.mode!r} is not one of {', '.join(MODES)}")
     free = wish.gpu_memory - model.dense
-    floor = 4 * model.weight_record  # two experts and their gradients
+    # two experts, their gradients, as much again on its way to the host, and some tokens
+    floor = 6 * model.weight_record + _FEWEST_ROWS * model.row_bytes
     if free < floor:
         raise BudgetError(
             f"--gpu-memory {format_size(wish.gpu_memory)} is too small: the dense part of this "
@@ -78,7 +82,7 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
             f"{format_size(floor)}; give at least "
             f"{format_size((model.dense + floor) * 1.25, up=True)}"
         )
-    max_rows = max(256, wish.gpu_memory // 8 // model.row_bytes)
+    max_rows = max(_FEWEST_ROWS, wish.gpu_memory // 8 // model.row_bytes)
     mode = wish.mode if wish.mode != "auto" else _choose_mode(model, wish)
     if mode == "gpu":
         return _on_gpu(model, wish, max_rows)
@@ -94,7 +98,16 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
                 f"need {format_size(need, up=True)}; give a --disk folder, or more host memory"
             )
         return Placement(
-            "host", slots, pinned, model.experts, 0, 0, ring, max_rows, wish.host_memory
+            "host",
+            slots,
+            pinned,
+            model.experts,
+            0,
+            0,
+            ring,
+            max_rows,
+            wish.host_memory,
+            model.training,
         )
     return _on_disk(model, wish, slots, pinned, ring, max_rows)
 
@@ -118,8 +131,12 @@ def _choose_mode(model: ModelSizes, wish: Wish) -> str:
     ):
         return "gpu"
     ring = max(4, model.experts // 6) if model.training else 0
-    row = _row(model, wish.keep_gradients is True)
-    if wish.host_slots is None and _host_rows(model, wish, ring, row) >= model.experts:
+    # where a disk is given, gradients that may have to wait count before they are known to
+    keep = wish.disk_free is not None if wish.keep_gradients is None else wish.keep_gradients
+    if (
+        wish.host_slots is None
+        and _host_rows(model, wish, ring, _row(model, keep)) >= model.experts
+    ):
         return "host"
     if wish.disk_free is not None:
         return "disk"
@@ -133,7 +150,18 @@ def _on_gpu(model: ModelSizes, wish: Wish, max_rows: int) -> Placement:
             f"mode='gpu' needs {format_size(need)}, --gpu-memory is "
             f"{format_size(wish.gpu_memory)}; use mode='auto' to spill"
         )
-    return Placement("gpu", model.experts, model.experts, 0, 0, 0, 0, max_rows, wish.host_memory)
+    return Placement(
+        "gpu",
+        model.experts,
+        model.experts,
+        0,
+        0,
+        0,
+        0,
+        max_rows,
+        wish.host_memory,
+        model.training,
+    )
 
 
 def _slots(model: ModelSizes, wish: Wish, free: int) -> int:
@@ -163,7 +191,7 @@ def _on_disk(
     if rows is None:
         rows = _host_rows(model, wish, ring, row)
     rows = min(rows, model.experts)
-    if rows < 2:
+    if rows < min(2, model.experts):
         raise BudgetError(
             f"--host-memory {format_size(wish.host_memory)} holds fewer than two experts of "
             f"{format_size(row)} beside the process; give at least "
@@ -181,4 +209,15 @@ def _on_disk(
             f"the disk has {format_size(wish.disk_free)} free, {spilled} spilled experts need "
             f"{format_size(need)}; free some space or raise --host-memory"
         )
-    return Placement("disk", slots, pinned, home, cache, spilled, ring, max_rows, wish.host_memory)
+    return Placement(
+        "disk",
+        slots,
+        pinned,
+        home,
+        cache,
+        spilled,
+        ring,
+        max_rows,
+        wish.host_memory,
+        model.training,
+    )

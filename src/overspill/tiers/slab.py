@@ -24,7 +24,7 @@ class HostSlab:
 
     Anonymous memory registered with CUDA rather than torch's pinned allocator, which rounds up
     to a power of two: 58 GB would become 64. Several threads touch and register it, piece by
-    piece, huge pages where the kernel gives them: one thread would need half a minute.
+    piece: one thread would need half a minute.
     """
 
     def __init__(
@@ -50,8 +50,6 @@ class HostSlab:
                 f"the host has no {format_size(self.nbytes)} for {name}; lower --host-memory or "
                 f"give a --disk folder"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.rows = flat.view(rows, row_bytes)
         self._take(pinned, progress)

@@ -44,10 +44,12 @@ class RecordFile:
         self.path = path
         self.row_bytes = row_bytes
         self.nbytes = rows * row_bytes
-        self._fd = self._open(path)
+        self.fd = self._open(path)
+        # nameless from the start: the space is free again however the process ends
+        path.unlink()
         try:
             # the space is taken now, so that a full disk shows here and not in the middle of a step
-            os.posix_fallocate(self._fd, 0, max(self.nbytes, 1))
+            os.posix_fallocate(self.fd, 0, max(self.nbytes, 1))
         except OSError as error:
             self.close()
             raise DiskError(
@@ -73,33 +75,32 @@ class RecordFile:
         view = memoryview(_buffer(into))
         done = 0
         while done < len(view):
-            n = os.preadv(self._fd, [view[done:]], row * self.row_bytes + done)
+            n = os.preadv(self.fd, [view[done:]], row * self.row_bytes + done)
             if n == 0:
                 raise self._cut()
             done += n
 
     def write(self, row: int, source: Tensor) -> None:
         """Writes the bytes `source` (a slab row) as record `row`."""
-        if os.fstat(self._fd).st_size < self.nbytes:
+        if os.fstat(self.fd).st_size < self.nbytes:
             raise self._cut()  # writing behind the end would fill the rest with zeros
         view = memoryview(_buffer(source))
         done = 0
         while done < len(view):
-            done += os.pwritev(self._fd, [view[done:]], row * self.row_bytes + done)
+            done += os.pwritev(self.fd, [view[done:]], row * self.row_bytes + done)
 
     def _cut(self) -> DiskError:
-        size = os.fstat(self._fd).st_size
+        size = os.fstat(self.fd).st_size
         return DiskError(
             f"{self.path} has {format_size(size)} of {format_size(self.nbytes)}: it was cut or "
             f"replaced while in use; restart from the last checkpoint"
         )
 
     def close(self) -> None:
-        """Closes and removes the file: it is spill, not a checkpoint."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.path.unlink(missing_ok=True)
+        """Closes the file, and with it gives its space back: it is spill, not a checkpoint."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def _buffer(row: Tensor) -> ctypes.Array[ctypes.c_char]:

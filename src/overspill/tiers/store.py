@@ -106,9 +106,7 @@ class ExpertStore:
         self._folder: Path | None = None
         if disk is not None and self.disk_rows:
             check_folder(disk, self.disk_rows * layout.weight_bytes)
-            # a name of its own: two jobs may share a disk folder
-            self._folder = disk / f"overspill-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-            self._folder.mkdir()
+            self._folder = disk
         try:
             self.take(Part.WEIGHTS)
         except BaseException:
@@ -142,7 +140,9 @@ class ExpertStore:
         if self._folder is not None:
             size = self.row_bytes(part)
             check_folder(self._folder, self.disk_rows * size)
-            self.files[part] = RecordFile(self._folder / f"{name}.bin", self.disk_rows, size)
+            # a name of its own: two jobs may share a disk folder
+            path = self._folder / f"overspill-{os.getpid()}-{uuid.uuid4().hex[:8]}-{name}.bin"
+            self.files[part] = RecordFile(path, self.disk_rows, size)
         self.slabs[part] = HostSlab(name, rows, self.row_bytes(part), self.pinned, self.progress)
         for entry in self.entries:
             if entry.disk_row is None:
@@ -200,18 +200,20 @@ class ExpertStore:
 
     def write_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
         """Lets `fill` change the bytes of `part` in place, wherever they lie."""
-        if entry.row is not None and entry.have & part:
-            fill(self.host(entry, part))
-            if entry.disk_row is not None:
-                entry.dirty |= part
-        else:
-            assert entry.disk_row is not None
-            scratch = self._scratch(part)
-            self.files[part].read(entry.disk_row, scratch)
-            fill(scratch)
-            self.files[part].write(entry.disk_row, scratch)
-        if part == Part.WEIGHTS:
-            with self.lock:
+        with self.lock:
+            # held throughout: nobody may read the old bytes or give the row away meanwhile
+            self.wait_main(lambda: not entry.io)
+            if entry.row is not None and entry.have & part:
+                fill(self.host(entry, part))
+                if entry.disk_row is not None:
+                    entry.dirty |= part
+            else:
+                assert entry.disk_row is not None
+                scratch = self._scratch(part)
+                self.files[part].read(entry.disk_row, scratch)
+                fill(scratch)
+                self.files[part].write(entry.disk_row, scratch)
+            if part == Part.WEIGHTS:
                 entry.version += 1  # what is on the device is of the past
                 self.wake_loader.notify()
 
@@ -242,5 +244,3 @@ class ExpertStore:
             file.close()
         for slab in self.slabs.values():
             slab.close()
-        if self._folder is not None and self._folder.exists():
-            self._folder.rmdir()

@@ -46,10 +46,11 @@ class Recorder:
     count always.
     """
 
-    def __init__(self, capacity: int = 200_000) -> None:
+    def __init__(self, capacity: int = 200_000, device: "torch.device | None" = None) -> None:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1 span")
         self.enabled = False
+        self._device = device  # whose clock device spans are on; None: the current one
         # Guards all below: worker threads add spans while the main thread reads them.
         self._lock = threading.Lock()
         # Each with the time it was kept. That time only grows along the deque and is not before
@@ -174,7 +175,7 @@ class Recorder:
         """
         import torch
 
-        stream = self._clock_stream or torch.cuda.Stream()
+        stream = self._clock_stream or torch.cuda.Stream(self._device)
         self._clock_stream = stream
         event = torch.cuda.Event(enable_timing=True)
         stream.synchronize()

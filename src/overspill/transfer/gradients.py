@@ -1,5 +1,6 @@
 """Gradients on their way from the compute device to host memory."""
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -44,23 +45,22 @@ class Downloads:
     def __init__(self, lane: Lane, limit: int) -> None:
         self.lane = lane
         self.limit = limit
-        self._held: deque[tuple[Mark, list[Tensor], int]] = deque()
-        self._bytes = 0
+        self._held: deque[tuple[Mark, list[Tensor]]] = deque()
 
     def send(self, pairs: Sequence[tuple[Tensor, Tensor]], name: str, after: Mark) -> Mark:
         sources = [source for _, source in pairs]
-        size = sum(source.nbytes for source in sources)
-        while self._held and (self._held[0][0].done() or self._bytes + size > self.limit):
-            mark, _, freed = self._held.popleft()
-            mark.wait()
-            self._bytes -= freed
+        while self._held and (self._held[0][0].done() or self._bytes_with(sources) > self.limit):
+            self._held.popleft()[0].wait()
         mark = self.lane.copy(pairs, name, after=[after])
-        self._held.append((mark, sources, size))
-        self._bytes += size
+        self._held.append((mark, sources))
         return mark
+
+    def _bytes_with(self, more: list[Tensor]) -> int:
+        """Of whole allocations: the gradient of one expert keeps that of its wave alive."""
+        tensors = itertools.chain(more, *(sources for _, sources in self._held))
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def wait(self) -> None:
         while self._held:
-            mark, _, _ = self._held.popleft()
-            mark.wait()
-        self._bytes = 0
+            self._held.popleft()[0].wait()

@@ -125,7 +125,8 @@ class Loader:
         with self.store.lock:
             self._closed = True
             self.store.wake_loader.notify_all()
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # a finalizer may run in any thread
+            self._thread.join()
 
 
 class _Issuing:
