@@ -569,7 +569,6 @@ def test_two_jobs_share_a_disk_folder(tmp_path: Path) -> None:
     overspill.offload(one, **options)
     overspill.offload(two, **options)
     try:
-        assert len(list(tmp_path.glob("overspill-*"))) == 2
         runs = [Run(), Run()]
         optimizers = [adamw(model, task) for model in (one, two)]
         for batches in task.batches():
