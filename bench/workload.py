@@ -1,6 +1,7 @@
 """What the training benchmarks share: a model on random tokens, timed steps, their memory."""
 
 import contextlib
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def build(config: GPTConfig, settings: Settings | None = None, **budgets: object
 def optimize(
     model: GPTMoE, norm: float | None = None, state_dtype: torch.dtype | None = None
 ) -> overspill.AdamW:
+    gc.collect()  # an engine has one optimizer at a time: the one before must be gone
     start = time.perf_counter()
     model.overspill.flush()
     optimizer = overspill.AdamW(model, lr=1e-4, max_grad_norm=norm, state_dtype=state_dtype)
