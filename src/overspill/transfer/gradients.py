@@ -1,7 +1,6 @@
 """Gradients on their way from the compute device to host memory."""
 
-import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -46,21 +45,36 @@ class Downloads:
         self.lane = lane
         self.limit = limit
         self._held: deque[tuple[Mark, list[Tensor]]] = deque()
+        # Whole allocations count: the gradient of one expert keeps that of its wave alive.
+        self._users: Counter[int] = Counter()
+        self._bytes = 0
 
     def send(self, pairs: Sequence[tuple[Tensor, Tensor]], name: str, after: Mark) -> Mark:
         sources = [source for _, source in pairs]
-        while self._held and (self._held[0][0].done() or self._bytes_with(sources) > self.limit):
-            self._held.popleft()[0].wait()
+        self._count(sources, 1)
+        while self._held and (self._held[0][0].done() or self._bytes > self.limit):
+            self._release()
         mark = self.lane.copy(pairs, name, after=[after])
         self._held.append((mark, sources))
         return mark
 
-    def _bytes_with(self, more: list[Tensor]) -> int:
-        """Of whole allocations: the gradient of one expert keeps that of its wave alive."""
-        tensors = itertools.chain(more, *(sources for _, sources in self._held))
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    def _release(self) -> None:
+        mark, sources = self._held.popleft()
+        mark.wait()
+        self._count(sources, -1)
+
+    def _count(self, sources: list[Tensor], change: int) -> None:
+        for source in sources:
+            storage = source.untyped_storage()
+            pointer = storage.data_ptr()
+            before = self._users[pointer]
+            self._users[pointer] += change
+            if before == 0:
+                self._bytes += storage.nbytes()
+            elif before + change == 0:
+                self._bytes -= storage.nbytes()
+                del self._users[pointer]
 
     def wait(self) -> None:
         while self._held:
-            self._held.popleft()[0].wait()
+            self._release()
