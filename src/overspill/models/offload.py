@@ -21,6 +21,7 @@ from overspill.moe.streaming import StreamingEngine
 from overspill.plan.budget import ModelSizes, Placement, Wish, place
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
+from overspill.tiers.ssd import check_folder
 from overspill.trace.recorder import Recorder
 
 Size = str | int | None
@@ -159,6 +160,8 @@ def _wish(
         raise BudgetError(
             f"--gpu-memory {format_size(gpu)} is not there: the GPU has {format_size(total)}"
         )
+    if disk is not None:
+        check_folder(disk, need=0)  # also where everything fits without it
     free = None if disk is None else disk_free(disk)
     return Wish(gpu, host, free)
 
