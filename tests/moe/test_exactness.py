@@ -82,7 +82,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 9 rows"])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_every_switch_leaves_the_numbers_alone(switch: str, where: str, tmp_path: Path) -> None:
-    task = Task(checkpoint=where.startswith("disk"))
+    task = Task(checkpoint=where.startswith("disk"), steps=10)
     run = spilled_run(task, where, tmp_path, Settings(**SWITCHES[switch]))
     assert_follows(run, plain_run(task))
 
@@ -106,7 +106,7 @@ def test_switches_with_everything_on_the_device(task: Task, switch: str, tmp_pat
 def test_an_expert_whose_rows_are_cut_into_pieces_learns_the_same(
     where: str, activations: str, tmp_path: Path
 ) -> None:
-    task = Task(top_k=1, clip=0.5)
+    task = Task(top_k=1, clip=0.5, steps=10)
     # 36 tokens on 5 experts: some get more than 4 rows in every step
     run = spilled_run(task, where, tmp_path, Settings(activations=activations), max_rows=4)
     assert_follows(run, plain_run(task))
@@ -132,9 +132,9 @@ def test_where_an_expert_lives_changes_no_bit(where: str, tmp_path: Path) -> Non
         ("disk behind 9 rows", Task()),
         ("host with 5 slots", Task(clip=0.5, top_k=1)),
         ("disk behind 3 rows", Task(clip=0.5, top_k=1)),
-        ("host with 12 slots", Task(micro_batches=2, checkpoint=True)),
-        ("disk behind 9 rows", Task(micro_batches=2, checkpoint=True)),
-        ("disk behind 3 rows", Task(micro_batches=2, clip=0.5, starve=True)),
+        ("host with 12 slots", Task(micro_batches=2, checkpoint=True, steps=8)),
+        ("disk behind 9 rows", Task(micro_batches=2, checkpoint=True, steps=8)),
+        ("disk behind 3 rows", Task(micro_batches=2, clip=0.5, starve=True, steps=8)),
     ],
 )
 def test_late_transfers_and_updates_change_no_bit(task: Task, where: str, tmp_path: Path) -> None:
@@ -607,9 +607,15 @@ def plain_bf16(task: Task) -> Run:
     return run
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize(
-    ("clip", "state_dtype"), [(None, torch.float32), (0.5, torch.bfloat16)], ids=str
+    ("where", "clip", "state_dtype"),
+    [
+        ("gpu", None, torch.float32),
+        ("gpu", 0.5, torch.bfloat16),
+        ("host with 2 slots", None, torch.bfloat16),
+        ("disk behind 3 rows", 0.5, torch.float32),
+    ],
+    ids=str,
 )
 def test_bf16_weights_have_an_fp32_master(
     where: str, clip: float | None, state_dtype: torch.dtype, tmp_path: Path
