@@ -35,7 +35,8 @@ class Settings:
     activations: str = "recompute"
     """Inside experts: "recompute" them in backward, or "keep" them from forward."""
     threads: int | None = None
-    """Threads of the CPU optimizer; left out: the cores less those that drive the GPU and disk."""
+    """Threads of the CPU optimizer; left out: all cores but four (they drive GPU and disk), at
+    least three quarters."""
     inject: Inject | None = None
     """Called before each transfer and optimizer job; for tests."""
 

@@ -131,7 +131,7 @@ class MemorySection:
     activations: str = "recompute"
     """Activations inside experts: recompute them in backward, or keep them."""
     threads: int | None = None
-    """Threads of the CPU optimizer; the cores less four when left out."""
+    """Threads of the CPU optimizer; all cores but four, at least three quarters, when left out."""
 
 
 @dataclass(frozen=True)
