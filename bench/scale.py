@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from record import RESULTS, metric, write_record
+from record import RESULTS, Metric, metric, write_record
 from workload import SEQ, Run, Work, build, measure, optimize, show
 
 from overspill.core.errors import OverspillError
@@ -56,9 +56,10 @@ def main() -> None:
     args = parser.parse_args()
     narrow = {int(text) for text in args.bf16_states.split(",") if text}
     name = f"scale-{args.preset}"
-    old = (args.out or RESULTS) / f"{name}.json"
-    table = json.loads(old.read_text())["table"] if args.add and old.exists() else []
-    speeds = []
+    file = (args.out or RESULTS) / f"{name}.json"
+    old = json.loads(file.read_text()) if args.add and file.exists() else {}
+    table = old.get("table", [])
+    speeds = [Metric(**old["metrics"]["tokens_per_second"])] if old else []
     for experts in (int(text) for text in args.experts.split(",")):
         config = get_preset(args.preset, n_experts=experts)
         dtype = torch.bfloat16 if experts in narrow else torch.float32
@@ -89,7 +90,9 @@ def main() -> None:
         except (OverspillError, torch.cuda.OutOfMemoryError):
             row["tokens/s, all on GPU"] = "does not fit"
         table = sorted([*(r for r in table if r["experts"] != experts), row], key=_experts)
-        details = {"row": f"{args.preset} by number of experts", "batch": f"{args.batch}×{SEQ}"}
+        details: dict[str, object] = {"row": f"{args.preset} by number of experts", "batch": f"{args.batch}×{SEQ}"}
+        if old:
+            details["earlier rows"] = {key: old[key] for key in ("command", "commit", "date")}
         metrics = {"tokens_per_second": speeds[0]} if speeds else {}
         if metrics:  # written after each, so that a long run cut short leaves what it has
             write_record(name, details, metrics, None, args.out, table)
