@@ -9,18 +9,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from overspill.core.errors import OverspillError
     from overspill.models.gpt import GPTMoE
+    from overspill.models.huggingface.load import from_config, load
+    from overspill.models.huggingface.save import save
     from overspill.models.offload import offload
     from overspill.moe.engine import Settings
     from overspill.optim.adamw import AdamW
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "GPTMoE", "OverspillError", "Settings", "__version__", "offload"]
+__all__ = [
+    "AdamW",
+    "GPTMoE",
+    "OverspillError",
+    "Settings",
+    "__version__",
+    "from_config",
+    "load",
+    "offload",
+    "save",
+]
 
 _HOMES = {
     "AdamW": "overspill.optim.adamw",
     "GPTMoE": "overspill.models.gpt",
     "OverspillError": "overspill.core.errors",
     "Settings": "overspill.moe.engine",
+    "from_config": "overspill.models.huggingface.load",
+    "load": "overspill.models.huggingface.load",
+    "save": "overspill.models.huggingface.save",
     "offload": "overspill.models.offload",
 }
 

@@ -1,12 +1,14 @@
 """Waves of experts, forward and backward, against autograd through the naive loop."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
+from overspill.compute.activation import Differentiated, Fused
 from overspill.compute.experts import WaveGrads, split_records, wave_backward, wave_forward
 from overspill.compute.permute import (
     Permutation,
@@ -41,6 +43,10 @@ class Case:
     records: Tensor
     shape: ExpertShape
     dy: Tensor
+    activation: Callable[[Tensor], Tensor] | None = None
+
+    def wide(self) -> "Case":
+        return replace(self, x=self.x.float(), records=self.records.float(), dy=self.dy.float())
 
     @classmethod
     def make(
@@ -54,8 +60,11 @@ class Case:
         d_model: int = 16,
         d_hidden: int = 32,
         n_tokens: int = 41,
+        bias: bool = False,
+        transposed: bool = False,
+        activation: Callable[[Tensor], Tensor] | None = None,
     ) -> "Case":
-        shape = ExpertShape(d_model, d_hidden, gated)
+        shape = ExpertShape(d_model, d_hidden, gated, bias, transposed)
         # Rows of the records are longer than a record: the stride of slots in a slab.
         slab = 0.1 * torch.randn(N_EXPERTS, shape.numel + padding)
         return cls(
@@ -65,6 +74,7 @@ class Case:
             slab.to(device, dtype)[:, : shape.numel],
             shape,
             torch.randn(n_tokens, d_model).to(device, dtype),
+            activation,
         )
 
 
@@ -73,29 +83,59 @@ class Results:
     y: Tensor
     dx: Tensor
     dweights: Tensor
-    dw_in: Tensor
-    dw_out: Tensor
+    dw: list[Tensor]
+
+    def named(self) -> dict[str, Tensor]:
+        fields = {"y": self.y, "dx": self.dx, "dweights": self.dweights}
+        return fields | {f"dw {number}": grad for number, grad in enumerate(self.dw)}
 
     def assert_close(self, other: "Results", rtol: float, atol: float) -> None:
-        for name in ("y", "dx", "dweights", "dw_in", "dw_out"):
-            mine, theirs = getattr(self, name), getattr(other, name)
+        for name, mine in self.named().items():
+            theirs = other.named()[name]
             torch.testing.assert_close(
                 mine, theirs.to(mine.dtype), rtol=rtol, atol=atol, msg=f"{name} is off"
             )
 
     def assert_equal(self, other: "Results") -> None:
-        for name in ("y", "dx", "dweights", "dw_in", "dw_out"):
-            assert torch.equal(getattr(self, name), getattr(other, name)), name
+        for name, mine in self.named().items():
+            assert torch.equal(mine, other.named()[name]), name
+
+
+def clamped_gate(h: Tensor) -> Tensor:
+    """An activation like those some models bring: interleaved, clamped, shifted."""
+    gate, up = h[..., ::2].clamp(max=1.0), h[..., 1::2].clamp(-1.0, 1.0)
+    return (up + 1) * gate * torch.sigmoid(gate * 1.7)
 
 
 def by_autograd(case: Case) -> Results:
-    w_in, w_out = (w.clone().requires_grad_() for w in split_records(case.records, case.shape))
+    own = [w.clone().requires_grad_() for w in split_records(case.records, case.shape)]
     x, weights = case.x.clone().requires_grad_(), case.weights.clone().requires_grad_()
-    y = moe_reference(x, case.ids, weights, w_in, w_out, case.shape.gated)
+    w_in, w_out, *biases = own
+    if case.shape.transposed:
+        w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
+    if not case.activation and not biases:
+        y = moe_reference(x, case.ids, weights, w_in, w_out, case.shape.gated)
+    else:
+        y = general_reference(x, case, weights, w_in, w_out, biases)
     y.backward(case.dy)
-    grads = [p.grad for p in (x, weights, w_in, w_out)]
+    grads = [p.grad for p in (x, weights, *own)]
     assert all(grad is not None for grad in grads)
-    return Results(y.detach(), *grads)  # type: ignore[arg-type]
+    dx, dweights, *dw = grads
+    return Results(y.detach(), dx, dweights, dw)  # type: ignore[arg-type]
+
+
+def general_reference(
+    x: Tensor, case: Case, weights: Tensor, w_in: Tensor, w_out: Tensor, biases: list[Tensor]
+) -> Tensor:
+    function = case.activation or Fused(case.shape.gated).forward
+    b_in, b_out = biases or (w_in.new_zeros(N_EXPERTS, 1), w_out.new_zeros(N_EXPERTS, 1))
+    out = torch.zeros_like(x)
+    for expert in range(N_EXPERTS):
+        token, k = (case.ids == expert).nonzero(as_tuple=True)
+        a = function(x[token] @ w_in[expert].t() + b_in[expert])
+        y = a @ w_out[expert].t() + b_out[expert]
+        out = out.index_add(0, token, (y * weights[token, k, None]).to(out.dtype))
+    return out
 
 
 def by_waves(
@@ -115,7 +155,8 @@ def by_waves(
         ends = (permutation.ends_E[first:last] - start).to(torch.int32)
         wave_counts = counts[first:last] if host_counts else None
         x = gather_rows(case.x, permutation, start, stop)
-        y, hidden = wave_forward(x, records, case.shape, ends, wave_counts)
+        activation = None if case.activation is None else Differentiated(case.activation)
+        y, hidden = wave_forward(x, records, case.shape, ends, wave_counts, activation)
         assert hidden.shape == (stop - start, case.shape.in_rows)
         ys.append(y)
         grads.append(
@@ -128,14 +169,14 @@ def by_waves(
                 ends,
                 wave_counts,
                 hidden if keep_hidden else None,
+                activation=activation,
             )
         )
     return Results(
         combine(torch.cat(ys), case.weights, permutation),
         sum_rows(torch.cat([g.dx_RD for g in grads]), permutation),
         weights_grad(torch.cat([g.drow_weight_R for g in grads]), permutation),
-        torch.cat([g.dw_in for g in grads if g.dw_in is not None]),
-        torch.cat([g.dw_out for g in grads if g.dw_out is not None]),
+        [torch.cat(parts) for parts in zip(*(g.dw for g in grads), strict=True)],
     )
 
 
@@ -151,14 +192,48 @@ def test_waves_follow_autograd_through_the_naive_loop(
     by_waves(case).assert_close(by_autograd(case), rtol=tolerance, atol=tolerance)
 
 
+LAYOUTS = {
+    "biases": {"bias": True},
+    "transposed": {"transposed": True},
+    "all at once": {"bias": True, "transposed": True, "activation": clamped_gate},
+    "own activation without gate": {"gated": False, "activation": lambda h: h.relu().square()},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["even", "some without tokens"])
+@pytest.mark.parametrize("keep_hidden", [False, True])
+def test_any_layout_follows_autograd(layout: str, kind: str, keep_hidden: bool) -> None:
+    case = Case.make(kind, dtype=torch.float64, **LAYOUTS[layout])
+    expected = by_autograd(case)
+    for borders in ((0, N_EXPERTS), (0, 1, 4, N_EXPERTS)):
+        by_waves(case, borders, keep_hidden).assert_close(expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("host_counts", [False, True])
+def test_grouped_kernels_take_any_layout(layout: str, host_counts: bool) -> None:
+    sizes = {"d_model": 64, "d_hidden": 128, "n_tokens": 333}
+    case = Case.make(
+        "some without tokens",
+        dtype=torch.bfloat16,
+        device="cuda",
+        **sizes,
+        **LAYOUTS[layout],
+    )
+    expected = by_autograd(case.wide())
+    for borders in ((0, N_EXPERTS), (0, 1, 4, N_EXPERTS)):
+        for name, mine in by_waves(case, borders, host_counts=host_counts).named().items():
+            theirs = expected.named()[name]
+            assert (mine.float() - theirs).abs().max() <= 2e-2 * theirs.abs().max(), name
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_bf16_waves_follow_float32_autograd(gated: bool) -> None:
     case = Case.make(gated=gated, dtype=torch.bfloat16)
-    wide = Case(
-        case.x.float(), case.ids, case.weights, case.records.float(), case.shape, case.dy.float()
-    )
     # A bf16 has 8 bits: 2^-8 for each of the few roundings, of values of about one.
-    by_waves(case).assert_close(by_autograd(wide), rtol=3e-2, atol=3e-2)
+    by_waves(case).assert_close(by_autograd(case.wide()), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -187,8 +262,7 @@ def test_counts_from_the_device_are_as_good() -> None:
 def test_expert_without_rows_has_zero_gradient() -> None:
     grads = by_waves(Case.make("some without tokens"))
     for expert in (0, 3):
-        assert not grads.dw_in[expert].any()
-        assert not grads.dw_out[expert].any()
+        assert not any(grad[expert].any() for grad in grads.dw)
 
 
 def test_rows_of_one_expert_can_be_cut_and_their_dw_added() -> None:
@@ -204,9 +278,8 @@ def test_rows_of_one_expert_can_be_cut_and_their_dw_added() -> None:
     whole = backward(slice(None))
     parts = [backward(slice(0, 13)), backward(slice(13, 14)), backward(slice(14, None))]
     torch.testing.assert_close(torch.cat([p.dx_RD for p in parts]), whole.dx_RD)
-    for name in ("dw_in", "dw_out"):
-        total = sum(getattr(p, name) for p in parts)
-        torch.testing.assert_close(total, getattr(whole, name))
+    for number, expected in enumerate(whole.dw):
+        torch.testing.assert_close(sum(part.dw[number] for part in parts), expected)
 
 
 def test_dw_is_left_out_when_not_needed() -> None:
@@ -215,8 +288,7 @@ def test_dw_is_left_out_when_not_needed() -> None:
     args = (case.records[:1], case.shape, torch.tensor([n], dtype=torch.int32), [n])
     grads = wave_backward(case.x, case.dy, case.weights[:, 0], *args, need_dw=False)
     full = wave_backward(case.x, case.dy, case.weights[:, 0], *args)
-    assert grads.dw_in is None
-    assert grads.dw_out is None
+    assert grads.dw == ()
     assert torch.equal(grads.dx_RD, full.dx_RD)
 
 
@@ -229,8 +301,8 @@ def test_wave_without_rows_gives_empty_outputs_and_zero_gradients() -> None:
     grads = wave_backward(
         nothing, nothing, case.weights[:0, 0], case.records[:2], case.shape, ends, [0, 0]
     )
-    assert grads.dw_in is not None
-    assert not grads.dw_in.any()
+    assert len(grads.dw) == 2
+    assert not any(grad.any() for grad in grads.dw)
 
 
 @pytest.mark.gpu
@@ -244,19 +316,16 @@ def test_grouped_kernels_follow_float32_autograd(
     case = Case.make(
         kind, top_k, gated, torch.bfloat16, "cuda", d_model=64, d_hidden=128, n_tokens=333
     )
-    wide = Case(
-        case.x.float(), case.ids, case.weights, case.records.float(), case.shape, case.dy.float()
-    )
-    expected = by_autograd(wide)
+    expected = by_autograd(case.wide())
     # Dirty memory: what a kernel leaves out must not pass as zero because the page was fresh.
     dirt = torch.full((16 * 2**20,), float("nan"), device="cuda", dtype=torch.bfloat16)
     del dirt
     for borders in ((0, N_EXPERTS), (0, 1, 4, N_EXPERTS)):
         got = by_waves(case, borders, host_counts=host_counts)
-        for name in ("y", "dx", "dweights", "dw_in", "dw_out"):
-            mine, theirs = getattr(got, name).float(), getattr(expected, name)
+        for name, mine in got.named().items():
+            theirs = expected.named()[name]
             # Against the largest value: sums of hundreds of terms have no small relative error.
-            assert (mine - theirs).abs().max() <= 2e-2 * theirs.abs().max(), name
+            assert (mine.float() - theirs).abs().max() <= 2e-2 * theirs.abs().max(), name
 
 
 @pytest.mark.gpu

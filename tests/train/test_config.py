@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from overspill.core.errors import ConfigError
-from overspill.train.config import TrainConfig, make_config, read_config_file, settings, to_json
+from overspill.train.config import TrainConfig, make_config, read_config_file, settings
+from overspill.train.settings import to_json
 
 
 def test_every_setting_has_a_help_text_and_its_own_name() -> None:

@@ -15,7 +15,9 @@ from overspill.core.errors import CheckpointError, ConfigError, NonFiniteError
 from overspill.train.config import make_config
 from overspill.train.metrics import read_lines
 from overspill.train.session import Blueprint, Builder, Session, build_session
-from overspill.train.trainer import Summary, Tracer, summary_lines, train
+from overspill.train.summary import Summary, summary_lines
+from overspill.train.tracer import Tracer
+from overspill.train.trainer import train
 
 BUILDERS = pytest.mark.parametrize("build", [build_fake, build_session], ids=["plain", "offloaded"])
 

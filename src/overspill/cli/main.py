@@ -7,18 +7,20 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli import train
+from overspill.cli import export, finetune, train
 from overspill.core.errors import OverspillError
 
 commands = typer.Typer(
     name="overspill",
-    help="Train Mixture-of-Experts models that are larger than the GPU.",
+    help="Train and fine-tune Mixture-of-Experts models that are larger than the GPU.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 train.add_to(commands)
+finetune.add_to(commands)
+export.add_to(commands)
 
 
 def _print_version(asked: bool) -> None:

@@ -1,7 +1,6 @@
 """`overspill train`: every setting of `TrainConfig` is a flag."""
 
 import dataclasses
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill.train.config import Setting, TrainConfig, make_config, read_config_file, settings
+from overspill.cli.flags import with_flags
+from overspill.train.config import TrainConfig, make_config, read_config_file, settings
 from overspill.train.run_folder import find_run
 
 _HELP = """Train a Mixture-of-Experts model that is larger than the GPU.
@@ -38,7 +38,10 @@ _SOURCE_HELP = "A preset (nano, moe-s, moe-m, moe-l, moe-xl, w1) or a config fil
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("train", help=_HELP)(_with_flags(_train))
+    source = typer.Argument(metavar="PRESET|CONFIG", help=_SOURCE_HELP)
+    arguments = {"source": Annotated[str | None, source]}
+    flags = [setting for setting in settings() if setting.name != "preset"]  # the argument itself
+    app.command("train", help=_HELP)(with_flags(_train, arguments, flags))
 
 
 def _train(source: str | None, as_json: bool, **flags: Any) -> None:
@@ -48,7 +51,8 @@ def _train(source: str | None, as_json: bool, **flags: Any) -> None:
     from rich.console import Console
 
     from overspill.train.progress import make_display, resume_command
-    from overspill.train.trainer import summary_lines, train
+    from overspill.train.summary import summary_lines
+    from overspill.train.trainer import train
 
     # With --json the only thing on the standard output is the summary.
     display = make_display(Console(stderr=as_json))
@@ -82,46 +86,3 @@ def resolve(source: str | None, flags: dict[str, Any]) -> TrainConfig:
     if not folder.config.exists():  # killed before it wrote anything
         return make_config(*given, place)
     return make_config(read_config_file(folder.config), *given, place)
-
-
-def _with_flags(command: Any) -> Any:
-    """`command` with a signature that typer reads: the source, --json and a flag per setting."""
-
-    def run(**values: Any) -> None:
-        command(values.pop("source"), values.pop("as_json"), **values)
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    source = Annotated[str | None, typer.Argument(metavar="PRESET|CONFIG", help=_SOURCE_HELP)]
-    as_json = Annotated[
-        bool, typer.Option("--json", help="Print the summary at the end as JSON, and only that.")
-    ]
-    parameters = [inspect.Parameter("source", keyword, default=None, annotation=source)]
-    for setting in settings():
-        if setting.name != "preset":  # the argument itself
-            parameters.append(_flag(setting))
-    parameters.append(inspect.Parameter("as_json", keyword, default=False, annotation=as_json))
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {item.name: item.annotation for item in parameters}
-    return run
-
-
-def _flag(setting: Setting) -> inspect.Parameter:
-    """None means "not given", so that a config file's value is not overwritten by a default."""
-    shown = setting.help
-    if setting.default is not None and setting.kind is not bool:
-        shown += f" [dim]\\[{setting.default}][/dim]"
-    names = [setting.flag]
-    if setting.kind is bool:
-        names = [f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"]
-        if setting.name == "resume":
-            names = [setting.flag]
-        elif setting.default is not None:
-            shown += f" [dim]\\[{'on' if setting.default else 'off'}][/dim]"
-    option = typer.Option(*names, help=shown, show_default=False, rich_help_panel=setting.title)
-    kind: Any = setting.kind
-    return inspect.Parameter(
-        setting.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
-    )

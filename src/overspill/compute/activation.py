@@ -1,10 +1,11 @@
 """The activation of an expert, forward and backward, in as few passes over memory as possible.
 
 Shapes: R rows, H hidden. `h` is the pre-activation: [R, H] for GELU, [R, 2H] (gate, then up) for
-gated SiLU.
+gated SiLU. Any other function of a row goes through autograd.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,54 @@ class ActivationGrads(NamedTuple):
     """Gradient of the pre-activation, routing weight included."""
     drow_weight_R: Tensor
     """Gradient of the routing weight of each row, float32 or wider."""
+
+
+class Activation(Protocol):
+    """What lies between an expert's two matrices."""
+
+    def forward(self, h: Tensor) -> Tensor: ...
+
+    def backward(
+        self, h: Tensor, da_RH: Tensor, row_weight_R: Tensor, overwrite_h: bool
+    ) -> ActivationGrads:
+        """As `activate_backward`."""
+
+
+class Fused:
+    """GELU, or gated SiLU: one kernel each way."""
+
+    def __init__(self, gated: bool) -> None:
+        self.gated = gated
+
+    def forward(self, h: Tensor) -> Tensor:
+        return activate(h, self.gated)
+
+    def backward(
+        self, h: Tensor, da_RH: Tensor, row_weight_R: Tensor, overwrite_h: bool
+    ) -> ActivationGrads:
+        return activate_backward(h, da_RH, row_weight_R, self.gated, overwrite_h)
+
+
+class Differentiated:
+    """Any function of the rows of h; autograd gives its gradient."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.function(h)
+
+    def backward(
+        self, h: Tensor, da_RH: Tensor, row_weight_R: Tensor, overwrite_h: bool
+    ) -> ActivationGrads:
+        wide = _wide(h)
+        with torch.enable_grad():
+            h = h.detach().requires_grad_()
+            a = self.function(h)
+        weight_R1 = row_weight_R.to(wide).unsqueeze(-1)
+        drow_weight_R = (a.detach().to(wide) * da_RH).sum(-1)
+        (dh,) = torch.autograd.grad(a, h, (da_RH * weight_R1).to(a.dtype))
+        return ActivationGrads((a.detach() * weight_R1).to(h.dtype), dh, drow_weight_R)
 
 
 def activate(h: Tensor, gated: bool) -> Tensor:

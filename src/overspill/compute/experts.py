@@ -14,6 +14,7 @@ the same bits in whatever wave it runs.
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import activate, activate_backward
+from overspill.compute.activation import Activation, Fused
 from overspill.core.experts import ExpertShape
 
 _log = logging.getLogger(__name__)
@@ -33,25 +34,33 @@ _MAX_GROUPS = 1024
 @dataclass(frozen=True)
 class WaveGrads:
     dx_RD: Tensor
-    dw_in: Tensor | None
-    """[n, H or 2H, D]; None when not asked for."""
-    dw_out: Tensor | None
-    """[n, D, H]; None when not asked for."""
+    dw: tuple[Tensor, ...]
+    """[n, ...] for each tensor of a record, in its order and shape; none when not asked for."""
     drow_weight_R: Tensor
 
-    @property
-    def dw(self) -> tuple[Tensor, Tensor]:
-        """Both weight gradients, where they were asked for."""
-        assert self.dw_in is not None
-        assert self.dw_out is not None
-        return self.dw_in, self.dw_out
+
+def split_records(weights: Tensor, shape: ExpertShape) -> tuple[Tensor, ...]:
+    """Views [n, ...] of the tensors in the records [n, numel]."""
+    pieces = weights[:, : shape.numel].split([math.prod(size) for size in shape.sizes], dim=1)
+    return tuple(piece.unflatten(1, size) for piece, size in zip(pieces, shape.sizes, strict=True))
 
 
-def split_records(weights: Tensor, shape: ExpertShape) -> tuple[Tensor, Tensor]:
-    """Views of w_in [n, H or 2H, D] and w_out [n, D, H] in the records [n, numel]."""
-    w_in = weights[:, : shape.in_numel].unflatten(1, (shape.in_rows, shape.d_model))
-    w_out = weights[:, shape.in_numel : shape.numel].unflatten(1, (shape.d_model, shape.d_hidden))
-    return w_in, w_out
+@dataclass(frozen=True)
+class _Parameters:
+    """The tensors of a wave's records, the same way round however they are stored."""
+
+    w_in: Tensor  # [n, H or 2H, D]
+    w_out: Tensor  # [n, D, H]
+    b_in: Tensor | None
+    b_out: Tensor | None
+
+    @classmethod
+    def of(cls, weights: Tensor, shape: ExpertShape) -> "_Parameters":
+        w_in, w_out, *biases = split_records(weights, shape)
+        if shape.transposed:
+            w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
+        b_in, b_out = biases or (None, None)
+        return cls(w_in, w_out, b_in, b_out)
 
 
 @torch.no_grad()
@@ -61,22 +70,26 @@ def wave_forward(
     shape: ExpertShape,
     ends: Tensor,
     counts: Sequence[int] | None = None,
+    activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y [R, D], hidden [R, H or 2H]); hidden, the pre-activation, is what backward can reuse.
 
-    Routing weights are not applied. Without `counts` the loop has to wait for the device.
+    Routing weights are not applied. Without `counts` the loop has to wait for the device. Without
+    `activation` it is gated SiLU or GELU.
     """
-    w_in, w_out = split_records(weights, shape)
+    own = _Parameters.of(weights, shape)
+    activation = activation or Fused(shape.gated)
     if _grouped(x_RD, weights, shape):
-        hidden = F.grouped_mm(x_RD, w_in.transpose(1, 2), offs=ends)
-        a_RH = activate(hidden, shape.gated)
-        return F.grouped_mm(a_RH, w_out.transpose(1, 2), offs=ends), hidden
+        hidden = _hidden_grouped(x_RD, own, ends)
+        a_RH = activation.forward(hidden)
+        y_RD = F.grouped_mm(a_RH, own.w_out.transpose(1, 2), offs=ends)
+        return _add_bias(y_RD, own.b_out, ends), hidden
     y_RD = torch.empty_like(x_RD)
     hidden = x_RD.new_empty(x_RD.shape[0], shape.in_rows)
     for expert, rows in _expert_rows(ends, counts):
-        torch.mm(x_RD[rows], w_in[expert].t(), out=hidden[rows])
-        a_RH = activate(hidden[rows], shape.gated)
-        torch.mm(a_RH, w_out[expert].t(), out=y_RD[rows])
+        _linear(x_RD[rows], own.w_in[expert], own.b_in, expert, out=hidden[rows])
+        a_RH = activation.forward(hidden[rows])
+        _linear(a_RH, own.w_out[expert], own.b_out, expert, out=y_RD[rows])
     return y_RD, hidden
 
 
@@ -91,78 +104,121 @@ def wave_backward(
     counts: Sequence[int] | None = None,
     hidden: Tensor | None = None,
     need_dw: bool = True,
+    activation: Activation | None = None,
 ) -> WaveGrads:
     """Gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of each row's *weighted* y.
 
     `hidden` is recomputed when it is None. y itself is never recomputed: the gradient of a routing
-    weight, y·dy, equals a·(dy @ w_out), and dy @ w_out is needed anyway. The weight then multiplies
-    the activation and its gradient, so there is no scaled copy of dy.
+    weight, y·dy, equals a·(dy @ w_out) (and b_out·dy), and dy @ w_out is needed anyway. The weight
+    then multiplies the activation and its gradient, so there is no scaled copy of dy.
     """
-    if _grouped(x_RD, weights, shape):
-        return _backward_grouped(
-            x_RD, dy_RD, row_weight_R, weights, shape, ends, counts, hidden, need_dw
-        )
-    return _backward_loop(x_RD, dy_RD, row_weight_R, weights, shape, ends, counts, hidden, need_dw)
+    own = _Parameters.of(weights, shape)
+    activation = activation or Fused(shape.gated)
+    backward = _backward_grouped if _grouped(x_RD, weights, shape) else _backward_loop
+    return backward(
+        x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation
+    )
 
 
 def _backward_grouped(
     x_RD: Tensor,
     dy_RD: Tensor,
     row_weight_R: Tensor,
-    weights: Tensor,
+    own: _Parameters,
     shape: ExpertShape,
     ends: Tensor,
     counts: Sequence[int] | None,
     hidden: Tensor | None,
     need_dw: bool,
+    activation: Activation,
 ) -> WaveGrads:
-    w_in, w_out = split_records(weights, shape)
     recomputed = hidden is None
     if hidden is None:
-        hidden = F.grouped_mm(x_RD, w_in.transpose(1, 2), offs=ends)
-    da_RH = F.grouped_mm(dy_RD, w_out, offs=ends)
+        hidden = _hidden_grouped(x_RD, own, ends)
+    da_RH = F.grouped_mm(dy_RD, own.w_out, offs=ends)
     # A kept hidden may belong to a graph that is run backward again: only our own is overwritten.
-    act = activate_backward(hidden, da_RH, row_weight_R, shape.gated, overwrite_h=recomputed)
+    act = activation.backward(hidden, da_RH, row_weight_R, recomputed)
     del da_RH, hidden
-    dw_in: Tensor | None = None
-    dw_out: Tensor | None = None
+    drow_weight_R = act.drow_weight_R
+    if own.b_out is not None:
+        drow_weight_R = drow_weight_R + (_of_rows(own.b_out, ends, dy_RD) * dy_RD).sum(-1)
+    dw: tuple[Tensor, ...] = ()
     if need_dw:
-        dw_out = F.grouped_mm(dy_RD.t(), act.weighted_RH, offs=ends)
-        dw_in = F.grouped_mm(act.dh.t(), x_RD, offs=ends)
-        _zero_empty(dw_in, ends, counts)
-        _zero_empty(dw_out, ends, counts)
-    dx_RD = F.grouped_mm(act.dh, w_in, offs=ends)
-    return WaveGrads(dx_RD, dw_in, dw_out, act.drow_weight_R)
+        pairs = [(act.dh, x_RD), (dy_RD, act.weighted_RH)]  # w_in, w_out: rows, then columns
+        if shape.transposed:
+            pairs = [(columns, rows) for rows, columns in pairs]
+        dw = tuple(F.grouped_mm(rows.t(), columns, offs=ends) for rows, columns in pairs)
+        if shape.bias:
+            # a product with ones sums the rows of each expert, always in the same order
+            ones = x_RD.new_ones(x_RD.shape[0], 8)
+            weighted = (dy_RD * row_weight_R.unsqueeze(-1)).to(dy_RD.dtype)
+            sums = [F.grouped_mm(ones.t(), rows, offs=ends) for rows in (act.dh, weighted)]
+            dw += tuple(total[:, 0] for total in sums)
+        for grad in dw:
+            _zero_empty(grad, ends, counts)
+    dx_RD = F.grouped_mm(act.dh, own.w_in, offs=ends)
+    return WaveGrads(dx_RD, dw, drow_weight_R)
 
 
 def _backward_loop(
     x_RD: Tensor,
     dy_RD: Tensor,
     row_weight_R: Tensor,
-    weights: Tensor,
+    own: _Parameters,
     shape: ExpertShape,
     ends: Tensor,
     counts: Sequence[int] | None,
     hidden: Tensor | None,
     need_dw: bool,
+    activation: Activation,
 ) -> WaveGrads:
-    w_in, w_out = split_records(weights, shape)
     dx_RD = torch.empty_like(x_RD)
     wide = torch.promote_types(x_RD.dtype, torch.float32)
     drow_weight_R = x_RD.new_empty(x_RD.shape[0], dtype=wide)
-    dw_in = x_RD.new_empty(w_in.shape) if need_dw else None
-    dw_out = x_RD.new_empty(w_out.shape) if need_dw else None
+    n = own.w_in.shape[0]
+    dw = tuple(x_RD.new_empty(n, *size) for size in shape.sizes) if need_dw else ()
     for expert, rows in _expert_rows(ends, counts):
-        x, dy = x_RD[rows], dy_RD[rows]
-        h = torch.mm(x, w_in[expert].t()) if hidden is None else hidden[rows]
-        da = torch.mm(dy, w_out[expert])
-        act = activate_backward(h, da, row_weight_R[rows], shape.gated, overwrite_h=hidden is None)
+        x, dy, row_weight = x_RD[rows], dy_RD[rows], row_weight_R[rows]
+        if hidden is None:
+            h = _linear(x, own.w_in[expert], own.b_in, expert, x.new_empty(len(x), shape.in_rows))
+        else:
+            h = hidden[rows]
+        da = torch.mm(dy, own.w_out[expert])
+        act = activation.backward(h, da, row_weight, overwrite_h=hidden is None)
         drow_weight_R[rows] = act.drow_weight_R
-        if dw_in is not None and dw_out is not None:
-            torch.mm(dy.t(), act.weighted_RH, out=dw_out[expert])
-            torch.mm(act.dh.t(), x, out=dw_in[expert])
-        torch.mm(act.dh, w_in[expert], out=dx_RD[rows])
-    return WaveGrads(dx_RD, dw_in, dw_out, drow_weight_R)
+        if own.b_out is not None:
+            drow_weight_R[rows] += (own.b_out[expert] * dy).sum(-1)
+        if need_dw:
+            pairs = [(act.dh, x), (dy, act.weighted_RH)]
+            for grad, (left, right) in zip(dw[:2], pairs, strict=True):
+                left, right = (right, left) if shape.transposed else (left, right)
+                torch.mm(left.t(), right, out=grad[expert])
+            if shape.bias:
+                dw[2][expert] = act.dh.sum(0)
+                dw[3][expert] = (dy * row_weight.unsqueeze(-1)).sum(0)
+        torch.mm(act.dh, own.w_in[expert], out=dx_RD[rows])
+    return WaveGrads(dx_RD, dw, drow_weight_R)
+
+
+def _hidden_grouped(x_RD: Tensor, own: _Parameters, ends: Tensor) -> Tensor:
+    hidden = F.grouped_mm(x_RD, own.w_in.transpose(1, 2), offs=ends)
+    return _add_bias(hidden, own.b_in, ends)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, out: Tensor) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias[expert], x, weight.t(), out=out)
+
+
+def _add_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    return rows if bias is None else rows.add_(_of_rows(bias, ends, rows))
+
+
+def _of_rows(bias: Tensor, ends: Tensor, rows: Tensor) -> Tensor:
+    """The bias of each row's expert."""
+    row_R = torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype)
+    return bias.index_select(0, torch.searchsorted(ends, row_R, right=True))
 
 
 def _expert_rows(ends: Tensor, counts: Sequence[int] | None) -> list[tuple[int, slice]]:
@@ -182,7 +238,7 @@ def _zero_empty(dw: Tensor, ends: Tensor, counts: Sequence[int] | None) -> None:
     """
     if counts is None:
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
-        dw.masked_fill_(empty[:, None, None], 0)
+        dw.masked_fill_(empty.view(-1, *[1] * (dw.dim() - 1)), 0)
         return
     for expert, count in enumerate(counts):
         if count == 0:

@@ -1,6 +1,8 @@
 """The words for experts: which one, of what shape, in which phase of a step."""
 
 import enum
+import itertools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,15 +27,17 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The matrices of one feed-forward expert.
+    """The tensors of one feed-forward expert.
 
-    `gated`: w_in is [2H, D] (gate rows, then up rows) with SiLU; else [H, D] with GELU. w_out is
-    [D, H]. A record holds w_in, then w_out, flat.
+    w_in is [2H, D] if `gated`, else [H, D]; w_out is [D, H]; `transposed`, both are the other way
+    round. With `bias` there is one for each. A record holds w_in, w_out, b_in, b_out, flat.
     """
 
     d_model: int
     d_hidden: int
     gated: bool
+    bias: bool = False
+    transposed: bool = False
 
     @property
     def in_rows(self) -> int:
@@ -48,5 +52,19 @@ class ExpertShape:
         return self.d_model * self.d_hidden
 
     @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the tensors in a record, in its order."""
+        w_in, w_out = (self.in_rows, self.d_model), (self.d_model, self.d_hidden)
+        if self.transposed:
+            w_in, w_out = w_in[::-1], w_out[::-1]
+        return (w_in, w_out, (self.in_rows,), (self.d_model,)) if self.bias else (w_in, w_out)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each of them begins."""
+        return tuple(itertools.accumulate((math.prod(s) for s in self.sizes[:-1]), initial=0))
+
+    @property
     def numel(self) -> int:
-        return self.in_numel + self.out_numel
+        biases = self.in_rows + self.d_model if self.bias else 0
+        return self.in_numel + self.out_numel + biases

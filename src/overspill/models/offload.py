@@ -2,19 +2,20 @@
 
 import sys
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import BudgetError, ConfigError
-from overspill.core.experts import ExpertId
+from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import available_memory, disk_free
 from overspill.models.progress_bar import TerminalProgress
-from overspill.moe.engine import Engine, Settings
+from overspill.moe.engine import Engine, ExpertPlaceholder, Settings
 from overspill.moe.layer import MoE
 from overspill.moe.resident import ResidentEngine
 from overspill.moe.streaming import StreamingEngine
@@ -25,6 +26,64 @@ from overspill.tiers.ssd import check_folder
 from overspill.trace.recorder import Recorder
 
 Size = str | int | None
+_HOST_SHARE = 0.95
+"""Of the free host memory, what is taken when no budget is given: the system keeps some."""
+
+
+class ExpertLayer(Protocol):
+    """A Mixture-of-Experts layer whose experts can be given away."""
+
+    shape: ExpertShape
+    n_experts: int
+    experts: ExpertPlaceholder
+    """Once they are."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def engine(self) -> Engine | None: ...
+
+    def expert_parameters(self) -> Sequence[nn.Parameter]:
+        """Those that will be released."""
+
+    def fill(self, index: int, record: Tensor, device: torch.device) -> None:
+        """Puts the weights of an expert into its flat record; what must be drawn at random is
+        drawn on `device`."""
+
+    def give_away(self, engine: Engine, layer: int) -> None:
+        """Releases the parameters; a placeholder stays."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What `offload` was asked for, as it was asked."""
+
+    gpu_memory: Size = None
+    host_memory: Size = None
+    disk: str | Path | None = None
+    device: str | torch.device | None = None
+    mode: str = "auto"
+    slots: int | None = None
+    host_slots: int | None = None
+    settings: Settings = field(default_factory=Settings)
+    state_dtype: torch.dtype = torch.float32
+    keep_gradients: bool | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.disk is None else Path(self.disk)
+
+    def wish(self, device: torch.device) -> Wish:
+        wish = _wish(device, self.gpu_memory, self.host_memory, self.folder)
+        return replace(
+            wish,
+            mode=self.mode,
+            slots=self.slots,
+            host_slots=self.host_slots,
+            pin_share=self.settings.pin_share,
+            keep_gradients=self.keep_gradients,
+        )
 
 
 def offload(
@@ -45,39 +104,71 @@ def offload(
 ) -> nn.Module:
     """Moves the model to the compute device and its experts to where the budgets allow.
 
-    `gpu_memory`, `host_memory` and the folder `disk` are budgets for all that the process keeps
-    there; left out, they are what the machine has (no disk). `mode`, `slots` (experts on the
-    compute device) and `host_slots` (experts in host memory in front of the disk) override what
-    the budgets would give. `state_dtype` is that of the moments; `keep_gradients` says whether
-    room is planned for gradients that wait (for clipping or accumulation; left out: if there is
-    room). The model is changed in place and returned; `model.overspill` is its engine. In training
-    mode memory for optimizer states is planned; call `model.eval()` first to offload for inference.
+    `model` is a `GPTMoE` or a Mixture-of-Experts model of Hugging Face transformers. `gpu_memory`,
+    `host_memory` and the folder `disk` are budgets for all that the process keeps there; left out,
+    they are what the machine has (no disk). `mode`, `slots` (experts on the compute device) and
+    `host_slots` (experts in host memory in front of the disk) override what the budgets would give.
+    `state_dtype` is that of the moments; `keep_gradients` says whether room is planned for
+    gradients that wait (for clipping or accumulation; left out: if there is room). The model is
+    changed in place and returned; `model.overspill` is its engine. In training mode memory for
+    optimizer states is planned; call `model.eval()` first to offload for inference.
     """
+    budgets = Budgets(
+        gpu_memory,
+        host_memory,
+        disk,
+        device,
+        mode,
+        slots,
+        host_slots,
+        settings or Settings(),
+        state_dtype,
+        keep_gradients,
+    )
+    if hasattr(model, "set_experts_implementation"):  # without importing transformers
+        from overspill.models.huggingface.adapt import adapt, find_experts
+
+        found = find_experts(model)
+        hand_over(model, found, budgets, progress, quiet)
+        return adapt(model, found)
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill knows")
+    return hand_over(model, layers, budgets, progress, quiet)
+
+
+class Filler(Protocol):
+    """Fills all records at once, from somewhere else than the model."""
+
+    def __call__(self, engine: Engine, progress: Progress | None) -> None: ...
+
+
+def hand_over(
+    model: nn.Module,
+    layers: Sequence[ExpertLayer],
+    budgets: Budgets,
+    progress: bool | Progress = True,
+    quiet: bool = False,
+    filler: Filler | None = None,
+) -> nn.Module:
+    """Gives the experts of `layers` to a new engine, `model.overspill`, and moves the rest to the
+    compute device. Without `filler` the layers' own weights are taken, layer by layer."""
     if layers[0].engine is not None:
         raise ConfigError("the model is offloaded already; offload it once")
-    settings = settings or Settings()
-    where = _device(device)
-    layout = RecordLayout(layers[0].shape, layers[0].dtype, state_dtype)
-    sizes = _sizes(model, layers, layout)
-    folder = None if disk is None else Path(disk)
-    wish = _wish(where, gpu_memory, host_memory, folder)
-    wish = replace(
-        wish,
-        mode=mode,
-        slots=slots,
-        host_slots=host_slots,
-        pin_share=settings.pin_share,
-        keep_gradients=keep_gradients,
-    )
-    placement = place(sizes, wish)
+    where = compute_device(budgets.device)
+    layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
+    wish = budgets.wish(where)
+    placement = place(_sizes(model, layers, layout), wish)
     show = _shown(progress)
     try:
-        engine = _engine(layers, layout, where, placement, settings, folder, show)
+        engine = _engine(layers, layout, where, placement, budgets, show)
         try:
-            _fill(engine, layers, show)
+            if filler is not None:
+                filler(engine, show)
+            else:
+                _fill(engine, layers, show)
+            for number, layer in enumerate(layers):
+                layer.give_away(engine, number)
         except BaseException:
             engine.close()
             raise
@@ -97,7 +188,8 @@ def offload(
     return model
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def compute_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, with its number; left out, the GPU if there is one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
@@ -111,8 +203,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def _sizes(model: nn.Module, layers: list[MoE], layout: RecordLayout) -> ModelSizes:
-    experts = {id(p) for layer in layers for p in (layer.w_in, layer.w_out)}
+def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout) -> ModelSizes:
+    experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     training = model.training
     dense = 0
     for parameter in model.parameters():
@@ -142,7 +234,10 @@ def _wish(
 ) -> Wish:
     """The budgets, from the arguments or from what the machine has."""
     available = available_memory()
-    host = available if host_memory is None else parse_size(host_memory, "--host-memory")
+    if host_memory is None:
+        host = int(available * _HOST_SHARE)
+    else:
+        host = parse_size(host_memory, "--host-memory")
     if host > available:
         raise BudgetError(
             f"--host-memory {format_size(host)} is not there: this machine has "
@@ -167,12 +262,11 @@ def _wish(
 
 
 def _engine(
-    layers: list[MoE],
+    layers: Sequence[ExpertLayer],
     layout: RecordLayout,
     device: torch.device,
     placement: Placement,
-    settings: Settings,
-    disk: Path | None,
+    budgets: Budgets,
     progress: Progress | None,
 ) -> Engine:
     common = (
@@ -181,51 +275,51 @@ def _engine(
         layout,
         device,
         placement,
-        settings,
+        budgets.settings,
         Recorder(device=device),
     )
     if placement.mode == "gpu":
         return ResidentEngine(*common)
-    return StreamingEngine(*common, disk=disk, progress=progress)
+    return StreamingEngine(*common, disk=budgets.folder, progress=progress)
 
 
-def _fill(engine: Engine, layers: list[MoE], progress: Progress | None) -> None:
-    """Puts every expert's weights into its record and releases the parameters as it goes."""
-    done, total = 0, len(layers) * engine.n_experts
-    scratch = torch.empty(engine.shape.numel, dtype=engine.dtype, device=engine.device)
-    for number, layer in enumerate(layers):
-        for index in range(engine.n_experts):
-            engine.write_weights(ExpertId(number, index), _filler(layer, index, scratch))
-            done += 1
-            if progress is not None:
-                size = engine.layout.weight_bytes
-                progress("filling the store", done * size, total * size)
-        layer.give_away(engine, number)
+def _fill(engine: Engine, layers: Sequence[ExpertLayer], progress: Progress | None) -> None:
+    """Puts every expert's own weights into its record and releases them layer by layer."""
+    tell = counted(engine, progress)
+
+    def fill(expert: ExpertId, record: Tensor) -> None:
+        layers[expert.layer].fill(expert.index, record, engine.device)
+        tell()
+        if expert.index == engine.n_experts - 1:
+            for parameter in layers[expert.layer].expert_parameters():
+                parameter.data = parameter.data.new_empty(0)
+
+    engine.fill(fill)
+
+
+def counted(engine: Engine, progress: Progress | None) -> Callable[[], None]:
+    """What to call after each expert that was filled."""
+    done = 0
+
+    def tell() -> None:
+        nonlocal done
+        done += engine.layout.weight_bytes
+        if progress is not None:
+            progress("filling the store", done, engine.weights_bytes)
+
+    return tell
 
 
 class _Keeper:
     """Held by the placeholders of all layers: when it goes, nobody can use the experts any more."""
 
 
-def _close_with(engine: Engine, layers: list[MoE]) -> None:
+def _close_with(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
     """Ends the engine's threads when the model and its optimizer are gone, or at exit."""
     keeper = _Keeper()
     for layer in layers:
         layer.experts.keeper = keeper
     weakref.finalize(keeper, engine.close)
-
-
-def _filler(layer: MoE, index: int, scratch: Tensor) -> Callable[[Tensor], None]:
-    def from_parameters(record: Tensor) -> None:
-        cut = layer.shape.in_numel
-        record[:cut].copy_(layer.w_in[index].detach().reshape(-1))
-        record[cut:].copy_(layer.w_out[index].detach().reshape(-1))
-
-    def from_scratch(record: Tensor) -> None:
-        layer.init_expert(index, scratch)  # drawn on the compute device, which is quick
-        record.copy_(scratch)
-
-    return from_scratch if layer.w_in.is_meta else from_parameters
 
 
 def _shown(progress: bool | Progress) -> Progress | None:

@@ -5,11 +5,13 @@ import abc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from overspill.compute.activation import Activation
 from overspill.compute.permute import Permutation
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.experts import ExpertId, ExpertShape, Phase
@@ -58,6 +60,10 @@ class UpdateRule(Protocol):
     def keep_gradients(self) -> bool:
         """Whether updates wait for step(), because of clipping or without overlap."""
 
+    @property
+    def accumulating(self) -> bool:
+        """Whether the backward of now is not the last of its step."""
+
     def hyper(self, layer: int) -> AdamHyper | None:
         """The next update of a layer's experts; None if they are not trained."""
 
@@ -71,6 +77,9 @@ class ExpertPlaceholder(nn.Parameter):
     engine: "Engine"
     layer: int
     keeper: object  # while any placeholder holds it, the engine stays open
+    activation: Activation | None = None  # None: GELU or gated SiLU, by the experts' shape
+    places: Any = None  # where the tensors of an expert lie in the plain model, if it is not ours
+    drops = False  # whether a token may have fewer experts than its routing has places
     is_expert_placeholder = True
 
     def __new__(cls, engine: "Engine", layer: int) -> "ExpertPlaceholder":
@@ -96,10 +105,16 @@ class LayerPass:
     layer: int
     training: bool = False  # a backward will follow
     trained: bool = True  # its weights want gradients
+    drops: bool = False  # ids beyond the last expert stand for none
+    activation: Activation | None = None
     permutation: Permutation | None = None
     counts: list[int] = field(default_factory=list)
     kept: Tensor | None = None  # pre-activations, if they are kept
     promise: Promise = field(default_factory=Promise)
+
+    def n_routed(self, n_rows: int) -> int:
+        """Rows that have an expert; those without come last."""
+        return sum(self.counts) if self.drops else n_rows
 
 
 @dataclass(frozen=True)
@@ -137,7 +152,7 @@ class Engine(abc.ABC):
         self.layout = layout
         self._rule: weakref.ref[UpdateRule] | None = None
         self._closed = False
-        self.accumulating = False
+        self.saved_to: Path | None = None  # the folder that holds the weights of now, if one does
         self.layer_steps = [0] * n_layers  # updates of each layer so far, for bias correction
         # passes whose backward is still to come; sets, because adding and removing is atomic and
         # the garbage collector may drop a graph in any thread
@@ -166,6 +181,10 @@ class Engine(abc.ABC):
         return self.settings.overlap_updates
 
     @property
+    def accumulating(self) -> bool:
+        return self.rule is not None and self.rule.accumulating
+
+    @property
     def expert_parameters(self) -> int:
         return self.n_layers * self.n_experts * self.shape.numel
 
@@ -176,8 +195,8 @@ class Engine(abc.ABC):
         """Yields the layer's experts as they are on the device; compute a wave before the next."""
 
     @abc.abstractmethod
-    def deliver(self, layer_pass: LayerPass, wave: Wave, dw_in: Tensor, dw_out: Tensor) -> None:
-        """Takes the gradients of a wave."""
+    def deliver(self, layer_pass: LayerPass, wave: Wave, dw: Sequence[Tensor]) -> None:
+        """Takes the gradients of a wave, [n, ...] for each tensor of a record."""
 
     @abc.abstractmethod
     def needs_counts(self, rows: int) -> bool:
@@ -244,6 +263,7 @@ class Engine(abc.ABC):
     def step(self) -> None:
         """Ends a step: kept gradients, if the rule keeps them, update the experts now."""
         self._check_unchanged()
+        self.saved_to = None
         for layer in sorted(self._gathered - self._final):
             # a pass was thrown away, or every backward ran under accumulate(): complete it here
             self._final.add(layer)
@@ -331,10 +351,22 @@ class Engine(abc.ABC):
 
     # -- records, for checkpoints ---------------------------------------------------------
 
+    @property
+    def weights_bytes(self) -> int:
+        return self.n_layers * self.n_experts * self.layout.weight_bytes
+
     def experts(self) -> Iterator[ExpertId]:
         for layer in range(self.n_layers):
             for index in range(self.n_experts):
                 yield ExpertId(layer, index)
+
+    @abc.abstractmethod
+    def fill(
+        self, fill: Callable[[ExpertId, Tensor], None], workers: int = 1, on_host: bool = False
+    ) -> None:
+        """Before the first use: lets `fill` set the flat weights [numel] of every expert, in so
+        many threads, where they will live; in a buffer for those that will live on disk and, if
+        `fill` can only write to host memory (`on_host`), for those on the device."""
 
     @abc.abstractmethod
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:

@@ -30,9 +30,15 @@ from overspill.plan.waves import row_pieces
 def routed_experts(
     placeholder: ExpertPlaceholder, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """Each token's weighted sum over its experts, [T, D]."""
-    engine, layer = placeholder.engine, placeholder.layer
-    layer_pass = LayerPass(layer, trained=placeholder.requires_grad)
+    """Each token's weighted sum over its experts, [T, D]. Where the layer drops assignments (its
+    placeholder says so), an id of `n_experts` stands for no expert."""
+    engine = placeholder.engine
+    layer_pass = LayerPass(
+        placeholder.layer,
+        trained=placeholder.requires_grad,
+        drops=placeholder.drops,
+        activation=placeholder.activation,
+    )
     weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
     # the placeholder is an input too: experts learn even where nothing below them does
     trained = any(tensor.requires_grad for tensor in (x_TD, weights_TK, placeholder))
@@ -108,7 +114,7 @@ def _forward(
 ) -> Tensor:
     permutation = Permutation.build(expert_ids_TK, engine.n_experts)
     layer_pass.permutation = permutation
-    if engine.needs_counts(permutation.n_rows):
+    if layer_pass.drops or engine.needs_counts(permutation.n_rows):
         layer_pass.counts = permutation.counts_E.tolist()
     # inside a backward this is a recomputation: the layers that come next are those below
     recomputing = torch._C._current_graph_task_id() != -1
@@ -119,11 +125,13 @@ def _forward(
     for wave in engine.waves(layer_pass, phase):
         for start, end, ends, counts in _pieces(wave, engine):
             x_rows = gather_rows(x_TD, permutation, start, end)
-            y_rows, hidden = wave_forward(x_rows, wave.weights, engine.shape, ends, counts)
+            args = (x_rows, wave.weights, engine.shape, ends, counts, layer_pass.activation)
+            y_rows, hidden = wave_forward(*args)
             y_RD[start:end] = y_rows
             if layer_pass.kept is not None:
                 layer_pass.kept[start:end] = hidden
-            del x_rows, y_rows, hidden
+            del args, x_rows, y_rows, hidden
+    y_RD[layer_pass.n_routed(permutation.n_rows) :] = 0
     return combine(y_RD, weights_TK, permutation)
 
 
@@ -150,15 +158,19 @@ def _backward(
                 counts,
                 hidden=None if layer_pass.kept is None else layer_pass.kept[start:end],
                 need_dw=need_dw,
+                activation=layer_pass.activation,
             )
             dx_RD[start:end] = grads.dx_RD
             drow_weight_R[start:end] = grads.drow_weight_R
             total = grads if total is None else _add(total, grads)
         if need_dw and total is not None:
-            engine.deliver(layer_pass, wave, *total.dw)
+            engine.deliver(layer_pass, wave, total.dw)
         del total, grads  # before the next wave computes, not after
     layer_pass.kept = None
     engine.end_backward(layer_pass)
+    routed = layer_pass.n_routed(permutation.n_rows)
+    dx_RD[routed:] = 0
+    drow_weight_R[routed:] = 0
     return sum_rows(dx_RD, permutation), weights_grad(drow_weight_R, permutation)
 
 
@@ -174,7 +186,5 @@ def _pieces(wave: Wave, engine: Engine) -> list[tuple[int, int, Tensor, list[int
 
 def _add(total: WaveGrads, grads: WaveGrads) -> WaveGrads:
     """Adds the weight gradients of two pieces of one expert's rows, in float32 between pieces."""
-    if total.dw_in is None:
-        return grads
-    dw_in, dw_out = (a.float().add_(b) for a, b in zip(total.dw, grads.dw, strict=True))
-    return WaveGrads(grads.dx_RD, dw_in, dw_out, grads.drow_weight_R)
+    dw = tuple(a.float().add_(b) for a, b in zip(total.dw, grads.dw, strict=True))
+    return WaveGrads(grads.dx_RD, dw, grads.drow_weight_R)

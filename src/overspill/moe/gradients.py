@@ -1,7 +1,7 @@
 """The way of a gradient: off the device into a ring buffer and straight into its expert's update,
 or into the expert's own row, where it waits for more of it or for the global norm."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -75,33 +75,36 @@ class Gradients:
     def send(
         self,
         entry: Entry,
-        gradient: tuple[Tensor, Tensor, Tensor],
+        gradient: Sequence[Tensor],
+        square: Tensor,
         made: Mark,
         hyper: AdamHyper | None,
     ) -> None:
-        """Takes (dw_in, dw_out, sum of squares) once `made` has passed. With `hyper` it completes
+        """Takes the tensors of a gradient and its sum of squares once `made` has passed. With `hyper` it completes
         the step's gradient, and the update may start as soon as it has landed."""
         if hyper is not None and entry.number not in self._kept:
-            ring, landed = self._through_ring(entry, gradient, made)
+            ring, landed = self._through_ring(entry, gradient, square, made)
             self._outdate(entry)
             self.updates.submit(Update(entry, landed, ring, hyper=hyper))
             return
         self._take_rows()
         if entry.number in self._kept:
-            ring, landed = self._through_ring(entry, gradient, made)
+            ring, landed = self._through_ring(entry, gradient, square, made)
             self.updates.submit(Update(entry, landed, ring, into_row=True))
         else:
-            self._into_row(entry, gradient, made)
+            self._into_row(entry, gradient, square, made)
             self._kept.add(entry.number)
 
     def _through_ring(
-        self, entry: Entry, gradient: tuple[Tensor, Tensor, Tensor], made: Mark
+        self, entry: Entry, gradient: Sequence[Tensor], square: Tensor, made: Mark
     ) -> tuple[int, Mark]:
         assert self.ring is not None
         ring = self.ring.take()
-        return ring, self._download(entry, gradient, self.ring.buffers[ring], made)
+        return ring, self._download(entry, gradient, square, self.ring.buffers[ring], made)
 
-    def _into_row(self, entry: Entry, gradient: tuple[Tensor, Tensor, Tensor], made: Mark) -> None:
+    def _into_row(
+        self, entry: Entry, gradient: Sequence[Tensor], square: Tensor, made: Mark
+    ) -> None:
         with self.store.lock:
             if entry.row is None and self.stager is not None:
                 self.stager.pump()
@@ -111,22 +114,21 @@ class Gradients:
             if entry.disk_row is not None:
                 entry.have |= Part.GRADS
                 entry.dirty |= Part.GRADS
-        landed = self._download(entry, gradient, row, made)
+        landed = self._download(entry, gradient, square, row, made)
         self.updates.submit(Update(entry, landed))  # lets the row go once it has landed
         with self.store.lock:
             entry.queued -= 1
 
     def _download(
-        self, entry: Entry, gradient: tuple[Tensor, Tensor, Tensor], row: Tensor, made: Mark
+        self, entry: Entry, gradient: Sequence[Tensor], square: Tensor, row: Tensor, made: Mark
     ) -> Mark:
         flat = self.store.layout.weights(row)
-        cut = self.store.layout.shape.in_numel
-        dw_in, dw_out, square = gradient
+        starts = self.store.layout.shape.starts
         pairs = [
-            (flat[:cut], dw_in.reshape(-1)),
-            (flat[cut:], dw_out.reshape(-1)),
-            (self.squares[entry.number], square),
+            (flat[start : start + part.numel()], part.reshape(-1))
+            for start, part in zip(starts, gradient, strict=True)
         ]
+        pairs.append((self.squares[entry.number], square))
         return self.downloads.send(pairs, f"expert {entry.id.layer}.{entry.id.index}", made)
 
     def _outdate(self, entry: Entry) -> None:

@@ -3,8 +3,6 @@
 Shapes: B sequences of S tokens, T = B*S, D model, H hidden, E experts, K top-k.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +12,7 @@ from overspill.moe.engine import Engine, ExpertPlaceholder
 from overspill.moe.functions import routed_experts
 from overspill.moe.init import expert_generator, init_expert_
 from overspill.moe.router import Router
+from overspill.moe.state_dict import show_experts, split_record, stacked
 
 
 class MoE(nn.Module):
@@ -64,6 +63,22 @@ class MoE(nn.Module):
             self.w_in[index].view(-1).copy_(record[: self.shape.in_numel])
             self.w_out[index].view(-1).copy_(record[self.shape.in_numel :])
 
+    def expert_parameters(self) -> list[nn.Parameter]:
+        return [self.w_in, self.w_out]
+
+    def fill(self, index: int, record: Tensor, device: torch.device) -> None:
+        """Puts the weights of one expert into its flat record. Initial ones, if it has none yet, are
+        drawn on `device`, which may be quicker."""
+        if not self.w_in.is_meta:
+            for part, stack in zip(
+                split_record(record, self.shape), (self.w_in, self.w_out), strict=True
+            ):
+                part.copy_(stack[index].detach())
+            return
+        scratch = torch.empty_like(record, device=device)
+        self.init_expert(index, scratch)
+        record.copy_(scratch)
+
     def init_expert(self, index: int, out_record: Tensor) -> None:
         """Fills the flat record of one expert with its initial weights, wherever it lies."""
         generator = expert_generator(self.seed, ExpertId(self.layer, index), out_record.device)
@@ -80,6 +95,7 @@ class MoE(nn.Module):
         del self.w_in, self.w_out
         self.experts = ExpertPlaceholder(engine, layer)
         self.experts.requires_grad_(trained)
+        show_experts(self, "experts", stacked(("w_in", "w_out")))
 
     def forward(self, x_BSD: Tensor, pieces: int = 1) -> tuple[Tensor, Tensor]:
         """(y, balance loss)."""
@@ -92,66 +108,3 @@ class MoE(nn.Module):
         else:
             y_TD = routed_experts(self.experts, x_TD, expert_ids_TK, weights_TK)
         return y_TD.view_as(x_BSD), balance
-
-    # -- the names and shapes of the plain layer in state dicts, offloaded or not ---------
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.engine is None:
-            return
-        del destination[prefix + "experts"]
-        self.engine.flush()
-        shape = self.shape
-        w_in = torch.empty(self.n_experts, shape.in_rows, shape.d_model, dtype=self.dtype)
-        w_out = torch.empty(self.n_experts, shape.d_model, shape.d_hidden, dtype=self.dtype)
-        record = torch.empty(shape.numel, dtype=self.dtype)
-        for index in range(self.n_experts):
-            self.engine.read_weights(ExpertId(self.layer, index), record)
-            w_in[index].view(-1).copy_(record[: shape.in_numel])
-            w_out[index].view(-1).copy_(record[shape.in_numel :])
-        destination[prefix + "w_in"], destination[prefix + "w_out"] = w_in, w_out
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        if self.engine is not None:
-            shape = self.shape
-            sizes = {
-                prefix + "w_in": (self.n_experts, shape.in_rows, shape.d_model),
-                prefix + "w_out": (self.n_experts, shape.d_model, shape.d_hidden),
-            }
-            given = {name: state_dict.pop(name) for name in sizes if name in state_dict}
-            missing = [name for name in sizes if name not in given]
-            wrong = [
-                f"size mismatch for {name}: {tuple(given[name].shape)} is not {size}"
-                for name, size in sizes.items()
-                if name in given and given[name].shape != size
-            ]
-            missing_keys += missing if strict else []
-            error_msgs += wrong
-            if not missing and not wrong:
-                self._load_experts(*(given[name] for name in sizes))
-            state_dict[prefix + "experts"] = self.experts
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-    def _load_experts(self, w_in: Tensor, w_out: Tensor) -> None:
-        assert self.engine is not None
-        self.engine.flush()
-        for index in range(self.n_experts):
-            record = torch.cat((w_in[index].reshape(-1), w_out[index].reshape(-1)))
-
-            def fill(into: Tensor, record: Tensor = record) -> None:
-                into.copy_(record)
-
-            self.engine.write_weights(ExpertId(self.layer, index), fill)

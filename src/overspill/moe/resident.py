@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from overspill.plan.budget import Placement
 from overspill.plan.waves import Candidate, next_wave
 from overspill.tiers.layout import RecordLayout
 from overspill.trace.recorder import Recorder
+from overspill.transfer.requests import run_all
 
 
 class ResidentEngine(Engine):
@@ -84,12 +86,12 @@ class ResidentEngine(Engine):
 
     # -- gradients ------------------------------------------------------------------------
 
-    def deliver(self, layer_pass: LayerPass, wave: Wave, dw_in: Tensor, dw_out: Tensor) -> None:
+    def deliver(self, layer_pass: LayerPass, wave: Wave, dw: Sequence[Tensor]) -> None:
         assert self.rule is not None
         layer = layer_pass.layer
         base = layer * self.n_experts
         first, stop = base + wave.first, base + wave.stop
-        grad = torch.cat((dw_in.flatten(1), dw_out.flatten(1)), dim=1).to(self.dtype)
+        grad = torch.cat([part.flatten(1) for part in dw], dim=1).to(self.dtype)
         keep = self.rule.keep_gradients or not self.is_final(layer)
         if keep or any(number in self._kept for number in range(first, stop)):
             self._keep(grad, first, stop)
@@ -214,6 +216,22 @@ class ResidentEngine(Engine):
 
     def _number(self, expert: ExpertId) -> int:
         return expert.layer * self.n_experts + expert.index
+
+    def fill(
+        self, fill: Callable[[ExpertId, Tensor], None], workers: int = 1, on_host: bool = False
+    ) -> None:
+        own = threading.local()
+
+        def fill_one(expert: ExpertId) -> None:
+            if not on_host:
+                fill(expert, self.weights[self._number(expert)])
+                return
+            if not hasattr(own, "record"):
+                own.record = torch.empty(self.shape.numel, dtype=self.dtype)
+            fill(expert, own.record)
+            self.weights[self._number(expert)].copy_(own.record)
+
+        run_all(fill_one, self.experts(), workers)
 
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
         self._check_open()

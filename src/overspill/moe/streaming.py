@@ -26,6 +26,7 @@ from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
 from overspill.transfer.lanes import Lane, Mark, compute_mark, compute_waits
 from overspill.transfer.loader import Loader
+from overspill.transfer.requests import run_all
 from overspill.transfer.stager import Stager
 
 _SSD_WORKERS = 4  # for reads, and as many for writes
@@ -163,19 +164,19 @@ class StreamingEngine(Engine):
 
     # -- gradients ------------------------------------------------------------------------
 
-    def deliver(self, layer_pass: LayerPass, wave: Wave, dw_in: Tensor, dw_out: Tensor) -> None:
+    def deliver(self, layer_pass: LayerPass, wave: Wave, dw: Sequence[Tensor]) -> None:
         self.trace.end_wave()  # before the host may have to wait for a buffer
         layer = layer_pass.layer
-        dw_in, dw_out = dw_in.to(self.dtype), dw_out.to(self.dtype)
-        squares = sum_of_squares(dw_in) + sum_of_squares(dw_out)
+        dw = [part.to(self.dtype) for part in dw]
+        squares = torch.stack([sum_of_squares(part) for part in dw]).sum(0)
         made = compute_mark(self.device)  # the gradients are complete on the compute stream here
         hyper = self._hyper_now(layer) if self.is_final(layer) else None
         assert wave.counts is not None
         for place, count in enumerate(wave.counts):
             if count:
                 entry = self._entry(layer, wave.first + place)
-                gradient = dw_in[place], dw_out[place], squares[place]
-                self.gradients.send(entry, gradient, made, hyper)
+                gradient = [part[place] for part in dw]
+                self.gradients.send(entry, gradient, squares[place], made, hyper)
                 with self.store.lock:
                     self.course.leave([entry.id.index])
 
@@ -254,6 +255,16 @@ class StreamingEngine(Engine):
         self._forget_step()
 
     # -- records --------------------------------------------------------------------------
+
+    def fill(
+        self, fill: Callable[[ExpertId, Tensor], None], workers: int = 1, on_host: bool = False
+    ) -> None:
+        def fill_one(entry: Entry) -> None:
+            self.store.set_part(
+                entry, Part.WEIGHTS, lambda row: fill(entry.id, self.layout.weights(row))
+            )
+
+        run_all(fill_one, self.store.entries, workers)
 
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
         self._check_open()

@@ -1,6 +1,7 @@
 """`overspill.AdamW`: a torch.optim.Optimizer for the dense parameters and the offloaded experts."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,7 +21,6 @@ class ExpertEngine(Protocol):
 
     layout: RecordLayout
     layer_steps: list[int]
-    accumulating: bool
     n_layers: int
     n_experts: int
 
@@ -69,6 +69,7 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.total_norm: float | None = None
         self._scale = 1.0
+        self._accumulating = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         placeholders = [
@@ -98,6 +99,12 @@ class AdamW(torch.optim.Optimizer):
         overlap = self._engine is None or self._engine.overlap_updates
         return self.max_grad_norm is not None or not overlap
 
+    @property
+    def accumulating(self) -> bool:
+        """Inside `accumulate()`, or where accelerate (and with it transformers' Trainer) says that
+        the step goes on."""
+        return self._accumulating or _accelerate_accumulates()
+
     def hyper(self, layer: int) -> AdamHyper | None:
         found = self._layers.get(layer)
         if found is None or not found[0].requires_grad:
@@ -117,14 +124,11 @@ class AdamW(torch.optim.Optimizer):
     def accumulate(self) -> Iterator[None]:
         """Backward passes inside add to the gradients without completing them: every micro-batch
         of a step but the last."""
-        if self._engine is None:
-            yield
-            return
-        before, self._engine.accumulating = self._engine.accumulating, True
+        before, self._accumulating = self._accumulating, True
         try:
             yield
         finally:
-            self._engine.accumulating = before
+            self._accumulating = before
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -136,21 +140,25 @@ class AdamW(torch.optim.Optimizer):
         try:
             if self._engine is not None:
                 self._engine.step()
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._step_dense(parameter, group)
+            for parameter, group in self._dense():
+                if parameter.grad is not None:
+                    self._step_dense(parameter, group)
         finally:
             self._scale = 1.0
         return loss
+
+    def _dense(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """The parameters that are no placeholders, each with its group."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not getattr(parameter, "is_expert_placeholder", False):
+                    yield parameter, group
 
     def _clip(self) -> float:
         """The factor for all gradients, dense and experts, as torch's clip_grad_norm_ has it."""
         if self.max_grad_norm is None:
             return 1.0
-        grads = [
-            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
+        grads = [p.grad for p, _ in self._dense() if p.grad is not None]
         squares = 0.0 if self._engine is None else self._engine.gradient_squares()
         if grads:
             norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
@@ -221,7 +229,10 @@ class AdamW(torch.optim.Optimizer):
         self._engine.flush()
         numbers = self._parameter_numbers()
         for placeholder, _ in self._layers.values():
-            entry: dict[str, Any] = {"step": self._engine.layer_steps[placeholder.layer]}
+            step = self._engine.layer_steps[placeholder.layer]
+            if step == 0:
+                continue  # as torch: what was not updated yet has no states
+            entry: dict[str, Any] = {"step": step}
             for name, dtype in self.expert_sections():
                 stack = torch.empty(
                     self._engine.n_experts, self._engine.layout.shape.numel, dtype=dtype
@@ -288,3 +299,10 @@ class AdamW(torch.optim.Optimizer):
             parameter = numbered[int(number)]
             entry = self.state[parameter]
             entry[key] = int(value) if key == "step" else value.to(parameter.device).clone()
+
+
+def _accelerate_accumulates() -> bool:
+    """Whether accelerate, if this process uses it, is before the last micro-batch of a step. It
+    need not be installed; `step()` completes what was gathered in any case."""
+    state: Any = sys.modules.get("accelerate.state")
+    return state is not None and not state.GradientState().sync_gradients

@@ -3,13 +3,15 @@
 import ctypes
 import errno
 import logging
+import mmap
 import os
+import threading
 from pathlib import Path
 
 from torch import Tensor
 
 from overspill.core.errors import DiskError
-from overspill.core.sizes import format_size
+from overspill.core.sizes import format_size, round_up
 from overspill.tiers.layout import ALIGN
 
 log = logging.getLogger("overspill")
@@ -101,6 +103,45 @@ class RecordFile:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+DIRECT_FROM = 1 << 20
+"""Bytes from which direct reads are worth their rounding to whole blocks."""
+_BOUNCE = 8 << 20
+
+
+class DirectFile:
+    """A file of somebody else's, read past the page cache at any place and length: through an
+    aligned buffer for each thread."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._own = threading.local()
+
+    @staticmethod
+    def open(path: Path) -> "DirectFile | None":
+        """None where the file system has no direct I/O."""
+        try:
+            return DirectFile(os.open(path, os.O_RDONLY | os.O_DIRECT))
+        except OSError:
+            return None
+
+    def read(self, into: memoryview, at: int) -> int:
+        """Fills the beginning of `into` with the file's bytes from `at` on; how many, 0 at the end
+        of the file."""
+        if not hasattr(self._own, "bounce"):
+            self._own.bounce = mmap.mmap(-1, _BOUNCE)  # whole pages, so it is aligned
+        bounce: mmap.mmap = self._own.bounce
+        skip = at % ALIGN
+        length = min(_BOUNCE, round_up(skip + len(into), ALIGN))
+        with memoryview(bounce) as buffer:
+            count = os.preadv(self._fd, [buffer[:length]], at - skip)
+            count = min(max(0, count - skip), len(into))
+            into[:count] = buffer[skip : skip + count]
+        return count
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def _buffer(row: Tensor) -> ctypes.Array[ctypes.c_char]:

@@ -217,6 +217,17 @@ class ExpertStore:
                 entry.version += 1  # what is on the device is of the past
                 self.wake_loader.notify()
 
+    def set_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
+        """Lets `fill` set the bytes of `part` for the first time. Before anything else runs, so
+        without the lock: many threads may do it, each for experts of its own."""
+        if entry.row is not None and entry.have & part:
+            fill(self.host(entry, part))
+            return
+        assert entry.disk_row is not None
+        scratch = self._scratch(part)
+        fill(scratch)
+        self.files[part].write(entry.disk_row, scratch)
+
     def _scratch(self, part: Part) -> Tensor:
         size = self.row_bytes(part)
         memory = torch.empty(size + ALIGN, dtype=torch.uint8)

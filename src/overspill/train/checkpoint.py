@@ -21,7 +21,8 @@ import torch
 
 from overspill.core.errors import CheckpointError, DiskError
 from overspill.core.experts import ExpertId, ExpertShape
-from overspill.train.safetensors_stream import StreamReader, StreamWriter, TensorSpec
+from overspill.moe.state_dict import dense_tensors, split_record
+from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 
 FORMAT = "overspill-checkpoint"
 VERSION = 1
@@ -186,7 +187,7 @@ def _write_model(path: Path, model: torch.nn.Module, engine: ExpertWeights) -> N
 
 def _read_model(path: Path, model: torch.nn.Module, engine: ExpertWeights) -> None:
     dense, layers = _names(model)
-    with StreamReader(path) as reader:
+    with StreamReader(path, advice=_advice(path)) as reader:
         specs = {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in dense.items()}
         specs.update(_expert_specs(layers, engine))
         _check_specs(path, reader, specs)
@@ -205,41 +206,33 @@ def _read_model(path: Path, model: torch.nn.Module, engine: ExpertWeights) -> No
 
 
 def _names(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The dense tensors as a state_dict names them, and the MoE layers' names, lowest first.
-
-    `state_dict()` itself would copy every expert into memory at once.
-    """
-    dense: dict[str, torch.Tensor] = {}
+    """The dense tensors as a state_dict names them, and the MoE layers' names, lowest first."""
     layers: dict[str, None] = {}  # a layer may have one placeholder or one for each weight
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "is_expert_placeholder"):
             layers[name.rpartition(".")[0]] = None
-        else:
-            dense[name] = parameter
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                dense[name] = buffer
-    return dense, list(layers)
+    return dense_tensors(model), list(layers)
+
+
+_PARTS = ("w_in", "w_out", "b_in", "b_out")
 
 
 def _expert_specs(layers: list[str], engine: ExpertWeights) -> dict[str, TensorSpec]:
-    """The experts as the plain model has them: stacked, two tensors a layer."""
-    shape, n = engine.shape, engine.n_experts
-    specs = {}
-    for layer in layers:
-        specs[f"{layer}.w_in"] = TensorSpec(engine.dtype, (n, shape.in_rows, shape.d_model))
-        specs[f"{layer}.w_out"] = TensorSpec(engine.dtype, (n, shape.d_model, shape.d_hidden))
-    return specs
+    """The experts of a layer stacked, a tensor for each part of their records."""
+    return {
+        f"{layer}.{part}": TensorSpec(engine.dtype, (engine.n_experts, *size))
+        for layer in layers
+        for part, size in zip(_PARTS, engine.shape.sizes, strict=False)
+    }
 
 
 def _parts(
     layers: list[str], shape: ExpertShape, expert: ExpertId, record: torch.Tensor
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Where the two halves of an expert's record lie in the stacked tensors of its layer."""
+    """Where the parts of an expert's record lie in the stacked tensors of its layer."""
     layer = layers[expert.layer]
-    yield f"{layer}.w_in", expert.index * shape.in_numel, record[: shape.in_numel]
-    yield f"{layer}.w_out", expert.index * shape.out_numel, record[shape.in_numel :]
+    for name, part in zip(_PARTS, split_record(record, shape), strict=False):
+        yield f"{layer}.{name}", expert.index * part.numel(), part
 
 
 def _experts(engine: ExpertWeights) -> Iterator[ExpertId]:
@@ -283,7 +276,7 @@ def _write_optimizer(path: Path, engine: ExpertWeights, optimizer: OptimizerStat
 
 
 def _read_optimizer(path: Path, engine: ExpertWeights, optimizer: OptimizerStates) -> None:
-    with StreamReader(path) as reader:
+    with StreamReader(path, advice=_advice(path)) as reader:
         # Which dense states there are is the file's to say: an optimizer that has not stepped yet
         # has none.
         dense = [name for name in reader.specs if name.startswith(_dense(""))]
@@ -367,6 +360,10 @@ def _read_state_file(path: Path) -> dict[str, Any]:
         if there != size:
             raise _corrupt(path, f"{name} is truncated, {there} of {size} bytes are there")
     return content
+
+
+def _advice(file: Path) -> str:
+    return f"remove {file.parent} and resume from the checkpoint before it"
 
 
 def _corrupt(path: Path, what: str) -> CheckpointError:

@@ -1,28 +1,24 @@
 """All settings of a training run: one tree of dataclasses, from flags or a file.
 
-The text under a field is its help on the command line. Field names are unique over the whole
-tree, so each is also a flag (`--seq-len`), and a file may write them under their section or not.
-This file imports no torch: `overspill train --help` reads it.
+How fields become flags is in `settings`. This file imports no torch: `overspill train --help`
+reads it.
 """
 
-import ast
-import dataclasses
-import difflib
-import functools
-import inspect
-import json
-import math
-import textwrap
-import tomllib
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from overspill.core.errors import ConfigError
-from overspill.core.sizes import parse_size
+from overspill.train.settings import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    SHARE,
+    Setting,
+    check,
+    make,
+    read_file,
+    settings_of,
+)
 
 
 @dataclass(frozen=True)
@@ -172,168 +168,48 @@ class TrainConfig:
     run: RunSection = field(default_factory=RunSection)
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(self, _RULES, _CHOICES)
+
+    @property
+    def name(self) -> str:
+        """What the run's folder is called."""
+        return self.model.preset
 
     @property
     def sequences_per_step(self) -> int:
         return self.data.batch * self.data.accumulate
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One field of the tree, as a flag needs it."""
-
-    name: str
-    section: str
-    title: str
-    """The section's own docstring, the heading of its flags."""
-    kind: type[Any]
-    """bool, int, float or str."""
-    optional: bool
-    default: Any
-    help: str
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-
-@functools.cache
 def settings() -> tuple[Setting, ...]:
-    """Every setting of the tree, in its order."""
-    found = []
-    for section in dataclasses.fields(TrainConfig):
-        section_type = typing.get_type_hints(TrainConfig)[section.name]
-        helps, hints = _field_docs(section_type), typing.get_type_hints(section_type)
-        for item in dataclasses.fields(section_type):
-            hint = hints[item.name]
-            optional = isinstance(hint, types.UnionType)
-            kind = typing.get_args(hint)[0] if optional else hint
-            title = (section_type.__doc__ or section.name).strip()
-            found.append(
-                Setting(
-                    item.name, section.name, title, kind, optional, item.default, helps[item.name]
-                )
-            )
-    return tuple(found)
-
-
-def _field_docs(cls: type[Any]) -> dict[str, str]:
-    """The string under each field of a dataclass, which Python itself throws away."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for item, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            assert isinstance(after, ast.Expr), f"{item.target.id} has no help"
-            assert isinstance(after.value, ast.Constant)
-            docs[item.target.id] = " ".join(str(after.value.value).split())
-    return docs
+    return settings_of(TrainConfig)
 
 
 def make_config(*layers: Mapping[str, Any]) -> TrainConfig:
     """The config from flat settings; a later layer wins over an earlier one."""
-    merged = {name: value for layer in layers for name, value in layer.items()}
-    sections: dict[str, dict[str, Any]] = {}
-    known = {setting.name: setting for setting in settings()}
-    for name, value in merged.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see overspill train --help"
-            raise ConfigError(f"there is no setting {name!r}; {hint}")
-        setting = known[name]
-        sections.setdefault(setting.section, {})[name] = _cast(setting, value)
-    hints = typing.get_type_hints(TrainConfig)
-    return TrainConfig(**{name: hints[name](**values) for name, values in sections.items()})
-
-
-def _cast(setting: Setting, value: Any) -> Any:
-    if value is None and setting.optional:
-        return None
-    if setting.kind is float and type(value) is int:
-        return float(value)
-    if setting.kind is str and type(value) is int and setting.name.endswith("_memory"):
-        return str(value)  # a plain number of bytes
-    if type(value) is not setting.kind:
-        raise ConfigError(
-            f"{setting.name} = {value!r} is not of the right kind; give a {setting.kind.__name__}"
-        )
-    return value
+    return make(TrainConfig, layers, "train")
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """The flat settings of a .toml or .json file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        tree = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ConfigError(
-            f"config file {path} cannot be read ({error.strerror}); check the path"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"config file {path} cannot be parsed: {error}; correct it") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"config file {path} is a list or a value; write `name = value` lines")
-    return dict(_flatten(tree, path))
+    return read_file(TrainConfig, path)
 
 
-def _flatten(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
-    # `data` is both a section and a setting: a table is the section.
-    sections = {section.name for section in dataclasses.fields(TrainConfig)}
-    section_of = {setting.name: setting.section for setting in settings()}
-    for name, value in tree.items():
-        if not isinstance(value, dict):
-            yield name, value
-            continue
-        if name not in sections:
-            raise ConfigError(f"{path}: there is no section [{name}]; there are {sorted(sections)}")
-        for key, inner in value.items():
-            if section_of.get(key, name) != name:
-                raise ConfigError(f"{path}: {key} is in [{name}]; move it to [{section_of[key]}]")
-            yield key, inner
-
-
-def to_flat(config: TrainConfig) -> dict[str, Any]:
-    return {item.name: getattr(getattr(config, item.section), item.name) for item in settings()}
-
-
-def to_json(config: TrainConfig) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-
-
-def _check(config: TrainConfig) -> None:
-    """Values that cannot be right, each named as the flag it is."""
-    flat = to_flat(config)
-    for name, value in flat.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be a finite number")
-    rules: list[tuple[str, Callable[[float], bool], list[str]]] = [
-        ("at least 1", lambda value: value >= 1, [
-            "experts", "layers", "d_model", "d_hidden", "heads", "top_k", "moe_every", "vocab",
-            "seq_len", "batch", "accumulate", "steps", "keep", "log_every", "eval_batches",
-            "slots", "host_slots", "threads",
-        ]),
-        ("0 or more", lambda value: value >= 0, [
-            "warmup", "eval_every", "save_every", "trace_steps", "seed", "clip", "lr",
-            "weight_decay", "eps",
-        ]),
-        ("between 0 and 1", lambda value: 0 <= value <= 1, ["min_lr", "pin", "beta1", "beta2"]),
-    ]  # fmt: skip
-    for rule, holds, names in rules:
-        for name in names:
-            if flat[name] is not None and not holds(flat[name]):
-                raise ConfigError(f"--{name.replace('_', '-')} {flat[name]} must be {rule}")
-    choices = {
-        "mode": ("auto", "gpu", "host", "disk"),
-        "dtype": ("bf16", "fp32"),
-        "state_dtype": ("fp32", "bf16"),
-        "activations": ("recompute", "keep"),
-    }
-    for name, values in choices.items():
-        if flat[name] is not None and flat[name] not in values:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {flat[name]} is not known; give {' or '.join(values)}"
-            )
-    for name in ("gpu_memory", "host_memory"):
-        if flat[name] is not None:
-            parse_size(flat[name], "--" + name.replace("_", "-"))
+MEMORY_RULES = {AT_LEAST_1: ["slots", "host_slots", "threads"], SHARE: ["pin"]}
+MEMORY_CHOICES = {
+    "mode": ("auto", "gpu", "host", "disk"),
+    "dtype": ("bf16", "fp32"),
+    "activations": ("recompute", "keep"),
+}
+_RULES = {
+    AT_LEAST_1: [
+        "experts", "layers", "d_model", "d_hidden", "heads", "top_k", "moe_every", "vocab",
+        "seq_len", "batch", "accumulate", "steps", "keep", "log_every", "eval_batches",
+        *MEMORY_RULES[AT_LEAST_1],
+    ],
+    NOT_NEGATIVE: [
+        "warmup", "eval_every", "save_every", "trace_steps", "seed", "clip", "lr", "weight_decay",
+        "eps",
+    ],
+    SHARE: ["min_lr", "beta1", "beta2", *MEMORY_RULES[SHARE]],
+}  # fmt: skip
+_CHOICES = {**MEMORY_CHOICES, "state_dtype": ("fp32", "bf16")}

@@ -31,10 +31,12 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """The mean cross-entropy on the evaluation text after `step` steps."""
+    """The mean cross-entropy on the evaluation data after `step` steps."""
 
     step: int
     eval_loss: float
+    accuracy: float | None = None
+    """Share of examples that got their label; of classification alone."""
 
 
 class MetricsFile:

@@ -55,7 +55,7 @@ class PlainDisplay:
             self.say(f"step {metrics.step}/{self._steps}  " + "  |  ".join(parts))
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        self.say(f"step {metrics.step}/{self._steps}  eval loss {metrics.eval_loss:.4f}")
+        self.say(f"step {metrics.step}/{self._steps}  eval loss {evaluation_line(metrics)}")
 
     def end(self) -> None:
         pass
@@ -91,7 +91,7 @@ class LiveDisplay(PlainDisplay):
             self._details.plain = "  |  ".join(details(metrics))
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        self._eval = f"  eval {metrics.eval_loss:.4f}"
+        self._eval = f"  eval {evaluation_line(metrics)}"
 
     def end(self) -> None:
         self._live.stop()
@@ -120,6 +120,11 @@ def headline(metrics: StepMetrics) -> str:
     return f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tok/s"
 
 
+def evaluation_line(metrics: EvalMetrics) -> str:
+    accuracy = "" if metrics.accuracy is None else f"  accuracy {metrics.accuracy:.1%}"
+    return f"{metrics.eval_loss:.4f}{accuracy}"
+
+
 def details(metrics: StepMetrics) -> list[str]:
     """Where the bytes are, and who was busy, as far as this step measured it."""
     parts = []
@@ -144,5 +149,5 @@ def busy_line(busy: dict[str, float]) -> str:
     return "  ".join(f"{name} {share:.0%}" for name, share in shares.items())
 
 
-def resume_command(out: str | os.PathLike[str]) -> str:
-    return f"overspill train --resume --out {os.fspath(out)}"
+def resume_command(out: str | os.PathLike[str], command: str = "train") -> str:
+    return f"overspill {command} --resume --out {os.fspath(out)}"

@@ -1,15 +1,26 @@
 """A run is a folder: its config, metrics, pictures, timeline and checkpoints."""
 
+import dataclasses
 import fcntl
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 from overspill.core.errors import ConfigError, DiskError
-from overspill.train.config import TrainConfig, make_config, to_flat, to_json
+from overspill.train.settings import Config, to_json
 
 _RUNS = Path("runs")
+
+
+class RunConfig(Config, Protocol):
+    """What a folder needs of a config: its section `run` has out and resume."""
+
+    @property
+    def run(self) -> Any: ...
+
+    @property
+    def name(self) -> str: ...
 
 
 class RunFolder:
@@ -61,13 +72,14 @@ class RunFolder:
             self.path.rmdir()
         os.close(self._lock)
 
-    def write_config(self, config: TrainConfig) -> None:
+    def write_config(self, config: RunConfig) -> None:
         """Keep `config` as a resumed run will read it."""
-        settings = {**to_flat(config), "out": str(self.path), "resume": False}
+        run = dataclasses.replace(config.run, out=str(self.path), resume=False)
+        kept = dataclasses.replace(config, run=run)
         aside = self.config.with_suffix(".tmp")
         try:
             with open(aside, "w", encoding="utf-8") as out:
-                out.write(to_json(make_config(settings)))
+                out.write(to_json(kept))
                 out.flush()
                 os.fsync(out.fileno())
             os.replace(aside, self.config)
@@ -77,14 +89,14 @@ class RunFolder:
             ) from error
 
 
-def choose_folder(config: TrainConfig) -> RunFolder:
+def choose_folder(config: RunConfig) -> RunFolder:
     """The folder a run with this config goes to."""
-    out, preset, resume = config.run.out, config.model.preset, config.run.resume
+    out, name, resume = config.run.out, config.name, config.run.resume
     if resume:
-        return find_run(out, preset)
+        return find_run(out, name)
     if out is None:
         number = 1
-        while (folder := RunFolder(_numbered(preset, number))).path.exists():
+        while (folder := RunFolder(_numbered(name, number))).path.exists():
             number += 1
         return folder
     folder = RunFolder(Path(out).expanduser())
@@ -96,8 +108,8 @@ def choose_folder(config: TrainConfig) -> RunFolder:
     return folder
 
 
-def find_run(out: str | None, preset: str) -> RunFolder:
-    """The run to resume: the one in `out`, or the latest of `preset` under runs/."""
+def find_run(out: str | None, name: str) -> RunFolder:
+    """The run to resume: the one in `out`, or the latest of `name` under runs/."""
     if out is not None:
         folder = RunFolder(Path(out).expanduser())
         if not folder.path.is_dir():
@@ -106,16 +118,16 @@ def find_run(out: str | None, preset: str) -> RunFolder:
             )
         return folder
     number = 1
-    while _numbered(preset, number + 1).exists():
+    while _numbered(name, number + 1).exists():
         number += 1
-    folder = RunFolder(_numbered(preset, number))
+    folder = RunFolder(_numbered(name, number))
     if not folder.path.is_dir():
         raise ConfigError(
-            f"--resume: there is no run of {preset} under {_RUNS}/; give --out, or leave --resume "
+            f"--resume: there is no run of {name} under {_RUNS}/; give --out, or leave --resume "
             "out to begin one"
         )
     return folder
 
 
-def _numbered(preset: str, number: int) -> Path:
-    return _RUNS / (preset if number == 1 else f"{preset}-{number}")
+def _numbered(name: str, number: int) -> Path:
+    return _RUNS / (name if number == 1 else f"{name}-{number}")

@@ -1,7 +1,7 @@
 """The model, its engine and its optimizer, built from a config."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -17,7 +17,7 @@ from overspill.moe.engine import Settings
 from overspill.optim.adamw import AdamW
 from overspill.trace.recorder import Recorder
 from overspill.train.checkpoint import ExpertWeights, Fact, OptimizerStates
-from overspill.train.config import TrainConfig
+from overspill.train.config import MemorySection, TrainConfig
 from overspill.train.tokenizer import Tokenizer, vocab_size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -94,6 +94,13 @@ class Blueprint:
         }
 
 
+def shape_of(facts: Mapping[str, Fact], max_seq: int) -> GPTConfig:
+    """The model whose checkpoint has these facts."""
+    fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name != "max_seq"]
+    known: dict[str, Any] = {name: facts[_FLAGS.get(name, name)] for name in fields}
+    return GPTConfig(**known, max_seq=max_seq)
+
+
 Builder = Callable[[Blueprint, Callable[[str], None]], Session]
 
 
@@ -102,15 +109,14 @@ def draw_up(
 ) -> Blueprint:
     """Decide what the config leaves open."""
     shape = _model_shape(config, tokenizer)
-    device = _device(config.memory.device)
-    dtype = config.memory.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    device = choose_device(config.memory.device)
     lr = config.optim.lr if config.optim.lr is not None else min(1e-3, 0.46 / shape.d_model)
     return Blueprint(
         config=config,
         shape=shape,
         seq_len=config.data.seq_len or shape.max_seq,
         device=device,
-        dtype=DTYPES[dtype],
+        dtype=choose_dtype(config.memory.dtype, device),
         lr=lr,
         slots=_slots(config, shape, say),
     )
@@ -134,7 +140,7 @@ def _model_shape(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
     return shape
 
 
-def _device(name: str | None) -> torch.device:
+def choose_device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -148,6 +154,10 @@ def _device(name: str | None) -> torch.device:
             f"--device {name}: torch {torch.__version__} sees no CUDA GPU here; give --device cpu"
         )
     return device
+
+
+def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    return DTYPES[name or ("bf16" if device.type == "cuda" else "fp32")]
 
 
 def _slots(config: TrainConfig, shape: GPTConfig, say: Callable[[str], None]) -> int | None:
@@ -171,6 +181,17 @@ def _keeps_gradients(config: TrainConfig) -> bool:
     return config.optim.clip > 0 or one_by_one or not config.memory.overlap_updates
 
 
+def engine_settings(memory: MemorySection) -> Settings:
+    return Settings(
+        pin_share=memory.pin,
+        overlap_updates=memory.overlap_updates,
+        overlap_uploads=memory.overlap_uploads,
+        waves=memory.waves,
+        activations=memory.activations,
+        threads=memory.threads,
+    )
+
+
 def build_session(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
     """Take the memory and build the model into it."""
     config, memory, optim = blueprint.config, blueprint.config.memory, blueprint.config.optim
@@ -191,14 +212,7 @@ def build_session(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
         mode=memory.mode,
         slots=blueprint.slots,
         host_slots=memory.host_slots,
-        settings=Settings(
-            pin_share=memory.pin,
-            overlap_updates=memory.overlap_updates,
-            overlap_uploads=memory.overlap_uploads,
-            waves=memory.waves,
-            activations=memory.activations,
-            threads=memory.threads,
-        ),
+        settings=engine_settings(memory),
         state_dtype=DTYPES[optim.state_dtype],
         keep_gradients=_keeps_gradients(config),
         quiet=True,  # the trainer says what lies where

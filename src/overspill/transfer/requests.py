@@ -3,10 +3,29 @@
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from typing import TypeVar
 
 Priority = tuple[int, ...]
+_Item = TypeVar("_Item")
+
+
+def run_all(job: Callable[[_Item], None], items: Iterable[_Item], workers: int) -> None:
+    """Runs `job` for every item, in order, in so many threads. The first failure ends it: what has
+    not started is dropped."""
+    if workers == 1:
+        for item in items:
+            job(item)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="overspill-fill") as pool:
+        try:
+            for _ in pool.map(job, items):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 class RequestState(Enum):

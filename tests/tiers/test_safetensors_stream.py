@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from overspill.core.errors import CheckpointError, DiskError
-from overspill.train.safetensors_stream import StreamReader, StreamWriter, TensorSpec
+from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 
 
 def _spec(tensor: torch.Tensor) -> TensorSpec:

@@ -17,6 +17,7 @@ import torch
 
 from overspill.core.errors import CheckpointError, DiskError
 from overspill.core.sizes import format_size, round_up
+from overspill.tiers.ssd import DIRECT_FROM, DirectFile
 
 _DTYPES = {
     torch.float64: "F64",
@@ -103,6 +104,10 @@ class StreamWriter:
         finally:
             os.close(self._fd)
 
+    def abandon(self) -> None:
+        """Leaves the file as it is, after a failure."""
+        os.close(self._fd)
+
     def __enter__(self) -> Self:
         return self
 
@@ -115,25 +120,35 @@ class StreamWriter:
         if error is None:
             self.close()
         else:
-            os.close(self._fd)
+            self.abandon()
 
 
 class StreamReader:
-    """A safetensors file, checked against its own size, read in slices."""
+    """A safetensors file, checked against its own size, read in slices; in many threads at once.
 
-    def __init__(self, path: Path) -> None:
+    `advice` ends the message about a broken file. `direct` reads large pieces past the page cache,
+    where the file system can: quicker, and the cache is left to others.
+    """
+
+    def __init__(
+        self, path: Path, advice: str = "resume from another checkpoint", direct: bool = False
+    ) -> None:
         self.path = path
+        self.advice = advice
+        self._direct: DirectFile | None = None
         try:
             self._fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be opened ({error.strerror}); resume from another checkpoint"
+                f"{path} cannot be opened ({error.strerror}); {advice}"
             ) from error
         try:
             self._read_header()
         except BaseException:
             os.close(self._fd)
             raise
+        if direct:
+            self._direct = DirectFile.open(path)
 
     def _read_header(self) -> None:
         size = os.fstat(self._fd).st_size
@@ -147,6 +162,8 @@ class StreamReader:
             self._begin: dict[str, int] = {}
             end = 0
             for name, entry in header.items():
+                if entry["dtype"] not in _TORCH_DTYPES:
+                    raise self._corrupt(f"{name} is {entry['dtype']}, which is not supported")
                 spec = TensorSpec(_TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]))
                 begin, stop = entry["data_offsets"]
                 if stop - begin != spec.nbytes or begin < 0:
@@ -176,7 +193,10 @@ class StreamReader:
         view, done = _bytes_of(out), 0
         while done < len(view):
             try:
-                count = os.preadv(self._fd, [view[done:]], at + done)
+                if self._direct is not None and len(view) >= DIRECT_FROM:
+                    count = self._direct.read(view[done:], at + done)
+                else:
+                    count = os.preadv(self._fd, [view[done:]], at + done)
             except OSError as error:
                 raise self._corrupt(f"reading {name} failed: {error.strerror}") from error
             if count == 0:
@@ -185,6 +205,8 @@ class StreamReader:
 
     def close(self) -> None:
         os.close(self._fd)
+        if self._direct is not None:
+            self._direct.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,10 +215,7 @@ class StreamReader:
         self.close()
 
     def _corrupt(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path} is corrupt: {what}; remove {self.path.parent} and resume from the "
-            "checkpoint before it"
-        )
+        return CheckpointError(f"{self.path} is corrupt: {what}; {self.advice}")
 
 
 def _layout(

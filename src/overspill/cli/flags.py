@@ -1,0 +1,58 @@
+"""Settings as the flags of a command."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from overspill.train.settings import Setting
+
+
+def with_flags(
+    command: Callable[..., None], arguments: Mapping[str, Any], settings: Sequence[Setting]
+) -> Callable[..., None]:
+    """`command` with a signature that typer reads: its arguments, a flag per setting and --json.
+
+    What was not given is None: a default must not overwrite a config file's value.
+    """
+
+    def run(**values: Any) -> None:
+        command(**values)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    as_json = Annotated[
+        bool, typer.Option("--json", help="Print the summary at the end as JSON, and only that.")
+    ]
+    parameters = [
+        inspect.Parameter(name, keyword, default=None, annotation=annotation)
+        for name, annotation in arguments.items()
+    ]
+    parameters += [_flag(setting) for setting in settings]
+    parameters.append(inspect.Parameter("as_json", keyword, default=False, annotation=as_json))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
+    return run
+
+
+def _flag(setting: Setting) -> inspect.Parameter:
+    shown = setting.help
+    if setting.default is not None and setting.kind is not bool:
+        # a bracket opens markup in the help text
+        default = str(setting.default).replace("\n", "\\n").replace("[", "\\[")
+        shown += f" [dim]\\[{default}][/dim]"
+    names = [setting.flag]
+    if setting.kind is bool:
+        names = [f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"]
+        if setting.name == "resume":
+            names = [setting.flag]
+        elif setting.default is not None:
+            shown += f" [dim]\\[{'on' if setting.default else 'off'}][/dim]"
+    option = typer.Option(*names, help=shown, show_default=False, rich_help_panel=setting.title)
+    kind: Any = setting.kind
+    return inspect.Parameter(
+        setting.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )

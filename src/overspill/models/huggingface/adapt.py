@@ -1,0 +1,158 @@
+"""Finds the experts of a Hugging Face model, and makes a model whose experts were given away
+behave as its users expect."""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.core.errors import ConfigError, OrderError
+from overspill.models.huggingface import loss
+from overspill.models.huggingface.dictionaries import NLLB, SWITCH, Style
+from overspill.models.huggingface.experts import (
+    PLACEHOLDER,
+    DictionaryExperts,
+    HuggingFaceExperts,
+    StackedExperts,
+    same_everywhere,
+)
+from overspill.moe.engine import Engine, ExpertPlaceholder
+from overspill.moe.functions import routed_experts
+
+IMPLEMENTATION = "overspill"
+
+_DICTIONARIES: dict[str, Style] = {
+    "SwitchTransformersExperts": SWITCH,
+    "NllbMoeExperts": NLLB,
+}
+_INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
+_COUNTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+)
+
+
+def find_experts(model: Any) -> list[HuggingFaceExperts]:
+    """The experts modules of a model, lowest first. What Overspill cannot run as it is meant is
+    refused here by name, before anything is moved."""
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    found: list[HuggingFaceExperts] = []
+    for path, module in model.named_modules():
+        if hasattr(module, PLACEHOLDER) and module is not model:
+            raise ConfigError("the model is offloaded already; offload it once")
+        if all(hasattr(module, name) for name in _INTERFACE):
+            found.append(StackedExperts(path, module, std))
+        elif style := _DICTIONARIES.get(type(module).__name__):
+            found.append(DictionaryExperts(path, module, style, std))
+    _refuse_others(model, found)
+    same_everywhere(found)
+    if model.training:
+        for layer in found:
+            if isinstance(layer, DictionaryExperts):
+                layer.check_trainable()
+    return found
+
+
+def _refuse_others(model: Any, found: Sequence[HuggingFaceExperts]) -> None:
+    """Nothing is run dense in silence: experts of another make are an error."""
+    name = f"{model.config.model_type} ({type(model).__name__})"
+    text = model.config.get_text_config()
+    counts = {getattr(text, count, None) for count in _COUNTS}
+    known = {id(p) for layer in found for p in layer.expert_parameters()}
+    for path, parameter in model.named_parameters():
+        if id(parameter) not in known and parameter.dim() >= 3 and len(parameter) in counts:
+            raise ConfigError(
+                f"{name}: {path} looks like experts that do not go through transformers' experts "
+                "interface; this architecture is not supported"
+            )
+    if not found:
+        why = "it has no experts"
+        if any(isinstance(count, int) and count > 1 for count in counts):
+            why = "its experts do not go through transformers' experts interface"
+        raise ConfigError(f"{name} is not supported: {why}; see the family table in the docs")
+
+
+def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
+    """After the experts were given away: lets the model call the engine and answer for them."""
+    register()
+    if isinstance(layers[0], StackedExperts):
+        model.set_experts_implementation(IMPLEMENTATION)
+    loss.install(model)
+    # instance attributes, so that the class stays the one the user knows; they know the model
+    # weakly, so that it goes when nobody else holds it
+    own = weakref.ref(model)
+    plain = type(model)
+    model.num_parameters = functools.partial(_num_parameters, own, plain.num_parameters)
+    model._apply = functools.partial(_checked_apply, own, plain._apply)
+    model.save_pretrained = functools.partial(_save_pretrained, own)
+    return model
+
+
+def register() -> None:
+    """Makes `experts_implementation="overspill"` known to transformers."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(IMPLEMENTATION, _experts_forward)
+
+
+def _experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    placeholder: ExpertPlaceholder | None = getattr(module, PLACEHOLDER, None)
+    if placeholder is None:
+        raise OrderError(
+            f"{type(module).__name__} is set to experts_implementation='overspill', and its experts "
+            "are its own; call overspill.offload(model) or overspill.load(path)"
+        )
+    x_TD = hidden_states.reshape(-1, hidden_states.shape[-1]).to(placeholder.engine.dtype)
+    top_k = top_k_index.shape[-1]
+    y_TD = routed_experts(
+        placeholder, x_TD, top_k_index.reshape(-1, top_k), top_k_weights.reshape(-1, top_k)
+    )
+    return y_TD.to(hidden_states.dtype).view_as(hidden_states)
+
+
+def _num_parameters(
+    own: weakref.ref[Any],
+    plain: Callable[..., int],
+    only_trainable: bool = False,
+    exclude_embeddings: bool = False,
+) -> int:
+    """As transformers counts, wherever the experts live."""
+    model = own()
+    engine: Engine = model.overspill
+    placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
+    counted = [p for p in placeholders if p.requires_grad or not only_trainable]
+    return (
+        plain(model, only_trainable, exclude_embeddings)
+        + len(counted) * engine.n_experts * engine.shape.numel
+    )
+
+
+def _checked_apply(
+    own: weakref.ref[Any], plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """`.to()`, `.half()` and the like come here. Moving the dense part away from the experts would
+    leave a model that cannot run: said before anything has moved."""
+    model = own()
+    engine: Engine = model.overspill
+    probe = function(torch.empty(0, dtype=engine.dtype, device=engine.device))
+    if probe.dtype != engine.dtype or probe.device != engine.device:
+        raise OrderError(
+            f"this model's experts are {engine.dtype} for {engine.device}, and cannot become "
+            f"{probe.dtype} on {probe.device} after offloading; give dtype= and device= to "
+            "overspill.load (or convert the model before overspill.offload)"
+        )
+    return plain(model, function, *args, **kwargs)
+
+
+def _save_pretrained(own: weakref.ref[Any], save_directory: Any, **kwargs: Any) -> None:
+    from overspill.models.huggingface.save import save_pretrained
+
+    save_pretrained(own(), save_directory, **kwargs)

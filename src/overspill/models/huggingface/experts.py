@@ -1,0 +1,254 @@
+"""The experts of one layer of a Hugging Face model, as `offload` sees them.
+
+Two kinds: modules that go through transformers' experts interface, with stacked parameters whose
+layout is read off the module, and the dictionaries of experts of Switch and NLLB.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.compute.activation import Activation, Differentiated, Fused
+from overspill.core.errors import ConfigError
+from overspill.core.experts import ExpertShape
+from overspill.models.huggingface.dictionaries import HostedDictionary, Style
+from overspill.moe.engine import Engine, ExpertPlaceholder
+from overspill.moe.state_dict import Place, Places, show_experts, split_record, stacked
+
+PLACEHOLDER = "overspill"
+"""The name of the placeholder among the parameters of an experts module."""
+
+
+class HuggingFaceExperts:
+    """One experts module; `places` says where its tensors lie in the plain model."""
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        places: Places,
+        shape: ExpertShape,
+        n_experts: int,
+        std: float,
+    ) -> None:
+        self.path = path
+        self.module = module
+        self.places = places
+        """Where the tensors of an expert are, below the module."""
+        self.shape = shape
+        self.n_experts = n_experts
+        self.std = std
+        first = self.expert_parameters()[0]
+        self._dtype, self._trained = first.dtype, first.requires_grad
+
+    @property
+    def experts(self) -> ExpertPlaceholder:
+        placeholder: ExpertPlaceholder = getattr(self.module, PLACEHOLDER)
+        return placeholder
+
+    @property
+    def engine(self) -> Engine | None:
+        placeholder = getattr(self.module, PLACEHOLDER, None)
+        return None if placeholder is None else placeholder.engine
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def drops(self) -> bool:
+        return False
+
+    def activation(self) -> Activation:
+        raise NotImplementedError
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        names = {place.name: None for i in range(self.n_experts) for place in self.places(i)}
+        own = dict(self.module.named_parameters())
+        return [own[name] for name in names if name in own]
+
+    def fill(self, index: int, record: Tensor, device: torch.device) -> None:
+        """The module's own weights; where it has none, initial ones as transformers draws them:
+        normal, biases zero."""
+        own = dict(self.module.named_parameters())
+        parts = split_record(record, self.shape)
+        for place, part in zip(self.places(index), parts, strict=True):
+            value = own.get(place.name)
+            if value is None or value.is_meta:
+                self._draw(part, device)
+            else:
+                value = value.detach()
+                part.copy_(value if place.row is None else value[place.row])
+
+    def _draw(self, part: Tensor, device: torch.device) -> None:
+        if part.dim() == 1:
+            part.zero_()
+            return
+        part.copy_(torch.empty_like(part, device=device).normal_(0.0, self.std))
+
+    def strip(self) -> None:
+        """Releases the parameters; nothing stands for them yet."""
+        raise NotImplementedError
+
+    def give_away(self, engine: Engine, layer: int) -> None:
+        activation = self.activation()  # may need what is stripped
+        self.strip()
+        placeholder = ExpertPlaceholder(engine, layer)
+        placeholder.activation = activation
+        placeholder.drops = self.drops
+        placeholder.places = self.places
+        placeholder.requires_grad_(self._trained)
+        self.module.register_parameter(PLACEHOLDER, placeholder)
+        show_experts(self.module, PLACEHOLDER, self.places)
+
+
+class StackedExperts(HuggingFaceExperts):
+    """Experts behind transformers' interface: [E, ...] parameters, in any of its layouts."""
+
+    def __init__(self, path: str, module: Any, std: float) -> None:
+        self.gated = bool(module.has_gate)
+        inward = "gate_up_proj" if self.gated else "up_proj"
+        self.names = (inward, "down_proj")
+        if module.has_bias:
+            self.names += (f"{inward}_bias", "down_proj_bias")
+        self._check(path, module)
+        w_in, w_out = (getattr(module, name) for name in self.names[:2])
+        n_experts, *in_size = w_in.shape
+        in_rows, d_model = in_size[::-1] if module.is_transposed else in_size
+        d_hidden = in_rows // 2 if self.gated else in_rows
+        shape = ExpertShape(d_model, d_hidden, self.gated, module.has_bias, module.is_transposed)
+        if tuple(w_out.shape[1:]) != shape.sizes[1]:
+            raise ConfigError(
+                f"{path}: down_proj is {list(w_out.shape)}, which does not lead back to the "
+                f"{d_model} inputs of {inward}; such experts are not supported"
+            )
+        super().__init__(path, module, stacked(self.names), shape, n_experts, std)
+
+    def _check(self, path: str, module: Any) -> None:
+        kind = type(module).__name__
+        if getattr(module, "has_post_expert_norm", False):
+            raise ConfigError(f"{path} ({kind}) has a norm after each expert: not supported")
+        if getattr(module, "_is_expert_parallel", False):
+            raise ConfigError(f"{path} ({kind}) is split over ranks: load it without a tp_plan")
+        known = set(self.names)
+        foreign = [name for name, _ in module.named_parameters() if name not in known]
+        if foreign:
+            raise ConfigError(
+                f"{path} ({kind}) has a parameter {foreign[0]} that experts do not usually have: "
+                "not supported"
+            )
+
+    def activation(self) -> Activation:
+        """The fused kernels where the module computes just that, else its own function."""
+        from transformers.integrations import moe
+
+        own = self.module
+        if self.gated:
+            plain = type(own)._apply_gate is moe._default_apply_gate
+            if plain and own.is_concatenated and _is(own.act_fn, nn.functional.silu):
+                return Fused(gated=True)
+            apply_gate = weakref.WeakMethod(own._apply_gate)  # the module will hold this in turn
+
+            def gate(h: Tensor) -> Tensor:
+                method = apply_gate()
+                assert method is not None
+                gated: Tensor = method(h)
+                return gated
+
+            return Differentiated(gate)
+        if _is(own.act_fn, nn.functional.gelu):
+            return Fused(gated=False)
+        return Differentiated(own.act_fn)
+
+    def strip(self) -> None:
+        for name in self.names:
+            if name in self.module._parameters:
+                delattr(self.module, name)
+        # nothing is left that transformers should initialize
+        self.module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def _is(activation: Any, function: Any) -> bool:
+    """Whether an activation module computes just that function."""
+    probe = torch.linspace(-4, 4, 33, dtype=torch.float64)
+    return torch.equal(activation(probe), function(probe))
+
+
+class DictionaryExperts(HuggingFaceExperts):
+    """Experts that are modules of their own in a dictionary: Switch and NLLB."""
+
+    def __init__(self, path: str, module: nn.ModuleDict, style: Style, std: float) -> None:
+        self.style = style
+        self.keys = tuple(key for key in module if key.startswith("expert_"))
+        first: Any = module[self.keys[0]]
+        self._function = first.act
+        w_in = getattr(first, style.linears[0]).weight
+        shape = ExpertShape(w_in.shape[1], w_in.shape[0], gated=False, bias=style.bias)
+        super().__init__(path, module, _one_by_one(self.keys, style), shape, len(self.keys), std)
+        self._dropouts = {first.dropout.p, getattr(getattr(module, "token_dropout", None), "p", 0)}
+
+    @property
+    def drops(self) -> bool:
+        return True  # beyond their capacity
+
+    def check_trainable(self) -> None:
+        if any(self._dropouts):
+            raise ConfigError(
+                f"{self.path} has dropout inside its experts, which Overspill does not compute in "
+                f"training; load it with {self.style.without_dropout} (or for inference)"
+            )
+
+    def activation(self) -> Activation:
+        if _is(self._function, nn.functional.gelu):
+            return Fused(gated=False)
+        return Differentiated(self._function)
+
+    def strip(self) -> None:
+        assert isinstance(self.module, nn.ModuleDict)
+        for key in self.keys:
+            if key in self.module:
+                del self.module[key]
+        self.module._is_hf_initialized = True  # type: ignore[assignment]
+
+    def give_away(self, engine: Engine, layer: int) -> None:
+        super().give_away(engine, layer)
+        self.module.__class__ = HostedDictionary.of(self.style)
+
+
+def _one_by_one(keys: Sequence[str], style: Style) -> Places:
+    kinds = ("weight", "bias") if style.bias else ("weight",)
+
+    def places(index: int) -> list[Place]:
+        return [
+            Place(f"{keys[index]}.{linear}.{kind}", None)
+            for kind in kinds
+            for linear in style.linears
+        ]
+
+    return places
+
+
+def same_everywhere(layers: Sequence[HuggingFaceExperts]) -> None:
+    """An engine has one kind of expert."""
+    first = layers[0]
+    owners: dict[int, str] = {}
+    for layer in layers:
+        for parameter in layer.expert_parameters():
+            if owners.setdefault(id(parameter), layer.path) != layer.path:
+                raise ConfigError(
+                    f"{owners[id(parameter)]} and {layer.path} share their experts: not supported"
+                )
+    for layer in layers[1:]:
+        if (layer.shape, layer.n_experts, layer.dtype) != (
+            first.shape,
+            first.n_experts,
+            first.dtype,
+        ):
+            raise ConfigError(
+                f"{layer.path} has {layer.n_experts} experts of {layer.shape}, {first.path} has "
+                f"{first.n_experts} of {first.shape}: layers with different experts are not "
+                "supported"
+            )

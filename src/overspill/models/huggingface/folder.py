@@ -1,0 +1,163 @@
+"""A checkpoint folder of Hugging Face: found, checked as a whole, its tensors by name."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import CheckpointError, ConfigError
+from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
+_CONVERT = (
+    "python -c \"from transformers import AutoModelForCausalLM as M; "
+    "M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
+)
+
+
+def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
+    """The local folder of a checkpoint; a repository of the hub is downloaded (or found in the
+    cache of downloads)."""
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_repo)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"{name} is not there; give the folder of a checkpoint or a repository like "
+            "mistralai/Mixtral-8x7B-v0.1"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"])
+        )
+    except Exception as error:  # no network, no such repository, no right to it
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{name} is neither a folder nor a repository that can be downloaded ({reason})"
+        ) from error
+
+
+def read_config(folder: Path) -> Any:
+    """The model's config, refused if it says that the weights are quantized."""
+    from transformers import AutoConfig
+
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} has no {CONFIG}: it is not a Hugging Face checkpoint; give the folder that "
+            "holds config.json and the .safetensors files"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # an unknown model_type, or JSON that is none
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{folder / CONFIG} cannot be used: {reason}") from error
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConfigError(
+            f"{folder} is quantized ({kind}); Overspill needs the unquantized checkpoint in "
+            "bf16, fp16 or fp32"
+        )
+    return config
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """No warnings and no progress bars of transformers."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+class CheckpointFolder:
+    """The tensors of all shards. Every shard is looked at before the first tensor is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._readers: dict[str, StreamReader] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        self._home: dict[str, StreamReader] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        index = self._index()
+        for file in sorted(set(index.values())) if index is not None else [SINGLE]:
+            advice = "download it again"
+            if not (self.folder / file).is_file():
+                raise CheckpointError(f"{self.folder / file} is missing; {advice}")
+            reader = StreamReader(self.folder / file, advice=advice, direct=True)
+            self._readers[file] = reader
+            for name, spec in reader.specs.items():
+                self.specs[name], self._home[name] = spec, reader
+        for name in index or ():
+            if name not in self.specs:
+                raise CheckpointError(
+                    f"{self.folder / INDEX} names {name}, which {index and index[name]} does not "
+                    "hold; download them again"
+                )
+
+    def _index(self) -> Mapping[str, str] | None:
+        """Tensor → file, or None where there is one file only."""
+        if (self.folder / INDEX).is_file():
+            try:
+                found: Mapping[str, str] = json.loads((self.folder / INDEX).read_text())[
+                    "weight_map"
+                ]
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"{self.folder / INDEX} cannot be parsed; download it again"
+                ) from error
+            return found
+        if (self.folder / SINGLE).is_file():
+            return None
+        if any((self.folder / name).exists() for name in _PICKLES):
+            command = _CONVERT.format(folder=self.folder)
+            raise CheckpointError(
+                f"{self.folder} holds pickled weights (.bin), which can run any code; Overspill "
+                f"reads safetensors only. If you trust it, convert it with: {command}"
+            )
+        raise CheckpointError(
+            f"{self.folder} holds neither {SINGLE} nor {INDEX}; download its weights"
+        )
+
+    def read(self, name: str, offset: int, out: Tensor) -> None:
+        """Fills `out` from element `offset` of tensor `name` on, in the dtype of `out`."""
+        reader, dtype = self._home[name], self.specs[name].dtype
+        if out.dtype == dtype and out.is_contiguous() and not out.is_cuda:
+            reader.read_piece(name, offset, out)
+            return
+        piece = torch.empty(out.shape, dtype=dtype)
+        reader.read_piece(name, offset, piece)
+        out.copy_(piece)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,269 @@
+"""`overspill.save`: a plain Hugging Face checkpoint again, experts streamed one at a time."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import ConfigError, DiskError
+from overspill.core.experts import ExpertId
+from overspill.core.sizes import format_size, parse_size
+from overspill.hardware.machine import disk_free
+from overspill.models.huggingface.experts import PLACEHOLDER
+from overspill.models.huggingface.folder import INDEX, SINGLE, silence
+from overspill.moe.engine import Engine, ExpertPlaceholder
+from overspill.moe.state_dict import Place, Places, dense_tensors, split_record
+from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
+
+_SHARD = "5GB"
+
+
+def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _SHARD) -> None:
+    """Writes `model` as a checkpoint that transformers loads without Overspill.
+
+    The layout is that of the checkpoint the model came from. A model with `peft` adapters writes
+    those, as `peft` does. Complete or not there: everything is written aside and then renamed.
+    """
+    if hasattr(model, "get_base_model"):  # peft: the adapters are the result
+        model.save_pretrained(out)
+    elif not hasattr(model, "save_pretrained"):
+        raise ConfigError(
+            f"{type(model).__name__} is no model of transformers; `overspill export RUN OUT` makes "
+            "a Hugging Face checkpoint of what `overspill train` has trained"
+        )
+    else:
+        model.save_pretrained(out, max_shard_size=max_shard_size)
+
+
+def save_pretrained(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: str | int = _SHARD,
+    state_dict: dict[str, Tensor] | None = None,
+    **kwargs: Any,
+) -> None:
+    """`model.save_pretrained` of a model whose experts are with an engine."""
+    for flag in ("push_to_hub", "variant", "save_original_format"):
+        if kwargs.pop(flag, None):
+            raise ConfigError(
+                f"save_pretrained({flag}=...) is not supported for an offloaded model; save it to "
+                "a folder, and load that with transformers for the rest"
+            )
+    out = Path(save_directory)
+    engine: Engine = model.overspill
+    engine.flush()
+    _check_room(out, engine, model)
+    aside = out.parent / f".{out.name}.part-{os.getpid()}"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        # ties, names, config and generation settings of the dense part are transformers' business
+        dense = dense_tensors(model)
+        with silence():
+            type(model).save_pretrained(
+                model, aside, state_dict=dense, max_shard_size=max_shard_size, **kwargs
+            )
+        _write_experts(model, aside, parse_size(max_shard_size, "max_shard_size"))
+        _move(aside, out)
+    except OSError as error:
+        if isinstance(error, DiskError):
+            raise
+        raise DiskError(
+            f"{out} cannot be written ({error.strerror}); free some space or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_room(out: Path, engine: Engine, model: Any) -> None:
+    dense = sum(tensor.nbytes for tensor in dense_tensors(model).values())
+    need, free = engine.weights_bytes + dense, disk_free(out)
+    if need > free:
+        raise DiskError(
+            f"{out}: the checkpoint needs {format_size(need)}, the disk has {format_size(free)} "
+            "free; free some space or choose another folder"
+        )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The experts of one layer and how they are called in the checkpoint."""
+
+    placeholder: ExpertPlaceholder
+    path: str
+    places: Places
+    model: Any
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """All tensors of the layer's experts in the checkpoint, in its layout."""
+        engine, specs = self.placeholder.engine, {}
+        sizes = {
+            f"{self.path}.{place.name}": size if place.row is None else (engine.n_experts, *size)
+            for index in range(engine.n_experts)
+            for place, size in zip(self.places(index), engine.shape.sizes, strict=True)
+        }
+        stacks = {
+            name: torch.empty(size, dtype=engine.dtype, device="meta")
+            for name, size in sizes.items()
+        }
+        for name, tensor in _reverted(self.model, stacks).items():
+            specs[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
+        return specs
+
+    def pieces(self, index: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, int, Tensor]]:
+        """(name, offset, values) of one expert in the checkpoint."""
+        engine = self.placeholder.engine
+        record = torch.empty(engine.shape.numel, dtype=engine.dtype)
+        engine.read_weights(ExpertId(self.placeholder.layer, index), record)
+        parts = split_record(record, engine.shape)
+        for place, part in zip(self.places(index), parts, strict=True):
+            yield from self._pieces_of(place, part, specs)
+
+    def _pieces_of(
+        self, place: Place, part: Tensor, specs: dict[str, TensorSpec]
+    ) -> Iterator[tuple[str, int, Tensor]]:
+        name = f"{self.path}.{place.name}"
+        if place.row is None:
+            for key, value in _reverted(self.model, {name: part}).items():
+                yield key, 0, value
+            return
+        # a stack of one expert, converted like the whole one: its tensors are those of expert 0
+        order = list(specs)
+        for key, value in _reverted(self.model, {name: part.unsqueeze(0)}).items():
+            if specs[key].numel == value.numel():  # experts one by one: follow each other
+                yield order[order.index(key) + place.row], 0, value
+            else:
+                yield key, place.row * value.numel(), value
+
+
+def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names and layout of the checkpoint that the model came from."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made: dict[str, Tensor] = revert_weight_conversion(_WithExperts(model, tensors), tensors)
+    return made
+
+
+class _WithExperts:
+    """A model that still has the experts' parameters, for converters that look at their shapes."""
+
+    def __init__(self, model: Any, tensors: dict[str, Tensor]) -> None:
+        self._model, self._tensors = model, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def _layers(model: Any) -> list[_Layer]:
+    found = []
+    for path, module in model.named_modules():
+        placeholder = module._parameters.get(PLACEHOLDER)
+        if isinstance(placeholder, ExpertPlaceholder):
+            found.append(_Layer(placeholder, path, placeholder.places, model))
+    return found
+
+
+def _write_experts(model: Any, folder: Path, shard_bytes: int) -> None:
+    """Adds the experts to a folder that holds the dense part, and an index over both."""
+    weight_map = _dense_files(folder)
+    dense = sorted(set(weight_map.values()))
+    plans = [(layer, layer.specs()) for layer in _layers(model)]
+    shards = _cut([specs for _, specs in plans], shard_bytes)
+    count = len(dense) + len(shards)
+    renamed = {name: _shard_name(number, count) for number, name in enumerate(dense, 1)}
+    for old, new in renamed.items():
+        os.rename(folder / old, folder / f"{new}.part")
+    for new in renamed.values():
+        os.rename(folder / f"{new}.part", folder / new)
+    files = {key: renamed[file] for key, file in weight_map.items()}
+    names = [_shard_name(number, count) for number in range(len(dense) + 1, count + 1)]
+    files |= {key: name for name, specs in zip(names, shards, strict=True) for key in specs}
+    _write_shards(folder, plans, dict(zip(names, shards, strict=True)), files)
+    size = sum(spec.nbytes for specs in shards for spec in specs.values())
+    size += sum(_tensor_bytes(folder / name) for name in renamed.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_shards(
+    folder: Path,
+    plans: Sequence[tuple[_Layer, dict[str, TensorSpec]]],
+    shards: dict[str, dict[str, TensorSpec]],
+    files: dict[str, str],
+) -> None:
+    """Layer by layer; a file is closed when all of it is written."""
+    writers: dict[str, StreamWriter] = {}
+    left = {name: len(specs) for name, specs in shards.items()}
+    try:
+        for layer, specs in plans:
+            for index in range(layer.placeholder.engine.n_experts):
+                for key, offset, value in layer.pieces(index, specs):
+                    file = files[key]
+                    if file not in writers:
+                        writers[file] = StreamWriter(folder / file, shards[file], {"format": "pt"})
+                    writers[file].write_piece(key, offset, value.contiguous())
+            for key in specs:
+                left[files[key]] -= 1
+            for file in [file for file in writers if left[file] == 0]:
+                writers.pop(file).close()
+    except BaseException:
+        for writer in writers.values():
+            writer.abandon()
+        raise
+
+
+def _cut(layers: Sequence[dict[str, TensorSpec]], shard_bytes: int) -> list[dict[str, TensorSpec]]:
+    """Tensors in the order of layers, in files of about `shard_bytes`."""
+    shards: list[dict[str, TensorSpec]] = []
+    size = shard_bytes + 1
+    for specs in layers:
+        for key, spec in specs.items():
+            if size + spec.nbytes > shard_bytes:
+                shards.append({})
+                size = 0
+            shards[-1][key] = spec
+            size += spec.nbytes
+    return shards
+
+
+def _dense_files(folder: Path) -> dict[str, str]:
+    """Tensor → file of what transformers has written."""
+    if (folder / INDEX).is_file():
+        found: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        return found
+    with StreamReader(folder / SINGLE) as reader:
+        return dict.fromkeys(reader.specs, SINGLE)
+
+
+def _tensor_bytes(file: Path) -> int:
+    with StreamReader(file) as reader:
+        return sum(spec.nbytes for spec in reader.specs.values())
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _move(aside: Path, out: Path) -> None:
+    """Into place: as a whole where nothing was there, else file by file, the index last."""
+    for file in aside.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+    if not out.exists():
+        os.rename(aside, out)
+        return
+    new = sorted(aside.iterdir(), key=lambda file: file.name == INDEX)
+    names = {file.name for file in new}
+    for file in new:
+        os.replace(file, out / file.name)
+    for old in out.glob("model*.safetensors"):
+        if old.name not in names:
+            old.unlink()

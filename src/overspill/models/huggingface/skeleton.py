@@ -1,0 +1,63 @@
+"""A transformers model without its experts: what is loaded or drawn by transformers itself."""
+
+import re
+from typing import Any
+
+from overspill.core.errors import ConfigError
+from overspill.models.huggingface.adapt import find_experts
+from overspill.models.huggingface.experts import DictionaryExperts, HuggingFaceExperts
+
+
+class Skeleton:
+    """A class that makes models of `plain` and takes their experts' parameters out as soon as they
+    are there. transformers makes models on the meta device first: no memory is taken for them."""
+
+    def __init__(self, plain: Any, train: bool) -> None:
+        self.layers: list[HuggingFaceExperts] = []
+        """The experts modules of the model that was made, in which nothing is left."""
+        self._plain = plain
+        skeleton = self
+
+        class Made(plain):  # type: ignore[misc]
+            def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+                super().__init__(config, *args, **kwargs)
+                self.train(train)
+                skeleton.layers = find_experts(self)
+                for layer in skeleton.layers:
+                    layer.strip()
+                    # transformers would initialize them through their parent
+                    parent = self.get_submodule(layer.path.rpartition(".")[0])
+                    parent._is_hf_initialized = isinstance(layer, DictionaryExperts)
+                known = self._keys_to_ignore_on_load_unexpected or ()
+                self._keys_to_ignore_on_load_unexpected = {
+                    *known,
+                    *(rf"{re.escape(layer.path)}\." for layer in skeleton.layers),
+                }
+
+        # transformers looks a model's conversions up by these names
+        Made.__module__ = plain.__module__
+        Made.__name__, Made.__qualname__ = plain.__name__, plain.__qualname__
+        self.model_class: Any = Made
+
+    def restore(self, model: Any) -> None:
+        """Makes the model one of its plain class again."""
+        del model._keys_to_ignore_on_load_unexpected
+        model.__class__ = self._plain
+
+
+def model_class(config: Any) -> Any:
+    """The class that a checkpoint's config names, with its head."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ConfigError(
+        f"{config.model_type} ({', '.join(config.architectures or ['no architecture named'])}) is "
+        "not a language model that this version of transformers has; update transformers, or see "
+        "the family table in the docs"
+    )

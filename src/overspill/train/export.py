@@ -1,0 +1,194 @@
+"""A run's newest checkpoint as a plain Hugging Face checkpoint, streamed tensor by tensor."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overspill.core.errors import CheckpointError, ConfigError, DiskError
+from overspill.models.config import GPTConfig
+from overspill.models.huggingface.from_gpt import (
+    Piece,
+    check_exportable,
+    mixtral_config,
+    mixtral_tensors,
+)
+from overspill.models.presets import get_preset
+from overspill.tiers.aside import folder_aside
+from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
+from overspill.train import checkpoint
+from overspill.train.checkpoint import TrainState
+from overspill.train.config import TrainConfig, make_config, read_config_file
+from overspill.train.export_tokenizer import TokenizerFiles, tokenizer_files
+from overspill.train.run_folder import RunFolder
+from overspill.train.session import shape_of
+
+_SHARD_BYTES = 5 * 10**9  # as save_pretrained cuts them
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    out: str
+    checkpoint: str
+    step: int
+    parameters: int
+    bytes: int
+    """Of the weights."""
+
+
+def export(
+    run: Path,
+    out: Path,
+    tokenizer: str | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+    progress: Progress = lambda what, done, total: None,
+) -> Exported:
+    """Write the run's newest checkpoint to the new folder `out`, for `from_pretrained`.
+
+    `tokenizer` takes the place of the one the run was started with, should that have moved.
+    """
+    _check_free(out)
+    config, path = _find_checkpoint(run)
+    state = checkpoint.read_state(path)
+    shape = _shape(config, state, path)
+    check_exportable(shape)
+    files = tokenizer_files(tokenizer or config.data.tokenizer, shape)
+    tensors = mixtral_tensors(shape)
+    with StreamReader(path / "model.safetensors") as reader:
+        specs = _specs(reader, tensors)
+        try:
+            with folder_aside(out) as folder:
+                _write_texts(folder, shape, str(state.facts["dtype"]), files)
+                _write_weights(folder, reader, tensors, specs, shard_bytes, progress)
+        except OSError as error:
+            raise _not_written(out, error) from error
+    return Exported(
+        out=str(out),
+        checkpoint=str(path),
+        step=state.step,
+        parameters=shape.total_params,
+        bytes=sum(spec.nbytes for spec in specs.values()),
+    )
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"OUT {out} is there already; give the name of a new folder")
+
+
+def _find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
+    folder = RunFolder(run)
+    if not folder.config.is_file():
+        raise ConfigError(
+            f"RUN {run} is not the folder of a run (it has no {folder.config.name}); give the "
+            "--out of overspill train"
+        )
+    newest = checkpoint.newest(folder.checkpoints)
+    if newest is None:
+        raise ConfigError(
+            f"RUN {run} has no checkpoint yet; train on with overspill train --resume --out {run}"
+        )
+    return make_config(read_config_file(folder.config)), newest
+
+
+def _shape(config: TrainConfig, state: TrainState, path: Path) -> GPTConfig:
+    try:
+        seq_len = int(state.facts["seq_len"] or 0)
+        return shape_of(state.facts, max(get_preset(config.model.preset).max_seq, seq_len))
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} does not say what model it holds ({error}); use the version of overspill "
+            "that wrote it"
+        ) from error
+
+
+def _specs(reader: StreamReader, tensors: Mapping[str, Piece]) -> dict[str, TensorSpec]:
+    """Types and shapes of what is written; checks that each element of the file is used once."""
+    used: Counter[str] = Counter()
+    for piece in tensors.values():
+        used[piece.source] += piece.numel
+    there = {name: spec.numel for name, spec in reader.specs.items()}
+    if used != there:
+        name = next(name for name in [*used, *there] if used[name] != there.get(name, 0))
+        raise CheckpointError(
+            f"{reader.path}: {name} has {there.get(name, 0)} elements, and the model in state.json "
+            f"{used[name]}; train it again, or use the version of overspill that wrote it"
+        )
+    return {
+        name: TensorSpec(reader.specs[piece.source].dtype, piece.shape)
+        for name, piece in tensors.items()
+    }
+
+
+def _write_weights(
+    folder: Path,
+    reader: StreamReader,
+    tensors: Mapping[str, Piece],
+    specs: Mapping[str, TensorSpec],
+    shard_bytes: int,
+    progress: Progress,
+) -> None:
+    total = sum(spec.nbytes for spec in specs.values())
+    done = 0
+    shards = _shards(specs, shard_bytes)
+    for file, names in shards.items():
+        with StreamWriter(
+            folder / file, {name: specs[name] for name in names}, {"format": "pt"}
+        ) as writer:
+            for name in names:
+                value = torch.empty(specs[name].shape, dtype=specs[name].dtype)
+                reader.read_piece(tensors[name].source, tensors[name].offset, value)
+                writer.write(name, value)
+                done += value.nbytes
+                progress("exporting", done, total)
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list[str]]:
+    """The names in each file: as many as fit, in their order, and at least one."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, spec in specs.items():
+        if groups[-1] and size + spec.nbytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += spec.nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": names
+        for number, names in enumerate(groups, start=1)
+    }
+
+
+def _write_texts(folder: Path, shape: GPTConfig, dtype: str, files: TokenizerFiles) -> None:
+    _write_json(folder / "config.json", mixtral_config(shape, dtype, files.separator))
+    generation = {"eos_token_id": files.separator, "pad_token_id": files.separator}
+    _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "tokenizer_config.json", files.config)
+    (folder / "tokenizer.json").write_text(files.tokenizer, encoding="utf-8")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _not_written(out: Path, error: OSError) -> DiskError:
+    cause = error.__cause__ if isinstance(error, DiskError) else error
+    reason = getattr(cause, "strerror", None) or cause
+    return DiskError(
+        f"OUT {out} cannot be written ({reason}); free some space or give another folder; nothing "
+        "of it was left"
+    )

@@ -1,0 +1,64 @@
+"""The tokenizer of a run as the files that transformers reads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from overspill.core.errors import ConfigError
+from overspill.models.config import GPTConfig
+from overspill.train.tokenizer import JsonTokenizer, load_tokenizer
+
+_SEPARATOR = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    tokenizer: str
+    """The content of tokenizer.json."""
+    config: dict[str, Any]
+    """The content of tokenizer_config.json."""
+    separator: int | None
+    """The id that ends a text."""
+
+
+def tokenizer_files(name: str, shape: GPTConfig) -> TokenizerFiles:
+    """The files for --tokenizer `name`, which the model has been trained with."""
+    tokenizer = load_tokenizer(name)
+    if tokenizer.ids > shape.vocab:
+        raise ConfigError(
+            f"--tokenizer {name} has {tokenizer.ids} tokens and the model only {shape.vocab}; give "
+            "the tokenizer.json that the run was started with"
+        )
+    if isinstance(tokenizer, JsonTokenizer):
+        content, separator = Path(tokenizer.name).read_text("utf-8"), tokenizer.separator
+        token = None if separator is None else Tokenizer.from_str(content).id_to_token(separator)
+    else:
+        content, separator, token = byte_tokenizer().to_str(), tokenizer.separator, _SEPARATOR
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": token,
+        "pad_token": token,
+        "model_max_length": shape.max_seq,
+        "clean_up_tokenization_spaces": False,
+    }
+    return TokenizerFiles(content, config, separator)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """`ByteTokenizer` in the terms of the library: byte-level pairs of which none is ever merged,
+    and the separator."""
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(_SEPARATOR, special=True, normalized=False)])
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The printable characters that the library's byte level writes bytes as, byte by byte."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

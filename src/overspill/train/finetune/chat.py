@@ -1,0 +1,108 @@
+"""Conversations → rows in which only the assistant's answers are learned."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from overspill.core.errors import ConfigError
+from overspill.train.finetune.encoding import Tokenizer
+from overspill.train.finetune.examples import Chat
+from overspill.train.finetune.rows import Row, make_row
+
+Span = tuple[int, int]
+
+
+def set_template(tokenizer: Tokenizer, file: str | None) -> None:
+    """Give the tokenizer the template in `file`; without one it must have its own."""
+    if file is not None:
+        try:
+            tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise ConfigError(
+                f"--chat-template {file} cannot be read ({reason}); give a file with a template"
+            ) from error
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name_or_path} has no chat template, which chat messages "
+            "need; give one with --chat-template FILE"
+        )
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name_or_path} cannot say which token came from where, which "
+            "chat messages need; give a folder with a tokenizer.json with --tokenizer"
+        )
+
+
+def encode_chats(tokenizer: Tokenizer, examples: Sequence[Chat]) -> Iterator[Row]:
+    marked = re.search(r"\{%-?\s*generation", tokenizer.get_chat_template()) is not None
+    for example in examples:
+        row = _marked_row(tokenizer, example) if marked else _searched_row(tokenizer, example)
+        if not row.learned:
+            raise ConfigError(
+                f"{example.where}: expected an answer of the assistant after the chat template, "
+                "found none; correct the template or the line"
+            )
+        yield row
+
+
+def _marked_row(tokenizer: Tokenizer, example: Chat) -> Row:
+    """The template itself says what the model generates."""
+    try:
+        encoded = tokenizer.apply_chat_template(
+            example.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except Exception as error:  # whatever jinja or the template raises
+        raise _refused(example, error) from error
+    learn = [bool(flag) for flag in encoded["assistant_masks"]]
+    return make_row(example.where, encoded["input_ids"], learn)
+
+
+def _searched_row(tokenizer: Tokenizer, example: Chat) -> Row:
+    text = _render(tokenizer, example, len(example.messages), False)
+    spans = [
+        _answer(tokenizer, example, number, text)
+        for number, message in enumerate(example.messages)
+        if message["role"] == "assistant"
+    ]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    learn = [
+        any(start < last and end > first for first, last in spans)
+        for start, end in encoded["offset_mapping"]
+    ]
+    return make_row(example.where, encoded["input_ids"], learn)
+
+
+def _answer(tokenizer: Tokenizer, example: Chat, number: int, text: str) -> Span:
+    """Where in `text` message `number` lies: from what is there when the assistant's turn begins
+    to the end of that turn."""
+    turn = _render(tokenizer, example, number, True)
+    end = _render(tokenizer, example, number + 1, False)
+    if not (end.startswith(turn) and text.startswith(end)):
+        raise ConfigError(
+            f"{example.where}: the chat template changes earlier messages when later ones follow, "
+            "so the answers cannot be told from it; mark them in it with {% generation %}, and "
+            "give it with --chat-template"
+        )
+    start = len(turn)
+    if turn == _render(tokenizer, example, number, False):
+        # The template begins no turn by itself: the role's name is not part of the answer.
+        start += max(0, end[start:].find(example.messages[number]["content"].strip()))
+    return start, len(end)
+
+
+def _render(tokenizer: Tokenizer, example: Chat, count: int, turn: bool) -> str:
+    if count == 0 and not turn:
+        return ""
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                example.messages[:count], tokenize=False, add_generation_prompt=turn
+            )
+        )
+    except Exception as error:  # whatever jinja or the template raises
+        raise _refused(example, error) from error
+
+
+def _refused(example: Chat, error: Exception) -> ConfigError:
+    return ConfigError(f"{example.where}: the chat template refuses these messages ({error})")

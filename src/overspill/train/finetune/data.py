@@ -1,0 +1,229 @@
+"""The data of a run: files → examples → rows to train on and rows to evaluate on."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from overspill.core.errors import ConfigError
+from overspill.train.finetune.chat import encode_chats, set_template
+from overspill.train.finetune.classification import (
+    Choice,
+    LabelForm,
+    encode_choices,
+    read_words,
+)
+from overspill.train.finetune.config import DataSection
+from overspill.train.finetune.encoding import (
+    Tokenizer,
+    encode_pairs,
+    encode_sources,
+    encode_texts,
+    separator,
+)
+from overspill.train.finetune.examples import (
+    Chat,
+    Example,
+    Examples,
+    Kind,
+    Labelled,
+    Pair,
+    Text,
+    read_examples,
+)
+from overspill.train.finetune.packing import pack_cut, pack_whole
+from overspill.train.finetune.rows import Row, shorten, split, without_first_label
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How examples become rows: what model, settings and the first line decide together."""
+
+    kind: Kind
+    seq_len: int
+    seq2seq: bool
+    packing: bool
+    section: DataSection
+    words: tuple[str, ...]
+    """Of the labels; empty where there are none."""
+
+
+@dataclass(frozen=True)
+class Data:
+    kind: Kind
+    train: list[Row]
+    eval_rows: list[Row]
+    eval_choices: list[Choice]
+    """Instead of rows, for classification."""
+    packing: bool
+    words: tuple[str, ...]
+    digest: str
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.eval_rows or self.eval_choices)
+
+
+def load_data(
+    section: DataSection,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    model_config: Any,
+    seed: int,
+    say: Callable[[str], None],
+) -> Data:
+    if not section.data:
+        raise ConfigError("DATA is missing; give a .jsonl or .tsv file after the checkpoint")
+    examples = read_examples(section.data)
+    held_out = None
+    if section.eval_data is not None:
+        held_out = read_examples([section.eval_data], "--eval-data", examples.kind)
+    reading = _decide(section, examples, seq_len, bool(model_config.is_encoder_decoder))
+    if reading.kind is Kind.CHAT:
+        set_template(tokenizer, section.chat_template)
+    elif section.chat_template is not None:
+        raise ConfigError('--chat-template is for data with chat "messages"; leave it out')
+    train, evaluation = _split(examples.items, held_out, section, seed)
+    data = _encode(reading, tokenizer, train, evaluation, _digest(examples, held_out))
+    _check_vocabulary(data, tokenizer, model_config)
+    _describe(data, len(train), len(evaluation), seq_len, say)
+    return data
+
+
+def _decide(section: DataSection, examples: Examples, seq_len: int, seq2seq: bool) -> Reading:
+    kind = examples.kind
+    if seq2seq and kind in (Kind.TEXT, Kind.CHAT):
+        raise ConfigError(
+            f"{examples.items[0].where}: an encoder-decoder model needs a source and a target, "
+            f'found {kind.value}; give "prompt" and "completion", or a .tsv'
+        )
+    if section.packing and (seq2seq or kind is Kind.LABELLED):
+        what = "an encoder-decoder model" if seq2seq else "classification"
+        raise ConfigError(f"--packing cannot be used with {what}; leave it out")
+    if kind is not Kind.LABELLED and section.labels is not None:
+        raise ConfigError(f"--labels is for .tsv data, found {kind.value}; leave it out")
+    words: tuple[str, ...] = ()
+    if kind is Kind.LABELLED:
+        words = read_words(section.labels, cast(Sequence[Labelled], examples.items))
+    packing = section.packing
+    if packing is None:
+        packing = kind in (Kind.TEXT, Kind.CHAT)
+    return Reading(kind, seq_len, seq2seq, packing, section, words)
+
+
+def _split(
+    examples: Sequence[Example], held_out: Examples | None, section: DataSection, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """What is trained on and what is evaluated on."""
+    if held_out is not None:
+        return list(examples), list(held_out.items)
+    if section.eval_split == 0:
+        return list(examples), []
+    count = min(section.eval_examples, max(1, round(len(examples) * section.eval_split)))
+    if count >= len(examples):
+        raise ConfigError(
+            f"DATA has {len(examples)} example, too few for --eval-split {section.eval_split:g}; "
+            "give more, or --eval-split 0"
+        )
+    taken = set(np.random.default_rng(seed).permutation(len(examples))[:count].tolist())
+    train = [example for number, example in enumerate(examples) if number not in taken]
+    return train, [example for number, example in enumerate(examples) if number in taken]
+
+
+def _encode(
+    reading: Reading,
+    tokenizer: Tokenizer,
+    train: Sequence[Example],
+    evaluation: Sequence[Example],
+    digest: str,
+) -> Data:
+    if reading.kind is Kind.LABELLED:
+        form = LabelForm(
+            reading.words,
+            reading.section.label_prompt,
+            reading.section.label_text,
+            reading.seq2seq,
+        )
+        choices, held_out = (
+            encode_choices(
+                tokenizer,
+                cast(Sequence[Labelled], part),
+                form,
+                reading.seq_len,
+                reading.section.truncate,
+            )
+            for part in (train, evaluation)
+        )
+        rows, eval_rows = [choice.right for choice in choices], list[Row]()
+    else:
+        held_out = []
+        rows, eval_rows = (_rows(reading, tokenizer, part) for part in (train, evaluation))
+    return Data(reading.kind, rows, eval_rows, held_out, reading.packing, reading.words, digest)
+
+
+def _rows(reading: Reading, tokenizer: Tokenizer, examples: Sequence[Example]) -> list[Row]:
+    """Rows of at most seq_len, packed or not; those with nothing to learn are left out."""
+    if not examples:
+        return []
+    seq_len, truncate = reading.seq_len, reading.section.truncate
+    if reading.kind is Kind.TEXT:
+        texts = list(encode_texts(tokenizer, cast(Sequence[Text], examples)))
+        if reading.packing:
+            rows = pack_cut(texts, seq_len)
+        else:
+            rows = [piece for text in texts for piece in split(text, seq_len)]
+    else:
+        if reading.kind is Kind.CHAT:
+            found = encode_chats(tokenizer, cast(Sequence[Chat], examples))
+        else:
+            encode = encode_sources if reading.seq2seq else encode_pairs
+            found = encode(tokenizer, cast(Sequence[Pair], examples))
+        keep_end = reading.kind is Kind.PAIR and not reading.seq2seq
+        rows = [shorten(row, seq_len, truncate, keep_end) for row in found]
+        if reading.packing:
+            rows = pack_whole(rows, seq_len, separator(tokenizer))
+    if not reading.seq2seq:
+        rows = [without_first_label(row) for row in rows]
+    rows = [row for row in rows if row.learned]
+    if not rows:
+        raise ConfigError(
+            f"{examples[0].where}: nothing is left to learn after it was cut to --seq-len "
+            f"{seq_len}; give a higher one"
+        )
+    return rows
+
+
+def _digest(*parts: Examples | None) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(b"-" if part is None else part.digest.encode())
+    return digest.hexdigest()
+
+
+def _check_vocabulary(data: Data, tokenizer: Tokenizer, model_config: Any) -> None:
+    """A token that the model has no embedding for would be a crash deep inside it."""
+    size = getattr(model_config.get_text_config(), "vocab_size", None)
+    if size is None:
+        return
+    rows = [*data.train, *data.eval_rows, *(row for c in data.eval_choices for row in c.rows)]
+    for row in rows:
+        highest = max(int(row.tokens.max()), int(row.labels.max()))
+        if highest >= size:
+            raise ConfigError(
+                f"the tokenizer {tokenizer.name_or_path} gives token {highest}, and the model's "
+                f"vocabulary has {size}; give its own tokenizer with --tokenizer"
+            )
+
+
+def _describe(
+    data: Data, examples: int, held_out: int, seq_len: int, say: Callable[[str], None]
+) -> None:
+    tokens = sum(len(row.tokens) for row in data.train)
+    learned = sum(row.learned for row in data.train)
+    packed = f", packed into {len(data.train):,} of {seq_len}" if data.packing else ""
+    say(
+        f"data: {examples:,} examples, {tokens:,} tokens ({learned:,} learned){packed}; "
+        f"{held_out:,} examples for evaluation"
+    )

@@ -1,0 +1,73 @@
+"""Examples → rows of tokens with the answers marked."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from overspill.train.finetune.examples import Pair, Text
+from overspill.train.finetune.rows import Ids, Row, ids, make_row
+
+_AT_ONCE = 1000  # texts given to the tokenizer together: it has threads of its own
+
+Tokenizer = Any  # transformers' PreTrainedTokenizerBase, which has no types
+
+
+def encode_texts(tokenizer: Tokenizer, examples: Sequence[Text]) -> Iterator[Row]:
+    """All of a text is learned, its end too."""
+    texts = encode(tokenizer, [example.text for example in examples])
+    for example, tokens in zip(examples, texts, strict=True):
+        ended = tokens + _end(tokenizer, tokens)
+        yield make_row(example.where, ended, [True] * len(ended))
+
+
+def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Pair]) -> Iterator[Row]:
+    """The completion and its end are learned, the prompt is not.
+
+    Each is tokenized alone: where the completion begins is then no matter of merges, and it is
+    what the model will see when it answers a prompt.
+    """
+    prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
+    completions = encode(tokenizer, [example.completion for example in examples], special=False)
+    for example, prompt, completion in zip(examples, prompts, completions, strict=True):
+        answer = completion + _end(tokenizer, completion)
+        learn = [False] * len(prompt) + [True] * len(answer)
+        yield make_row(example.where, prompt + answer, learn)
+
+
+def encode_sources(tokenizer: Tokenizer, examples: Sequence[Pair]) -> Iterator[Row]:
+    """For an encoder-decoder model: the prompt is the source, the completion the target."""
+    sources = encode(tokenizer, [example.prompt for example in examples])
+    targets = encode(tokenizer, [example.completion for example in examples], target=True)
+    for example, source, target in zip(examples, sources, targets, strict=True):
+        yield Row(example.where, ids(source), ids(target + _end(tokenizer, target)))
+
+
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+    """With what the tokenizer puts at the beginning, without what it puts at the end."""
+    end = tokenizer.eos_token_id
+    return [
+        tokens[:-1] if tokens and tokens[-1] == end else tokens
+        for tokens in encode(tokenizer, prompts)
+    ]
+
+
+def encode(
+    tokenizer: Tokenizer, texts: Sequence[str], special: bool = True, target: bool = False
+) -> list[list[int]]:
+    found: list[list[int]] = []
+    for at in range(0, len(texts), _AT_ONCE):
+        name = "text_target" if target else "text"
+        # verbose: how long a sequence may be is ours to check
+        batch = {name: list(texts[at : at + _AT_ONCE]), "verbose": False}
+        found += tokenizer(**batch, add_special_tokens=special)["input_ids"]
+    return found
+
+
+def separator(tokenizer: Tokenizer) -> Ids:
+    """What stands between two examples in a row."""
+    return ids(_end(tokenizer, []))
+
+
+def _end(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """The end-of-text token, if the tokenizer has one and it is not there already."""
+    end = tokenizer.eos_token_id
+    return [] if end is None or (tokens and tokens[-1] == end) else [int(end)]

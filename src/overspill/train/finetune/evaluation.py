@@ -1,0 +1,54 @@
+"""How well a model does: its loss on rows, its choices among labels."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from overspill.train.finetune.batches import Batch
+from overspill.train.finetune.classification import Choice
+from overspill.train.finetune.rows import IGNORED, Row
+
+Collate = Callable[[Sequence[Row]], Batch]
+Model = Callable[..., object]
+
+
+@torch.no_grad()
+def summed_losses(logits: torch.Tensor, labels: torch.Tensor, seq2seq: bool) -> torch.Tensor:
+    """The cross-entropy of each sequence, summed over its learned tokens, [B]."""
+    if not seq2seq:  # a token is predicted where the one before it is read
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    # One sequence at a time: in float32, the logits of a batch may not fit beside themselves.
+    pairs = zip(logits, labels, strict=True)
+    losses = [
+        F.cross_entropy(row.float(), label, ignore_index=IGNORED, reduction="sum")
+        for row, label in pairs
+    ]
+    return torch.stack(losses)
+
+
+def row_losses(
+    model: torch.nn.Module, rows: Sequence[Row], batch: int, collate: Collate, seq2seq: bool
+) -> list[float]:
+    """The summed loss of each row."""
+    found: list[float] = []
+    for at in range(0, len(rows), batch):
+        inputs = collate(rows[at : at + batch])
+        out = model(**inputs, use_cache=False)
+        found += summed_losses(out.logits, inputs["labels"], seq2seq).tolist()
+    return found
+
+
+def mean_loss(losses: Sequence[float], rows: Sequence[Row]) -> float:
+    """The mean over all learned tokens."""
+    return sum(losses) / sum(row.learned for row in rows)
+
+
+def chosen(losses: Sequence[float], choices: Sequence[Choice]) -> list[int]:
+    """The most likely label of each sentence; `losses` are of all rows of all choices in turn."""
+    picked, at = [], 0
+    for choice in choices:
+        own = losses[at : at + len(choice.rows)]
+        picked.append(own.index(min(own)))
+        at += len(choice.rows)
+    return picked

@@ -1,0 +1,239 @@
+"""The examples in data files. Each knows its file and line, for whoever must correct it.
+
+A .jsonl file holds one kind of example, said by the keys of the first line; a .tsv file holds
+sentences and their labels. Files end in .gz when they are compressed.
+"""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import IO, Any
+
+from overspill.core.errors import ConfigError
+
+_ENDINGS = (".jsonl", ".jsonl.gz", ".tsv", ".tsv.gz")
+_HEADER = ["sentence", "label"]
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Text:
+    where: str
+    """file:line"""
+    text: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    where: str
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    where: str
+    messages: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    where: str
+    sentence: str
+    label: str
+    """As it is written in the file."""
+
+
+Example = Text | Pair | Chat | Labelled
+
+
+class Kind(Enum):
+    """The value is what an error says was expected."""
+
+    TEXT = 'a JSON object with a string "text"'
+    PAIR = 'a JSON object with the strings "prompt" and "completion"'
+    CHAT = 'a JSON object with a list "messages" of objects with "role" and "content"'
+    LABELLED = "a sentence, a tab and a label"
+
+
+@dataclass(frozen=True)
+class Examples:
+    kind: Kind
+    items: Sequence[Example]
+    digest: str
+    """Of the content of all files."""
+
+
+def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None = None) -> Examples:
+    """All examples behind files and folders; of `kind`, or of what the first line says."""
+    items: list[Example] = []
+    digest = hashlib.blake2b(digest_size=16)
+    for file in _find_files(sources, flag):
+        for where, line in _lines(file, flag):
+            digest.update(line.encode())
+            if _is_table(file):
+                kind = _same(kind, Kind.LABELLED, where)
+                items.append(_parse_labelled(line, where))
+            else:
+                content = _parse_json(line, where, kind)
+                kind = kind or _kind_of(content, where)
+                items.append(_parse(content, kind, where))
+    if kind is None or not items:
+        raise ConfigError(f"{flag} {' '.join(sources)} holds no example; give a file that does")
+    return Examples(kind, items, digest.hexdigest())
+
+
+def _find_files(sources: Sequence[str], flag: str) -> list[Path]:
+    files: list[Path] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.name.endswith(_ENDINGS))
+            if not found:
+                raise ConfigError(
+                    f"{flag} {source} holds no data file; those read end in {', '.join(_ENDINGS)}"
+                )
+            files += found
+        elif not path.is_file():
+            raise ConfigError(f"{flag} {source} is not there; give a .jsonl or .tsv file")
+        elif not path.name.endswith(_ENDINGS):
+            raise ConfigError(
+                f"{flag} {source}: data files end in {', '.join(_ENDINGS)}; rename it"
+            )
+        else:
+            files.append(path)
+    return files
+
+
+def _is_table(file: Path) -> bool:
+    return file.name.endswith((".tsv", ".tsv.gz"))
+
+
+def _lines(file: Path, flag: str) -> Iterator[tuple[str, str]]:
+    """The lines of a file that are not empty, each with its place; without the header of a .tsv."""
+    opener: Callable[..., IO[bytes]] = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opener(file, "rb") as handle:
+            for number, content in enumerate(handle, start=1):
+                where = f"{file}:{number}"
+                line = _decode(content, where).rstrip("\r\n")
+                if number == 1 and _is_table(file):
+                    _check_header(line, where)
+                elif line.strip():
+                    yield where, line
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{flag} {file} cannot be read ({reason}); check the file") from error
+
+
+def _decode(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _expected("UTF-8", f"byte {content[error.start]:#04x}", where) from error
+
+
+def _check_header(line: str, where: str) -> None:
+    if line.split("\t") != _HEADER:
+        raise _expected("the header sentence<TAB>label", _short(line), where)
+
+
+def _parse_labelled(line: str, where: str) -> Labelled:
+    cells = line.split("\t")
+    if len(cells) != 2:
+        raise _expected(Kind.LABELLED.value, f"{len(cells)} columns", where)
+    sentence, label = cells[0].strip(), cells[1].strip()
+    for name, cell in (("sentence", sentence), ("label", label)):
+        if not cell:
+            raise _expected(Kind.LABELLED.value, f"an empty {name}", where)
+    return Labelled(where, sentence, label)
+
+
+def _parse_json(line: str, where: str, kind: Kind | None) -> dict[str, Any]:
+    wanted = "a JSON object" if kind is None else kind.value
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise _expected(wanted, _short(line), where) from error
+    if not isinstance(content, dict):
+        raise _expected(wanted, _short(line), where)
+    return content
+
+
+def _kind_of(content: dict[str, Any], where: str) -> Kind:
+    if "messages" in content:
+        return Kind.CHAT
+    if "prompt" in content or "completion" in content:
+        return Kind.PAIR
+    if "text" in content:
+        return Kind.TEXT
+    wanted = 'a JSON object with "text", with "prompt" and "completion", or with "messages"'
+    raise _expected(wanted, _keys(content), where)
+
+
+def _parse(content: dict[str, Any], kind: Kind, where: str) -> Example:
+    if kind is Kind.TEXT:
+        return Text(where, _string(content, "text", kind, where))
+    if kind is Kind.PAIR:
+        prompt = _string(content, "prompt", kind, where)
+        return Pair(where, prompt, _string(content, "completion", kind, where))
+    if kind is Kind.CHAT:
+        return _parse_chat(content, where)
+    raise _expected(kind.value, "JSON", where)
+
+
+def _same(kind: Kind | None, found: Kind, where: str) -> Kind:
+    if kind not in (None, found):
+        assert kind is not None
+        raise _expected(kind.value, found.value, where)
+    return found
+
+
+def _parse_chat(content: dict[str, Any], where: str) -> Chat:
+    if "messages" not in content:
+        raise _expected(Kind.CHAT.value, _keys(content), where)
+    messages = content["messages"]
+    if not isinstance(messages, list):
+        raise _expected(Kind.CHAT.value, f'"messages" = {_short(messages)}', where)
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise _expected(Kind.CHAT.value, f"message {number} = {_short(message)}", where)
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                found = f"message {number} without a string {key!r}"
+                raise _expected(Kind.CHAT.value, found, where)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise _expected('a message of the role "assistant" to learn from', "none", where)
+    return Chat(where, messages)
+
+
+def _string(content: dict[str, Any], key: str, kind: Kind, where: str) -> str:
+    if key not in content:
+        raise _expected(kind.value, _keys(content), where)
+    value = content[key]
+    if not isinstance(value, str):
+        raise _expected(kind.value, f'"{key}" = {_short(value)}', where)
+    if not value:
+        raise _expected(kind.value, f'an empty "{key}"', where)
+    return value
+
+
+def _expected(wanted: str, found: str, where: str) -> ConfigError:
+    return ConfigError(f"{where}: expected {wanted}, found {found}")
+
+
+def _keys(content: dict[str, Any]) -> str:
+    names = ", ".join(f'"{key}"' for key in content)
+    return "an object with " + _cut(names) if names else "an empty object"
+
+
+def _short(value: Any) -> str:
+    return repr(_cut(value)) if isinstance(value, str) else _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

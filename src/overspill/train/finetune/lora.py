@@ -1,0 +1,76 @@
+"""LoRA adapters on the dense part of a model, through peft."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from overspill.core.errors import ConfigError
+from overspill.train.finetune.config import ModelSection
+
+
+def check_peft() -> None:
+    """Before anything is loaded."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "--lora needs peft, which is not installed; pip install 'overspill[lora]'"
+        ) from error
+
+
+def add_lora(model: nn.Module, section: ModelSection, seq2seq: bool) -> nn.Module:
+    """The model with adapters, and everything else frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    assert section.lora is not None
+    targets = attention_layers(model)
+    if section.lora_targets is not None:
+        targets = [name.strip() for name in section.lora_targets.split(",") if name.strip()]
+        _check_targets(model, targets)
+    config = LoraConfig(
+        r=section.lora,
+        lora_alpha=section.lora_alpha or 2 * section.lora,
+        target_modules=targets,
+        task_type="SEQ_2_SEQ_LM" if seq2seq else "CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
+
+
+def attention_layers(model: nn.Module) -> list[str]:
+    """Every linear layer inside an attention, by its full name."""
+    inside = [
+        name for name, module in model.named_modules() if "Attention" in type(module).__name__
+    ]
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and any(name.startswith(f"{at}.") for at in inside)
+    ]
+    if not found:
+        raise ConfigError(
+            "--lora: this model has no linear layer in attention; name others with --lora-targets"
+        )
+    return found
+
+
+def _check_targets(model: nn.Module, targets: list[str]) -> None:
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            raise ConfigError(
+                f"--lora-targets {target} is no linear layer of this model; there are "
+                f"{', '.join(known)}"
+            )
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """The adapter alone. Its tensors are named here: peft would ask the whole model for its state,
+    and get every expert."""
+    tensors = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    model.save_pretrained(str(folder), state_dict=tensors, save_embedding_layers=False)

@@ -1,0 +1,74 @@
+"""The models a run leaves: the best one and the last one, each complete or not there."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from overspill.core.errors import DiskError
+from overspill.tiers.aside import folder_aside
+
+Write = Callable[[Path], None]
+_OLD = ".old-"
+
+
+class Outputs:
+    """`best` and `final` in a run's folder. When the last model is the best, `best` is a link to
+    `final`: a large model is not written twice."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.best, self.final = folder / "best", folder / "final"
+
+    def reopen(self) -> None:
+        """Before more steps: a best model that lies in `final` must outlive the next `final`."""
+        for leftover in self._folder.glob(f"{_OLD}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for target in (self.best, self.final):
+            if _fresh(target).is_dir():  # killed just before it got its name
+                self._put(target)
+        if self.best.is_symlink():
+            self.best.unlink()
+            if self.final.is_dir():
+                os.rename(self.final, self.best)
+
+    def save_best(self, write: Write) -> None:
+        self._replace(self.best, write)
+
+    def save_final(self, write: Write, is_best: bool) -> None:
+        self._replace(self.final, write)
+        if is_best:
+            self._clear(self.best)
+            self.best.symlink_to(self.final.name, target_is_directory=True)
+
+    def _replace(self, target: Path, write: Write) -> None:
+        """What was there before is whole until the new model is."""
+        try:
+            shutil.rmtree(_fresh(target), ignore_errors=True)
+            with folder_aside(_fresh(target)) as aside:
+                write(aside)
+            self._put(target)
+        except OSError as error:
+            if isinstance(error, DiskError):
+                raise
+            raise DiskError(
+                f"{target} cannot be written ({error.strerror}); free some space, then go on with "
+                "--resume"
+            ) from error
+
+    def _put(self, target: Path) -> None:
+        self._clear(target)
+        os.rename(_fresh(target), target)
+
+    def _clear(self, target: Path) -> None:
+        if target.is_symlink():
+            target.unlink()
+        elif target.exists():
+            # Renamed first: a kill in the middle must not leave half a model under that name.
+            doomed = self._folder / f"{_OLD}{target.name}"
+            os.rename(target, doomed)
+            shutil.rmtree(doomed)
+
+
+def _fresh(target: Path) -> Path:
+    return target.with_name(f".new-{target.name}")

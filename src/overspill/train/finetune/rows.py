@@ -1,0 +1,74 @@
+"""A row is one sequence as the model gets it: tokens, and which of them are learned."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from overspill.core.errors import ConfigError
+
+IGNORED = -100  # what transformers' losses leave out
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Row:
+    """For an encoder-decoder model `tokens` is the source and `labels` the target; else they are
+    of one length, and a label is the token itself or IGNORED."""
+
+    where: str
+    tokens: Ids
+    labels: Ids
+
+    @property
+    def learned(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+
+def ids(tokens: Sequence[int]) -> Ids:
+    return np.asarray(tokens, dtype=np.int32)
+
+
+def make_row(where: str, tokens: Sequence[int], learn: Sequence[bool]) -> Row:
+    row = ids(tokens)
+    return Row(where, row, np.where(np.asarray(learn, dtype=bool), row, np.int32(IGNORED)))
+
+
+def without_first_label(row: Row) -> Row:
+    """Nothing comes before the first token, so it cannot be learned."""
+    labels = row.labels.copy()
+    labels[:1] = IGNORED
+    return Row(row.where, row.tokens, labels)
+
+
+def split(row: Row, seq_len: int) -> list[Row]:
+    """A row cut into pieces of at most `seq_len`."""
+    return [
+        Row(row.where, row.tokens[at : at + seq_len], row.labels[at : at + seq_len])
+        for at in range(0, len(row.tokens), seq_len)
+    ]
+
+
+def shorten(row: Row, seq_len: int, truncate: bool, keep_end: bool) -> Row:
+    """A row of at most `seq_len` tokens, or an error that names its line. `keep_end`: what is
+    learned comes last, so the beginning goes first."""
+    length = max(len(row.tokens), len(row.labels))
+    if length <= seq_len:
+        return row
+    if not truncate:
+        raise too_long(row.where, length, seq_len)
+    if not keep_end:
+        return Row(row.where, row.tokens[:seq_len], row.labels[:seq_len])
+    # never so much that a piece of the answer is lost while there is prompt left to lose
+    start = min(length - seq_len, int(np.argmax(row.labels != IGNORED)))
+    end = start + seq_len
+    return Row(row.where, row.tokens[start:end], row.labels[start:end])
+
+
+def too_long(where: str, length: int, seq_len: int) -> ConfigError:
+    return ConfigError(
+        f"{where}: {length} tokens are more than the {seq_len} of --seq-len; give a higher one, or "
+        "--truncate to cut such examples"
+    )

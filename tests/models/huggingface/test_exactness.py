@@ -1,0 +1,121 @@
+"""Every family: logits, all gradients and a step of AdamW equal eager transformers."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+import overspill
+from tests.models.huggingface.families import FAMILIES, Family, cases, make_batch, make_model
+from tests.models.huggingface.oracle import (
+    ADAM,
+    MODES,
+    assert_same_gradients,
+    assert_same_weights,
+    catch_gradients,
+    offloaded,
+)
+
+# families that Overspill refuses by name, see test_refused.py
+UNSUPPORTED = ("muse_spark",)
+SUPPORTED = tuple(family for family in FAMILIES if family.name not in UNSUPPORTED)
+BY_NAME = {family.name: family for family in SUPPORTED}
+
+
+def check(family: Family, mode: str, folder: Path, checkpointing: bool | None = None) -> None:
+    plain = make_model(family)
+    batch = make_batch(family, plain)
+    if checkpointing is not None:
+        plain.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    with offloaded(plain, mode, folder) as twin:
+        theirs = torch.optim.AdamW(plain.parameters(), **ADAM)
+        mine = overspill.AdamW(twin, max_grad_norm=1e9, **ADAM)
+        caught = catch_gradients(twin)
+        for _ in range(2):
+            expected, got = plain(**batch), twin(**batch)
+            atol = 1e-5 * float(expected.logits.detach().abs().max())
+            torch.testing.assert_close(got.logits, expected.logits, rtol=1e-5, atol=atol)
+            torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=1e-6)
+            expected.loss.backward()
+            got.loss.backward()
+            assert_same_gradients(plain, twin, caught)
+            for name, parameter in plain.named_parameters():
+                # an expert without tokens decays all the same
+                if parameter.grad is None and ".experts." in name:
+                    parameter.grad = torch.zeros_like(parameter)
+            theirs.step()
+            mine.step()
+            assert_same_weights(plain, twin, atol=1e-5)
+            theirs.zero_grad()
+            mine.zero_grad()
+            caught.clear()
+        assert twin.num_parameters() == plain.num_parameters()
+        twin.overspill.check_conserved()
+
+
+@pytest.mark.parametrize("family", cases(SUPPORTED))
+def test_family_follows_eager_transformers(family: Family, tmp_path: Path) -> None:
+    # each family in one mode, so that all modes see many families
+    mode = list(MODES)[SUPPORTED.index(family) % len(MODES)]
+    check(family, mode, tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe", "switch_transformers"])
+def test_every_mode(name: str, mode: str, tmp_path: Path) -> None:
+    check(BY_NAME[name], mode, tmp_path)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "phimoe"])
+def test_gradient_checkpointing(name: str, reentrant: bool, tmp_path: Path) -> None:
+    check(BY_NAME[name], "host", tmp_path, checkpointing=reentrant)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "nemotron_h", "deepseek_v3"])
+def test_bf16_stays_near_float32(name: str, tmp_path: Path) -> None:
+    family = BY_NAME[name]
+    wide = make_model(family)
+    narrow = copy.deepcopy(wide).to(torch.bfloat16)
+    batch = make_batch(family, wide)
+    with torch.no_grad(), offloaded(narrow.eval(), "host", tmp_path) as twin:
+        expected, eager = wide(**batch).loss, narrow(**batch).loss
+        mine = twin(**batch).loss
+    # as near as eager transformers in bf16 comes, with room for another order of roundings
+    assert abs(mine - expected) <= 2 * abs(eager - expected) + 2e-2 * abs(expected)
+
+
+def test_accumulated_micro_batches_equal_one_batch(tmp_path: Path) -> None:
+    family = BY_NAME["qwen3_moe"]
+    plain = make_model(family)
+    batches = [make_batch(family, plain, seed) for seed in range(3)]
+    with offloaded(plain, "host", tmp_path) as twin:
+        theirs = torch.optim.AdamW(plain.parameters(), **ADAM)
+        mine = overspill.AdamW(twin, max_grad_norm=0.1, **ADAM)
+        for batch in batches:
+            (plain(**batch).loss / 3).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        theirs.step()
+        for batch in batches[:-1]:
+            with mine.accumulate():
+                (twin(**batch).loss / 3).backward()
+        (twin(**batches[-1]).loss / 3).backward()
+        mine.step()
+        assert mine.total_norm == pytest.approx(float(norm), rel=1e-5)
+        assert_same_weights(plain, twin, atol=1e-5)
+
+
+def test_frozen_experts_stay_and_pass_gradients_on(tmp_path: Path) -> None:
+    family = BY_NAME["mixtral"]
+    plain = make_model(family)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    batch = make_batch(family, plain)
+    with offloaded(plain, "host", tmp_path) as twin:
+        mine = overspill.AdamW(twin, **ADAM)
+        theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **ADAM)
+        for model, optimizer in ((plain, theirs), (twin, mine)):
+            model(**batch).loss.backward()
+            optimizer.step()
+        assert_same_weights(plain, twin, atol=1e-5)

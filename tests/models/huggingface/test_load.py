@@ -1,0 +1,142 @@
+"""load → save → load: the same bits, from checkpoints with experts one by one and stacked."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import overspill
+from tests.models.huggingface.families import Family, cases, make_batch, make_model
+from tests.models.huggingface.oracle import MODES, budgets
+from tests.models.huggingface.test_exactness import BY_NAME, SUPPORTED
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
+
+
+def assert_same_tensors(folder: Path, other: Path) -> None:
+    first, second = tensors(folder), tensors(other)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def outputs(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**batch).logits
+
+
+def again(family: Family, folder: Path) -> Any:
+    """The checkpoint as transformers loads it, without Overspill."""
+    import transformers
+
+    plain = getattr(transformers, family.auto).from_pretrained(folder, dtype=torch.float32)
+    plain.set_experts_implementation("eager") if family.name in EAGER else None
+    return plain
+
+
+# nothing to set: Switch and NLLB have one implementation only
+EAGER = tuple(f.name for f in SUPPORTED if f.auto != "AutoModelForSeq2SeqLM")
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
+@pytest.mark.parametrize("family", cases(SUPPORTED))
+def test_load_and_save_give_the_same_bits(family: Family, stacked: bool, tmp_path: Path) -> None:
+    plain = make_model(family)
+    batch = make_batch(family, plain)
+    plain.save_pretrained(tmp_path / "a", save_original_format=not stacked)
+    eager = again(family, tmp_path / "a")
+    reference = outputs(eager, batch)
+    eager.save_pretrained(tmp_path / "theirs")
+    mode = list(MODES)[SUPPORTED.index(family) % len(MODES)]
+    model = overspill.load(tmp_path / "a", dtype=torch.float32, **budgets(mode, tmp_path / "spill"))
+    try:
+        assert type(model) is type(plain)
+        torch.testing.assert_close(outputs(model, batch), reference, rtol=1e-6, atol=1e-6)
+        overspill.save(model, tmp_path / "b")
+    finally:
+        model.overspill.close()
+    # names too are those that transformers gives after loading; mostly the checkpoint's own
+    assert_same_tensors(tmp_path / "theirs", tmp_path / "b")
+    assert torch.equal(outputs(again(family, tmp_path / "b"), batch), reference)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "switch_transformers"])
+def test_small_shards(name: str, tmp_path: Path) -> None:
+    family = BY_NAME[name]
+    plain = make_model(family)
+    plain.save_pretrained(tmp_path / "a", max_shard_size="20KB")
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
+    model = overspill.load(tmp_path / "a", **budgets("host", tmp_path))
+    model.save_pretrained(tmp_path / "b", max_shard_size="30KB")
+    model.overspill.close()
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 3
+    assert_same_tensors(tmp_path / "a", tmp_path / "b")
+    # again over what is there: nothing of the old stays
+    model = overspill.load(tmp_path / "b", **budgets("host", tmp_path))
+    overspill.save(model, tmp_path / "b")
+    model.overspill.close()
+    assert_same_tensors(tmp_path / "a", tmp_path / "b")
+
+
+def test_other_dtype(tmp_path: Path) -> None:
+    plain = make_model(BY_NAME["mixtral"])
+    plain.save_pretrained(tmp_path / "a")
+    model = overspill.load(tmp_path / "a", dtype="bfloat16", **budgets("disk", tmp_path / "spill"))
+    assert model.dtype == model.overspill.dtype == torch.bfloat16
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name].to(value.dtype)), name
+    overspill.save(model, tmp_path / "b")
+    model.overspill.close()
+    assert all(t.dtype == torch.bfloat16 for t in tensors(tmp_path / "b").values())
+
+
+def test_trained_weights_are_saved(tmp_path: Path) -> None:
+    family = BY_NAME["qwen3_moe"]
+    plain = make_model(family)
+    batch = make_batch(family, plain)
+    plain.save_pretrained(tmp_path / "a")
+    model = overspill.load(tmp_path / "a", **budgets("disk", tmp_path / "spill"))
+    optimizer = overspill.AdamW(model, lr=1e-2)
+    model(**batch).loss.backward()
+    optimizer.step()
+    after = outputs(model, batch)
+    overspill.save(model, tmp_path / "b")
+    model.overspill.close()
+    assert not torch.equal(after, outputs(plain, batch))
+    assert torch.equal(outputs(again(family, tmp_path / "b"), batch), after)
+
+
+def test_for_inference_takes_no_memory_for_an_optimizer(tmp_path: Path) -> None:
+    make_model(BY_NAME["mixtral"]).save_pretrained(tmp_path / "a")
+    model = overspill.load(tmp_path / "a", train=False, **budgets("host", tmp_path))
+    assert not model.training
+    out = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
+    assert out.shape == (1, 7)
+    with pytest.raises(overspill.OverspillError, match="offloaded for inference"):
+        overspill.AdamW(model)
+    model.overspill.close()
+
+
+def test_from_config_draws_as_transformers_does(tmp_path: Path) -> None:
+    config = make_model(BY_NAME["mixtral"]).config
+    config.initializer_range = 0.5
+    torch.manual_seed(0)
+    model = overspill.from_config(config, **budgets("host", tmp_path))
+    state = model.state_dict()
+    experts = state["model.layers.0.mlp.experts.gate_up_proj"]
+    assert experts.std() == pytest.approx(0.5, rel=0.1)
+    assert len({float(expert.sum()) for expert in experts}) == len(experts)
+    assert state["model.layers.0.self_attn.q_proj.weight"].std() == pytest.approx(0.5, rel=0.1)
+    assert torch.equal(state["model.norm.weight"], torch.ones(config.hidden_size))
+    loss = model(**make_batch(BY_NAME["mixtral"], model)).loss
+    assert loss.isfinite()
+    model.overspill.close()

@@ -1,0 +1,158 @@
+import gzip
+from pathlib import Path
+
+import pytest
+from tests.train.finetune.tiny import write_jsonl
+
+from overspill.core.errors import ConfigError
+from overspill.train.finetune.examples import (
+    Chat,
+    Kind,
+    Labelled,
+    Pair,
+    Text,
+    read_examples,
+)
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+def test_each_kind_is_told_from_its_first_line(tmp_path: Path) -> None:
+    text = write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two", "id": 7}])
+    pair = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "1+1=", "completion": "2"}])
+    chat = write_jsonl(tmp_path / "c.jsonl", [{"messages": TURNS}])
+    table = tmp_path / "d.tsv"
+    table.write_text("sentence\tlabel\nfine \t1\r\n\nbad\t0\n")
+    assert read_examples([str(text)]).items == [Text(f"{text}:1", "one"), Text(f"{text}:2", "two")]
+    assert read_examples([str(pair)]).items == [Pair(f"{pair}:1", "1+1=", "2")]
+    assert read_examples([str(chat)]).items == [Chat(f"{chat}:1", TURNS)]
+    found = read_examples([str(table)])
+    assert found.kind is Kind.LABELLED
+    assert found.items == [
+        Labelled(f"{table}:2", "fine", "1"),
+        Labelled(f"{table}:4", "bad", "0"),
+    ]
+
+
+def test_folders_several_files_and_gz(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    write_jsonl(folder / "b.jsonl", [{"text": "second"}])
+    with gzip.open(folder / "a.jsonl.gz", "wt") as out:
+        out.write('{"text": "first"}\n')
+    (folder / "notes.txt").write_text("not data")
+    last = write_jsonl(tmp_path / "last.jsonl", [{"text": "third"}])
+    found = read_examples([str(folder), str(last)])
+    assert [item.text for item in found.items if isinstance(item, Text)] == [
+        "first",
+        "second",
+        "third",
+    ]
+
+
+def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
+    digests = []
+    for number, words in enumerate((["a", "b"], ["a", "b"], ["b", "a"])):
+        path = write_jsonl(tmp_path / f"{number}.jsonl", [{"text": word} for word in words])
+        digests.append(read_examples([str(path)]).digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r':2: expected a JSON object with a string "text", found \'{\''),
+        ("[1]", r':2: expected a JSON object with a string "text", found \'\[1\]\''),
+        ("{}", r':2: expected .* "text", found an empty object'),
+        ('{"txt": "a"}', r':2: expected .* "text", found an object with "txt"'),
+        ('{"text": 3}', r':2: expected .* "text", found "text" = 3'),
+        ('{"text": ""}', r':2: expected .* "text", found an empty "text"'),
+        ('{"prompt": "a", "completion": "b"}', r':2: expected .* "text", found an object with'),
+        ("x" * 100, r":2: expected .* found 'x{40}…'"),
+    ],
+)
+def test_a_bad_line_of_text_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        read_examples([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"words": 1}', ':1: expected a JSON object with "text", with "prompt" and "completion"'),
+        ("nonsense", ":1: expected a JSON object, found 'nonsense'"),
+        ('{"prompt": "a"}', ':1: expected .* "prompt" and "completion", found an object with'),
+        ('{"prompt": "", "completion": "b"}', 'found an empty "prompt"'),
+        (
+            '{"messages": "Hi"}',
+            ':1: expected .* "messages" of objects .*, found "messages" = \'Hi\'',
+        ),
+        ('{"messages": ["Hi"]}', "found message 1 = 'Hi'"),
+        ('{"messages": [{"role": "user"}]}', "found message 1 without a string 'content'"),
+        ('{"messages": [{"role": 1, "content": "a"}]}', "found message 1 without a string 'role'"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', 'role "assistant" .*, found none'),
+    ],
+)
+def test_a_bad_first_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        read_examples([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "text\tlabel\na\t1\n",
+            r":1: expected the header sentence<TAB>label, found 'text\\tlabel'",
+        ),
+        ("a\t1\n", r":1: expected the header"),
+        ("sentence\tlabel\na\n", ":2: expected a sentence, a tab and a label, found 1 columns"),
+        ("sentence\tlabel\na\t1\t2\n", ":2: expected .*, found 3 columns"),
+        ("sentence\tlabel\na\t1\n\t1\n", ":3: expected .*, found an empty sentence"),
+        ("sentence\tlabel\na\t \n", ":2: expected .*, found an empty label"),
+        ("sentence\tlabel\n", "holds no example"),
+    ],
+)
+def test_a_bad_table_is_named(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_examples([str(path)])
+
+
+def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    text = write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
+    table = tmp_path / "b.tsv"
+    table.write_text("sentence\tlabel\nfine\t1\n")
+    with pytest.raises(
+        ConfigError, match=r"b\.tsv:2: expected .* \"text\", found a sentence, a tab"
+    ):
+        read_examples([str(text), str(table)])
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: expected a sentence, a tab .* found JSON"):
+        read_examples([str(table), str(text)])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--eval-data /no/such is not there"):
+        read_examples(["/no/such"], "--eval-data")
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(ConfigError, match=r"a\.csv: data files end in \.jsonl"):
+        read_examples([str(tmp_path / "a.csv")])
+    with pytest.raises(ConfigError, match="holds no data file"):
+        read_examples([str(tmp_path)])
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: expected UTF-8, found byte 0xff"):
+        read_examples([str(tmp_path / "a.jsonl")])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
+    with pytest.raises(ConfigError, match=r"b\.jsonl\.gz cannot be read"):
+        read_examples([str(tmp_path / "b.jsonl.gz")])
+    (tmp_path / "c.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(ConfigError, match=r"c\.jsonl\.gz cannot be read"):
+        read_examples([str(tmp_path / "c.jsonl.gz")])
+    (tmp_path / "d.jsonl").write_text("\n\n")
+    with pytest.raises(ConfigError, match="holds no example"):
+        read_examples([str(tmp_path / "d.jsonl")])

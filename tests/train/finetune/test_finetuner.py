@@ -1,0 +1,361 @@
+import json
+import math
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.train.fakes import Watcher
+from tests.train.finetune.tiny import (
+    make_tokenizer,
+    save_mixtral,
+    tiny_settings,
+    write_jsonl,
+    write_labels,
+    write_pairs,
+)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from overspill.core.errors import CheckpointError, ConfigError, NonFiniteError
+from overspill.train.finetune.batches import Order, collate
+from overspill.train.finetune.config import make_config
+from overspill.train.finetune.finetuner import FinetuneSummary, finetune, finetune_lines
+from overspill.train.finetune.session import Blueprint, build_session, draw_up
+from overspill.train.metrics import read_lines
+from overspill.train.schedule import lr_share
+from overspill.train.session import Session
+
+
+def _finetune(settings: dict[str, Any], display: Watcher | None = None) -> FinetuneSummary:
+    return finetune(make_config(settings), display or Watcher())
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def _plain_losses(settings: dict[str, Any]) -> list[float]:
+    """The oracle: transformers' model, torch's optimizer, all rows of a step in one batch."""
+    config = make_config({**settings, "batch": settings["batch"] * settings.get("accumulate", 1)})
+    plan = draw_up(config, lambda line: None)
+    loader = AutoModelForSeq2SeqLM if plan.seq2seq else AutoModelForCausalLM
+    model = loader.from_pretrained(settings["checkpoint"], dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.01)
+    order, position, losses = Order(len(plan.data.train), config.run.seed), 0, []
+    for step in range(plan.steps):
+        rows = [plan.data.train[n] for n in order.take(position, config.sequences_per_step)]
+        position += len(rows)
+        for group in optimizer.param_groups:
+            group["lr"] = plan.lr * lr_share(step, plan.warmup, plan.steps, 0.0)
+        loss = model(**collate(rows, plan.pad, plan.device)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _data(kind: str, folder: Path) -> Path:
+    if kind == "pairs":
+        # of different lengths: the mean over a step is over its tokens, not over its micro-batches
+        lines = [{"prompt": f"{n}:", "completion": "ab" * (1 + n % 5)} for n in range(30)]
+        return write_jsonl(folder / "pairs.jsonl", lines)
+    if kind == "text":
+        return write_jsonl(folder / "text.jsonl", [{"text": "spill " * n} for n in range(1, 20)])
+    return write_labels(folder / "labels.tsv", 30)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "text", "labels"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_training_follows_the_plain_model(
+    mixtral: Path, tmp_path: Path, kind: str, accumulate: int
+) -> None:
+    settings = tiny_settings(
+        mixtral, _data(kind, tmp_path), tmp_path / "run", steps=6, batch=2, accumulate=accumulate,
+        seq_len=64,
+    )  # fmt: skip
+    display = Watcher()
+    _finetune(settings, display)
+    assert display.losses == pytest.approx(_plain_losses(settings), rel=1e-5)
+
+
+def test_an_encoder_decoder_follows_the_plain_model(switch: Path, tmp_path: Path) -> None:
+    settings = tiny_settings(
+        switch, _data("pairs", tmp_path), tmp_path / "run", steps=5, batch=2, accumulate=2
+    )
+    display = Watcher()
+    _finetune(settings, display)
+    assert display.losses == pytest.approx(_plain_losses(settings), rel=1e-4)
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "final")
+
+
+def test_a_run_leaves_everything_in_its_folder(mixtral: Path, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    display, run = Watcher(), tmp_path / "run"
+    summary = _finetune(
+        tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), run, epochs=2.0), display
+    )
+    assert summary.steps == 20
+    assert summary.eval_loss_before is not None
+    assert summary.eval_loss is not None
+    assert summary.eval_loss < summary.eval_loss_before - 1
+    for name in ("config.json", "metrics.jsonl", "loss.png", "timeline.json.gz", "timeline.png"):
+        assert (run / name).exists(), name
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000020"]
+    lines = list(read_lines(run / "metrics.jsonl"))
+    evals = [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
+    assert [step for step, _ in evals] == [0, 4, 8, 12, 16, 20]
+    assert [loss for _, loss in evals] == display.evals
+    assert json.loads((run / "config.json").read_text())["model"]["checkpoint"] == str(mixtral)
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_models_it_leaves_are_plain_checkpoints(mixtral: Path, tmp_path: Path) -> None:
+    display, run = Watcher(), tmp_path / "run"
+    settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=8)
+    summary = _finetune(settings, display)
+    plan = draw_up(make_config(settings), lambda line: None)
+    for folder, step in ((summary.final, 8), (summary.best, summary.best_step)):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        batch = collate(plan.data.eval_rows, plan.pad, plan.device)
+        with torch.no_grad():
+            loss = model(**batch).loss.item()
+        assert loss == pytest.approx(display.evals[int(step or 0) // 4], rel=1e-5)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer("abc")["input_ids"] == make_tokenizer()("abc")["input_ids"]
+
+
+def test_the_best_model_is_kept_when_it_gets_worse(mixtral: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = tiny_settings(
+        mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=8, eval_every=2, lr=0.1, clip=0.0
+    )
+    display = Watcher()
+    summary = _finetune(settings, display)
+    best = min(range(1, 5), key=lambda n: display.evals[n])
+    assert summary.best_step == 2 * best < 8
+    assert not (run / "best").is_symlink()
+    assert f"best model (step {2 * best}): {run / 'best'}" in finetune_lines(summary)
+    assert _weights(run / "best").keys() == _weights(run / "final").keys()
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(
+            _weights(run / "best").values(), _weights(run / "final").values(), strict=True
+        )
+    )
+
+
+def _stop_at(step: int) -> Callable[[int], None]:
+    return lambda done: os.kill(os.getpid(), signal.SIGINT) if done == step else None
+
+
+RESUMED: list[dict[str, Any]] = [
+    {},
+    {"accumulate": 2, "clip": 0.0},
+    {"freeze_experts": True},
+    {"freeze_dense": True},
+    {"lora": 2, "lr": 0.05},
+]
+
+
+@pytest.mark.parametrize("extra", RESUMED, ids=lambda extra: "-".join(extra) or "full")
+def test_a_stopped_run_resumes_to_the_same_bits(
+    mixtral: Path, tmp_path: Path, extra: dict[str, Any]
+) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    straight, first, second = Watcher(), Watcher(_stop_at(5)), Watcher()
+    _finetune(tiny_settings(mixtral, data, tmp_path / "a", steps=12, **extra), straight)
+    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=12, **extra)
+    summary = _finetune(settings, first)
+    assert (summary.interrupted, summary.steps, summary.final) == (True, 5, None)
+    again = f"to go on: overspill finetune --resume --out {tmp_path / 'b'}"
+    assert again in finetune_lines(summary)
+    resumed = _finetune({**settings, "resume": True}, second)
+    assert first.losses + second.losses == straight.losses
+    assert first.evals + second.evals == straight.evals
+    assert resumed.eval_loss_before == straight.evals[0]
+    for folder in ("best", "final"):
+        one, two = _weights(tmp_path / "a" / folder), _weights(tmp_path / "b" / folder)
+        assert one
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_finished_run_can_be_made_longer(mixtral: Path, tmp_path: Path) -> None:
+    settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), tmp_path / "run", steps=4)
+    first = _finetune(settings)
+    assert (tmp_path / "run" / "best").is_symlink()
+    kept = _weights(tmp_path / "run" / "best")
+    # so high a rate that the last model is worse
+    longer = _finetune({**settings, "steps": 8, "lr": 10.0, "resume": True})
+    assert (first.best_step, longer.best_step, longer.steps) == (4, 4, 8)
+    best = _weights(tmp_path / "run" / "best")
+    assert all(torch.equal(kept[name], best[name]) for name in kept)
+    display = Watcher()
+    assert _finetune({**settings, "steps": 8, "resume": True}, display).steps == 8
+    assert any("give a higher --steps" in line for line in display.lines)
+
+
+def test_a_run_killed_before_its_last_model_writes_it_when_resumed(
+    mixtral: Path, tmp_path: Path
+) -> None:
+    settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), tmp_path / "run", steps=4)
+    _finetune(settings)
+    final = _weights(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "final")
+    (tmp_path / "run" / "best").unlink()
+    _finetune({**settings, "resume": True})
+    again = _weights(tmp_path / "run" / "best")
+    assert all(torch.equal(final[name], again[name]) for name in final)
+
+
+def test_accuracy_rises_and_is_told(mixtral: Path, tmp_path: Path) -> None:
+    train, dev = write_labels(tmp_path / "a.tsv"), write_labels(tmp_path / "dev.tsv", 20)
+    settings = tiny_settings(
+        mixtral, train, tmp_path / "run", eval_data=str(dev), labels="no,yes", epochs=4.0, lr=1e-2
+    )
+    summary = _finetune(settings)
+    assert summary.accuracy_before is not None
+    assert summary.accuracy_before < 0.8
+    assert summary.accuracy == 1.0
+    assert f"accuracy {summary.accuracy_before:.1%} → 100.0%" in finetune_lines(summary)
+    lines = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
+    found = [line["accuracy"] for line in lines if "accuracy" in line]
+    assert (found[0], found[-1]) == (summary.accuracy_before, 1.0)
+
+
+def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize("frozen", ["freeze_experts", "freeze_dense"])
+def test_what_is_frozen_stays(mixtral: Path, tmp_path: Path, frozen: str) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    display = Watcher()
+    _finetune(tiny_settings(mixtral, data, tmp_path / "run", steps=4, **{frozen: True}), display)
+    before, after = _weights(mixtral), _weights(tmp_path / "run" / "final")
+    experts = {name for name in before if ".experts." in name}
+    assert experts
+    expected = before.keys() - experts if frozen == "freeze_experts" else experts
+    assert _changed(before, after) == expected
+    assert display.losses[-1] != display.losses[0]
+
+
+def test_lora_trains_adapters_alone(mixtral: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    display, run = Watcher(), tmp_path / "run"
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, data, run, steps=8, lora=4, lr=0.05, clip=0.0)
+    summary = _finetune(settings, display)
+    assert summary.final is not None
+    names = set(_weights(run / "final"))
+    assert {name.split(".")[-3] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert all("lora_" in name for name in names)
+    base = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, summary.final).eval()
+    plan = draw_up(make_config(settings), lambda line: None)
+    batch = collate(plan.data.eval_rows, plan.pad, plan.device)
+    with torch.no_grad():
+        assert model(**batch).loss.item() == pytest.approx(display.evals[-1], rel=1e-5)
+
+
+def test_lora_targets_are_checked(mixtral: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, data, tmp_path / "run", steps=1, lora=2)
+    _finetune({**settings, "lora_targets": "q_proj, lm_head"})
+    names = _weights(tmp_path / "run" / "final")
+    assert {name.split(".")[-3] for name in names} == {"q_proj", "lm_head"}
+    other = {**settings, "out": str(tmp_path / "other"), "lora_targets": "qproj"}
+    with pytest.raises(ConfigError, match=r"--lora-targets qproj is no linear layer .*k_proj"):
+        _finetune(other)
+    assert not (tmp_path / "other").exists()
+
+
+def test_lora_without_peft_says_what_to_install(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), tmp_path / "run", lora=2)
+    with pytest.raises(ConfigError, match=r"--lora needs peft.*overspill\[lora\]"):
+        _finetune(settings)
+
+
+def test_the_balance_loss_is_the_models_own(mixtral: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, data, tmp_path / "run", steps=1, balance=True)
+    _finetune(settings)
+    line = next(line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line)
+    plan = draw_up(make_config(settings), lambda line: None)
+    rows = [plan.data.train[n] for n in Order(len(plan.data.train), 0).take(0, 4)]
+    model = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32).train()
+    out = model(**collate(rows, plan.pad, plan.device), output_router_logits=True)
+    balance = model.config.router_aux_loss_coef * out.aux_loss.item()
+    assert balance > 0
+    assert line["loss"] == pytest.approx(out.loss.item(), rel=1e-6)
+    assert line["balance"] == pytest.approx(balance, rel=1e-3)
+    assert line["ce"] == pytest.approx(out.loss.item() - balance, rel=1e-6)
+
+
+def test_chats_are_trained_on_with_the_template(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    checkpoint = save_mixtral(tmp_path / "checkpoint")
+    (tmp_path / "chat.jinja").write_text(template)
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    data = write_jsonl(tmp_path / "a.jsonl", [{"messages": turns}] * 30)
+    settings = tiny_settings(checkpoint, data, tmp_path / "run", steps=12, seq_len=64, lr=1e-2)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        _finetune(settings)
+    display = Watcher()
+    summary = _finetune({**settings, "chat_template": str(tmp_path / "chat.jinja")}, display)
+    assert display.losses[-1] < display.losses[0] / 2
+    assert AutoTokenizer.from_pretrained(summary.final).chat_template == template
+
+
+def test_a_nan_is_told_with_the_way_back(mixtral: Path, tmp_path: Path) -> None:
+    built: list[Session] = []
+
+    def build(blueprint: Blueprint) -> Session:
+        built.append(build_session(blueprint))
+        return built[0]
+
+    def poison(step: int) -> None:
+        if step == 4:
+            with torch.no_grad():
+                built[0].model.lm_head.weight.fill_(math.nan)
+
+    data = write_pairs(tmp_path / "a.jsonl")
+    config = make_config(tiny_settings(mixtral, data, tmp_path / "run", eval_every=0))
+    with pytest.raises(
+        NonFiniteError, match=r"step 5: the loss is nan.*overspill finetune --resume"
+    ):
+        finetune(config, Watcher(poison), build)
+
+
+def test_another_model_is_not_resumed(mixtral: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, data, tmp_path / "run", steps=1)
+    _finetune(settings)
+    with pytest.raises(ConfigError, match="holds a run already; add --resume"):
+        _finetune(settings)
+    for change, message in (
+        ({"lora": 2}, "was written with lora=None; this run has lora=2"),
+        ({"seq_len": 100}, "was written with seq_len=256; this run has seq_len=100"),
+        ({"freeze_dense": True}, "was written with freeze_dense=False"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            _finetune({**settings, **change, "resume": True})

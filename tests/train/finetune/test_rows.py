@@ -1,0 +1,50 @@
+import pytest
+
+from overspill.core.errors import ConfigError
+from overspill.train.finetune.rows import (
+    IGNORED,
+    Row,
+    ids,
+    make_row,
+    shorten,
+    split,
+    without_first_label,
+)
+
+# four tokens of a prompt, three of an answer
+ROW = make_row("f:7", [1, 2, 3, 4, 5, 6, 7], [False] * 4 + [True] * 3)
+
+
+def test_a_row_knows_what_is_learned() -> None:
+    assert ROW.learned == 3
+    assert ROW.labels.tolist() == [IGNORED] * 4 + [5, 6, 7]
+    whole = make_row("f:1", [1, 2], [True, True])
+    assert without_first_label(whole).labels.tolist() == [IGNORED, 2]
+    assert whole.labels.tolist() == [1, 2]
+
+
+def test_a_long_row_is_refused_with_its_line_or_cut() -> None:
+    assert shorten(ROW, 7, truncate=False, keep_end=True) is ROW
+    with pytest.raises(
+        ConfigError, match=r"f:7: 7 tokens are more than the 6 of --seq-len.*--trun"
+    ):
+        shorten(ROW, 6, truncate=False, keep_end=True)
+    assert shorten(ROW, 5, truncate=True, keep_end=False).tokens.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_the_answer_is_the_last_to_be_cut() -> None:
+    assert shorten(ROW, 5, truncate=True, keep_end=True).tokens.tolist() == [3, 4, 5, 6, 7]
+    short = shorten(ROW, 2, truncate=True, keep_end=True)
+    assert short.tokens.tolist() == short.labels.tolist() == [5, 6]
+
+
+def test_a_target_may_be_longer_than_its_source() -> None:
+    row = Row("f:1", ids([1]), ids([2, 3, 4]))
+    cut = shorten(row, 2, truncate=True, keep_end=False)
+    assert (cut.tokens.tolist(), cut.labels.tolist()) == ([1], [2, 3])
+
+
+def test_pieces_hold_all_tokens_in_order() -> None:
+    pieces = split(ROW, 3)
+    assert [piece.tokens.tolist() for piece in pieces] == [[1, 2, 3], [4, 5, 6], [7]]
+    assert [piece.learned for piece in pieces] == [0, 2, 1]
