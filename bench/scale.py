@@ -90,7 +90,10 @@ def main() -> None:
         except (OverspillError, torch.cuda.OutOfMemoryError):
             row["tokens/s, all on GPU"] = "does not fit"
         table = sorted([*(r for r in table if r["experts"] != experts), row], key=_experts)
-        details: dict[str, object] = {"row": f"{args.preset} by number of experts", "batch": f"{args.batch}×{SEQ}"}
+        details: dict[str, object] = {
+            "row": f"{args.preset} by number of experts",
+            "batch": f"{args.batch}×{SEQ}",
+        }
         if old:
             details["earlier rows"] = {key: old[key] for key in ("command", "commit", "date")}
         metrics = {"tokens_per_second": speeds[0]} if speeds else {}

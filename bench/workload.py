@@ -13,7 +13,7 @@ import overspill
 from overspill.hardware.machine import peak_resident_memory
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
-from overspill.moe.engine import Settings
+from overspill.moe.engine import Engine, Settings
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
 
@@ -93,11 +93,23 @@ def measure(
     timeline: Path | None = None,
     traced: int = 2,
 ) -> Run:
+    """Times steps of a GPTMoE on random tokens."""
+    run = steps(model, optimizer, work)
+    return measure_steps(model.overspill, run, work.batch * SEQ, warm, count, timeline, traced)
+
+
+def measure_steps(
+    engine: Engine,
+    run: Iterator[torch.Tensor],
+    tokens: int,
+    warm: int,
+    count: int,
+    timeline: Path | None = None,
+    traced: int = 2,
+) -> Run:
     """Times `count` steps after `warm`, each from step() to step(), where updates that overlap the
     next forward are in flight at both ends; then traces some more for the busy shares."""
-    engine = model.overspill
     torch.cuda.reset_peak_memory_stats()
-    run = steps(model, optimizer, work)
     for _ in range(warm):
         next(run)
     torch.cuda.synchronize()
@@ -121,7 +133,7 @@ def measure(
         write_perfetto(spans, timeline.with_suffix(".json.gz"))
         draw_timeline(spans, timeline.with_suffix(".png"), f"{timeline.name}: {traced} steps")
     engine.recorder.clear()
-    return Run(work.batch * SEQ, seconds, float(loss), gpu, peak_resident_memory(), busy)
+    return Run(tokens, seconds, float(loss), gpu, peak_resident_memory(), busy)
 
 
 def show(name: str, run: Run) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from overspill.models.offload import offload
     from overspill.moe.engine import Settings
     from overspill.optim.adamw import AdamW
+    from overspill.train.hf_trainer import for_trainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "OverspillError",
     "Settings",
     "__version__",
+    "for_trainer",
     "from_config",
     "load",
     "offload",
@@ -33,6 +35,7 @@ _HOMES = {
     "GPTMoE": "overspill.models.gpt",
     "OverspillError": "overspill.core.errors",
     "Settings": "overspill.moe.engine",
+    "for_trainer": "overspill.train.hf_trainer",
     "from_config": "overspill.models.huggingface.load",
     "load": "overspill.models.huggingface.load",
     "save": "overspill.models.huggingface.save",

@@ -56,7 +56,13 @@ def _serve() -> None:
     from overspill.cli.main import app
 
     # Imported once for all children, which would otherwise each do it late.
-    for name in ("torch._dynamo", "matplotlib.figure", "overspill.train.trainer"):
+    for name in (
+        "torch._dynamo",
+        "matplotlib.figure",
+        "overspill.train.trainer",
+        "overspill.train.finetune.finetuner",
+        "transformers.models.mixtral.modeling_mixtral",
+    ):
         importlib.import_module(name)
 
     for line in sys.stdin:

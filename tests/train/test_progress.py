@@ -44,3 +44,11 @@ def test_paths_are_not_taken_for_markup() -> None:
     out = io.StringIO()
     PlainDisplay(Console(file=out, width=20)).say("runs/[bold]/a path longer than the console")
     assert out.getvalue() == "runs/[bold]/a path longer than the console\n"
+
+
+def test_accuracy_is_shown_beside_the_loss() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(Console(file=out, width=80))
+    display.begin(20, 0)
+    display.evaluation(EvalMetrics(5, 0.5, accuracy=0.875))
+    assert out.getvalue() == "step 5/20  eval loss 0.5000  accuracy 87.5%\n"

@@ -16,7 +16,6 @@ from overspill.train.config import make_config
 from overspill.train.metrics import read_lines
 from overspill.train.session import Blueprint, Builder, Session, build_session
 from overspill.train.summary import Summary, summary_lines
-from overspill.train.tracer import Tracer
 from overspill.train.trainer import train
 
 BUILDERS = pytest.mark.parametrize("build", [build_fake, build_session], ids=["plain", "offloaded"])
@@ -225,23 +224,3 @@ def test_nano_gets_a_budget_of_an_eighth_unless_the_user_gives_one(tmp_path: Pat
     assert slots(gpu_memory="1GiB") is None
     assert slots(mode="gpu") is None
     assert slots(preset="moe-s") is None
-
-
-def test_the_tracer_records_the_first_steps_of_each_interval() -> None:
-    from overspill.trace.recorder import Recorder
-
-    recorder = Recorder()
-    tracer = Tracer(recorder, every=4, count=2)
-    traced = []
-    for step in range(9):
-        tracer.before_step(step)
-        if recorder.enabled:
-            traced.append(step)
-            with recorder.span("upload", f"step {step}"):
-                pass
-        tracer.after_step(step)
-    assert traced == [0, 1, 4, 5, 8]
-    assert [span.name for span in recorder.spans()] == ["step 8"]
-    busy = tracer.busy()
-    assert busy is not None
-    assert 0 < busy["upload"] <= 1

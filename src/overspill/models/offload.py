@@ -1,6 +1,7 @@
 """`overspill.offload`: hands the experts of a model to an engine, in place."""
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,8 +36,10 @@ class ExpertLayer(Protocol):
 
     shape: ExpertShape
     n_experts: int
-    experts: ExpertPlaceholder
-    """Once they are."""
+
+    @property
+    def experts(self) -> ExpertPlaceholder:
+        """Once they are."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -130,7 +133,8 @@ def offload(
 
         found = find_experts(model)
         hand_over(model, found, budgets, progress, quiet)
-        return adapt(model, found)
+        adapt(model, found)
+        return model
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill knows")
@@ -299,13 +303,14 @@ def _fill(engine: Engine, layers: Sequence[ExpertLayer], progress: Progress | No
 
 def counted(engine: Engine, progress: Progress | None) -> Callable[[], None]:
     """What to call after each expert that was filled."""
-    done = 0
+    done, lock = 0, threading.Lock()
 
     def tell() -> None:
         nonlocal done
-        done += engine.layout.weight_bytes
-        if progress is not None:
-            progress("filling the store", done, engine.weights_bytes)
+        with lock:
+            done += engine.layout.weight_bytes
+            if progress is not None:
+                progress("filling the store", done, engine.weights_bytes)
 
     return tell
 

@@ -2,6 +2,7 @@
 compute device (`resident`), or streamed through slots from host memory and disk (`streaming`)."""
 
 import abc
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,18 @@ class ExpertPlaceholder(nn.Parameter):
         self = torch.Tensor._make_subclass(cls, data, True)
         self.engine, self.layer = engine, layer
         return self
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradients that wait for step() as one number, so that a norm over the gradients of
+        `model.parameters()` is that of the plain model. They are elsewhere: setting or scaling
+        this changes nothing."""
+        return self.engine.waiting_norm(self.layer)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise OrderError("experts get their gradients from backward; .grad cannot be set")
 
     def __deepcopy__(self, memo: object) -> "ExpertPlaceholder":
         raise OrderError(
@@ -259,6 +272,12 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def gradient_squares(self) -> float:
         """Sum of squares of all expert gradients of this step; waits for them."""
+
+    def waiting_norm(self, layer: int) -> Tensor | None:
+        """The norm of all gradients that wait for step(), for the lowest layer that has some."""
+        if not self._step_keeps or layer != min(self._gathered, default=None):
+            return None
+        return torch.tensor([math.sqrt(self.gradient_squares())], device=self.device)
 
     def step(self) -> None:
         """Ends a step: kept gradients, if the rule keeps them, update the experts now."""

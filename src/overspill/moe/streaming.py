@@ -265,6 +265,7 @@ class StreamingEngine(Engine):
             )
 
         run_all(fill_one, self.store.entries, workers)
+        self.store.settle()
 
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
         self._check_open()

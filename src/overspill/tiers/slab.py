@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ class HostSlab:
 
     Anonymous memory registered with CUDA rather than torch's pinned allocator, which rounds up
     to a power of two: 58 GB would become 64. Several threads touch and register it, piece by
-    piece: one thread would need half a minute.
+    piece: one thread would need half a minute. In the `background` they go on after this returns:
+    a row waits for its own piece, and `settle` for all of them.
     """
 
     def __init__(
@@ -34,12 +35,16 @@ class HostSlab:
         row_bytes: int,
         pinned: bool,
         progress: Progress | None = None,
+        background: bool = False,
     ) -> None:
         assert row_bytes % ALIGN == 0
         self.name = name
         self.row_bytes = row_bytes
         self.nbytes = rows * row_bytes
         self._registered: list[int] = []
+        self._taking: list[Future[int]] = []
+        # pieces end at row borders: a copy may not span two registrations
+        self._rows_a_piece = max(1, _PIECE // row_bytes)
         if rows == 0:
             self.rows = torch.empty(0, row_bytes, dtype=torch.uint8)
             return
@@ -52,43 +57,57 @@ class HostSlab:
             ) from error
         flat = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.rows = flat.view(rows, row_bytes)
-        self._take(pinned, progress)
+        pool = ThreadPoolExecutor(_TAKERS, thread_name_prefix="overspill-take")
+        self._taking = [
+            pool.submit(self._take_piece, piece, pinned)
+            for piece in self.rows.split(self._rows_a_piece)
+        ]
+        pool.shutdown(wait=False)  # once it has done this
+        if not background:
+            self.settle(progress)
 
-    def _take(self, pinned: bool, progress: Progress | None) -> None:
-        # pieces end at row borders: a copy may not span two registrations
-        rows_a_piece = max(1, _PIECE // self.row_bytes)
-        pieces = list(self.rows.split(rows_a_piece))
-        done = 0
-        with ThreadPoolExecutor(_TAKERS) as pool:
-            for code, piece in pool.map(lambda piece: self._take_piece(piece, pinned), pieces):
-                if code != 0:
-                    pool.shutdown(cancel_futures=True)
-                    self.close()
-                    raise BudgetError(
-                        f"pinning {format_size(self.nbytes)} of host memory for {self.name} failed "
-                        f"({code}); lower --host-memory or raise the memlock limit (ulimit -l)"
-                    )
-                done += piece.numel()
-                if progress is not None:
-                    progress(f"taking memory for {self.name}", done, self.nbytes)
+    def settle(self, progress: Progress | None = None) -> None:
+        """Waits until all of it is taken."""
+        size = self._rows_a_piece * self.row_bytes
+        for number, taking in enumerate(self._taking, start=1):
+            self._await(taking)
+            if progress is not None:
+                done = min(number * size, self.nbytes)
+                progress(f"taking memory for {self.name}", done, self.nbytes)
+        self._taking = []
 
-    def _take_piece(self, piece: Tensor, pinned: bool) -> tuple[int, Tensor]:
+    def _await(self, taking: "Future[int]") -> None:
+        code = taking.result()
+        if code != 0:
+            self.close()
+            raise BudgetError(
+                f"pinning {format_size(self.nbytes)} of host memory for {self.name} failed "
+                f"({code}); lower --host-memory or raise the memlock limit (ulimit -l)"
+            )
+
+    def _take_piece(self, piece: Tensor, pinned: bool) -> int:
         ctypes.memset(piece.data_ptr(), 0, piece.numel())  # without the GIL
         if not pinned:
-            return 0, piece
+            return 0
         code = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
         if code == 0:
             self._registered.append(piece.data_ptr())
-        return code, piece
+        return code
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> Tensor:
+        if self._taking:
+            self._await(self._taking[row // self._rows_a_piece])
         return self.rows[row]
 
     def close(self) -> None:
         """Unpins the memory; the bytes live as long as something views them."""
+        for taking in self._taking:
+            taking.cancel()
+        wait(self._taking)
+        self._taking = []
         for pointer in self._registered:
             torch.cuda.cudart().cudaHostUnregister(pointer)
         self._registered.clear()

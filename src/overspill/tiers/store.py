@@ -108,7 +108,8 @@ class ExpertStore:
             check_folder(disk, self.disk_rows * layout.weight_bytes)
             self._folder = disk
         try:
-            self.take(Part.WEIGHTS)
+            # in the background: whoever fills the rows first waits for them one by one
+            self.take(Part.WEIGHTS, background=True)
         except BaseException:
             self.close()  # leaves no file behind
             raise
@@ -131,7 +132,7 @@ class ExpertStore:
     def row_bytes(self, part: Part) -> int:
         return self.layout.state_bytes if part == Part.STATES else self.layout.weight_bytes
 
-    def take(self, part: Part) -> None:
+    def take(self, part: Part, background: bool = False) -> None:
         """Takes the memory (and disk space) for `part` of every expert, once."""
         if part in self.slabs:
             return
@@ -143,7 +144,8 @@ class ExpertStore:
             # a name of its own: two jobs may share a disk folder
             path = self._folder / f"overspill-{os.getpid()}-{uuid.uuid4().hex[:8]}-{name}.bin"
             self.files[part] = RecordFile(path, self.disk_rows, size)
-        self.slabs[part] = HostSlab(name, rows, self.row_bytes(part), self.pinned, self.progress)
+        size = self.row_bytes(part)
+        self.slabs[part] = HostSlab(name, rows, size, self.pinned, self.progress, background)
         for entry in self.entries:
             if entry.disk_row is None:
                 entry.have |= part
@@ -216,6 +218,11 @@ class ExpertStore:
             if part == Part.WEIGHTS:
                 entry.version += 1  # what is on the device is of the past
                 self.wake_loader.notify()
+
+    def settle(self) -> None:
+        """Waits until the memory of all slabs is taken."""
+        for slab in self.slabs.values():
+            slab.settle()
 
     def set_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
         """Lets `fill` set the bytes of `part` for the first time. Before anything else runs, so

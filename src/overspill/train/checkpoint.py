@@ -244,7 +244,8 @@ def _experts(engine: ExpertWeights) -> Iterator[ExpertId]:
 # -- the optimizer -------------------------------------------------------------------------------
 
 
-def _section_specs(engine: ExpertWeights, optimizer: OptimizerStates) -> dict[str, TensorSpec]:
+def expert_state_specs(engine: ExpertWeights, optimizer: OptimizerStates) -> dict[str, TensorSpec]:
+    """The experts' states in a file: a stack for each layer and state."""
     return {
         _section(layer, section): TensorSpec(dtype, (engine.n_experts, engine.shape.numel))
         for layer in range(engine.n_layers)
@@ -262,17 +263,23 @@ def _section(layer: int, section: str) -> str:
 
 def _write_optimizer(path: Path, engine: ExpertWeights, optimizer: OptimizerStates) -> None:
     dense = optimizer.dense_state_dict()
-    specs = _section_specs(engine, optimizer)
+    specs = expert_state_specs(engine, optimizer)
     specs.update({_dense(name): TensorSpec(v.dtype, tuple(v.shape)) for name, v in dense.items()})
     with StreamWriter(path, specs, {"format": "pt"}) as writer:
         for name, value in dense.items():
             writer.write(_dense(name), value)
-        for section, dtype in optimizer.expert_sections():
-            piece = torch.empty(engine.shape.numel, dtype=dtype)
-            for expert in _experts(engine):
-                optimizer.read_expert_state(expert, section, piece)
-                offset = expert.index * piece.numel()
-                writer.write_piece(_section(expert.layer, section), offset, piece)
+        write_expert_states(writer, engine, optimizer)
+
+
+def write_expert_states(
+    writer: StreamWriter, engine: ExpertWeights, optimizer: OptimizerStates
+) -> None:
+    for section, dtype in optimizer.expert_sections():
+        piece = torch.empty(engine.shape.numel, dtype=dtype)
+        for expert in _experts(engine):
+            optimizer.read_expert_state(expert, section, piece)
+            offset = expert.index * piece.numel()
+            writer.write_piece(_section(expert.layer, section), offset, piece)
 
 
 def _read_optimizer(path: Path, engine: ExpertWeights, optimizer: OptimizerStates) -> None:
@@ -281,16 +288,22 @@ def _read_optimizer(path: Path, engine: ExpertWeights, optimizer: OptimizerState
         # has none.
         dense = [name for name in reader.specs if name.startswith(_dense(""))]
         specs = {name: reader.specs[name] for name in dense}
-        _check_specs(path, reader, {**specs, **_section_specs(engine, optimizer)})
+        _check_specs(path, reader, {**specs, **expert_state_specs(engine, optimizer)})
         optimizer.load_dense_state_dict(
             {name.removeprefix(_dense("")): reader.read(name) for name in dense}
         )
-        for section, dtype in optimizer.expert_sections():
-            piece = torch.empty(engine.shape.numel, dtype=dtype)
-            for expert in _experts(engine):
-                offset = expert.index * piece.numel()
-                reader.read_piece(_section(expert.layer, section), offset, piece)
-                optimizer.write_expert_state(expert, section, piece)
+        read_expert_states(reader, engine, optimizer)
+
+
+def read_expert_states(
+    reader: StreamReader, engine: ExpertWeights, optimizer: OptimizerStates
+) -> None:
+    for section, dtype in optimizer.expert_sections():
+        piece = torch.empty(engine.shape.numel, dtype=dtype)
+        for expert in _experts(engine):
+            offset = expert.index * piece.numel()
+            reader.read_piece(_section(expert.layer, section), offset, piece)
+            optimizer.write_expert_state(expert, section, piece)
 
 
 def _check_specs(path: Path, reader: StreamReader, wanted: Mapping[str, TensorSpec]) -> None:

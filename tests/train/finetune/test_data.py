@@ -28,7 +28,7 @@ def _load(
     section = DataSection(data=(str(path),), **settings)
     tokenizer, config = make_tokenizer(TEMPLATE), config or mixtral_config()
     data = load_data(section, tokenizer, seq_len, config, seed, lines.append)
-    assert len(lines) == 1
+    assert len(lines) == 2
     return data
 
 
@@ -104,6 +104,17 @@ def test_a_file_to_evaluate_on_is_not_trained_on(tmp_path: Path) -> None:
         _load(path, eval_data=str(pairs))
 
 
+def test_the_digest_is_of_all_that_decides_the_tokens(tmp_path: Path) -> None:
+    path = _texts(tmp_path / "a.jsonl")
+    settings: list[dict[str, Any]] = [
+        {}, {"seed": 1}, {"seq_len": 31}, {"packing": False}, {"eval_split": 0.0},
+    ]  # fmt: skip
+    assert _load(path).digest == _load(path).digest
+    assert len({_load(path, **setting).digest for setting in settings}) == len(settings)
+    words = write_labels(tmp_path / "a.tsv")
+    assert _load(words, labels="a,b").digest != _load(words, labels="a,c").digest
+
+
 def test_labels_of_the_evaluation_must_be_known(tmp_path: Path) -> None:
     train, dev = write_labels(tmp_path / "a.tsv"), tmp_path / "dev.tsv"
     dev.write_text("sentence\tlabel\nfine\t0\nodd\t2\n")
@@ -120,7 +131,7 @@ def test_labels_of_the_evaluation_must_be_known(tmp_path: Path) -> None:
         ("text", {"labels": "a,b"}, r"--labels is for \.tsv data"),
         ("text", {"chat_template": "x"}, r"--chat-template is for data with chat"),
         ("labels", {"packing": True}, r"--packing cannot be used with classification"),
-        ("single", {}, r"DATA has 1 example, too few for --eval-split 0\.05"),
+        ("single", {}, r"--eval-split 0\.05 takes every example of DATA \(it has 1\)"),
     ],
 )
 def test_settings_that_do_not_go_with_the_data(

@@ -50,14 +50,6 @@ def test_folders_several_files_and_gz(tmp_path: Path) -> None:
     ]
 
 
-def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
-    digests = []
-    for number, words in enumerate((["a", "b"], ["a", "b"], ["b", "a"])):
-        path = write_jsonl(tmp_path / f"{number}.jsonl", [{"text": word} for word in words])
-        digests.append(read_examples([str(path)]).digest)
-    assert digests[0] == digests[1] != digests[2]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

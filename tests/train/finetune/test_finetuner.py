@@ -45,7 +45,8 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def _plain_losses(settings: dict[str, Any]) -> list[float]:
     """The oracle: transformers' model, torch's optimizer, all rows of a step in one batch."""
-    config = make_config({**settings, "batch": settings["batch"] * settings.get("accumulate", 1)})
+    whole = {"batch": settings["batch"] * settings.get("accumulate", 1), "accumulate": 1}
+    config = make_config({**settings, **whole})
     plan = draw_up(config, lambda line: None)
     loader = AutoModelForSeq2SeqLM if plan.seq2seq else AutoModelForCausalLM
     model = loader.from_pretrained(settings["checkpoint"], dtype=torch.float32).train()
@@ -80,13 +81,14 @@ def _data(kind: str, folder: Path) -> Path:
 def test_training_follows_the_plain_model(
     mixtral: Path, tmp_path: Path, kind: str, accumulate: int
 ) -> None:
+    # So low a rate that no close call of a router falls the other way.
     settings = tiny_settings(
         mixtral, _data(kind, tmp_path), tmp_path / "run", steps=6, batch=2, accumulate=accumulate,
-        seq_len=64,
+        seq_len=64, lr=3e-4,
     )  # fmt: skip
     display = Watcher()
     _finetune(settings, display)
-    assert display.losses == pytest.approx(_plain_losses(settings), rel=1e-5)
+    assert display.losses == pytest.approx(_plain_losses(settings), rel=2e-6)
 
 
 def test_an_encoder_decoder_follows_the_plain_model(switch: Path, tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_the_models_it_leaves_are_plain_checkpoints(mixtral: Path, tmp_path: Pat
 def test_the_best_model_is_kept_when_it_gets_worse(mixtral: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = tiny_settings(
-        mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=8, eval_every=2, lr=0.1, clip=0.0
+        mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=8, eval_every=2, lr=1.0, clip=0.0
     )
     display = Watcher()
     summary = _finetune(settings, display)
@@ -162,13 +164,15 @@ def _stop_at(step: int) -> Callable[[int], None]:
 RESUMED: list[dict[str, Any]] = [
     {},
     {"accumulate": 2, "clip": 0.0},
-    {"freeze_experts": True},
-    {"freeze_dense": True},
     {"lora": 2, "lr": 0.05},
+]
+SLOW = [
+    pytest.param(extra, marks=pytest.mark.slow)
+    for extra in ({"freeze_experts": True}, {"freeze_dense": True}, {"dtype": "bf16"})
 ]
 
 
-@pytest.mark.parametrize("extra", RESUMED, ids=lambda extra: "-".join(extra) or "full")
+@pytest.mark.parametrize("extra", [*RESUMED, *SLOW], ids=lambda extra: "-".join(extra) or "full")
 def test_a_stopped_run_resumes_to_the_same_bits(
     mixtral: Path, tmp_path: Path, extra: dict[str, Any]
 ) -> None:
@@ -222,8 +226,9 @@ def test_a_run_killed_before_its_last_model_writes_it_when_resumed(
 def test_accuracy_rises_and_is_told(mixtral: Path, tmp_path: Path) -> None:
     train, dev = write_labels(tmp_path / "a.tsv"), write_labels(tmp_path / "dev.tsv", 20)
     settings = tiny_settings(
-        mixtral, train, tmp_path / "run", eval_data=str(dev), labels="no,yes", epochs=4.0, lr=1e-2
-    )
+        mixtral, train, tmp_path / "run", eval_data=str(dev), labels="no,yes", epochs=2.0,
+        lr=1e-2, eval_every=0,
+    )  # fmt: skip
     summary = _finetune(settings)
     assert summary.accuracy_before is not None
     assert summary.accuracy_before < 0.8

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
-from overspill.models.huggingface import loss
+from overspill.models.huggingface import loss, state
 from overspill.models.huggingface.dictionaries import NLLB, SWITCH, Style
 from overspill.models.huggingface.experts import (
     PLACEHOLDER,
@@ -84,6 +84,7 @@ def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
     if isinstance(layers[0], StackedExperts):
         model.set_experts_implementation(IMPLEMENTATION)
     loss.install(model)
+    state.accept_checkpoint_names(model)
     # instance attributes, so that the class stays the one the user knows; they know the model
     # weakly, so that it goes when nobody else holds it
     own = weakref.ref(model)
@@ -119,7 +120,7 @@ def _experts_forward(
 
 
 def _num_parameters(
-    own: weakref.ref[Any],
+    own: Callable[[], Any],
     plain: Callable[..., int],
     only_trainable: bool = False,
     exclude_embeddings: bool = False,
@@ -136,7 +137,7 @@ def _num_parameters(
 
 
 def _checked_apply(
-    own: weakref.ref[Any], plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
+    own: Callable[[], Any], plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """`.to()`, `.half()` and the like come here. Moving the dense part away from the experts would
     leave a model that cannot run: said before anything has moved."""
@@ -152,7 +153,7 @@ def _checked_apply(
     return plain(model, function, *args, **kwargs)
 
 
-def _save_pretrained(own: weakref.ref[Any], save_directory: Any, **kwargs: Any) -> None:
+def _save_pretrained(own: Callable[[], Any], save_directory: Any, **kwargs: Any) -> None:
     from overspill.models.huggingface.save import save_pretrained
 
     save_pretrained(own(), save_directory, **kwargs)

@@ -80,8 +80,7 @@ class HuggingFaceExperts:
             if value is None or value.is_meta:
                 self._draw(part, device)
             else:
-                value = value.detach()
-                part.copy_(value if place.row is None else value[place.row])
+                part.copy_((value if place.row is None else value[place.row]).detach())
 
     def _draw(self, part: Tensor, device: torch.device) -> None:
         if part.dim() == 1:
@@ -102,7 +101,7 @@ class HuggingFaceExperts:
         placeholder.places = self.places
         placeholder.requires_grad_(self._trained)
         self.module.register_parameter(PLACEHOLDER, placeholder)
-        show_experts(self.module, PLACEHOLDER, self.places)
+        show_experts(self.module, PLACEHOLDER, self.places, late=True)
 
 
 class StackedExperts(HuggingFaceExperts):
@@ -111,9 +110,9 @@ class StackedExperts(HuggingFaceExperts):
     def __init__(self, path: str, module: Any, std: float) -> None:
         self.gated = bool(module.has_gate)
         inward = "gate_up_proj" if self.gated else "up_proj"
-        self.names = (inward, "down_proj")
+        self.names = [inward, "down_proj"]
         if module.has_bias:
-            self.names += (f"{inward}_bias", "down_proj_bias")
+            self.names += [f"{inward}_bias", "down_proj_bias"]
         self._check(path, module)
         w_in, w_out = (getattr(module, name) for name in self.names[:2])
         n_experts, *in_size = w_in.shape
@@ -145,7 +144,7 @@ class StackedExperts(HuggingFaceExperts):
         """The fused kernels where the module computes just that, else its own function."""
         from transformers.integrations import moe
 
-        own = self.module
+        own: Any = self.module
         if self.gated:
             plain = type(own)._apply_gate is moe._default_apply_gate
             if plain and own.is_concatenated and _is(own.act_fn, nn.functional.silu):

@@ -16,7 +16,7 @@ from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
 _CONVERT = (
-    "python -c \"from transformers import AutoModelForCausalLM as M; "
+    'python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
 )
 

@@ -114,7 +114,7 @@ def _load_dense(
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
     _check_dense(folder, info)
-    if placed:
+    if hasattr(model, "hf_device_map"):
         del model.hf_device_map  # it is on one device, like any other model
     return model
 

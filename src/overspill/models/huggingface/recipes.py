@@ -80,9 +80,7 @@ class Recipes:
                 for place, size in zip(layer.places(index), layer.shape.sizes, strict=True):
                     self._check_place(layer, place, size)
 
-    def _check_place(
-        self, layer: HuggingFaceExperts, place: Place, size: tuple[int, ...]
-    ) -> None:
+    def _check_place(self, layer: HuggingFaceExperts, place: Place, size: tuple[int, ...]) -> None:
         name = f"{layer.path}.{place.name}"
         sources = self._sources.get(name)
         if sources is None:
@@ -163,8 +161,7 @@ class Recipes:
             offset = (place.row or 0) * (spec.numel // max(1, spec.shape[0])) if stacked else 0
             converter.add_tensor(name, key, pattern, read(spec.dtype, shape, key, offset))
         made = converter.convert(name, model=_OneExpert(size), config=self.model.config)
-        value = made[name]
-        value = value[0] if isinstance(value, list) else value
+        value: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
         return value[0] if value.dim() > len(size) else value
 
     def _read_new(self, dtype: torch.dtype, shape: tuple[int, ...], key: str, at: int) -> Tensor:

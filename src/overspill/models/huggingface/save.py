@@ -70,6 +70,7 @@ def save_pretrained(
             )
         _write_experts(model, aside, parse_size(max_shard_size, "max_shard_size"))
         _move(aside, out)
+        engine.saved_to = out.absolute()
     except OSError as error:
         if isinstance(error, DiskError):
             raise
@@ -145,7 +146,8 @@ def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The names and layout of the checkpoint that the model came from."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    made: dict[str, Tensor] = revert_weight_conversion(_WithExperts(model, tensors), tensors)
+    stand_in: Any = _WithExperts(model, tensors)
+    made: dict[str, Tensor] = revert_weight_conversion(stand_in, tensors)
     return made
 
 

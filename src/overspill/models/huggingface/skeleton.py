@@ -28,9 +28,8 @@ class Skeleton:
                     # transformers would initialize them through their parent
                     parent = self.get_submodule(layer.path.rpartition(".")[0])
                     parent._is_hf_initialized = isinstance(layer, DictionaryExperts)
-                known = self._keys_to_ignore_on_load_unexpected or ()
                 self._keys_to_ignore_on_load_unexpected = {
-                    *known,
+                    *(plain._keys_to_ignore_on_load_unexpected or ()),
                     *(rf"{re.escape(layer.path)}\." for layer in skeleton.layers),
                 }
 

@@ -119,7 +119,7 @@ class RunSection:
     """Go on from the newest checkpoint in --out."""
     eval_every: int = 100
     """Steps between evaluations; 0 leaves those before the first step and after the last."""
-    save_every: int = 100
+    save_every: int = 500
     """Steps between checkpoints to resume from; 0 leaves only the last. Ctrl-C saves one too."""
     keep: int = 1
     """Checkpoints to resume from that are kept."""

@@ -1,5 +1,6 @@
 """The data of a run: files → examples → rows to train on and rows to evaluate on."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,12 +59,25 @@ class Data:
     eval_choices: list[Choice]
     """Instead of rows, for classification."""
     packing: bool
-    words: tuple[str, ...]
-    digest: str
 
     @property
     def evaluates(self) -> bool:
         return bool(self.eval_rows or self.eval_choices)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All, those of every label among them."""
+        choices = [row for choice in self.eval_choices for row in choice.rows]
+        return [*self.train, *self.eval_rows, *choices]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all tokens: files, tokenizer, templates and split together."""
+        digest = hashlib.blake2b(digest_size=16)
+        for row in self.rows:
+            for part in (row.tokens, row.labels):
+                digest.update(len(part).to_bytes(8) + part.tobytes())
+        return digest.hexdigest()
 
 
 def load_data(
@@ -86,7 +100,8 @@ def load_data(
     elif section.chat_template is not None:
         raise ConfigError('--chat-template is for data with chat "messages"; leave it out')
     train, evaluation = _split(examples.items, held_out, section, seed)
-    data = _encode(reading, tokenizer, train, evaluation, _digest(examples, held_out))
+    say(f"data: tokenizing {len(train) + len(evaluation):,} examples")
+    data = _encode(reading, tokenizer, train, evaluation)
     _check_vocabulary(data, tokenizer, model_config)
     _describe(data, len(train), len(evaluation), seq_len, say)
     return data
@@ -124,8 +139,8 @@ def _split(
     count = min(section.eval_examples, max(1, round(len(examples) * section.eval_split)))
     if count >= len(examples):
         raise ConfigError(
-            f"DATA has {len(examples)} example, too few for --eval-split {section.eval_split:g}; "
-            "give more, or --eval-split 0"
+            f"--eval-split {section.eval_split:g} takes every example of DATA (it has "
+            f"{len(examples)}); give more, or --eval-split 0"
         )
     taken = set(np.random.default_rng(seed).permutation(len(examples))[:count].tolist())
     train = [example for number, example in enumerate(examples) if number not in taken]
@@ -137,7 +152,6 @@ def _encode(
     tokenizer: Tokenizer,
     train: Sequence[Example],
     evaluation: Sequence[Example],
-    digest: str,
 ) -> Data:
     if reading.kind is Kind.LABELLED:
         form = LabelForm(
@@ -160,7 +174,7 @@ def _encode(
     else:
         held_out = []
         rows, eval_rows = (_rows(reading, tokenizer, part) for part in (train, evaluation))
-    return Data(reading.kind, rows, eval_rows, held_out, reading.packing, reading.words, digest)
+    return Data(reading.kind, rows, eval_rows, held_out, reading.packing)
 
 
 def _rows(reading: Reading, tokenizer: Tokenizer, examples: Sequence[Example]) -> list[Row]:
@@ -195,20 +209,12 @@ def _rows(reading: Reading, tokenizer: Tokenizer, examples: Sequence[Example]) -
     return rows
 
 
-def _digest(*parts: Examples | None) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(b"-" if part is None else part.digest.encode())
-    return digest.hexdigest()
-
-
 def _check_vocabulary(data: Data, tokenizer: Tokenizer, model_config: Any) -> None:
     """A token that the model has no embedding for would be a crash deep inside it."""
     size = getattr(model_config.get_text_config(), "vocab_size", None)
     if size is None:
         return
-    rows = [*data.train, *data.eval_rows, *(row for c in data.eval_choices for row in c.rows)]
-    for row in rows:
+    for row in data.rows:
         highest = max(int(row.tokens.max()), int(row.labels.max()))
         if highest >= size:
             raise ConfigError(

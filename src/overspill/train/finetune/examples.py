@@ -5,13 +5,12 @@ sentences and their labels. Files end in .gz when they are compressed.
 """
 
 import gzip
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from overspill.core.errors import ConfigError
 
@@ -64,17 +63,13 @@ class Kind(Enum):
 class Examples:
     kind: Kind
     items: Sequence[Example]
-    digest: str
-    """Of the content of all files."""
 
 
 def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None = None) -> Examples:
     """All examples behind files and folders; of `kind`, or of what the first line says."""
     items: list[Example] = []
-    digest = hashlib.blake2b(digest_size=16)
     for file in _find_files(sources, flag):
         for where, line in _lines(file, flag):
-            digest.update(line.encode())
             if _is_table(file):
                 kind = _same(kind, Kind.LABELLED, where)
                 items.append(_parse_labelled(line, where))
@@ -84,7 +79,7 @@ def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None 
                 items.append(_parse(content, kind, where))
     if kind is None or not items:
         raise ConfigError(f"{flag} {' '.join(sources)} holds no example; give a file that does")
-    return Examples(kind, items, digest.hexdigest())
+    return Examples(kind, items)
 
 
 def _find_files(sources: Sequence[str], flag: str) -> list[Path]:
@@ -115,7 +110,7 @@ def _is_table(file: Path) -> bool:
 
 def _lines(file: Path, flag: str) -> Iterator[tuple[str, str]]:
     """The lines of a file that are not empty, each with its place; without the header of a .tsv."""
-    opener: Callable[..., IO[bytes]] = gzip.open if file.suffix == ".gz" else open
+    opener: Any = gzip.open if file.suffix == ".gz" else open
     try:
         with opener(file, "rb") as handle:
             for number, content in enumerate(handle, start=1):

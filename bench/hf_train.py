@@ -1,0 +1,209 @@
+"""Training steps of a Mixtral of Hugging Face transformers in the plain PyTorch loop.
+
+PYTHONPATH=src python3 bench/hf_train.py --shape w1 --batch 16 --gpu-memory 12GiB
+PYTHONPATH=src python3 bench/hf_train.py --shape largest --batch 8 --gpu-memory 24GiB --disk FOLDER
+"""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import Limit, metric, write_record
+from ssd import disk_bandwidth
+from train import ADAM_RATE, DEEPSPEED, MATRIX, PCIE
+from transformers import MixtralConfig
+from workload import SEQ, Run, measure_steps, show
+
+import overspill
+from overspill.core.errors import BudgetError
+from overspill.core.experts import ExpertShape
+from overspill.models.offload import Budgets
+from overspill.moe.engine import Engine, Settings
+from overspill.plan.budget import ModelSizes, place
+from overspill.tiers.layout import RecordLayout
+
+BF16_ADAM_RATE = 7.15e9
+
+
+def mixtral(layers: int, **shape: int) -> MixtralConfig:
+    return MixtralConfig(
+        num_hidden_layers=layers,
+        num_experts_per_tok=2,
+        max_position_embeddings=SEQ,
+        vocab_size=32_000,
+        tie_word_embeddings=False,
+        **shape,
+    )
+
+
+def w1() -> MixtralConfig:
+    return mixtral(
+        24,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_local_experts=16,
+    )
+
+
+def mixtral_8x7b(layers: int) -> MixtralConfig:
+    return mixtral(
+        layers,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+    )
+
+
+def largest(budgets: Budgets) -> MixtralConfig:
+    """As many layers of Mixtral-8x7B as the planner finds room for."""
+    wish = budgets.wish(torch.device("cuda", 0))
+    for layers in range(32, 0, -1):
+        config = mixtral_8x7b(layers)
+        width, kv = config.hidden_size, config.hidden_size // 4
+        shape = ExpertShape(width, config.intermediate_size, gated=True)
+        layout = RecordLayout(shape, torch.bfloat16, budgets.state_dtype)
+        each = 2 * width * width + 2 * width * kv + (config.num_local_experts + 2) * width
+        dense = (2 * config.vocab_size * width + layers * each) * 14
+        row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * width) * 2
+        sizes = ModelSizes(
+            layers, 8, layout.weight_bytes, layout.state_bytes, dense, row, training=True
+        )
+        try:
+            place(sizes, wish)
+        except BudgetError as error:
+            print(f"{layers} layers: {error}", flush=True)
+        else:
+            return config
+    raise SystemExit("not even one layer fits")
+
+
+def steps(model: Any, optimizer: overspill.AdamW, batch: int, rounds: int) -> Iterator[Any]:
+    """The loop as a user writes it."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    vocab = model.config.vocab_size
+    while True:
+        tokens = torch.randint(vocab, (batch, SEQ), device="cuda", generator=generator)
+        for number, part in enumerate(tokens.chunk(rounds), start=1):
+            with contextlib.nullcontext() if number == rounds else optimizer.accumulate():
+                loss = model(input_ids=part, labels=part).loss / rounds
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach() * rounds
+
+
+def limit(engine: Engine, dense: int, tokens: int, rounds: int, disk: float | None) -> Limit:
+    """The slowest resource if everything else were free."""
+    experts = engine.expert_parameters
+    active = dense + experts * 2 // engine.n_experts
+    narrow = engine.layout.state_dtype == torch.bfloat16
+    rate = BF16_ADAM_RATE if narrow else ADAM_RATE
+    times = {
+        "GPU, 8 operations a parameter and token": 8 * active * tokens / MATRIX,
+        f"CPU AdamW alone at {rate / 1e9:g} Gparam/s": experts / rate,
+        "PCIe, every expert up twice a micro-batch": rounds * experts * 4 / PCIE,
+    }
+    if disk is not None:
+        spilled = engine.placement.disk_rows
+        record = engine.layout.weight_bytes + engine.layout.state_bytes
+        times["disk, spilled records read and written once"] = 2 * spilled * record / disk
+    source, seconds = max(times.items(), key=lambda item: item[1])
+    return Limit(tokens / seconds, "tokens/s", source)
+
+
+def save(name: str, engine: Engine, dense: int, run: Run, disk: Any, args: Any) -> None:
+    metrics = {
+        "tokens_per_second": metric(run.speed, "tokens/s"),
+        "step": metric(run.seconds, "s"),
+        "gpu_memory": metric([run.gpu_bytes / 2**30], "GiB"),
+        "host_memory": metric([run.host_bytes / 2**30], "GiB"),
+    }
+    for row, share in run.busy.items():
+        metrics[f"busy_{row.replace(' ', '_')}"] = metric([share], "share")
+    total = dense + engine.expert_parameters
+    shape = "W1 as Mixtral" if args.shape == "w1" else f"Mixtral-8x7B, {engine.n_layers} layers"
+    row = f"{shape} ({total / 1e9:.1f} B), {args.batch}×{SEQ} tokens a step"
+    if args.accumulate > 1:
+        row += f" in {args.accumulate} micro-batches"
+    compared = args.shape == "w1" and args.accumulate == 1
+    details = {
+        "row": f"{row}, {args.gpu_memory}",
+        "compare": DEEPSPEED.get(args.batch, "") if compared else "",
+        "show": ["gpu_memory", "host_memory"],
+        "gpu_memory": args.gpu_memory,
+        "parameters": total,
+        "placement": engine.describe(),
+        "moments": str(engine.layout.state_dtype),
+        "loop": "plain PyTorch, gradient checkpointing, no clipping",
+    }
+    bandwidth = None if disk is None else disk["both"]
+    ceiling = limit(engine, dense, run.tokens, args.accumulate, bandwidth)
+    write_record(name, details, metrics, ceiling, args.out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="w1", choices=("w1", "largest"))
+    parser.add_argument("--batch", type=int, default=16, help="sequences of 1024 tokens a step")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--gpu-memory", default="12GiB")
+    parser.add_argument("--host-memory", default=None)
+    parser.add_argument("--disk", type=Path, default=None)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--timeline", type=Path, default=None, help="folder for timelines")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    big = args.shape == "largest"
+    budgets = Budgets(
+        gpu_memory=args.gpu_memory,
+        host_memory=args.host_memory,
+        disk=args.disk,
+        settings=Settings(),
+        state_dtype=torch.bfloat16 if big else torch.float32,
+        keep_gradients=args.accumulate > 1,
+    )
+    disk = disk_bandwidth(args.disk, 80 << 20, 96) if args.disk is not None else None
+    config = largest(budgets) if big else w1()
+    start = time.perf_counter()
+    model = overspill.from_config(
+        config,
+        budgets.gpu_memory,
+        budgets.host_memory,
+        budgets.disk,
+        dtype=torch.bfloat16,
+        state_dtype=budgets.state_dtype,
+        keep_gradients=budgets.keep_gradients,
+        quiet=True,
+    )
+    model.gradient_checkpointing_enable()
+    engine = model.overspill
+    print(f"made in {time.perf_counter() - start:.1f} s: {engine.describe()}", flush=True)
+    optimizer = overspill.AdamW(model, lr=1e-4)
+    print(f"ready in {time.perf_counter() - start:.1f} s: {engine.describe()}", flush=True)
+    name = f"train-hf-w1-{args.batch}x{SEQ}"
+    if big:
+        name = "train-hf-largest"
+    elif args.accumulate > 1:
+        name += f"-accumulate-{args.accumulate}"
+    timeline = None if args.timeline is None else args.timeline / name
+    run = steps(model, optimizer, args.batch, args.accumulate)
+    traced = 1 if big else 2
+    tokens = args.batch * SEQ
+    measured = measure_steps(engine, run, tokens, args.warm, args.steps, timeline, traced)
+    show(name, measured)
+    dense = model.num_parameters() - engine.expert_parameters
+    save(name, engine, dense, measured, disk, args)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

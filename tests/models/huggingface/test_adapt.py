@@ -1,0 +1,156 @@
+"""An offloaded model behaves as its users expect, or explains itself."""
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overspill
+from overspill.core.errors import OrderError
+from overspill.models.huggingface.adapt import register
+from tests.models.huggingface.families import make_batch, make_model
+from tests.models.huggingface.oracle import offloaded
+from tests.models.huggingface.test_exactness import BY_NAME
+
+MIXTRAL = BY_NAME["mixtral"]
+
+
+@pytest.fixture
+def twins(tmp_path: Path) -> Any:
+    plain = make_model(MIXTRAL)
+    with offloaded(plain, "host", tmp_path) as twin:
+        yield plain, twin
+
+
+def test_numbers_of_parameters(twins: Any) -> None:
+    plain, twin = twins
+    assert twin.num_parameters() == plain.num_parameters()
+    assert twin.num_parameters(exclude_embeddings=True) == plain.num_parameters(
+        exclude_embeddings=True
+    )
+    for parameter in twin.parameters():
+        if getattr(parameter, "is_expert_placeholder", False):
+            parameter.requires_grad_(False)
+    experts = sum(p.numel() for n, p in plain.named_parameters() if ".experts." in n)
+    assert twin.num_parameters(only_trainable=True) == plain.num_parameters() - experts
+
+
+def test_state_dict_is_that_of_the_plain_model(twins: Any) -> None:
+    plain, twin = twins
+    mine, theirs = twin.state_dict(), plain.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    doubled = {name: value * 2 for name, value in theirs.items()}
+    twin.load_state_dict(doubled)
+    assert all(torch.equal(twin.state_dict()[name], value) for name, value in doubled.items())
+
+
+def test_where_it_is_it_may_be_sent(twins: Any) -> None:
+    _, twin = twins
+    assert twin.to("cpu") is twin
+    assert twin.to(torch.float32) is twin
+    assert twin.float() is twin
+
+
+@pytest.mark.parametrize(
+    "move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.to("meta")]
+)
+def test_elsewhere_it_says_so_and_stays_as_it_was(twins: Any, move: Any) -> None:
+    plain, twin = twins
+    with pytest.raises(OrderError, match=r"give dtype= and device= to overspill\.load"):
+        move(twin)
+    batch = make_batch(MIXTRAL, plain)
+    assert all(p.dtype == torch.float32 for p in twin.parameters())
+    assert torch.equal(twin(**batch).logits, plain(**batch).logits)
+
+
+def test_modes_and_no_grad(twins: Any) -> None:
+    plain, twin = twins
+    batch = make_batch(MIXTRAL, plain)
+    assert not twin.eval().training
+    with torch.no_grad():
+        out = twin(**batch)
+    assert not out.logits.requires_grad
+    assert torch.equal(out.logits, plain.eval()(**batch).logits)
+    assert twin.train().training
+    with torch.inference_mode():
+        assert torch.equal(twin(**batch).logits, out.logits)
+
+
+def test_generates_what_the_plain_model_generates(twins: Any) -> None:
+    plain, twin = twins
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(
+        twin.eval().generate(tokens, **settings), plain.eval().generate(tokens, **settings)
+    )
+
+
+def test_it_cannot_be_copied(twins: Any) -> None:
+    with pytest.raises(OrderError, match="cannot be copied"):
+        copy.deepcopy(twins[1])
+
+
+def test_it_cannot_be_offloaded_twice(twins: Any) -> None:
+    with pytest.raises(overspill.OverspillError, match="offloaded already"):
+        overspill.offload(twins[1], device="cpu")
+
+
+def test_backward_without_an_optimizer_names_it(twins: Any) -> None:
+    plain, twin = twins
+    with pytest.raises(OrderError, match=r"create overspill\.AdamW"):
+        twin(**make_batch(MIXTRAL, plain)).loss.backward()
+
+
+def test_the_implementation_without_offload_explains_itself() -> None:
+    register()
+    plain = make_model(MIXTRAL)
+    plain.set_experts_implementation("overspill")
+    with pytest.raises(OrderError, match=r"call overspill\.offload"):
+        plain(**make_batch(MIXTRAL, plain))
+
+
+def test_the_engine_closes_when_the_model_is_gone(tmp_path: Path) -> None:
+    model = make_model(MIXTRAL)
+    overspill.offload(model, device="cpu", mode="host", slots=2, quiet=True)
+    optimizer = overspill.AdamW(model)
+    model(**make_batch(MIXTRAL, model)).loss.backward()
+    optimizer.step()
+    engine = model.overspill
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+    assert engine._closed
+
+
+def test_lora_leaves_the_experts_alone(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    plain = make_model(MIXTRAL)
+    batch = make_batch(MIXTRAL, plain)
+    with offloaded(plain, "host", tmp_path) as twin:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+        adapted = peft.get_peft_model(twin, config)
+        optimizer = overspill.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+        before = twin.overspill.layer_steps[:]
+        losses = []
+        for _ in range(4):
+            loss = adapted(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        assert losses[-1] < losses[0]
+        assert twin.overspill.layer_steps == before
+        for name, value in plain.state_dict().items():
+            if ".experts." in name:
+                mine = {
+                    k.replace("base_model.model.", ""): v for k, v in adapted.state_dict().items()
+                }
+                assert torch.equal(mine[name], value)
+        overspill.save(adapted, tmp_path / "adapter")
+        assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

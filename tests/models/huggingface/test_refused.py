@@ -1,0 +1,61 @@
+"""What cannot be run as it is meant is refused by name: nothing is run dense in silence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import overspill
+from overspill.core.errors import ConfigError
+from tests.models.huggingface.families import (
+    FAMILIES,
+    UNEVEN,
+    Family,
+    cases,
+    make_model,
+)
+from tests.models.huggingface.refused import REFUSED
+from tests.models.huggingface.test_exactness import UNSUPPORTED
+
+
+@pytest.mark.parametrize("family", cases(REFUSED))
+def test_other_experts_are_refused_by_name(family: Family, tmp_path: Path) -> None:
+    model = make_model(family)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError, match=model.config.model_type):
+        overspill.offload(model, device="cpu", quiet=True)
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=model.config.model_type):
+        overspill.load(tmp_path, device="cpu", quiet=True)
+
+
+@pytest.mark.parametrize(
+    "family", cases(tuple(family for family in FAMILIES if family.name in UNSUPPORTED))
+)
+def test_norm_after_experts_is_refused(family: Family) -> None:
+    with pytest.raises(ConfigError, match="norm after each expert"):
+        overspill.offload(make_model(family), device="cpu", quiet=True)
+
+
+@pytest.mark.parametrize("family", cases(UNEVEN))
+def test_layers_with_different_experts_are_refused(family: Family) -> None:
+    with pytest.raises(ConfigError, match="layers with different experts are not supported"):
+        overspill.offload(make_model(family), device="cpu", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("switch_transformers", "dropout_rate"), ("nllb-moe", "moe_token_dropout")]
+)
+def test_dropout_inside_experts_is_refused_in_training_only(name: str, field: str) -> None:
+    import transformers
+
+    family = next(family for family in FAMILIES if family.name == name)
+    config = family.build()
+    setattr(config, field, 0.1)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(ConfigError, match=f"{field}=0"):
+        overspill.offload(model.train(), device="cpu", quiet=True)
+    twin = overspill.offload(model.eval(), device="cpu", mode="host", slots=2, quiet=True)
+    twin.overspill.close()

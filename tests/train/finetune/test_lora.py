@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train.finetune.tiny import mixtral_config
+from torch import nn
+from transformers import MixtralForCausalLM
+
+from overspill.core.errors import ConfigError
+from overspill.train.finetune.config import ModelSection
+from overspill.train.finetune.lora import add_lora, attention_layers, save_adapter
+
+
+def test_the_linear_layers_of_attention_are_found_and_no_others() -> None:
+    model = MixtralForCausalLM(mixtral_config())
+    names = attention_layers(model)
+    assert len(names) == 8
+    assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(ConfigError, match=r"no linear layer in attention.*--lora-targets"):
+        attention_layers(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_only_adapters_are_trained_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MixtralForCausalLM(mixtral_config())
+    lora = add_lora(model, ModelSection(lora=3), seq2seq=False)
+    trained = [(name, p) for name, p in lora.named_parameters() if p.requires_grad]
+    assert all("lora_" in name and 3 in p.shape for name, p in trained)
+    assert lora.peft_config["default"].lora_alpha == 6
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the state of the whole model was asked for")
+
+    monkeypatch.setattr(nn.Module, "state_dict", refuse)
+    save_adapter(lora, tmp_path)
+    from safetensors.torch import load_file
+
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(written) == len(trained) == 16
+    assert sum(torch.numel(value) for value in written.values()) == sum(
+        p.numel() for _, p in trained
+    )
