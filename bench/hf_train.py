@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory", default="12GiB")
     parser.add_argument("--host-memory", default=None)
     parser.add_argument("--disk", type=Path, default=None)
+    parser.add_argument("--slots", type=int, default=None, help="experts on the GPU at once")
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--timeline", type=Path, default=None, help="folder for timelines")
@@ -167,6 +168,7 @@ def main() -> None:
         gpu_memory=args.gpu_memory,
         host_memory=args.host_memory,
         disk=args.disk,
+        slots=args.slots,
         settings=Settings(),
         state_dtype=torch.bfloat16 if big else torch.float32,
         keep_gradients=args.accumulate > 1,
@@ -180,6 +182,7 @@ def main() -> None:
         budgets.host_memory,
         budgets.disk,
         dtype=torch.bfloat16,
+        slots=args.slots,
         state_dtype=budgets.state_dtype,
         keep_gradients=budgets.keep_gradients,
         quiet=True,

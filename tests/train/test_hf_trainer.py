@@ -1,5 +1,6 @@
 """transformers.Trainer with offloaded experts against transformers.Trainer alone."""
 
+import copy
 import gc
 import logging
 import shutil
@@ -238,6 +239,11 @@ def test_states_of_experts_are_streamed_beside_the_model(tmp_path: Path) -> None
         assert (folder / EXPERT_STATES).stat().st_size > 2 * 4 * experts
         plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert_close_weights(model, plain)
+        # asked for by somebody else, it is the plain one, and the checkpoint stays as it is
+        written = (folder / EXPERT_STATES).read_bytes()
+        mine = trainer.optimizer.state_dict()
+        assert sum(_elements(mine)) == 2 * model.num_parameters()
+        assert (folder / EXPERT_STATES).read_bytes() == written
 
 
 def _elements(value: Any) -> Iterator[int]:
@@ -246,6 +252,13 @@ def _elements(value: Any) -> Iterator[int]:
             yield from _elements(inner)
     elif isinstance(value, Tensor):
         yield value.numel()
+
+
+def test_a_model_saved_before_training_gets_no_states_beside_it(tmp_path: Path) -> None:
+    with offloaded("mixtral", "host", tmp_path) as model:
+        model.save_pretrained(tmp_path / "start")
+        trainer_of(model, arguments(tmp_path / "run", max_steps=1)).train()
+        assert not (tmp_path / "start" / EXPERT_STATES).exists()
 
 
 def test_a_moved_run_resumes_and_a_lost_file_is_named(tmp_path: Path) -> None:
@@ -318,14 +331,16 @@ def test_one_model_in_several_trainers(tmp_path: Path) -> None:
 # -- other ways to train --------------------------------------------------------------------------
 
 
-def test_autocast_stays_near_the_plain_trainer(tmp_path: Path) -> None:
-    plain = make_model(BY_NAME["mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_stays_near_the_plain_trainer(dtype: torch.dtype, tmp_path: Path) -> None:
+    plain = make_model(BY_NAME["mixtral"], dtype=dtype)
+    model = overspill.offload(copy.deepcopy(plain), **budgets("host", tmp_path))
     theirs = trainer_of(plain, arguments(tmp_path / "theirs", bf16=True))
     theirs.train()
-    with offloaded("mixtral", "host", tmp_path) as model:
-        mine = trainer_of(model, arguments(tmp_path / "mine", bf16=True))
-        mine.train()
-        assert mine.losses == pytest.approx(theirs.losses, rel=2e-2)
+    mine = trainer_of(model, arguments(tmp_path / "mine", bf16=True))
+    mine.train()
+    model.overspill.close()
+    assert mine.losses == pytest.approx(theirs.losses, rel=2e-2)
 
 
 def test_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:

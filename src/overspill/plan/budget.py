@@ -82,7 +82,7 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
             f"{format_size(floor)}; give at least "
             f"{format_size((model.dense + floor) * 1.25, up=True)}"
         )
-    max_rows = max(_FEWEST_ROWS, wish.gpu_memory // 8 // model.row_bytes)
+    max_rows = max(_FEWEST_ROWS, free // 8 // model.row_bytes)
     mode = wish.mode if wish.mode != "auto" else _choose_mode(model, wish)
     if mode == "gpu":
         return _on_gpu(model, wish, max_rows)

@@ -24,8 +24,8 @@ class HostSlab:
 
     Anonymous memory registered with CUDA rather than torch's pinned allocator, which rounds up
     to a power of two: 58 GB would become 64. Several threads touch and register it, piece by
-    piece: one thread would need half a minute. In the `background` they go on after this returns:
-    a row waits for its own piece, and `settle` for all of them.
+    piece: one thread would need half a minute. In the `background` they go on after this returns,
+    while rows may be filled already; `settle` waits for them.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HostSlab:
         self.rows = flat.view(rows, row_bytes)
         pool = ThreadPoolExecutor(_TAKERS, thread_name_prefix="overspill-take")
         self._taking = [
-            pool.submit(self._take_piece, piece, pinned)
+            pool.submit(self._take_piece, piece, pinned, not background)
             for piece in self.rows.split(self._rows_a_piece)
         ]
         pool.shutdown(wait=False)  # once it has done this
@@ -85,8 +85,9 @@ class HostSlab:
                 f"({code}); lower --host-memory or raise the memlock limit (ulimit -l)"
             )
 
-    def _take_piece(self, piece: Tensor, pinned: bool) -> int:
-        ctypes.memset(piece.data_ptr(), 0, piece.numel())  # without the GIL
+    def _take_piece(self, piece: Tensor, pinned: bool, touch: bool) -> int:
+        if touch:  # it is zero already, but not there yet
+            ctypes.memset(piece.data_ptr(), 0, piece.numel())  # without the GIL
         if not pinned:
             return 0
         code = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
@@ -98,8 +99,6 @@ class HostSlab:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> Tensor:
-        if self._taking:
-            self._await(self._taking[row // self._rows_a_piece])
         return self.rows[row]
 
     def close(self) -> None:

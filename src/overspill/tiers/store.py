@@ -108,7 +108,7 @@ class ExpertStore:
             check_folder(disk, self.disk_rows * layout.weight_bytes)
             self._folder = disk
         try:
-            # in the background: whoever fills the rows first waits for them one by one
+            # in the background, while the rows are filled
             self.take(Part.WEIGHTS, background=True)
         except BaseException:
             self.close()  # leaves no file behind

@@ -37,8 +37,9 @@ def for_trainer(args: Any) -> tuple[type["TrainerAdamW"], dict[str, Any]]:
 
     The Trainer itself would clip the dense parameters alone; so `max_grad_norm` moves from `args`,
     where it becomes 0, into the optimizer, which clips by the norm over all parameters, experts
-    included. Without clipping the `grad_norm` that the Trainer logs is of the dense part only:
-    experts are then updated during backward, and nobody adds their gradients up.
+    included. Experts decay as weights do, and their biases with them. Without clipping the
+    `grad_norm` that the Trainer logs is of the dense part only: experts are then updated during
+    backward, and nobody adds their gradients up.
     """
     _check(args)
     return TrainerAdamW, {
@@ -99,12 +100,14 @@ class TrainerAdamW(AdamW):
         """As the plain one, but for a model that was just saved: then the experts' states are
         written beside it."""
         engine = self._expert_engine()
-        if engine is None or engine.saved_to is None:
+        folder = None if engine is None else engine.saved_to
+        if engine is None or folder is None or self.steps_taken == 0:
             return super().state_dict()
+        engine.saved_to = None  # once: the state dict given first knows the file written first
         packed = torch.optim.Optimizer.state_dict(self)
         packed[_EXPERTS] = {
-            "folder": str(engine.saved_to),
-            "id": self._write_experts(engine, engine.saved_to),
+            "folder": str(folder),
+            "id": self._write_experts(engine, folder),
             "layer_steps": list(engine.layer_steps),
         }
         return packed

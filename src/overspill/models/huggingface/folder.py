@@ -37,7 +37,9 @@ def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
 
     try:
         return Path(
-            snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"])
+            snapshot_download(
+                name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+            )
         )
     except Exception as error:  # no network, no such repository, no right to it
         reason = str(error).strip().splitlines()[0]

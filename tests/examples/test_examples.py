@@ -1,0 +1,81 @@
+"""The examples run as they say, each in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, *args: object) -> str:
+    command = [sys.executable, str(ROOT / "examples" / script), *map(str, args)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*_inherited(), str(ROOT / "src")]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def _inherited() -> list[str]:
+    """So that another transformers than the installed one is tried here too."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [os.path.abspath(path) for path in paths if path]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("examples") / "tiny"
+    assert "8 experts" in run("make_tiny_checkpoint.py", out)
+    return out
+
+
+def test_the_checkpoint_has_a_tokenizer_for_any_text_and_for_chats(checkpoint: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    text = "Ünï¢ode, tabs\tand 漢字\n  too"
+    ids = tokenizer(text).input_ids
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    shown = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert shown == "user: Hi</s>\nassistant: Ho</s>\n"
+    asked = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert shown.startswith(asked)
+
+
+def test_the_plain_loop_learns_and_leaves_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    args = ("--device", "cpu", "--steps", 6, "--lr", 0.01, "--out", tmp_path / "tuned")
+    shown = run("plain_loop.py", checkpoint, *args)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.3
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (checkpoint, tmp_path / "tuned")
+    )
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before if "experts" in name)
+
+
+def test_the_trainer_goes_on_where_it_stopped(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "run"
+    args = (checkpoint, "--device", "cpu", "--out", out)
+    shown = run("trainer.py", *args)
+    assert "saved to" in shown
+    whole = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    run("trainer.py", *args, "--resume", out / "checkpoint-2")
+    for name, value in AutoModelForCausalLM.from_pretrained(out).state_dict().items():
+        assert torch.equal(value, whole[name]), name
