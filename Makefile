@@ -8,7 +8,7 @@ TRAIN_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format tables clean
+.PHONY: help train test newest lint format tables clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -20,6 +20,11 @@ train: $(INSTALLED)  ## train a small MoE eight times larger than its memory bud
 test: lint  ## all checks: ruff, mypy, import-linter, pytest
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
+newest: $(INSTALLED)  ## the tests of Hugging Face models against the newest transformers
+	$(BIN)/python -m pip install --quiet --upgrade --target build/newest --no-deps transformers
+	PYTHONPATH=build/newest $(BIN)/python -m pytest $(TEST_ARGS) tests/models/huggingface \
+		tests/train/finetune tests/train/test_hf_trainer.py
+
 lint: $(INSTALLED)  ## the checks that run nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,8 +35,9 @@ format: $(INSTALLED)  ## put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-tables: $(INSTALLED)  ## write the tables of the docs from bench/results
+tables: $(INSTALLED)  ## write the tables of the docs from bench/results and the tests
 	$(BIN)/python bench/tables.py --write $(wildcard README.md docs/benchmarks.md)
+	$(BIN)/python -m tests.docs.test_families --write
 
 clean:  ## remove the environment and all caches; runs/ stays
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache \

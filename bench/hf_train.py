@@ -21,6 +21,7 @@ from workload import SEQ, Run, measure_steps, show
 import overspill
 from overspill.core.errors import BudgetError
 from overspill.core.experts import ExpertShape
+from overspill.hardware.machine import available_memory
 from overspill.models.offload import Budgets
 from overspill.moe.engine import Engine, Settings
 from overspill.plan.budget import ModelSizes, place
@@ -164,6 +165,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     big = args.shape == "largest"
+    if big and args.host_memory is None:
+        args.host_memory = int(0.94 * available_memory())  # the same for the plan and for the run
     budgets = Budgets(
         gpu_memory=args.gpu_memory,
         host_memory=args.host_memory,

@@ -33,7 +33,7 @@ def config(layers: int) -> MixtralConfig:
 
 
 def make(folder: Path, gigabytes: float) -> None:
-    """Writes a checkpoint of that size (Mixtral-8x7B with fewer layers), in a process of its own."""
+    """Writes a checkpoint of that size (Mixtral-8x7B with fewer layers); a process of its own."""
     layers = max(1, round((gigabytes - 0.5) / 2.9))
     model = overspill.from_config(
         config(layers), "40GiB", dtype=torch.bfloat16, mode="host", train=False
@@ -93,15 +93,15 @@ def main() -> None:
     print(f"all of it: {took:.2f} s for {size / 1e9:.1f} GB", flush=True)
     over = peak_resident_memory() - before - engine.bytes_by_tier()["host"]
     metrics = {
+        "whole_rate": metric([size / took / 1e9], "GB/s"),
         "reading": metric([filled / fill / 1e9], "GB/s"),
         "whole_load": metric([took], "s"),
-        "whole_rate": metric([size / took / 1e9], "GB/s"),
         "beyond_the_store": metric([over / 2**30], "GiB"),
         "peak": metric([peak_resident_memory() / 2**30], "GiB"),
     }
     details = {
         "row": f"loading a checkpoint of {size / 1e9:.0f} GB",
-        "show": ["whole_load", "beyond_the_store"],
+        "show": ["whole_load", "reading", "beyond_the_store"],
         "placement": engine.describe(),
     }
     source = "disk, direct I/O, reads, measured just before"

@@ -107,7 +107,10 @@ def _without_root(argument: str) -> str:
 
 
 def commit() -> str:
-    """The commit that is measured; a copy without git may carry it in a file COMMIT."""
+    """The commit that is measured; a copy may carry it in a file COMMIT."""
+    file = ROOT / "COMMIT"
+    if file.is_file():
+        return file.read_text().strip()
     if (ROOT / ".git").exists():
         git = ["git", "rev-parse", "--short", "HEAD"]
         try:
@@ -115,9 +118,8 @@ def commit() -> str:
                 git, cwd=ROOT, check=True, capture_output=True, text=True
             ).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
-            pass  # no git here, or no commit yet: the file may know
-    file = ROOT / "COMMIT"
-    return file.read_text().strip() if file.is_file() else "unknown"
+            pass  # no git here, or no commit yet
+    return "unknown"
 
 
 def hardware() -> dict[str, Any]:

@@ -34,10 +34,10 @@ TEXTS = (
 )
 
 CHATS = (
-    ("How many experts see a token?", "Two of eight."),
-    ("Where do experts live?", "On the GPU, in host memory, or on disk."),
-    ("Is anything lost on the way?", "Nothing: the losses are the same."),
-    ("And if the disk is full?", "Then a clear line says so."),
+    ("Experts per token?", "Two of eight."),
+    ("Where do they live?", "Wherever they fit."),
+    ("Is anything lost?", "No, nothing."),
+    ("A full disk?", "It says so."),
 )
 
 

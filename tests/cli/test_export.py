@@ -2,10 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.train.fakes import tiny_settings
 from transformers import AutoModelForCausalLM
 
 from overspill.cli.main import app
+from tests.train.fakes import tiny_settings
 
 
 def _train(folder: Path, *more: str) -> Path:

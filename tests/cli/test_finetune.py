@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from overspill.cli.finetune import resolve
+from overspill.cli.main import app
+from overspill.train.finetune.config import settings
+from overspill.train.metrics import read_lines
 from tests.cli.forks import Forks
 from tests.train.finetune.tiny import (
     save_mixtral,
@@ -18,11 +23,6 @@ from tests.train.finetune.tiny import (
     write_labels,
     write_pairs,
 )
-
-from overspill.cli.finetune import resolve
-from overspill.cli.main import app
-from overspill.train.finetune.config import settings
-from overspill.train.metrics import read_lines
 
 
 @pytest.fixture(scope="module")

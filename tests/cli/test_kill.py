@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cli.forks import Forks
-from tests.train.fakes import tiny_settings
 
 from overspill.train.metrics import read_lines
+from tests.cli.forks import Forks
+from tests.train.fakes import tiny_settings
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train.fakes import tiny_settings
 
 from overspill.cli.main import app
 from overspill.cli.train import resolve
 from overspill.core.errors import ConfigError
 from overspill.train.config import settings
+from tests.train.fakes import tiny_settings
 
 
 def _flags(chosen: dict[str, Any]) -> list[str]:

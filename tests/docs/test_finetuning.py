@@ -5,10 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.train.finetune.tiny import save_mixtral
 
 from overspill.cli.main import app
 from overspill.train.finetune.config import settings
+from tests.train.finetune.tiny import save_mixtral
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "finetuning.md").read_text()
 TEMPLATE = (

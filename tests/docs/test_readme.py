@@ -1,6 +1,8 @@
 """The README does what it says."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,24 @@ def test_the_example_runs() -> None:
     exec(compile(code, "README.md", "exec"), names)
     assert names["opt"].steps_taken == 3
     names["model"].overspill.close()
+
+
+def test_the_fine_tuning_commands_run(tmp_path: Path) -> None:
+    section = README.split("## Fine-tune Mixtral")[1]
+    (block,) = re.findall(r"```bash\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    for line in block.strip().splitlines():
+        words = shlex.split(line)
+        if words[0] == "python":
+            command = [sys.executable, str(ROOT / words[1]), *words[2:]]
+        else:
+            command = [sys.executable, "-m", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/full/final/model.safetensors.index.json").is_file()
+    assert (tmp_path / "runs/lora/final/adapter_model.safetensors").is_file()
 
 
 def test_every_file_it_names_is_there() -> None:

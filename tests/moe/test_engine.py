@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.moe.oracle import Task, adamw, loss_of, spilled
 from torch import nn
 
 from overspill.core.errors import OrderError
+from tests.moe.oracle import Task, adamw, loss_of, spilled
 
 TASK = Task(n_layers=2, clip=0.5, micro_batches=2)
 PLACES = ["gpu", "host with 2 slots", "disk behind 3 rows"]

@@ -14,18 +14,6 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from tests.moe.oracle import (
-    Run,
-    Task,
-    adamw,
-    assert_same_bits,
-    delays,
-    loss_of,
-    spilled,
-    threads_left,
-    train_step,
-    weights_of,
-)
 from torch import Tensor, nn
 
 import overspill
@@ -42,6 +30,18 @@ from overspill.moe.engine import Engine, Settings
 from overspill.moe.streaming import StreamingEngine
 from overspill.plan.budget import PROCESS
 from overspill.tiers.store import Part
+from tests.moe.oracle import (
+    Run,
+    Task,
+    adamw,
+    assert_same_bits,
+    delays,
+    loss_of,
+    spilled,
+    threads_left,
+    train_step,
+    weights_of,
+)
 
 STREAMED = ["host with 2 slots", "host with 12 slots", "disk behind 3 rows"]
 ONE_OF_EACH = ["gpu", "host with 2 slots", "disk behind 3 rows"]

@@ -8,6 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+import overspill
+from overspill.core.experts import ExpertId
+from overspill.models.gpt import GPTMoE
+from overspill.moe.engine import Settings
+from overspill.moe.streaming import StreamingEngine
 from tests.moe.oracle import (
     N_EXPERTS,
     STARVED,
@@ -26,13 +33,6 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
-from torch import Tensor
-
-import overspill
-from overspill.core.experts import ExpertId
-from overspill.models.gpt import GPTMoE
-from overspill.moe.engine import Settings
-from overspill.moe.streaming import StreamingEngine
 
 STREAMED = [name for name in WHERE if name != "gpu"]
 ONE_OF_EACH = ["gpu", "host with 2 slots", "disk behind 3 rows"]

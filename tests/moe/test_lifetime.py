@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.moe.oracle import Task, adamw, loss_of, spilled, threads_left, train_step
 
 import overspill
 from overspill.core.errors import OrderError
 from overspill.core.experts import ExpertId
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
+from tests.moe.oracle import Task, adamw, loss_of, spilled, threads_left, train_step
 
 CONFIG = GPTConfig(
     vocab=32, n_layers=2, d_model=16, d_hidden=16, n_heads=2, n_experts=8, top_k=2, max_seq=16

@@ -8,6 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+
+from overspill.core.errors import OrderError
+from overspill.core.experts import Phase
+from overspill.models.gpt import GPTMoE
+from overspill.moe import functions
+from overspill.moe.engine import Engine, LayerPass, Settings, Wave
 from tests.moe.oracle import (
     Run,
     Task,
@@ -22,13 +29,6 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
-from torch.utils.checkpoint import checkpoint
-
-from overspill.core.errors import OrderError
-from overspill.core.experts import Phase
-from overspill.models.gpt import GPTMoE
-from overspill.moe import functions
-from overspill.moe.engine import Engine, LayerPass, Settings, Wave
 
 WHERE = ["gpu", "host with 2 slots", "disk behind 3 rows"]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.transfer.fakes import LAYOUT, GatedMark, disk_store, host_store
 from torch import Tensor
 
 from overspill.core.errors import EngineError
@@ -20,6 +19,7 @@ from overspill.trace.recorder import Recorder
 from overspill.transfer.gradients import GradientRing
 from overspill.transfer.lanes import PASSED, Inject
 from overspill.transfer.stager import Stager
+from tests.transfer.fakes import LAYOUT, GatedMark, disk_store, host_store
 
 NUMEL = LAYOUT.shape.numel
 HYPER = AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, step=1)

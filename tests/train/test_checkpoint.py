@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.fakes import TINY, make_session
 
 from overspill.core.errors import CheckpointError, DiskError
 from overspill.models.gpt import GPTMoE
 from overspill.train import checkpoint
 from overspill.train.checkpoint import TrainState
 from overspill.train.session import Session
+from tests.train.fakes import TINY, make_session
 
 FACTS: dict[str, checkpoint.Fact] = {"experts": 4, "dtype": "float32", "gated": False}
 

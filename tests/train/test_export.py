@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.fakes import Watcher, tiny_settings
-from tests.train.test_export_tokenizer import word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralForCausalLM
 
 from overspill.core.errors import CheckpointError, ConfigError, DiskError
@@ -24,6 +22,8 @@ from overspill.train.export import export
 from overspill.train.session import shape_of
 from overspill.train.tokenizer import ByteTokenizer
 from overspill.train.trainer import train
+from tests.train.fakes import Watcher, tiny_settings
+from tests.train.test_export_tokenizer import word_tokenizer
 
 
 def trained(folder: Path, **changes: Any) -> Path:

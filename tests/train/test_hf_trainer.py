@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.huggingface.families import VOCAB, make_model
-from tests.models.huggingface.oracle import budgets
-from tests.models.huggingface.test_exactness import BY_NAME
 from torch import Tensor
 
 import overspill
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.train.hf_trainer import EXPERT_STATES
+from tests.models.huggingface.families import VOCAB, make_model
+from tests.models.huggingface.oracle import budgets
+from tests.models.huggingface.test_exactness import BY_NAME
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -1,11 +1,11 @@
 from pathlib import Path
 
 import pytest
-from tests.train.fakes import tiny_settings
 
 from overspill.train.config import make_config
 from overspill.train.session import draw_up, shape_of
 from overspill.train.tokenizer import ByteTokenizer
+from tests.train.fakes import tiny_settings
 
 
 @pytest.mark.parametrize("preset", ["nano", "moe-s", "w1"])

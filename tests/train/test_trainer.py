@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.fakes import FakeEngine, Watcher, build_fake, tiny_settings
 
 from overspill.core.errors import CheckpointError, ConfigError, NonFiniteError
 from overspill.train.config import make_config
@@ -17,6 +16,7 @@ from overspill.train.metrics import read_lines
 from overspill.train.session import Blueprint, Builder, Session, build_session
 from overspill.train.summary import Summary, summary_lines
 from overspill.train.trainer import train
+from tests.train.fakes import FakeEngine, Watcher, build_fake, tiny_settings
 
 BUILDERS = pytest.mark.parametrize("build", [build_fake, build_session], ids=["plain", "offloaded"])
 

@@ -5,13 +5,13 @@ import weakref
 
 import pytest
 import torch
-from tests.transfer.fakes import LAYOUT, GatedLane, GatedMark, host_store
 from torch import Tensor
 
 from overspill.core.errors import EngineError
 from overspill.tiers.slab import HostSlab
 from overspill.transfer.gradients import Downloads, GradientRing
 from overspill.transfer.lanes import PASSED, Mark
+from tests.transfer.fakes import LAYOUT, GatedLane, GatedMark, host_store
 
 
 def ring_of(buffers: int) -> GradientRing:

@@ -1,10 +1,10 @@
 """Lanes and marks where there is no GPU: a copy is done when the call returns."""
 
 import torch
-from tests.transfer.fakes import CPU
 
 from overspill.trace.recorder import Recorder
 from overspill.transfer.lanes import PASSED, Lane, compute_mark, compute_waits
+from tests.transfer.fakes import CPU
 
 
 def test_a_copy_on_the_cpu_is_done_on_return_and_is_counted() -> None:

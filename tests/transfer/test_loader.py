@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.transfer.fakes import CPU, LAYOUT, GatedLane, GatedMark, host_store, wait_until
 
 from overspill.core.errors import EngineError
 from overspill.tiers.slab import device_slab
@@ -15,6 +14,7 @@ from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
 from overspill.transfer.lanes import Lane
 from overspill.transfer.loader import Loader
+from tests.transfer.fakes import CPU, LAYOUT, GatedLane, GatedMark, host_store, wait_until
 
 
 class Bench:

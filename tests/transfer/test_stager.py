@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.transfer.fakes import GatedMark, disk_store, wait_until
 from torch import Tensor
 
 from overspill.core.errors import EngineError
@@ -18,6 +17,7 @@ from overspill.tiers.store import Entry, Part
 from overspill.trace.recorder import Recorder
 from overspill.transfer.lanes import Inject
 from overspill.transfer.stager import Stager
+from tests.transfer.fakes import GatedMark, disk_store, wait_until
 
 BOTH = Part.WEIGHTS | Part.STATES
 

@@ -215,7 +215,8 @@ def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout
         if id(parameter) not in experts:
             # weight and gradient, both moments, and the low bits of a bf16 master
             low = 2 if parameter.dtype == torch.bfloat16 else 0
-            each = 2 * parameter.itemsize + 8 + low if training else parameter.itemsize
+            moments = 2 * layout.state_dtype.itemsize
+            each = 2 * parameter.itemsize + moments + low if training else parameter.itemsize
             dense += parameter.numel() * each
     shape = layout.shape
     row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * shape.d_model) * layout.dtype.itemsize

@@ -32,13 +32,24 @@ def routed_experts(
 ) -> Tensor:
     """Each token's weighted sum over its experts, [T, D]. Where the layer drops assignments (its
     placeholder says so), an id of `n_experts` stands for no expert."""
-    engine = placeholder.engine
     layer_pass = LayerPass(
         placeholder.layer,
         trained=placeholder.requires_grad,
         drops=placeholder.drops,
         activation=placeholder.activation,
     )
+    with torch.autocast(x_TD.device.type, enabled=False):  # experts compute in their own dtype
+        return _routed(placeholder, x_TD, expert_ids_TK, weights_TK, layer_pass)
+
+
+def _routed(
+    placeholder: ExpertPlaceholder,
+    x_TD: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    layer_pass: LayerPass,
+) -> Tensor:
+    engine = placeholder.engine
     weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
     # the placeholder is an input too: experts learn even where nothing below them does
     trained = any(tensor.requires_grad for tensor in (x_TD, weights_TK, placeholder))

@@ -80,8 +80,8 @@ class Gradients:
         made: Mark,
         hyper: AdamHyper | None,
     ) -> None:
-        """Takes the tensors of a gradient and its sum of squares once `made` has passed. With `hyper` it completes
-        the step's gradient, and the update may start as soon as it has landed."""
+        """Takes the tensors of a gradient and its sum of squares once `made` has passed. With
+        `hyper` it completes the step's gradient: the update may start as soon as it has landed."""
         if hyper is not None and entry.number not in self._kept:
             ring, landed = self._through_ring(entry, gradient, square, made)
             self._outdate(entry)

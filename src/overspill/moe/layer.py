@@ -67,8 +67,8 @@ class MoE(nn.Module):
         return [self.w_in, self.w_out]
 
     def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """Puts the weights of one expert into its flat record. Initial ones, if it has none yet, are
-        drawn on `device`, which may be quicker."""
+        """Puts the weights of one expert into its flat record. Initial ones, if it has none yet,
+        are drawn on `device`, which may be quicker."""
         if not self.w_in.is_meta:
             for part, stack in zip(
                 split_record(record, self.shape), (self.w_in, self.w_out), strict=True

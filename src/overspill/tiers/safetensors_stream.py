@@ -7,6 +7,7 @@ begin and end in the data), then the data. https://github.com/huggingface/safete
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,8 @@ class TensorSpec:
 
 
 class StreamWriter:
-    """A safetensors file whose tensors are all named up front and then filled in any order."""
+    """A safetensors file whose tensors are all named up front and then filled in any order, in many
+    threads if need be."""
 
     def __init__(
         self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
@@ -60,6 +62,7 @@ class StreamWriter:
         self.path = path
         self._specs = dict(specs)
         self._missing = {name: spec.numel for name, spec in specs.items()}
+        self._lock = threading.Lock()
         header, self._begin, size = _layout(self._specs, metadata or {})
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -84,7 +87,8 @@ class StreamWriter:
                 f"{name} is {spec.numel} elements of {spec.dtype}; a piece of {tensor.numel()} of "
                 f"{tensor.dtype} does not fit at {offset}"
             )
-        self._missing[name] -= tensor.numel()
+        with self._lock:
+            self._missing[name] -= tensor.numel()
         at = self._begin[name] + offset * spec.dtype.itemsize
         try:
             _pwrite(self._fd, _bytes_of(tensor.detach().cpu().contiguous()), at)

@@ -39,7 +39,9 @@ def for_trainer(args: Any) -> tuple[type["TrainerAdamW"], dict[str, Any]]:
     where it becomes 0, into the optimizer, which clips by the norm over all parameters, experts
     included. Experts decay as weights do, and their biases with them. Without clipping the
     `grad_norm` that the Trainer logs is of the dense part only: experts are then updated during
-    backward, and nobody adds their gradients up.
+    backward, and nobody adds their gradients up. On resuming, the Trainer warns of missing and
+    unexpected keys: it compares names in the checkpoint with names in the model, and does not know
+    that an offloaded model takes both.
     """
     _check(args)
     return TrainerAdamW, {

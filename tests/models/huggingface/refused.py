@@ -73,19 +73,38 @@ def _step3p7() -> "PreTrainedConfig":
 
 
 REFUSED: tuple[Family, ...] = (
-    # Llama4TextExperts: gate_up_proj [E, H, 2I] and down_proj [E, I, H]; all compute each token
-    Family("llama4_text", partial(tiny, "llama4_text", intermediate_size=EXPERT)),
-    # DbrxExperts.mlp, a DbrxExpertGLU: w1, v1, w2, each [E * I, H], experts below each other
-    Family("dbrx", _dbrx),
+    # Llama4TextExperts: gate_up_proj [E, H, 2I] and down_proj [E, I, H]
+    Family(
+        "llama4_text",
+        partial(tiny, "llama4_text", intermediate_size=EXPERT),
+        notes="every expert computes every token",
+    ),
+    # DbrxExperts.mlp, a DbrxExpertGLU: w1, v1, w2, each [E * I, H]
+    Family("dbrx", _dbrx, notes="experts lie below each other in one matrix"),
     # JetMoeMoE: input_linear and output_linear, each a JetMoeParallelExperts with one weight
-    # [E, out, in]; JetMoeMoA has experts for the queries of attention as well
-    Family("jetmoe", partial(tiny, "jetmoe", intermediate_size=EXPERT, kv_channels=8)),
+    # [E, out, in]; JetMoeMoA is the attention
+    Family(
+        "jetmoe",
+        partial(tiny, "jetmoe", intermediate_size=EXPERT, kv_channels=8),
+        notes="stacks of a class of its own, experts in attention too",
+    ),
     # LongcatFlashExperts: gate_up_proj has rows for experts that do nothing, down_proj has none
-    Family("longcat_flash", _longcat_flash),
+    Family("longcat_flash", _longcat_flash, notes="some experts do nothing"),
     # Step3p7Experts: fused like the others and with a gate of its own, but not decorated
-    Family("step3p7", _step3p7, "AutoModelForImageTextToText"),
-    # DogeCDMoE: an expert is a row of down_embed and a row of up_embed, both embeddings [E, H]
-    Family("doge", partial(tiny, "doge", is_moe=True, num_experts=16)),
+    Family(
+        "step3p7", _step3p7, "AutoModelForImageTextToText", notes="stacks of a class of its own"
+    ),
+    # DogeCDMoE: down_embed and up_embed [E, H]
+    Family(
+        "doge",
+        partial(tiny, "doge", is_moe=True, num_experts=16),
+        notes="an expert is a row in each of two embeddings",
+    ),
     # AriaExperts: fc1 and fc2, each an AriaGroupedExpertsGemm with one weight [E, in, out]
-    Family("aria_text", partial(tiny, "aria_text", intermediate_size=EXPERT), until="5.22"),
+    Family(
+        "aria_text",
+        partial(tiny, "aria_text", intermediate_size=EXPERT),
+        notes="stacks of a class of its own",
+        until="5.22",
+    ),
 )

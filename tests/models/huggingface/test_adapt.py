@@ -90,6 +90,26 @@ def test_generates_what_the_plain_model_generates(twins: Any) -> None:
     )
 
 
+def test_parameters_are_released_layer_by_layer(tmp_path: Path) -> None:
+    model = make_model(MIXTRAL)
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    sizes = [p.numel() for p in experts]
+    held: list[int] = []
+    overspill.offload(
+        model,
+        device="cpu",
+        mode="host",
+        slots=2,
+        quiet=True,
+        progress=lambda what, done, total: held.append(sum(p.numel() for p in experts)),
+    )
+    model.overspill.close()
+    assert held[0] == sum(sizes)
+    assert held[-1] < sum(sizes)  # told before the last layer goes, after the first has gone
+    assert held == sorted(held, reverse=True)
+    assert not any(p.numel() for p in experts)
+
+
 def test_it_cannot_be_copied(twins: Any) -> None:
     with pytest.raises(OrderError, match="cannot be copied"):
         copy.deepcopy(twins[1])

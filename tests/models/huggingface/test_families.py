@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from tests.models.huggingface.families import (
     FAMILIES,
     UNEVEN,
@@ -11,7 +13,6 @@ from tests.models.huggingface.families import (
     make_model,
 )
 from tests.models.huggingface.refused import REFUSED
-from torch import Tensor, nn
 
 MODULE_PER_EXPERT = {"SwitchTransformersExperts", "NllbMoeExperts"}
 DECORATED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

@@ -1,5 +1,6 @@
 """load → save → load: the same bits, from checkpoints with experts one by one and stacked."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,23 @@ def test_load_and_save_give_the_same_bits(family: Family, stacked: bool, tmp_pat
     # names too are those that transformers gives after loading; mostly the checkpoint's own
     assert_same_tensors(tmp_path / "theirs", tmp_path / "b")
     assert torch.equal(outputs(again(family, tmp_path / "b"), batch), reference)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "switch_transformers", "nemotron_h"])
+def test_twelve_experts_keep_their_order(name: str, tmp_path: Path) -> None:
+    family = BY_NAME[name]
+    config = family.build()
+    field = "n_routed_experts" if name == "nemotron_h" else "num_experts"
+    setattr(config, "num_local_experts" if name == "mixtral" else field, 12)
+    family = dataclasses.replace(family, build=lambda: config)
+    plain = make_model(family)
+    plain.save_pretrained(tmp_path / "a", max_shard_size="25KB")
+    model = overspill.load(tmp_path / "a", **budgets("host", tmp_path))
+    for key, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+    overspill.save(model, tmp_path / "b")
+    model.overspill.close()
+    assert_same_tensors(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "switch_transformers"])

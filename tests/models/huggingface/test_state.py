@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models.huggingface.families import HIDDEN, Family, cases, make_model, tiny
-from tests.models.huggingface.oracle import budgets
-from tests.models.huggingface.test_exactness import BY_NAME, SUPPORTED
 from torch import Tensor
 
 import overspill
+from tests.models.huggingface.families import HIDDEN, Family, cases, make_model, tiny
+from tests.models.huggingface.oracle import budgets
+from tests.models.huggingface.test_exactness import BY_NAME, SUPPORTED
 
 # some tensor of these is made of several by more than stacking: they must come together
 TOGETHER = ("kimi_linear", "minimax_m3_vl_text")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from tests.train.finetune.tiny import save_mixtral, save_switch
 
 

@@ -2,12 +2,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train.finetune.tiny import END, make_tokenizer
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.chat import encode_chats, set_template
 from overspill.train.finetune.examples import Chat
 from overspill.train.finetune.rows import IGNORED
+from tests.train.finetune.tiny import END, make_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "S"},

@@ -1,5 +1,4 @@
 import pytest
-from tests.train.finetune.tiny import END, make_tokenizer
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.classification import (
@@ -10,6 +9,7 @@ from overspill.train.finetune.classification import (
 )
 from overspill.train.finetune.examples import Labelled
 from overspill.train.finetune.rows import IGNORED
+from tests.train.finetune.tiny import END, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 

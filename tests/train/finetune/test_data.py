@@ -3,6 +3,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import SwitchTransformersConfig
+
+from overspill.core.errors import ConfigError
+from overspill.train.finetune.config import DataSection
+from overspill.train.finetune.data import Data, load_data
+from overspill.train.finetune.rows import IGNORED
 from tests.train.finetune.tiny import (
     VOCAB,
     make_tokenizer,
@@ -11,12 +17,6 @@ from tests.train.finetune.tiny import (
     write_labels,
     write_pairs,
 )
-from transformers import SwitchTransformersConfig
-
-from overspill.core.errors import ConfigError
-from overspill.train.finetune.config import DataSection
-from overspill.train.finetune.data import Data, load_data
-from overspill.train.finetune.rows import IGNORED
 
 TEMPLATE = "{% for m in messages %}{{ m.content }};{% endfor %}"
 

@@ -1,7 +1,6 @@
 """Tokens and labels one by one, against what a reader would write down."""
 
 import numpy as np
-from tests.train.finetune.tiny import END, make_tokenizer
 
 from overspill.train.finetune.encoding import (
     encode_pairs,
@@ -12,6 +11,7 @@ from overspill.train.finetune.encoding import (
 )
 from overspill.train.finetune.examples import Pair, Text
 from overspill.train.finetune.rows import IGNORED, Row
+from tests.train.finetune.tiny import END, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 

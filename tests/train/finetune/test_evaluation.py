@@ -1,6 +1,5 @@
 import pytest
 import torch
-from tests.train.finetune.tiny import make_tokenizer, mixtral_config
 from transformers import MixtralForCausalLM
 
 from overspill.train.finetune.batches import Batch, collate
@@ -8,6 +7,7 @@ from overspill.train.finetune.classification import LabelForm, encode_choices
 from overspill.train.finetune.evaluation import chosen, mean_loss, row_losses, summed_losses
 from overspill.train.finetune.examples import Labelled
 from overspill.train.finetune.rows import IGNORED, Row, make_row
+from tests.train.finetune.tiny import make_tokenizer, mixtral_config
 
 
 def _collate(rows: list[Row]) -> Batch:

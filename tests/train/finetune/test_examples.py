@@ -2,7 +2,6 @@ import gzip
 from pathlib import Path
 
 import pytest
-from tests.train.finetune.tiny import write_jsonl
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.examples import (
@@ -13,6 +12,7 @@ from overspill.train.finetune.examples import (
     Text,
     read_examples,
 )
+from tests.train.finetune.tiny import write_jsonl
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 

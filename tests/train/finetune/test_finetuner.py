@@ -11,15 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.fakes import Watcher
-from tests.train.finetune.tiny import (
-    make_tokenizer,
-    save_mixtral,
-    tiny_settings,
-    write_jsonl,
-    write_labels,
-    write_pairs,
-)
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from overspill.core.errors import CheckpointError, ConfigError, NonFiniteError
@@ -30,6 +21,15 @@ from overspill.train.finetune.session import Blueprint, build_session, draw_up
 from overspill.train.metrics import read_lines
 from overspill.train.schedule import lr_share
 from overspill.train.session import Session
+from tests.train.fakes import Watcher
+from tests.train.finetune.tiny import (
+    make_tokenizer,
+    save_mixtral,
+    tiny_settings,
+    write_jsonl,
+    write_labels,
+    write_pairs,
+)
 
 
 def _finetune(settings: dict[str, Any], display: Watcher | None = None) -> FinetuneSummary:
@@ -99,6 +99,18 @@ def test_an_encoder_decoder_follows_the_plain_model(switch: Path, tmp_path: Path
     _finetune(settings, display)
     assert display.losses == pytest.approx(_plain_losses(settings), rel=1e-4)
     AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "final")
+
+
+def test_dropout_inside_experts_is_turned_off_and_said(switch: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(switch, tmp_path / "switch")
+    config = json.loads((checkpoint / "config.json").read_text()) | {"dropout_rate": 0.1}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    settings = tiny_settings(checkpoint, _data("pairs", tmp_path), tmp_path / "run", steps=1)
+    said: list[str] = []
+    plan = draw_up(make_config(settings), said.append)
+    assert plan.overrides == {"dropout_rate": 0.0}
+    assert any("dropout_rate=0.1 is set to 0" in line for line in said)
+    _finetune(settings, Watcher())
 
 
 def test_a_run_leaves_everything_in_its_folder(mixtral: Path, tmp_path: Path) -> None:

@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.finetune.tiny import mixtral_config
 from torch import nn
 from transformers import MixtralForCausalLM
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.config import ModelSection
 from overspill.train.finetune.lora import add_lora, attention_layers, save_adapter
+from tests.train.finetune.tiny import mixtral_config
 
 
 def test_the_linear_layers_of_attention_are_found_and_no_others() -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.finetune.tiny import mixtral_config, tiny_settings, write_pairs
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.config import make_config
@@ -16,6 +15,7 @@ from overspill.train.finetune.session import (
     freeze,
     load_tokenizer,
 )
+from tests.train.finetune.tiny import mixtral_config, tiny_settings, write_pairs
 
 
 def _draw_up(checkpoint: Path, folder: Path, **changes: Any) -> Blueprint:

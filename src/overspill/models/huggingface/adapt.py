@@ -108,8 +108,8 @@ def _experts_forward(
     placeholder: ExpertPlaceholder | None = getattr(module, PLACEHOLDER, None)
     if placeholder is None:
         raise OrderError(
-            f"{type(module).__name__} is set to experts_implementation='overspill', and its experts "
-            "are its own; call overspill.offload(model) or overspill.load(path)"
+            f"{type(module).__name__} is set to experts_implementation='overspill', and its "
+            "experts are its own; call overspill.offload(model) or overspill.load(path)"
         )
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1]).to(placeholder.engine.dtype)
     top_k = top_k_index.shape[-1]

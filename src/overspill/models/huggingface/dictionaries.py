@@ -25,7 +25,8 @@ class Style:
     linears: tuple[str, str]
     bias: bool
     read: Callable[[Tensor, Tensor, int], Routing]
-    without_dropout: str
+    dropouts: tuple[str, ...]
+    """Fields of the config that put dropout inside experts."""
 
 
 def read_switch(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
@@ -51,8 +52,16 @@ def read_nllb(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
     return torch.where(here_TK > 0, ids_TK, n_experts), weights_TK
 
 
-SWITCH = Style(("wi", "wo"), False, read_switch, "dropout_rate=0")
-NLLB = Style(("fc1", "fc2"), True, read_nllb, "activation_dropout=0, moe_token_dropout=0")
+SWITCH = Style(("wi", "wo"), False, read_switch, ("dropout_rate",))
+NLLB = Style(("fc1", "fc2"), True, read_nllb, ("activation_dropout", "moe_token_dropout"))
+STYLES = {"switch_transformers": SWITCH, "nllb-moe": NLLB}
+
+
+def dropouts_inside_experts(config: Any) -> dict[str, float]:
+    """Fields of a model's config that put dropout inside its experts, with what they should be to
+    train it here."""
+    style = STYLES.get(config.model_type)
+    return {name: 0.0 for name in style.dropouts if getattr(config, name)} if style else {}
 
 
 class HostedDictionary(nn.ModuleDict):

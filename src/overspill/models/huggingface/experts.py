@@ -195,9 +195,10 @@ class DictionaryExperts(HuggingFaceExperts):
 
     def check_trainable(self) -> None:
         if any(self._dropouts):
+            fields = ", ".join(f"{name}=0" for name in self.style.dropouts)
             raise ConfigError(
                 f"{self.path} has dropout inside its experts, which Overspill does not compute in "
-                f"training; load it with {self.style.without_dropout} (or for inference)"
+                f"training; load it with {fields} (or for inference)"
             )
 
     def activation(self) -> Activation:

@@ -5,7 +5,7 @@ transformers knows how each family does it (renamings and converters). Here the 
 applied to a single expert.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +64,7 @@ class Recipes:
         """Goes through all names as transformers does, and keeps those that lead to experts."""
         rename, converters = renamer(self.model, self._wanted)
         found: dict[str, Sources] = {}
-        for key in self.folder.specs:
+        for key in in_order(self.folder.specs):
             for target, pattern in rename(key):
                 if target in self._wanted:
                     sources = found.setdefault(target, Sources())
@@ -183,6 +183,13 @@ class _OneExpert:
 
     def get_parameter(self, name: str) -> Tensor:
         return torch.empty(self._shape, device="meta")
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """As transformers sorts them: expert 10 comes after expert 9."""
+    from transformers.core_model_loading import dot_natural_key
+
+    return sorted(names, key=dot_natural_key)
 
 
 Renamer = Callable[[str], list[tuple[str, str | None]]]

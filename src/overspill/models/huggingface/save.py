@@ -20,8 +20,11 @@ from overspill.models.huggingface.folder import INDEX, SINGLE, silence
 from overspill.moe.engine import Engine, ExpertPlaceholder
 from overspill.moe.state_dict import Place, Places, dense_tensors, split_record
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
+from overspill.transfer.requests import run_all
 
 _SHARD = "5GB"
+_WRITERS = 4
+"""Threads that convert and write."""
 
 
 def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _SHARD) -> None:
@@ -206,12 +209,15 @@ def _write_shards(
     left = {name: len(specs) for name, specs in shards.items()}
     try:
         for layer, specs in plans:
-            for index in range(layer.placeholder.engine.n_experts):
+            for file in dict.fromkeys(files[key] for key in specs):
+                if file not in writers:
+                    writers[file] = StreamWriter(folder / file, shards[file], {"format": "pt"})
+
+            def write(index: int, layer: _Layer = layer, specs: Any = specs) -> None:
                 for key, offset, value in layer.pieces(index, specs):
-                    file = files[key]
-                    if file not in writers:
-                        writers[file] = StreamWriter(folder / file, shards[file], {"format": "pt"})
-                    writers[file].write_piece(key, offset, value.contiguous())
+                    writers[files[key]].write_piece(key, offset, value.contiguous())
+
+            run_all(write, range(layer.placeholder.engine.n_experts), _WRITERS)
             for key in specs:
                 left[files[key]] -= 1
             for file in [file for file in writers if left[file] == 0]:

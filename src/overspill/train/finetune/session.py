@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from overspill.core.errors import ConfigError
+from overspill.models.huggingface.dictionaries import dropouts_inside_experts
 from overspill.models.huggingface.folder import find_folder, read_config
 from overspill.models.huggingface.load import load
 from overspill.optim.adamw import AdamW
@@ -43,6 +44,8 @@ class Blueprint:
     device: torch.device
     dtype: torch.dtype
     steps: int
+    overrides: dict[str, float]
+    """Fields of the model's config that are replaced."""
 
     @property
     def lr(self) -> float:
@@ -155,7 +158,18 @@ def draw_up(config: FinetuneConfig, say: Callable[[str], None]) -> Blueprint:
         device=device,
         dtype=choose_dtype(config.memory.dtype, device),
         steps=_steps(config, len(data.train)),
+        overrides=_overrides(config, model_config, say),
     )
+
+
+def _overrides(
+    config: FinetuneConfig, model_config: Any, say: Callable[[str], None]
+) -> dict[str, float]:
+    found = dropouts_inside_experts(model_config) if config.trains_experts else {}
+    if found:
+        fields = ", ".join(f"{name}={getattr(model_config, name)}" for name in found)
+        say(f"{fields} is set to 0: dropout inside experts is not computed in training")
+    return found
 
 
 def _steps(config: FinetuneConfig, rows: int) -> int:
@@ -183,6 +197,7 @@ def build_session(blueprint: Blueprint) -> Session:
         state_dtype=DTYPES[config.optim.state_dtype],
         keep_gradients=_keeps_gradients(config),
         quiet=True,  # the loop says what lies where
+        **blueprint.overrides,
     )
     return make_session(blueprint, model)
 
