@@ -23,7 +23,8 @@ test: lint  ## all checks: ruff, mypy, import-linter, pytest
 newest: $(INSTALLED)  ## the tests of Hugging Face models against the newest transformers
 	$(BIN)/python -m pip install --quiet --upgrade --target build/newest --no-deps transformers
 	PYTHONPATH=build/newest $(BIN)/python -m pytest $(TEST_ARGS) tests/models/huggingface \
-		tests/train/finetune tests/train/test_hf_trainer.py
+		tests/train/finetune tests/train/test_hf_trainer.py tests/docs/test_families.py \
+		tests/docs/test_huggingface.py
 
 lint: $(INSTALLED)  ## the checks that run nothing
 	$(BIN)/ruff check .
@@ -36,7 +37,7 @@ format: $(INSTALLED)  ## put the code in order
 	$(BIN)/ruff format .
 
 tables: $(INSTALLED)  ## write the tables of the docs from bench/results and the tests
-	$(BIN)/python bench/tables.py --write $(wildcard README.md docs/benchmarks.md)
+	$(BIN)/python bench/tables.py --write $(wildcard README.md docs/benchmarks.md docs/finetuning.md)
 	$(BIN)/python -m tests.docs.test_families --write
 
 clean:  ## remove the environment and all caches; runs/ stays

@@ -78,6 +78,7 @@ def main() -> None:
     took = time.perf_counter() - began
     moved = {kind: engine.recorder.counters()[kind] - start[kind] for kind in start}
     show(name, run)
+    placement = engine.describe()
     engine.close()
     after = disk_bandwidth(args.disk, 80 << 20, 96)
     rate = (moved["ssd read"] + moved["ssd write"]) / took / 1e9
@@ -96,7 +97,7 @@ def main() -> None:
     details = {
         "row": f"{args.preset} {args.experts} experts, {args.host_memory} of host memory",
         "show": ["tokens_per_second", "host_memory"],
-        "placement": engine.describe(),
+        "placement": placement,
         "batch": f"{args.batch}×{SEQ}",
         "parameters": config.total_params,
     }

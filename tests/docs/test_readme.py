@@ -56,7 +56,7 @@ def test_every_flag_it_names_is_one() -> None:
     assert named - {"--help"} <= known
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/finetuning.md"])
 def test_its_tables_are_those_of_the_records(page: str) -> None:
     command = [sys.executable, "bench/tables.py", "--check", page]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0

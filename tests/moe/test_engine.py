@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from overspill.core.errors import OrderError
+from overspill.moe.streaming import StreamingEngine
 from tests.moe.oracle import Task, adamw, loss_of, spilled
 
 TASK = Task(n_layers=2, clip=0.5, micro_batches=2)
@@ -56,3 +57,21 @@ def test_a_saved_folder_holds_the_weights_until_the_next_step(tmp_path: Path) ->
         assert engine.saved_to == tmp_path
         optimizer.step()
         assert engine.saved_to is None
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_closed_it_gives_its_memory_back(where: str, tmp_path: Path) -> None:
+    model = TASK.model()
+    with spilled(model, where, tmp_path, idle=False) as engine:
+        optimizer = adamw(model, TASK)
+        loss_of(model, next(TASK.batches())[0]).backward()
+        optimizer.step()
+        engine.close()
+        if isinstance(engine, StreamingEngine):
+            assert engine.gradients.ring is not None
+            slabs = [*engine.store.slabs.values(), engine.gradients.ring.buffers]
+            kept = [*(slab.rows for slab in slabs), engine.loader.slab, engine._slot_weights]
+        else:
+            assert engine.grads is None
+            kept = [engine.weights, *engine.states.values()]
+        assert [tensor.untyped_storage().nbytes() for tensor in kept] == [0] * len(kept)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from overspill.tiers.aside import folder_aside
+from overspill.tiers.aside import folder_aside, temporary_folder
 
 
 def test_a_folder_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -59,3 +59,12 @@ def test_the_current_folder_can_be_the_target(
         (aside / "file").touch()
     assert (tmp_path / "here" / "file").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_a_temporary_folder_is_new_and_goes(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "aside").mkdir(parents=True)
+    (tmp_path / "deep" / "aside" / "leftover").touch()
+    with temporary_folder(tmp_path / "deep" / "aside") as aside:
+        assert not list(aside.iterdir())
+        (aside / "file").touch()
+    assert not aside.exists()

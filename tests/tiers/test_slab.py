@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import weakref
 from typing import NoReturn
 
 import pytest
@@ -52,6 +53,14 @@ def test_memory_that_is_not_there_names_the_flags(monkeypatch: pytest.MonkeyPatc
         HostSlab("weights", 2, ALIGN, pinned=False)
 
 
+def test_closed_it_lets_its_memory_go() -> None:
+    slab = HostSlab("weights", 3, ALIGN, pinned=False)
+    rows = weakref.ref(slab.rows)
+    slab.close()
+    assert rows() is None
+    assert len(slab) == 0
+
+
 def test_device_slots_form_one_tensor() -> None:
     slots = device_slab(3, ALIGN, torch.device("cpu"))
     assert slots.shape == (3, ALIGN)
@@ -63,5 +72,6 @@ def test_device_slots_form_one_tensor() -> None:
 def test_pinned_rows_are_pinned_and_released() -> None:
     slab = HostSlab("weights", 3, ALIGN, pinned=True)
     assert all(slab[row].is_pinned() for row in range(3))
+    row = slab[0]
     slab.close()
-    assert not slab[0].is_pinned()
+    assert not row.is_pinned()

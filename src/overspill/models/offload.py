@@ -173,13 +173,13 @@ def hand_over(
                 _fill(engine, layers, show)
             for number, layer in enumerate(layers):
                 layer.give_away(engine, number)
+            model.to(where)
         except BaseException:
             engine.close()
             raise
     finally:
         if isinstance(show, TerminalProgress):
             show.stop()
-    model.to(where)
     if where.type == "cuda":
         torch.cuda.empty_cache()
         # the budget is hard: the allocator refuses to go past it

@@ -330,6 +330,14 @@ class Engine(abc.ABC):
         if self._final or self._gathered:
             self.discard()
 
+    def check_between_steps(self, what: str) -> None:
+        """Between backward and step() experts may be of the next step, and all else is not."""
+        if self._updated_with:
+            raise OrderError(
+                f"the model cannot be {what} between backward and step(): its experts were updated "
+                "during backward, the rest was not; call opt.step() first"
+            )
+
     def _forget_step(self) -> None:
         self._final.clear()
         self._gathered.clear()
@@ -354,8 +362,8 @@ class Engine(abc.ABC):
         self._check_open()
         if not self.placement.training:
             raise OrderError(
-                "the model was offloaded for inference; call model.train() before offload() to "
-                "plan memory for an optimizer"
+                "the model was offloaded for inference; call model.train() before offload() (a "
+                "model of from_pretrained() is in evaluation mode) to plan memory for an optimizer"
             )
         if self.rule is not None and self.rule is not rule:
             raise OrderError(

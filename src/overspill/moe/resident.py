@@ -279,7 +279,7 @@ class ResidentEngine(Engine):
             return
         self.flush()
         self._closed = True
-        self.weights = self.weights[:0]
+        self.weights = self.weights.new_empty(0, self.shape.numel)  # a slice would keep it all
         self.states.clear()
         self.grads = None
         self._lift_budget()

@@ -349,6 +349,7 @@ class StreamingEngine(Engine):
             torch.cuda.synchronize(self.device)  # nothing may copy from memory that goes away
         self.gradients.close()
         self.store.close()
+        self._slot_weights = self._slot_weights.new_empty(0, self.shape.numel)
         self._lift_budget()
 
 

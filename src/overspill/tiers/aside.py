@@ -15,20 +15,31 @@ def folder_aside(target: Path) -> Iterator[Path]:
     killed process leaves, the next one for the same target removes.
     """
     target = target.absolute()  # "." has no name
-    aside = target.parent / f".tmp-{target.name}"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    with temporary_folder(target.parent / f".tmp-{target.name}") as aside:
         yield aside
-        for folder, _, files in os.walk(aside):
-            for name in files:
-                sync(Path(folder, name))
-            sync(Path(folder))
+        sync_all(aside)
         os.rename(aside, target)
         sync(target.parent)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+
+
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """A new folder that is gone at the end, unless it has another name by then. What a killed
+    process left there is removed."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def sync_all(folder: Path) -> None:
+    """Force all that is in a folder to the disk."""
+    for inner, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(inner, name))
+        sync(Path(inner))
 
 
 def sync(path: Path) -> None:

@@ -49,13 +49,13 @@ class HostSlab:
             self.rows = torch.empty(0, row_bytes, dtype=torch.uint8)
             return
         try:
-            self._memory = mmap.mmap(-1, self.nbytes)
+            memory = mmap.mmap(-1, self.nbytes)
         except (OSError, ValueError) as error:
             raise BudgetError(
                 f"the host has no {format_size(self.nbytes)} for {name}; lower --host-memory or "
                 f"give a --disk folder"
             ) from error
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
         self.rows = flat.view(rows, row_bytes)
         pool = ThreadPoolExecutor(_TAKERS, thread_name_prefix="overspill-take")
         self._taking = [
@@ -102,7 +102,7 @@ class HostSlab:
         return self.rows[row]
 
     def close(self) -> None:
-        """Unpins the memory; the bytes live as long as something views them."""
+        """Unpins the memory and lets it go; the bytes live as long as something views them."""
         for taking in self._taking:
             taking.cancel()
         wait(self._taking)
@@ -110,6 +110,7 @@ class HostSlab:
         for pointer in self._registered:
             torch.cuda.cudart().cudaHostUnregister(pointer)
         self._registered.clear()
+        self.rows = self.rows.new_empty(0, self.row_bytes)
 
 
 def device_slab(rows: int, row_bytes: int, device: torch.device) -> Tensor:

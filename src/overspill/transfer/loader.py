@@ -127,6 +127,7 @@ class Loader:
             self.store.wake_loader.notify_all()
         if self._thread is not threading.current_thread():  # a finalizer may run in any thread
             self._thread.join()
+        self.slab = self.slab.new_empty(0)  # the memory goes with the last view of it
 
 
 class _Issuing:

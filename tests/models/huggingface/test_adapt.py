@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import overspill
-from overspill.core.errors import OrderError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.models.huggingface.adapt import register
 from tests.models.huggingface.families import make_batch, make_model
-from tests.models.huggingface.oracle import offloaded
+from tests.models.huggingface.oracle import budgets, offloaded
 from tests.models.huggingface.test_exactness import BY_NAME
 
 MIXTRAL = BY_NAME["mixtral"]
@@ -174,3 +174,17 @@ def test_lora_leaves_the_experts_alone(tmp_path: Path) -> None:
                 assert torch.equal(mine[name], value)
         overspill.save(adapted, tmp_path / "adapter")
         assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_half_precision_is_for_inference_only(tmp_path: Path) -> None:
+    plain = make_model(MIXTRAL).half()
+    plain.save_pretrained(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"float16 are not trained.*'bfloat16'"):
+        overspill.load(tmp_path / "a", **budgets("host", tmp_path))
+    model = overspill.load(tmp_path / "a", train=False, **budgets("host", tmp_path))
+    assert model.overspill.dtype == torch.float16
+    model.overspill.close()
+    model = overspill.load(tmp_path / "a", dtype="float32", **budgets("host", tmp_path))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value.float()), name
+    model.overspill.close()

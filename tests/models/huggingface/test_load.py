@@ -158,3 +158,26 @@ def test_from_config_draws_as_transformers_does(tmp_path: Path) -> None:
     loss = model(**make_batch(BY_NAME["mixtral"], model)).loss
     assert loss.isfinite()
     model.overspill.close()
+
+
+def test_buffers_of_large_experts_stay_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that each hold an expert on its way to the disk, or in another dtype, are few."""
+    from overspill.models.huggingface import load as module
+
+    make_model(BY_NAME["mixtral"]).save_pretrained(tmp_path / "a")
+    seen: list[int] = []
+    readers = module._readers
+    monkeypatch.setattr(
+        module, "_readers", lambda *args: seen.append(readers(*args)) or readers(*args)
+    )
+    # beside its record: nothing, itself, its source and the copy of that, or all three
+    cases = {("host", None): 8, ("disk", None): 4, ("host", "bfloat16"): 2, ("disk", "bfloat16"): 1}
+    for (mode, dtype), expected in cases.items():
+        record = 12288 if dtype is None else 8192  # bytes, in whole pages
+        monkeypatch.setattr(module, "_BUFFERS", 4 * record)
+        model = overspill.load(tmp_path / "a", dtype=dtype, **budgets(mode, tmp_path / "spill"))
+        assert model.overspill.layout.weight_bytes == record
+        model.overspill.close()
+        assert seen.pop() == expected

@@ -1,6 +1,7 @@
 """What cannot be run as it is meant is refused by name: nothing is run dense in silence."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,3 +60,29 @@ def test_dropout_inside_experts_is_refused_in_training_only(name: str, field: st
         overspill.offload(model.train(), device="cpu", quiet=True)
     twin = overspill.offload(model.eval(), device="cpu", mode="host", slots=2, quiet=True)
     twin.overspill.close()
+
+
+def mixtral() -> Any:
+    return make_model(next(family for family in FAMILIES if family.name == "mixtral"))
+
+
+def test_layers_that_share_their_experts_are_refused() -> None:
+    model = mixtral()
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.down_proj = first.down_proj
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp.* share their experts"):
+        overspill.offload(model, device="cpu", quiet=True)
+
+
+def test_a_parameter_that_experts_do_not_have_is_refused() -> None:
+    model = mixtral()
+    model.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigError, match="has a parameter scale"):
+        overspill.offload(model, device="cpu", quiet=True)
+
+
+def test_experts_over_ranks_are_refused() -> None:
+    model = mixtral()
+    model.model.layers[0].mlp.experts._is_expert_parallel = True
+    with pytest.raises(ConfigError, match="split over ranks"):
+        overspill.offload(model, device="cpu", quiet=True)

@@ -53,10 +53,20 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
     _refuse_others(model, found)
     same_everywhere(found)
     if model.training:
+        _check_dtype(found[0].dtype)
         for layer in found:
             if isinstance(layer, DictionaryExperts):
                 layer.check_trainable()
     return found
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(
+            f"experts of {dtype} are not trained; give dtype='bfloat16' or 'float32' to "
+            "overspill.load (or convert the model before overspill.offload), or load it for "
+            "inference: train=False"
+        )
 
 
 def _refuse_others(model: Any, found: Sequence[HuggingFaceExperts]) -> None:

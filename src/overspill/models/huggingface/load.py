@@ -21,6 +21,8 @@ from overspill.tiers.slab import Progress
 
 _READERS = 8
 """Threads that read: enough to keep an NVMe disk busy."""
+_BUFFERS = 3 << 29
+"""Most bytes of experts that are on their way at once, where they cannot be read into place."""
 
 
 def load(
@@ -85,11 +87,18 @@ def load(
                 recipes.fill(expert, record)
                 tell()
 
-            engine.fill(fill_one, _READERS, on_host=True)
+            engine.fill(fill_one, _readers(engine, recipes), on_host=True)
 
         hand_over(model, layers, budgets, progress, quiet, fill)
     made.restore(model)
     return adapt(model, layers)
+
+
+def _readers(engine: Engine, recipes: Recipes) -> int:
+    """As many threads as read at once without their buffers growing past _BUFFERS."""
+    on_its_way = engine.placement.mode != "host"  # to the disk or to the device
+    each = engine.layout.weight_bytes * (int(on_its_way) + 2 * int(recipes.copies))
+    return _READERS if each == 0 else max(1, min(_READERS, _BUFFERS // each))
 
 
 def _load_dense(

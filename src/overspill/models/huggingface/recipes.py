@@ -120,6 +120,16 @@ class Recipes:
             return keys[0], shapes[0]
         return keys[0], (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
+    @property
+    def copies(self) -> bool:
+        """Whether experts are converted on their way, in memory beside their records."""
+        return any(
+            not (sources.converter is None or sources.plain)
+            or any(self.folder.specs[key].dtype != self.layers[0].dtype for key in keys)
+            for sources in self._sources.values()
+            for keys in sources.keys.values()
+        )
+
     def fill(self, expert: ExpertId, record: Tensor) -> None:
         """Reads one expert into its record."""
         layer = self.layers[expert.layer]

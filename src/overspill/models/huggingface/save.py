@@ -1,8 +1,9 @@
 """`overspill.save`: a plain Hugging Face checkpoint again, experts streamed one at a time."""
 
+import itertools
 import json
 import os
-import shutil
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from overspill.models.huggingface.experts import PLACEHOLDER
 from overspill.models.huggingface.folder import INDEX, SINGLE, silence
 from overspill.moe.engine import Engine, ExpertPlaceholder
 from overspill.moe.state_dict import Place, Places, dense_tensors, split_record
+from overspill.tiers.aside import sync, sync_all, temporary_folder
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 from overspill.transfer.requests import run_all
 
@@ -58,30 +60,38 @@ def save_pretrained(
                 f"save_pretrained({flag}=...) is not supported for an offloaded model; save it to "
                 "a folder, and load that with transformers for the rest"
             )
-    out = Path(save_directory)
+    from safetensors import SafetensorError
+
+    out = Path(save_directory).absolute()  # "." has no name
+    shard_bytes = parse_size(max_shard_size, "max_shard_size")
     engine: Engine = model.overspill
+    engine.check_between_steps("saved")
     engine.flush()
     _check_room(out, engine, model)
-    aside = out.parent / f".{out.name}.part-{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        # ties, names, config and generation settings of the dense part are transformers' business
-        dense = dense_tensors(model)
-        with silence():
-            type(model).save_pretrained(
-                model, aside, state_dict=dense, max_shard_size=max_shard_size, **kwargs
-            )
-        _write_experts(model, aside, parse_size(max_shard_size, "max_shard_size"))
-        _move(aside, out)
-        engine.saved_to = out.absolute()
-    except OSError as error:
+        with temporary_folder(_aside(out)) as aside:
+            # ties, names, config and generation settings of the dense part are transformers' own
+            dense = dense_tensors(model)
+            with silence():
+                type(model).save_pretrained(
+                    model, aside, state_dict=dense, max_shard_size=max_shard_size, **kwargs
+                )
+            _write_experts(model, aside, shard_bytes, _free_stem(out))
+            sync_all(aside)
+            _move(aside, out)
+        engine.saved_to = out
+    except (OSError, SafetensorError) as error:
         if isinstance(error, DiskError):
             raise
+        reason = getattr(error, "strerror", None) or error
         raise DiskError(
-            f"{out} cannot be written ({error.strerror}); free some space or choose another folder"
+            f"{out} cannot be written ({reason}); free some space or choose another folder"
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(out: Path) -> Path:
+    """In the folder itself if it is there: it may be a link or a mount, its parent another disk."""
+    return out / ".tmp-checkpoint" if out.is_dir() else out.parent / f".tmp-{out.name}"
 
 
 def _check_room(out: Path, engine: Engine, model: Any) -> None:
@@ -176,20 +186,20 @@ def _layers(model: Any) -> list[_Layer]:
     return found
 
 
-def _write_experts(model: Any, folder: Path, shard_bytes: int) -> None:
+def _write_experts(model: Any, folder: Path, shard_bytes: int, stem: str) -> None:
     """Adds the experts to a folder that holds the dense part, and an index over both."""
     weight_map = _dense_files(folder)
     dense = sorted(set(weight_map.values()))
     plans = [(layer, layer.specs()) for layer in _layers(model)]
     shards = _cut([specs for _, specs in plans], shard_bytes)
     count = len(dense) + len(shards)
-    renamed = {name: _shard_name(number, count) for number, name in enumerate(dense, 1)}
+    renamed = {name: _shard_name(stem, number, count) for number, name in enumerate(dense, 1)}
     for old, new in renamed.items():
         os.rename(folder / old, folder / f"{new}.part")
     for new in renamed.values():
         os.rename(folder / f"{new}.part", folder / new)
     files = {key: renamed[file] for key, file in weight_map.items()}
-    names = [_shard_name(number, count) for number in range(len(dense) + 1, count + 1)]
+    names = [_shard_name(stem, number, count) for number in range(len(dense) + 1, count + 1)]
     files |= {key: name for name, specs in zip(names, shards, strict=True) for key in specs}
     _write_shards(folder, plans, dict(zip(names, shards, strict=True)), files)
     size = sum(spec.nbytes for specs in shards for spec in specs.values())
@@ -256,22 +266,35 @@ def _tensor_bytes(file: Path) -> int:
         return sum(spec.nbytes for spec in reader.specs.values())
 
 
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
+def _shard_name(stem: str, number: int, count: int) -> str:
+    return f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _free_stem(out: Path) -> str:
+    """How the new shards' names begin: as those of no shard that is there, because a checkpoint
+    must stay whole until the index names the new one."""
+    stems = itertools.chain(["model"], (f"model-{number}" for number in itertools.count(2)))
+    return next(s for s in stems if not any(out.glob(f"{s}-?????-of-?????.safetensors")))
 
 
 def _move(aside: Path, out: Path) -> None:
-    """Into place: as a whole where nothing was there, else file by file, the index last."""
-    for file in aside.iterdir():
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())
+    """Into place: as a whole where nothing was there, else file by file. The index comes last, and
+    what it no longer names goes after that: whenever this is killed, one checkpoint is whole."""
     if not out.exists():
         os.rename(aside, out)
+        sync(out.parent)
         return
     new = sorted(aside.iterdir(), key=lambda file: file.name == INDEX)
-    names = {file.name for file in new}
+    old = [file for file in out.iterdir() if _is_weights(file.name)]
     for file in new:
+        if file.name == INDEX:
+            sync(out)
         os.replace(file, out / file.name)
-    for old in out.glob("model*.safetensors"):
-        if old.name not in names:
-            old.unlink()
+    sync(out)
+    for file in old:
+        file.unlink()
+
+
+def _is_weights(name: str) -> bool:
+    """Of a checkpoint, not a file of the user's that is merely called alike."""
+    return name == SINGLE or bool(re.fullmatch(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors", name))

@@ -24,7 +24,8 @@ class ModelSection:
     """The model and what of it is trained"""
 
     checkpoint: str = ""
-    """The folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
+    """The folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or its name on
+    the hub."""
     tokenizer: str | None = None
     """Folder of the tokenizer, when it is not the checkpoint's."""
     freeze_experts: bool = False

@@ -44,7 +44,7 @@ class Blueprint:
     device: torch.device
     dtype: torch.dtype
     steps: int
-    overrides: dict[str, float]
+    overrides: dict[str, Any]
     """Fields of the model's config that are replaced."""
 
     @property
@@ -164,7 +164,7 @@ def draw_up(config: FinetuneConfig, say: Callable[[str], None]) -> Blueprint:
 
 def _overrides(
     config: FinetuneConfig, model_config: Any, say: Callable[[str], None]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     found = dropouts_inside_experts(model_config) if config.trains_experts else {}
     if found:
         fields = ", ".join(f"{name}={getattr(model_config, name)}" for name in found)
