@@ -30,9 +30,6 @@ PLACES = {
 }
 VOCAB = 2048
 TASK = ["--labels", "bad,good", "--label-prompt", "{sentence} it was"]
-# No clipping: the norm is summed up in another order where experts are offloaded, and its last bit
-# is enough to send a token to another expert some hundred steps later.
-EXACT = ["--clip", "0"]
 QUIET = ["--eval-every", "0", "--log-every", "100", "--trace-steps", "0"]
 # Tiny tensors gain nothing from threads.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -104,7 +101,7 @@ def finetune(checkpoint: Path, data: list[str], place: str, steps: int) -> Outco
     out = checkpoint.parent / f"finetuned-{mode}"
     if mode == "disk":
         flags += ["--disk", str(checkpoint.parent / "spill")]
-    pace = ["--batch", "16", "--lr", "2e-3", *EXACT, "--steps", str(steps), *QUIET]
+    pace = ["--batch", "16", "--lr", "2e-3", "--steps", str(steps), *QUIET]
     command = ["finetune", str(checkpoint), *data, *TASK, *pace, *flags, "--device", "cpu"]
     printed = overspill([*command, "--out", str(out), "--json"])
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
@@ -149,16 +146,16 @@ def write(outcomes: dict[str, Outcome], majority: float, args: argparse.Namespac
             "accuracy before": f"{outcome.summary['accuracy_before']:.1%}",
             "after": f"{outcome.summary['accuracy']:.1%}",
             "eval loss": f"{outcome.summary['eval_loss']:.6f}",
-            "steps' losses apart by at most": "" if outcome is resident else f"{furthest:.1e}",
+            "steps' losses apart by at most": furthest,
             "seconds": round(outcome.summary["seconds"]),
         }
-        for (name, outcome), furthest in zip(outcomes.items(), [0.0, *apart], strict=True)
+        for (name, outcome), furthest in zip(outcomes.items(), [None, *apart], strict=True)
     ]
     eval_losses = [outcome.summary["eval_loss"] for outcome in outcomes.values()]
     write_record(
         "finetune-sst2",
         {
-            "row": f"SST-2, {args.steps} steps of 16 sentences, fp32, no clipping; always the "
+            "row": f"SST-2, {args.steps} steps of 16 sentences, fp32; always the "
             f"more frequent label: {majority:.1%}",
             "pretrain_steps": args.pretrain_steps,
             "steps": args.steps,

@@ -437,3 +437,13 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Ends all threads and gives the memory back; the experts are gone."""
+
+
+def sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
+    """Of each expert's gradient, whose tensors are stacked in `parts`; float32, and the same bits
+    however many experts are stacked."""
+    squares = [
+        torch.linalg.vector_norm(part.flatten(1), dim=1, dtype=torch.float32).square()
+        for part in parts
+    ]
+    return torch.stack(squares).sum(0)

@@ -12,7 +12,14 @@ from overspill.core.errors import NonFiniteError
 from overspill.core.experts import ExpertId, Phase
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
-from overspill.moe.engine import Engine, LayerPass, Settings, UpdateRule, Wave
+from overspill.moe.engine import (
+    Engine,
+    LayerPass,
+    Settings,
+    UpdateRule,
+    Wave,
+    sum_of_squares,
+)
 from overspill.optim.kernel import AdamHyper, RecordState, adamw_
 from overspill.plan.budget import Placement
 from overspill.plan.waves import Candidate, next_wave
@@ -174,11 +181,13 @@ class ResidentEngine(Engine):
         if self.grads is None or not self._kept:
             return 0.0
         numbers = torch.tensor(sorted(self._kept), device=self.device)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for piece in numbers.split(self.n_experts):
-            norms = torch.linalg.vector_norm(self.grads[piece], dim=1, dtype=torch.float32)
-            total += norms.double().square().sum()
-        return float(total.item())
+        # part by part, as streamed gradients are: the norm has the same bits in every mode
+        sizes = [math.prod(size) for size in self.shape.sizes]
+        squares = [
+            sum_of_squares(self.grads[piece].split(sizes, dim=1))
+            for piece in numbers.split(self.n_experts)
+        ]
+        return float(torch.cat(squares).double().sum().item())
 
     def _check_kept(self) -> None:
         """Before the first update with kept gradients; once a step, because it waits for the

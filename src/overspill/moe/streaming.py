@@ -13,7 +13,14 @@ from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.course import Course
-from overspill.moe.engine import Engine, LayerPass, Settings, UpdateRule, Wave
+from overspill.moe.engine import (
+    Engine,
+    LayerPass,
+    Settings,
+    UpdateRule,
+    Wave,
+    sum_of_squares,
+)
 from overspill.moe.gradients import Gradients
 from overspill.moe.residency import Residency
 from overspill.optim.kernel import AdamHyper
@@ -168,7 +175,7 @@ class StreamingEngine(Engine):
         self.trace.end_wave()  # before the host may have to wait for a buffer
         layer = layer_pass.layer
         dw = [part.to(self.dtype) for part in dw]
-        squares = torch.stack([sum_of_squares(part) for part in dw]).sum(0)
+        squares = sum_of_squares(dw)
         made = compute_mark(self.device)  # the gradients are complete on the compute stream here
         hyper = self._hyper_now(layer) if self.is_final(layer) else None
         assert wave.counts is not None
@@ -355,9 +362,3 @@ class StreamingEngine(Engine):
 
 def _zero(row: Tensor) -> None:
     row.zero_()
-
-
-def sum_of_squares(dw: Tensor) -> Tensor:
-    """Of each expert's gradient, in float32."""
-    norms: Tensor = torch.linalg.vector_norm(dw.flatten(1), dim=1, dtype=torch.float32)
-    return norms.square()

@@ -119,3 +119,21 @@ def test_frozen_experts_stay_and_pass_gradients_on(tmp_path: Path) -> None:
             model(**batch).loss.backward()
             optimizer.step()
         assert_same_weights(plain, twin, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_clipping_gives_the_same_bits_in_every_mode(name: str, tmp_path: Path) -> None:
+    family = BY_NAME[name]
+    norms: dict[str, list[float | None]] = {}
+    for mode in MODES:
+        plain = make_model(family)
+        batch = make_batch(family, plain)
+        with offloaded(plain, mode, tmp_path) as twin:
+            optimizer = overspill.AdamW(twin, max_grad_norm=0.5, **ADAM)
+            norms[mode] = []
+            for _ in range(5):
+                twin(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                norms[mode].append(optimizer.total_norm)
+    assert norms["gpu"] == norms["host"] == norms["disk"]
