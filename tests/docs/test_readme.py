@@ -25,7 +25,7 @@ def test_the_fine_tuning_commands_run(tmp_path: Path) -> None:
     section = README.split("## Fine-tune Mixtral")[1]
     (block,) = re.findall(r"```bash\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    for line in block.strip().splitlines():
+    for line in block.replace("\\\n", " ").strip().splitlines():
         words = shlex.split(line)
         if words[0] == "python":
             command = [sys.executable, str(ROOT / words[1]), *words[2:]]

@@ -28,7 +28,8 @@ plain Hugging Face checkpoints.
 
 All parameters, on one 24 GB GPU:
 
-  overspill finetune Mixtral-8x7B-v0.1 chats.jsonl --gpu-memory 22GiB --disk /nvme/spill
+  overspill finetune Mixtral-8x7B-v0.1 chats.jsonl --gpu-memory 22GiB --disk /nvme/spill \
+--state-dtype bf16 --batch 1 --accumulate 8
 
 A classifier, with its accuracy before and after:
 
