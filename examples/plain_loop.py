@@ -5,8 +5,8 @@
 
 For a model larger than the GPU, say what it may take:
 
-    python examples/plain_loop.py mistralai/Mixtral-8x7B-v0.1 --data mine.jsonl \\
-        --gpu-memory 22GiB --host-memory 100GiB --disk /nvme/spill --dtype bfloat16
+    python examples/plain_loop.py allenai/OLMoE-1B-7B-0924 --data mine.jsonl \\
+        --gpu-memory 12GiB --host-memory 64GiB --disk /nvme/spill --dtype bfloat16
 """
 
 import argparse

@@ -14,7 +14,8 @@ from overspill.core.errors import OrderError
 from overspill.core.experts import Phase
 from overspill.models.gpt import GPTMoE
 from overspill.moe import functions
-from overspill.moe.engine import Engine, LayerPass, Settings, Wave
+from overspill.moe.engine import Engine, Settings
+from overspill.moe.passes import LayerPass, Wave
 from tests.moe.oracle import (
     Run,
     Task,

@@ -324,8 +324,11 @@ def test_one_model_in_several_trainers(tmp_path: Path) -> None:
         args = arguments(tmp_path)
         trainer = trainer_of(model, args)
         trainer.train()
-        del trainer
-        trainer_of(model, args).train()  # the one before is gone
+        before = trainer.losses
+        del trainer  # an engine has one optimizer at a time
+        again = trainer_of(model, args)
+        again.train()
+        assert again.losses[0] < before[0]  # it went on with what the first had learned
 
 
 # -- other ways to train --------------------------------------------------------------------------

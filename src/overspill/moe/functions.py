@@ -23,7 +23,8 @@ from overspill.compute.permute import (
     weights_grad,
 )
 from overspill.core.experts import Phase
-from overspill.moe.engine import Engine, ExpertPlaceholder, LayerPass, Wave
+from overspill.moe.engine import Engine, ExpertPlaceholder
+from overspill.moe.passes import LayerPass, Wave
 from overspill.plan.waves import row_pieces
 
 

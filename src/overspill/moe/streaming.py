@@ -13,15 +13,9 @@ from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.course import Course
-from overspill.moe.engine import (
-    Engine,
-    LayerPass,
-    Settings,
-    UpdateRule,
-    Wave,
-    sum_of_squares,
-)
+from overspill.moe.engine import Engine, Settings, UpdateRule
 from overspill.moe.gradients import Gradients
+from overspill.moe.passes import LayerPass, Wave, sum_of_squares
 from overspill.moe.residency import Residency
 from overspill.optim.kernel import AdamHyper
 from overspill.optim.updates import Updates

@@ -1,14 +1,14 @@
 """Checkpoints: complete or not there, streamed expert by expert, nothing pickled.
 
-A checkpoint is a folder `step-00000100` with model.safetensors (named as the plain model's
-state_dict names its tensors), optimizer.safetensors and state.json. It is written into a sibling
+A checkpoint is a folder `step-00000100` with model.safetensors (named as the state_dict of a plain
+GPTMoE names its tensors; experts of other models are stacked likewise), optimizer.safetensors and
+state.json. It is written into a sibling
 whose name begins with `.tmp-`, forced to the disk and renamed. So whatever has the right name is
 whole, at whatever moment the process or the machine died.
 """
 
 import json
 import os
-import random
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from overspill.core.errors import CheckpointError, DiskError
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.moe.state_dict import dense_tensors, split_record
+from overspill.tiers.aside import sync
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
+from overspill.train.generators import read_generators, set_generators
 
 FORMAT = "overspill-checkpoint"
 VERSION = 1
@@ -108,9 +109,9 @@ def save(
         _write_model(aside / _MODEL, model, engine)
         _write_optimizer(aside / _OPTIMIZER, engine, optimizer)
         _write_state(aside, state)
-        _sync_folder(aside)
+        sync(aside)
         os.rename(aside, target)
-        _sync_folder(folder)
+        sync(folder)
         for old in sorted(_complete(folder), key=_step_of)[:-keep]:
             _remove(old)
     except OSError as error:
@@ -162,7 +163,7 @@ def load(
     _read_model(path / _MODEL, model, engine)
     _read_optimizer(path / _OPTIMIZER, engine, optimizer)
     try:
-        _set_rng(content["rng"])
+        set_generators(content["rng"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise _corrupt(path, f"the state of a random generator in {_STATE} is broken") from error
     return read_state(path)
@@ -335,7 +336,7 @@ def _write_state(folder: Path, state: TrainState) -> None:
         "data_digest": state.data_digest,
         "facts": state.facts,
         "files": {name: (folder / name).stat().st_size for name in (_MODEL, _OPTIMIZER)},
-        "rng": _get_rng(),
+        "rng": read_generators(),
     }
     with open(folder / _STATE, "w", encoding="utf-8") as out:
         json.dump(content, out, indent=1)
@@ -399,40 +400,3 @@ def _remove(path: Path) -> None:
     doomed = path.parent / f"{_TMP}old-{path.name}"
     os.rename(path, doomed)
     shutil.rmtree(doomed)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A file's name is on the disk only when its folder is."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _get_rng() -> dict[str, Any]:
-    """The random generators of torch, Python and numpy as plain JSON."""
-    version, internal, gauss = random.getstate()
-    numpy_state = np.random.get_state(legacy=True)
-    assert isinstance(numpy_state, tuple)
-    kind, keys, place, has_gauss, cached = numpy_state
-    rng: dict[str, Any] = {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "python": [version, list(internal), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), place, has_gauss, cached],
-    }
-    if torch.cuda.is_initialized():
-        rng["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-    return rng
-
-
-def _set_rng(rng: Mapping[str, Any]) -> None:
-    version, internal, gauss = rng["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, place, has_gauss, cached = rng["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), place, has_gauss, cached))
-    set_torch: list[tuple[str, Callable[[torch.Tensor], None]]] = [("torch", torch.set_rng_state)]
-    if torch.cuda.is_initialized() and "cuda" in rng:
-        set_torch.append(("cuda", torch.cuda.set_rng_state))
-    for name, setter in set_torch:
-        setter(torch.frombuffer(bytearray.fromhex(rng[name]), dtype=torch.uint8))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import overspill
-from overspill.moe.engine import LayerPass, Wave
+from overspill.moe.passes import LayerPass, Wave
 from overspill.moe.state_dict import split_record
 
 # Adam's first step has the size of the learning rate whatever the gradient; a larger eps lets

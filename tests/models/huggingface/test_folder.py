@@ -99,7 +99,9 @@ def test_pickles_are_refused_with_the_command_that_converts_them(folder: Path) -
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"safetensors only.*python -c .*save_pretrained"):
+    with pytest.raises(
+        CheckpointError, match=r"safetensors only.*import MixtralForCausalLM as M.*save_pretrained"
+    ):
         load(folder)
 
 
@@ -144,6 +146,13 @@ def change_tensor(folder: Path, ending: str, value: torch.Tensor | None) -> str:
 def test_expert_that_is_missing(folder: Path, ending: str) -> None:
     change_tensor(folder, ending, None)
     with pytest.raises(CheckpointError, match=r"holds 3 of the 4 experts"):
+        load(folder)
+
+
+def test_all_experts_but_one_missing(folder: Path) -> None:
+    for number in (1, 2, 3):
+        change_tensor(folder, f"layers.1.block_sparse_moe.experts.{number}.w2.weight", None)
+    with pytest.raises(CheckpointError, match=r"holds 1 of the 4 experts"):
         load(folder)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import overspill
-from overspill.core.errors import DiskError, OrderError
+from overspill.core.errors import ConfigError, DiskError, OrderError
 from tests.models.huggingface.families import make_batch, make_model
 from tests.models.huggingface.oracle import budgets
 from tests.models.huggingface.test_exactness import BY_NAME
@@ -138,3 +138,24 @@ def test_a_disk_that_is_full_for_the_dense_part(
     with pytest.raises(DiskError, match=r"out cannot be written \(No space left"):
         model.save_pretrained(tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"push_to_hub": True},
+        {"variant": "fp8"},
+        {"save_original_format": False},
+        {"state_dict": {"x": torch.zeros(1)}},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_what_it_cannot_do_is_refused(model: Any, tmp_path: Path, asked: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(asked))):
+        model.save_pretrained(tmp_path / "out", **asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_default_said_aloud_is_no_other(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "out", save_original_format=True, push_to_hub=False)
+    assert same(plainly(tmp_path / "out"), dict(model.state_dict()))

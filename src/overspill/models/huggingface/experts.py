@@ -4,6 +4,7 @@ Two kinds: modules that go through transformers' experts interface, with stacked
 layout is read off the module, and the dictionaries of experts of Switch and NLLB.
 """
 
+import abc
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ PLACEHOLDER = "overspill"
 """The name of the placeholder among the parameters of an experts module."""
 
 
-class HuggingFaceExperts:
+class HuggingFaceExperts(abc.ABC):
     """One experts module; `places` says where its tensors lie in the plain model."""
 
     def __init__(
@@ -62,8 +63,9 @@ class HuggingFaceExperts:
     def drops(self) -> bool:
         return False
 
+    @abc.abstractmethod
     def activation(self) -> Activation:
-        raise NotImplementedError
+        """What lies between the two matrices."""
 
     def expert_parameters(self) -> list[nn.Parameter]:
         names = {place.name: None for i in range(self.n_experts) for place in self.places(i)}
@@ -88,9 +90,9 @@ class HuggingFaceExperts:
             return
         part.copy_(torch.empty_like(part, device=device).normal_(0.0, self.std))
 
+    @abc.abstractmethod
     def strip(self) -> None:
         """Releases the parameters; nothing stands for them yet."""
-        raise NotImplementedError
 
     def give_away(self, engine: Engine, layer: int) -> None:
         activation = self.activation()  # may need what is stripped

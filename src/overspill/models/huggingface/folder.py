@@ -16,7 +16,7 @@ from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
 _CONVERT = (
-    'python -c "from transformers import AutoModelForCausalLM as M; '
+    'python -c "from transformers import {model} as M; '
     "M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
 )
 
@@ -134,7 +134,7 @@ class CheckpointFolder:
         if (self.folder / SINGLE).is_file():
             return None
         if any((self.folder / name).exists() for name in _PICKLES):
-            command = _CONVERT.format(folder=self.folder)
+            command = _CONVERT.format(folder=self.folder, model=self._architecture())
             raise CheckpointError(
                 f"{self.folder} holds pickled weights (.bin), which can run any code; Overspill "
                 f"reads safetensors only. If you trust it, convert it with: {command}"
@@ -142,6 +142,11 @@ class CheckpointFolder:
         raise CheckpointError(
             f"{self.folder} holds neither {SINGLE} nor {INDEX}; download its weights"
         )
+
+    def _architecture(self) -> str:
+        """The class that the config names; encoder-decoders are no causal language models."""
+        named = json.loads((self.folder / CONFIG).read_text()).get("architectures")
+        return str(named[0]) if named else "AutoModelForCausalLM"
 
     def read(self, name: str, offset: int, out: Tensor) -> None:
         """Fills `out` from element `offset` of tensor `name` on, in the dtype of `out`."""

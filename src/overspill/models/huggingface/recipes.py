@@ -88,8 +88,13 @@ class Recipes:
                 f"{self.folder.folder} holds nothing for {name}; it is not complete, or of another "
                 "model than its config.json says"
             )
-        for keys in sources.keys.values():
-            if len(keys) not in (1, layer.n_experts):
+        if sources.converter is None and len(sources.keys[""]) != 1:
+            raise CheckpointError(
+                f"{self.folder.folder} holds {name} twice: {' and '.join(sources.keys[''][:2])}"
+            )
+        for keys in sources.keys.values() if sources.converter is not None else ():
+            whole = (layer.n_experts,) if sources.plain else (1, layer.n_experts)
+            if len(keys) not in whole:
                 raise CheckpointError(
                     f"{self.folder.folder} holds {len(keys)} of the {layer.n_experts} experts of "
                     f"{name}; download it again"
@@ -164,7 +169,8 @@ class Recipes:
         """Runs the family's own converter on the tensors of one expert."""
         converter = deepcopy(sources.converter)
         for pattern, keys in sources.keys.items():
-            stacked = len(keys) == 1
+            # a stack has one dimension more than an expert of it
+            stacked = len(keys) == 1 and len(self.folder.specs[keys[0]].shape) > len(size)
             key = keys[0] if stacked else keys[place.row or 0]
             spec = self.folder.specs[key]
             shape = (1, *spec.shape[1:]) if stacked else spec.shape

@@ -54,11 +54,17 @@ def save_pretrained(
     **kwargs: Any,
 ) -> None:
     """`model.save_pretrained` of a model whose experts are with an engine."""
-    for flag in ("push_to_hub", "variant", "save_original_format"):
-        if kwargs.pop(flag, None):
+    refused = {
+        "state_dict": state_dict is not None,
+        "push_to_hub": kwargs.get("push_to_hub"),
+        "variant": kwargs.get("variant"),
+        "save_original_format=False": not kwargs.get("save_original_format", True),
+    }
+    for flag, asked in refused.items():
+        if asked:
             raise ConfigError(
-                f"save_pretrained({flag}=...) is not supported for an offloaded model; save it to "
-                "a folder, and load that with transformers for the rest"
+                f"save_pretrained({flag}) is not supported for an offloaded model; save it to a "
+                "folder without, and load that with transformers for the rest"
             )
     from safetensors import SafetensorError
 
