@@ -109,8 +109,9 @@ def offload(
 
     `model` is a `GPTMoE` or a Mixture-of-Experts model of Hugging Face transformers. `gpu_memory`,
     `host_memory` and the folder `disk` are budgets for all that the process keeps there; left out,
-    they are what the machine has (no disk). `mode`, `slots` (experts on the compute device) and
-    `host_slots` (experts in host memory in front of the disk) override what the budgets would give.
+    they are what the machine has free (95% of the host memory, no disk). `mode`, `slots` (experts
+    on the compute device) and `host_slots` (experts in host memory in front of the disk) override
+    what the budgets would give.
     `state_dtype` is that of the moments; `keep_gradients` says whether room is planned for
     gradients that wait (for clipping or accumulation; left out: if there is room). The model is
     changed in place and returned; `model.overspill` is its engine. In training mode memory for

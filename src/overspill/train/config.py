@@ -103,7 +103,7 @@ class MemorySection:
     gpu_memory: str | None = None
     """GPU memory the run may take, such as 12GiB; all there is when left out."""
     host_memory: str | None = None
-    """Host memory the run may take, such as 96GiB; what is free when left out."""
+    """Host memory the run may take, such as 96GiB; 95% of what is free when left out."""
     disk: str | None = None
     """Folder on an SSD for experts that do not fit in host memory."""
     device: str | None = None
