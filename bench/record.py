@@ -59,7 +59,7 @@ def write_record(
     compare it with, `config["show"]` lists metrics to show beside the headline. `table` holds the
     rows of a table of its own, instead of a line among the others.
     """
-    if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) is None:
+    if re.fullmatch(r"[a-z0-9.]+(-[a-z0-9.]+)*", name) is None:
         raise ValueError(f"a record's name is like train-w1-16x1024, not {name!r}")
     if not metrics:
         raise ValueError(f"the record {name} has no metric; the first one is its headline")

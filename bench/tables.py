@@ -18,7 +18,7 @@ from typing import Any
 Record = dict[str, Any]
 RESULTS = Path(__file__).resolve().parent / "results"
 _MARKED = re.compile(
-    r"(<!-- bench:(?P<name>[a-z0-9-]+) start -->\n).*?(<!-- bench:(?P=name) end -->)", re.DOTALL
+    r"(<!-- bench:(?P<name>[a-z0-9.-]+) start -->\n).*?(<!-- bench:(?P=name) end -->)", re.DOTALL
 )
 _MARKER = re.compile(r"<!-- bench:.*?-->")
 

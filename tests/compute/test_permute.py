@@ -10,6 +10,7 @@ from hypothesis import strategies as st  # noqa: E402
 from overspill.compute.permute import (  # noqa: E402
     Permutation,
     combine,
+    count_rows,
     gather_rows,
     row_weights,
     sum_rows,
@@ -41,6 +42,36 @@ def test_rows_are_sorted_by_expert_and_tokens_stay_in_order(
     assert permutation.ends_E.tolist() == permutation.counts_E.cumsum(0).tolist()
     assert permutation.ends_E.dtype is torch.int32
     assert permutation.n_rows == len(flat)
+
+
+@given(routings(), st.data())
+def test_rows_of_experts_apart_come_last_and_count_as_nobodys(
+    routing: tuple[torch.Tensor, int], data: st.DataObject
+) -> None:
+    ids, n_experts = routing
+    apart = data.draw(st.sets(st.integers(0, n_experts - 1)))
+    dropped = data.draw(st.booleans())
+    if dropped and len(ids):
+        ids = ids.clone()
+        ids[0, -1] = n_experts  # stands for no expert
+    flat = ids.reshape(-1).tolist()
+    counts = [flat.count(e) for e in range(n_experts)]
+    assert count_rows(ids, n_experts).tolist() == counts
+    permutation = Permutation.with_counts(ids, counts, apart)
+    same = Permutation.on_host(ids, counts, apart, torch.device("cpu"))
+    for one, other in zip(vars(permutation).values(), vars(same).values(), strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+
+    def rank(slot: int) -> tuple[bool, bool, int, int]:
+        return flat[slot] == n_experts, flat[slot] in apart, flat[slot], slot
+
+    assert permutation.row_slot_R.tolist() == sorted(range(len(flat)), key=rank)
+    there = [0 if e in apart else count for e, count in enumerate(counts)]
+    assert permutation.counts_E.tolist() == there
+    assert permutation.ends_E.tolist() == torch.tensor(there).cumsum(0).tolist()
+    assert permutation.ends_E.dtype is torch.int32
+    assert sorted(permutation.inverse_TK.reshape(-1).tolist()) == list(range(len(flat)))
 
 
 @given(routings())
@@ -100,5 +131,5 @@ def test_combine_does_not_depend_on_how_tokens_are_cut(monkeypatch: pytest.Monke
     permutation = Permutation.build(ids, 8)
     y, weights = torch.randn(74, 16), torch.rand(37, 2)
     whole = combine(y, weights, permutation)
-    monkeypatch.setattr("overspill.compute.permute._TOKENS_AT_ONCE", 5)
+    monkeypatch.setattr("overspill.compute.permute._ROWS_AT_ONCE", 10)
     assert torch.equal(combine(y, weights, permutation), whole)

@@ -26,7 +26,7 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _forget() -> None:
     native._load_library.cache_clear()
-    native._cache_folder.cache_clear()
+    native.cache_folder.cache_clear()
 
 
 def _has_compiler() -> bool:
@@ -89,7 +89,7 @@ def test_changed_source_or_flags_is_another_library(
 
 @needs_compiler
 def test_damaged_library_is_built_again(tmp_path: Path, source: Path) -> None:
-    folder = native._cache_folder()
+    folder = native.cache_folder()
     damaged = folder / f"answer-{native._key(source, native.find_compiler())}.so"
     damaged.write_bytes(b"not a library")
     assert _answer(native.load_library(source, "answer")) == 42

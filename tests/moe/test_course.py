@@ -45,7 +45,9 @@ def test_states_are_needed_in_backward_by_every_expert_and_else_by_none(course: 
     assert not any(states for _, states in course.experts(with_states=False))
     with_states = {expert.layer for expert, states in course.experts(True) if states}
     for expert, states in course.experts(True):
-        assert states or course.expects(*expert), "weights alone are for experts with tokens"
+        assert states or expert.index in course.busy(expert.layer), (
+            "weights alone are for experts with tokens"
+        )
     if course.here.phase is B:
         assert with_states <= set(range(course.here.layer + 1))
     elif not course.training:
@@ -58,8 +60,8 @@ def test_the_tokens_of_the_pass_count_here_and_those_of_the_last_forward_elsewhe
     course.enter(1, F, [0, 5, 0], training=True)
     # the backward of an earlier micro-batch: other tokens than the last forward
     course.enter(1, B, [1, 1, 0], training=True)
-    assert [course.expects(1, index) for index in range(3)] == [True, True, False]
-    assert [course.expects(0, index) for index in range(3)] == [True, False, True]
+    assert course.busy(1) == [0, 1]
+    assert course.busy(0) == [0, 2]
 
 
 def test_only_training_counts_towards_a_step_and_the_next_begins_at_zero() -> None:

@@ -11,6 +11,7 @@ import overspill
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Settings
+from tests.moe.test_sharing import at_random, force
 
 pytestmark = pytest.mark.gpu
 CONFIG = GPTConfig(
@@ -71,10 +72,13 @@ def offloaded(
     seed: int,
     settings: Settings,
     lr: float = 3e-3,
+    split: int | None = None,
     **where: object,
 ) -> list[float]:
     model = GPTMoE(CONFIG, seed=seed, device="cuda", dtype=dtype)
     overspill.offload(model, gpu_memory="2GiB", settings=settings, quiet=True, **where)
+    if split is not None:
+        force(model.overspill, at_random(split))
     optimizer = overspill.AdamW(model, lr=lr, max_grad_norm=clip)
     losses = []
     try:
@@ -136,6 +140,30 @@ def test_bf16_ends_within_the_spread_of_two_plain_runs(
     losses = offloaded(torch.bfloat16, 1.0, STEPS, 5, settings, LR, **where)
     one, two = two_plain_runs
     assert final(losses) < 0.7 * losses[0]
+    assert abs(final(losses) - one) <= abs(one - two), (final(losses), one, two)
+
+
+@pytest.mark.parametrize("where", MODES[1:], ids=str)
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("late", [False, True])
+def test_any_split_between_cpu_and_gpu_follows_plain_training(
+    where: dict[str, object], clip: float | None, late: bool, tmp_path: Path
+) -> None:
+    if where["mode"] == "disk":
+        where = {**where, "disk": tmp_path}
+    settings = Settings(inject=delays if late else None)
+    want = plain(torch.float32, clip, 10, seed=5)
+    got = offloaded(torch.float32, clip, 10, 5, settings, split=3, **where)
+    assert got == pytest.approx(want, rel=2e-4)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_any_split_in_bf16_ends_within_the_spread_of_two_plain_runs(
+    late: bool, two_plain_runs: tuple[float, float]
+) -> None:
+    settings = Settings(inject=delays if late else None)
+    losses = offloaded(torch.bfloat16, 1.0, STEPS, 5, settings, LR, split=4, mode="host", slots=12)
+    one, two = two_plain_runs
     assert abs(final(losses) - one) <= abs(one - two), (final(losses), one, two)
 
 

@@ -25,12 +25,13 @@ def test_no_two_experts_share_a_slot_and_neighbours_lie_side_by_side(
     ]
     for _ in range(4):
         needed = data.draw(st.lists(st.sampled_from(every_part), min_size=1, max_size=12))
-        targets = residency.follow(iter(needed), lambda layer, index: True)
-        taken = [slot for _, slot in targets]
+        targets = residency.follow(iter(needed), lambda layer, indices: indices)
+        taken = [slot for resident in targets for slot in resident.slots]
         assert len(set(taken)) == len(taken)
         assert all(0 <= slot < slots for slot in taken)
         first = [ExpertId(needed[0].layer, i) for i in residency.experts(needed[0].part)]
-        assert [expert for expert, _ in targets[: len(first)]] == first, "most urgent first"
+        wanted = [ExpertId(targets[0].layer, index) for index in targets[0].indices]
+        assert wanted == first, "most urgent first"
         in_bank = [residency.slot(e) for e in first if e not in residency._pinned]
         assert in_bank == sorted(in_bank)
         tokens = data.draw(
@@ -55,12 +56,12 @@ def test_pinning_off_pins_nobody_and_frees_who_was() -> None:
     residency.pin([[4, 3, 2, 1]], on=True)
     assert residency.slot(ExpertId(0, 0)) >= 6
     residency.pin([[4, 3, 2, 1]], on=False)
-    residency.follow([Chunk(0, part) for part in range(residency.n_parts)], lambda *_: True)
+    residency.follow([Chunk(0, part) for part in range(residency.n_parts)], lambda _, every: every)
     assert residency.slot(ExpertId(0, 0)) < 6
 
 
 def test_experts_without_expected_tokens_are_not_uploaded() -> None:
     residency = Residency(4, placement(4, 0))
     needed = [Chunk(0, part) for part in range(residency.n_parts)]
-    targets = residency.follow(needed, lambda layer, index: index in (1, 2))
-    assert [expert for expert, _ in targets] == [ExpertId(0, 1), ExpertId(0, 2)]
+    targets = residency.follow(needed, lambda _, every: [i for i in every if i in (1, 2)])
+    assert [index for resident in targets for index in resident.indices] == [1, 2]

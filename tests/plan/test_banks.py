@@ -113,8 +113,8 @@ def test_what_is_needed_is_asked_for_no_further_than_there_are_banks() -> None:
 @given(st.integers(1, 400), st.integers(1, 130))
 def test_banks_divide_the_slots_and_the_layer(slots: int, experts: int) -> None:
     size = bank_size(slots, experts)
-    assert 1 <= size <= min(experts, max(1, slots // 4))
-    assert slots // size >= min(slots, 4), "some fill while one computes"
+    assert 1 <= size <= min(experts, max(1, slots // 3))
+    assert slots // size >= min(slots, 3), "some fill while one computes"
     # parts are as equal as can be: one expert less in a bank would take one part more
     parts = -(-experts // size)
     assert size == 1 or -(-experts // (size - 1)) > parts

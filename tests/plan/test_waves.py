@@ -1,28 +1,35 @@
 """Waves are runs of neighbours that have arrived; row pieces cover an expert's rows."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overspill.plan.waves import Candidate, next_wave, row_pieces
+from overspill.plan.waves import Candidate, first_of_wave, next_wave, row_pieces
 
 
 @st.composite
 def pending(draw: st.DrawFn) -> list[Candidate]:
     indices = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=8)))
     base = draw(st.integers(0, 5))
-    candidates = []
+    candidates: list[Candidate] = []
+    start = 0
     for index in indices:
         here = draw(st.booleans()) or not candidates
+        start += draw(st.sampled_from([0, 0, 0, 7]))  # somebody in between has had his turn
+        rows = draw(st.integers(1, 50))
         candidates.append(
             Candidate(
                 index=index,
                 # in its bank, beside its neighbours, or pinned anywhere
                 slot=draw(st.one_of(st.just(base + index), st.integers(0, 40))),
-                rows=draw(st.integers(1, 50)),
+                start=start,
+                rows=rows,
                 here=here,
                 arrived=here and draw(st.booleans()),
             )
         )
+        start += rows
     return candidates
 
 
@@ -38,6 +45,8 @@ def test_a_wave_is_a_run_of_neighbours_that_have_arrived(
         assert waves
         assert candidate.slot - first.slot == candidate.index - first.index
         assert candidate.arrived
+    for before, after in itertools.pairwise(wave):
+        assert before.start + before.rows == after.start, "nobody is computed twice"
     assert count == 1 or sum(candidate.rows for candidate in wave) <= max_rows
 
 
@@ -47,13 +56,31 @@ def test_a_wave_is_as_long_as_it_can_be(candidates: list[Candidate], max_rows: i
     if count < len(candidates):
         last, after = candidates[count - 1], candidates[count]
         near = after.slot - last.slot == after.index - last.index
+        near = near and last.start + last.rows == after.start
         rows = sum(candidate.rows for candidate in candidates[: count + 1])
         assert not (near and after.arrived and rows <= max_rows)
 
 
 def test_a_gap_without_tokens_does_not_end_a_wave() -> None:
-    candidates = [Candidate(index, 10 + index, 3, True, True) for index in (0, 2, 3)]
+    candidates = [
+        Candidate(index, 10 + index, 3 * place, 3, True, True)
+        for place, index in enumerate((0, 2, 3))
+    ]
     assert next_wave(candidates, max_rows=100, waves=True) == 3
+
+
+@given(pending(), st.data())
+def test_a_wave_begins_at_the_first_neighbour_that_has_arrived(
+    candidates: list[Candidate], data: st.DataObject
+) -> None:
+    here = [place for place, candidate in enumerate(candidates) if candidate.here]
+    lead = data.draw(st.sampled_from(here))
+    first = first_of_wave(candidates, lead)
+    assert first <= lead
+    assert candidates[first].here
+    assert next_wave(candidates[first:], max_rows=10**6, waves=True) > lead - first or not all(
+        candidate.arrived for candidate in candidates[first : lead + 1]
+    )
 
 
 @given(st.integers(0, 1000), st.integers(0, 500), st.integers(1, 300))

@@ -13,7 +13,7 @@ from overspill.tiers.slab import device_slab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
 from overspill.transfer.lanes import Lane
-from overspill.transfer.loader import Loader
+from overspill.transfer.loader import Loader, Target
 from tests.transfer.fakes import CPU, LAYOUT, GatedLane, GatedMark, host_store, wait_until
 
 
@@ -28,7 +28,7 @@ class Bench:
 
     def target(self, *pairs: tuple[int, int]) -> None:
         with self.store.lock:
-            self.loader.set_targets([(self.store.entries[e], slot) for e, slot in pairs])
+            self.loader.set_targets([Target(self.store.entries[e], slot) for e, slot in pairs])
 
     def fresh(self, expert: int, slot: int) -> bool:
         with self.store.lock:

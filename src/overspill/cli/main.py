@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli import export, finetune, train
+from overspill.cli import export, finetune, probe, train
 from overspill.core.errors import OverspillError
 
 commands = typer.Typer(
@@ -21,6 +21,7 @@ commands = typer.Typer(
 train.add_to(commands)
 finetune.add_to(commands)
 export.add_to(commands)
+probe.add_to(commands)
 
 
 def _print_version(asked: bool) -> None:

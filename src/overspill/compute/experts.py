@@ -14,7 +14,6 @@ the same bits in whatever wave it runs.
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,8 +40,16 @@ class WaveGrads:
 
 def split_records(weights: Tensor, shape: ExpertShape) -> tuple[Tensor, ...]:
     """Views [n, ...] of the tensors in the records [n, numel]."""
-    pieces = weights[:, : shape.numel].split([math.prod(size) for size in shape.sizes], dim=1)
-    return tuple(piece.unflatten(1, size) for piece, size in zip(pieces, shape.sizes, strict=True))
+    number, base, record = weights.shape[0], weights.storage_offset(), weights.stride(0)
+    return tuple(
+        # one view each, made for every wave
+        weights.as_strided((number, *size), (record, *_strides(size)), base + start)
+        for size, start in zip(shape.sizes, shape.starts, strict=True)
+    )
+
+
+def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
+    return (size[1], 1) if len(size) == 2 else (1,)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The words for experts: which one, of what shape, in which phase of a step."""
 
 import enum
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class ExpertShape:
     def out_numel(self) -> int:
         return self.d_model * self.d_hidden
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the tensors in a record, in its order."""
         w_in, w_out = (self.in_rows, self.d_model), (self.d_model, self.d_hidden)
@@ -59,7 +60,7 @@ class ExpertShape:
             w_in, w_out = w_in[::-1], w_out[::-1]
         return (w_in, w_out, (self.in_rows,), (self.d_model,)) if self.bias else (w_in, w_out)
 
-    @property
+    @functools.cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each of them begins."""
         return tuple(itertools.accumulate((math.prod(s) for s in self.sizes[:-1]), initial=0))

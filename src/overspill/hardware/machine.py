@@ -35,6 +35,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def cpu_threads(wanted: int | None = None) -> int:
+    """Threads for work that takes all the cores can give: all but four, which drive GPU and disk,
+    and at least three quarters."""
+    cores = usable_cores()
+    return wanted or max(1, cores - 4, cores * 3 // 4)
+
+
 def resident_memory(proc: Path = _PROC) -> int:
     """Bytes of host memory this process holds now."""
     return _status(proc)["VmRSS"]

@@ -54,7 +54,7 @@ def _load_library(source: Path, name: str) -> ctypes.CDLL | None:
 
 def _build_and_open(source: Path, name: str) -> ctypes.CDLL:
     compiler = find_compiler()
-    library = _cache_folder() / f"{name}-{_key(source, compiler)}.so"
+    library = cache_folder() / f"{name}-{_key(source, compiler)}.so"
     if library.exists():
         try:
             return ctypes.CDLL(str(library))
@@ -88,7 +88,7 @@ def _key(source: Path, compiler: list[str]) -> str:
 
 
 @functools.cache
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "overspill"
     try:

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.sizes import format_size, parse_size
-from overspill.hardware.machine import available_memory, disk_free
+from overspill.hardware.machine import available_memory, cpu_threads, disk_free
+from overspill.hardware.profile import ExpertCosts
 from overspill.models.progress_bar import TerminalProgress
 from overspill.moe.engine import Engine, ExpertPlaceholder, Settings
 from overspill.moe.layer import MoE
 from overspill.moe.resident import ResidentEngine
 from overspill.moe.streaming import StreamingEngine
 from overspill.plan.budget import ModelSizes, Placement, Wish, place
+from overspill.probe.known import known_costs
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.ssd import check_folder
@@ -46,6 +48,10 @@ class ExpertLayer(Protocol):
 
     @property
     def engine(self) -> Engine | None: ...
+
+    @property
+    def gate(self) -> Tensor | None:
+        """The weight of its router, [E, D], if that is known."""
 
     def expert_parameters(self) -> Sequence[nn.Parameter]:
         """Those that will be released."""
@@ -187,6 +193,7 @@ def hand_over(
         total = torch.cuda.get_device_properties(where).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, wish.gpu_memory / total), where)
     _close_with(engine, layers)
+    engine.gates = [layer.gate for layer in layers]
     model.overspill = engine  # type: ignore[assignment]
     if not quiet:
         print(engine.describe(), file=sys.stderr)
@@ -286,7 +293,18 @@ def _engine(
     )
     if placement.mode == "gpu":
         return ResidentEngine(*common)
-    return StreamingEngine(*common, disk=budgets.folder, progress=progress)
+    costs = _costs(layout, device, budgets.settings, progress)
+    return StreamingEngine(*common, disk=budgets.folder, progress=progress, costs=costs)
+
+
+def _costs(
+    layout: RecordLayout, device: torch.device, settings: Settings, progress: Progress | None
+) -> ExpertCosts | None:
+    """What an expert costs on this machine, if its CPU is to share them with a GPU."""
+    shareable = layout.dtype in (torch.bfloat16, torch.float32)
+    if device.type != "cuda" or not settings.cpu_experts or not shareable:
+        return None
+    return known_costs(layout.shape, layout.dtype, device, cpu_threads(settings.threads), progress)
 
 
 def _fill(engine: Engine, layers: Sequence[ExpertLayer], progress: Progress | None) -> None:

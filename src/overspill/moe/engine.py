@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from overspill.compute.activation import Activation
+from overspill.compute.permute import Permutation
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.experts import ExpertId, ExpertShape, Phase
-from overspill.moe.passes import LayerPass, Promise, Wave
+from overspill.moe.passes import HostWork, LayerPass, Promise, Wave
+from overspill.moe.popularity import RoutingSource
 from overspill.optim.kernel import AdamHyper
 from overspill.plan.budget import Placement
 from overspill.tiers.layout import RecordLayout
@@ -37,9 +39,15 @@ class Settings:
     """Compute experts that are resident together as one grouped product."""
     activations: str = "recompute"
     """Inside experts: "recompute" them in backward, or "keep" them from forward."""
+    cpu_experts: bool = True
+    """Let the CPU compute experts with few tokens where they lie, if that is measured to be faster
+    than uploading them."""
+    lookahead: int = 1
+    """How many layers ahead a predictor names the experts that will be needed, where the CPU takes
+    a share; 0 goes by the last passes alone."""
     threads: int | None = None
-    """Threads of the CPU optimizer; left out: all cores but four (they drive GPU and disk), at
-    least three quarters."""
+    """Threads of the CPU optimizer and of the CPU's experts; left out: all cores but four (they
+    drive GPU and disk), at least three quarters."""
     inject: Inject | None = None
     """Called before each transfer and optimizer job; for tests."""
 
@@ -48,6 +56,8 @@ class Settings:
             raise ConfigError(f"pin_share={self.pin_share} must be at least 0 and below 1")
         if self.activations not in ("recompute", "keep"):
             raise ConfigError(f"activations={self.activations!r} must be 'recompute' or 'keep'")
+        if self.lookahead < 0:
+            raise ConfigError(f"lookahead={self.lookahead} must be 0 (off) or a number of layers")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(
                 f"threads={self.threads} must be at least 1; leave it out for all but a few"
@@ -81,6 +91,7 @@ class ExpertPlaceholder(nn.Parameter):
     activation: Activation | None = None  # None: GELU or gated SiLU, by the experts' shape
     places: Any = None  # where the tensors of an expert lie in the plain model, if it is not ours
     drops = False  # whether a token may have fewer experts than its routing has places
+    source: RoutingSource | None = None  # routes instead of the model's own router, if it is set
     is_expert_placeholder = True
 
     def __new__(cls, engine: "Engine", layer: int) -> "ExpertPlaceholder":
@@ -129,6 +140,7 @@ class Engine(abc.ABC):
         self.layout = layout
         self._rule: weakref.ref[UpdateRule] | None = None
         self._closed = False
+        self.gates: list[Tensor | None] = [None] * n_layers  # weights of routers, if known
         self.saved_to: Path | None = None  # the folder that holds the weights of now, if one does
         self.layer_steps = [0] * n_layers  # updates of each layer so far, for bias correction
         # passes whose backward is still to come; sets, because adding and removing is atomic and
@@ -166,6 +178,34 @@ class Engine(abc.ABC):
         return self.n_layers * self.n_experts * self.shape.numel
 
     # -- what a layer calls ---------------------------------------------------------------
+
+    def route(
+        self, layer_pass: LayerPass, x_TD: Tensor, expert_ids_TK: Tensor, phase: Phase
+    ) -> None:
+        """Enters a layer with its routing: sorts the rows, and plans who computes them."""
+        permutation = Permutation.build(expert_ids_TK, self.n_experts)
+        layer_pass.permutation = permutation
+        if layer_pass.drops or self.needs_counts(permutation.n_rows):
+            layer_pass.counts = permutation.counts_E.tolist()
+
+    def reroute(self, layer_pass: LayerPass) -> None:
+        """Enters the layer again for the backward of a pass; the plan may be another one."""
+        return
+
+    def host_forward(self, layer_pass: LayerPass, x_TD: Tensor) -> HostWork | None:
+        """Begins the forward of the experts that the CPU computes, if there are any."""
+        return None
+
+    def host_backward(
+        self,
+        layer_pass: LayerPass,
+        x_TD: Tensor,
+        dy_TD: Tensor,
+        weights_TK: Tensor,
+        need_dw: bool,
+    ) -> HostWork | None:
+        """The same for their backward; it delivers their gradients too."""
+        return None
 
     @abc.abstractmethod
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:

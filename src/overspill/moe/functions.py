@@ -15,7 +15,6 @@ from torch import Tensor
 
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
 from overspill.compute.permute import (
-    Permutation,
     combine,
     gather_rows,
     row_weights,
@@ -25,6 +24,7 @@ from overspill.compute.permute import (
 from overspill.core.experts import Phase
 from overspill.moe.engine import Engine, ExpertPlaceholder
 from overspill.moe.passes import LayerPass, Wave
+from overspill.moe.popularity import rerouted
 from overspill.plan.waves import row_pieces
 
 
@@ -38,7 +38,10 @@ def routed_experts(
         trained=placeholder.requires_grad,
         drops=placeholder.drops,
         activation=placeholder.activation,
+        simulated=placeholder.source is not None,
     )
+    if placeholder.source is not None and not _recomputing():
+        expert_ids_TK = rerouted(placeholder.source, placeholder.layer, expert_ids_TK)
     with torch.autocast(x_TD.device.type, enabled=False):  # experts compute in their own dtype
         return _routed(placeholder, x_TD, expert_ids_TK, weights_TK, layer_pass)
 
@@ -124,13 +127,12 @@ def _forward(
     layer_pass: LayerPass,
     keep: bool,
 ) -> Tensor:
-    permutation = Permutation.build(expert_ids_TK, engine.n_experts)
-    layer_pass.permutation = permutation
-    if layer_pass.drops or engine.needs_counts(permutation.n_rows):
-        layer_pass.counts = permutation.counts_E.tolist()
-    # inside a backward this is a recomputation: the layers that come next are those below
-    recomputing = torch._C._current_graph_task_id() != -1
-    phase = Phase.BACKWARD if recomputing else Phase.FORWARD
+    # in a recomputation the layers that come next are those below
+    phase = Phase.BACKWARD if _recomputing() else Phase.FORWARD
+    engine.route(layer_pass, x_TD, expert_ids_TK, phase)
+    permutation = layer_pass.permutation
+    assert permutation is not None
+    on_host = engine.host_forward(layer_pass, x_TD)
     y_RD = x_TD.new_empty(permutation.n_rows, x_TD.shape[1])
     if keep:
         layer_pass.kept = x_TD.new_empty(permutation.n_rows, engine.shape.in_rows)
@@ -143,20 +145,29 @@ def _forward(
             if layer_pass.kept is not None:
                 layer_pass.kept[start:end] = hidden
             del args, x_rows, y_rows, hidden
+    if on_host is not None:
+        on_host.take(y_RD)
     y_RD[layer_pass.n_routed(permutation.n_rows) :] = 0
     return combine(y_RD, weights_TK, permutation)
+
+
+def _recomputing() -> bool:
+    """Whether this forward runs inside a backward, for a checkpoint."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @torch.no_grad()
 def _backward(
     x_TD: Tensor, weights_TK: Tensor, dy_TD: Tensor, engine: Engine, layer_pass: LayerPass
 ) -> tuple[Tensor, Tensor]:
+    need_dw = engine.begin_backward(layer_pass)
+    engine.reroute(layer_pass)
     permutation = layer_pass.permutation
     assert permutation is not None
-    need_dw = engine.begin_backward(layer_pass)
     dy_TD = dy_TD.contiguous()
     dx_RD = x_TD.new_empty(permutation.n_rows, x_TD.shape[1])
     drow_weight_R = weights_TK.new_empty(permutation.n_rows)
+    on_host = engine.host_backward(layer_pass, x_TD, dy_TD, weights_TK, need_dw)
     for wave in engine.waves(layer_pass, Phase.BACKWARD):
         total = grads = None
         for start, end, ends, counts in _pieces(wave, engine):
@@ -179,6 +190,8 @@ def _backward(
             engine.deliver(layer_pass, wave, total.dw)
         del total, grads  # before the next wave computes, not after
     layer_pass.kept = None
+    if on_host is not None:
+        on_host.take(dx_RD, drow_weight_R)
     engine.end_backward(layer_pass)
     routed = layer_pass.n_routed(permutation.n_rows)
     dx_RD[routed:] = 0

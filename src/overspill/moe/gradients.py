@@ -1,7 +1,7 @@
 """The way of a gradient: off the device into a ring buffer and straight into its expert's update,
 or into the expert's own row, where it waits for more of it or for the global norm."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,8 +53,11 @@ class Gradients:
             self.ring = self.updates.ring = GradientRing(self.store, slab)
 
     def _take_rows(self) -> None:
-        if Part.GRADS in self.store.slabs:
-            return
+        with self.store.lock:  # gradients of the device and of the CPU may both be the first
+            if Part.GRADS not in self.store.slabs:
+                self._take_rows_once()
+
+    def _take_rows_once(self) -> None:
         rows = self.store.home_rows + self.store.cache_rows
         need = self.host_bytes() + rows * self.store.layout.weight_bytes + PROCESS
         if need > self.placement.host_memory:
@@ -94,6 +97,29 @@ class Gradients:
         else:
             self._into_row(entry, gradient, square, made)
             self._kept.add(entry.number)
+
+    def make(self, entry: Entry, write: Callable[[Tensor], float], hyper: AdamHyper | None) -> None:
+        """As `send`, for a gradient that is made on the host: `write` puts it into the memory it is
+        given and returns its sum of squares. The expert's weights are not read any more then."""
+        layout = self.store.layout
+        if hyper is not None or entry.number in self._kept:
+            adds = entry.number in self._kept
+            assert self.ring is not None
+            ring = self.ring.take()
+            self.squares[entry.number] = write(layout.weights(self.ring.buffers[ring]))
+            if not adds:
+                self._outdate(entry)
+            update = Update(entry, PASSED, ring, into_row=adds, hyper=None if adds else hyper)
+            self.updates.submit(update)
+            return
+        self._take_rows()
+        with self.store.lock:
+            row = self.store.host(entry, Part.GRADS)
+            if entry.disk_row is not None:
+                entry.have |= Part.GRADS
+                entry.dirty |= Part.GRADS
+        self.squares[entry.number] = write(layout.weights(row))
+        self._kept.add(entry.number)
 
     def _through_ring(
         self, entry: Entry, gradient: Sequence[Tensor], square: Tensor, made: Mark

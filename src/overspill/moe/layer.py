@@ -63,6 +63,11 @@ class MoE(nn.Module):
             self.w_in[index].view(-1).copy_(record[: self.shape.in_numel])
             self.w_out[index].view(-1).copy_(record[self.shape.in_numel :])
 
+    @property
+    def gate(self) -> Tensor:
+        """What the tokens are multiplied with to find their experts, [E, D]."""
+        return self.router.weight
+
     def expert_parameters(self) -> list[nn.Parameter]:
         return [self.w_in, self.w_out]
 

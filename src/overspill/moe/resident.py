@@ -67,7 +67,7 @@ class ResidentEngine(Engine):
             return
         starts = [0, *itertools.accumulate(counts)]
         pending = [
-            Candidate(index, base + index, count, True, True)
+            Candidate(index, base + index, starts[index], count, True, True)
             for index, count in enumerate(counts)
             if count
         ]

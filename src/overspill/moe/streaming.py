@@ -4,33 +4,42 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from overspill.compute.permute import Permutation, count_rows
 from overspill.core.errors import NonFiniteError
 from overspill.core.experts import ExpertId, Phase
 from overspill.core.sizes import format_size
-from overspill.hardware.machine import usable_cores
+from overspill.hardware.machine import cpu_threads
+from overspill.hardware.profile import ExpertCosts
 from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.course import Course
 from overspill.moe.engine import Engine, Settings, UpdateRule
 from overspill.moe.gradients import Gradients
-from overspill.moe.passes import LayerPass, Wave, sum_of_squares
-from overspill.moe.residency import Residency
+from overspill.moe.host_experts import HostExperts, room_for_rows
+from overspill.moe.lookahead import Knowledge
+from overspill.moe.passes import HostWork, LayerPass, Wave, sum_of_squares
+from overspill.moe.predictor import Lookahead
+from overspill.moe.residency import Residency, Resident
+from overspill.moe.sharing import Sharing
 from overspill.optim.kernel import AdamHyper
 from overspill.optim.updates import Updates
 from overspill.plan.budget import Placement
-from overspill.plan.waves import Candidate, next_wave
+from overspill.plan.waves import Candidate, first_of_wave, next_wave
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress, device_slab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Lane, Mark, compute_mark, compute_waits
-from overspill.transfer.loader import Loader
+from overspill.transfer.lanes import PASSED, Lane, Mark, compute_mark, compute_waits
+from overspill.transfer.loader import Loader, Target
 from overspill.transfer.requests import run_all
 from overspill.transfer.stager import Stager
 
 _SSD_WORKERS = 4  # for reads, and as many for writes
+_FEW_ROWS = 8192  # are sorted on the host: there it takes less time than the launches
+_LEARN_EVERY = 4  # forwards from one of which predictors learn: it costs more than to predict
 
 
 class StreamingEngine(Engine):
@@ -49,6 +58,7 @@ class StreamingEngine(Engine):
         recorder: Recorder,
         disk: Path | None = None,
         progress: Progress | None = None,
+        costs: ExpertCosts | None = None,
     ) -> None:
         super().__init__(n_layers, n_experts, layout, device, placement, settings, recorder)
         self.progress = progress
@@ -66,7 +76,7 @@ class StreamingEngine(Engine):
         self.loader = Loader(self.store, slab, upload, placement.slots)
         self.loader.overlap = settings.overlap_uploads
         squares = torch.zeros(n_layers * n_experts, pin_memory=on_gpu)
-        threads = settings.threads or max(1, usable_cores() - 4, usable_cores() * 3 // 4)
+        threads = cpu_threads(settings.threads)
         self.updates = Updates(self.store, squares, threads, recorder, inject)
         self.stager: Stager | None = None
         if self.store.disk_rows:
@@ -75,27 +85,157 @@ class StreamingEngine(Engine):
             self.loader.row_read = self.stager.pump
         download = Lane("download", device, recorder, inject)
         self.gradients = Gradients(self.store, placement, download, self.updates, self.stager)
+        room = room_for_rows(layout.shape.d_model, layout.dtype)
+        self.sharing = Sharing(self.course, costs, room, self._present)
+        self.sharing.on = settings.cpu_experts and costs is not None
+        self._threads = threads
+        self._host: HostExperts | None = None
+        self._lookahead: Lookahead | None = None
 
-    # -- waves ----------------------------------------------------------------------------
+    # -- who computes what ----------------------------------------------------------------
 
     def needs_counts(self, rows: int) -> bool:
         return True  # which experts are uploaded depends on them
 
-    def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
-        layer, counts = layer_pass.layer, layer_pass.counts
-        permutation = layer_pass.permutation
-        assert permutation is not None
-        self._check_pass(layer)
+    def route(
+        self, layer_pass: LayerPass, x_TD: Tensor, expert_ids_TK: Tensor, phase: Phase
+    ) -> None:
+        self._note_trained(layer_pass)
+        if self.sharing.open:
+            # the split needs the counts before the rows can be sorted by it
+            predicted_E = self._look_ahead(layer_pass, x_TD, expert_ids_TK, phase)
+            self._note_counts(layer_pass, expert_ids_TK, predicted_E)
+        else:
+            super().route(layer_pass, x_TD, expert_ids_TK, phase)
+        self._enter(layer_pass, phase)
+        self._put_apart(layer_pass, self._decide(layer_pass, phase))
+
+    def _note_counts(
+        self, layer_pass: LayerPass, expert_ids_TK: Tensor, predicted_E: Tensor | None
+    ) -> None:
+        """The host waits for the counts anyway: a prediction comes along, and so do few ids."""
+        few = expert_ids_TK.numel() <= _FEW_ROWS
+        if few:
+            wanted = expert_ids_TK.reshape(-1).to(torch.int64)
+        else:
+            wanted = count_rows(expert_ids_TK, self.n_experts)
+        if predicted_E is not None:
+            wanted = torch.cat((wanted, predicted_E))
+        wanted = wanted.cpu()
+        if predicted_E is not None:
+            wanted, predicted = wanted.split([len(wanted) - self.n_experts, self.n_experts])
+            with self.store.lock:
+                layer = layer_pass.layer + self.settings.lookahead
+                self.course.popularity.predict(layer, predicted.tolist())
+        if few:
+            layer_pass.expert_ids_TK = wanted.view_as(expert_ids_TK)
+            counts = np.bincount(wanted.numpy(), minlength=self.n_experts)
+            layer_pass.counts = counts[: self.n_experts].tolist()
+        else:
+            layer_pass.expert_ids_TK, layer_pass.counts = expert_ids_TK, wanted.tolist()
+
+    def reroute(self, layer_pass: LayerPass) -> None:
+        self._note_trained(layer_pass)
+        self._enter(layer_pass, Phase.BACKWARD)
+        if layer_pass.kept is not None or layer_pass.expert_ids_TK is None:
+            with self.store.lock:
+                self.sharing.keep(layer_pass.on_host)  # what was kept lies in the order of forward
+            return
+        self._put_apart(layer_pass, self._decide(layer_pass, Phase.BACKWARD))
+
+    def _look_ahead(
+        self, layer_pass: LayerPass, x_TD: Tensor, expert_ids_TK: Tensor, phase: Phase
+    ) -> Tensor | None:
+        """What the predictors say of a layer ahead, where somebody makes use of it."""
+        ahead = self.settings.lookahead
+        if not ahead or phase is Phase.BACKWARD or layer_pass.simulated or not self.sharing.open:
+            return None
+        if self._lookahead is None or self._lookahead.ahead != ahead:
+            sizes = self.n_experts, self.shape.d_model
+            self._lookahead = Lookahead(self.gates, *sizes, self.device, ahead, _LEARN_EVERY)
+        return self._lookahead.observe(layer_pass.layer, x_TD, expert_ids_TK)
+
+    def _note_trained(self, layer_pass: LayerPass) -> None:
+        rule = self.rule if layer_pass.training and layer_pass.trained else None
+        with self.store.lock:
+            self.sharing.trained = rule is not None and rule.hyper(layer_pass.layer) is not None
+
+    def _enter(self, layer_pass: LayerPass, phase: Phase) -> None:
+        self._check_pass(layer_pass.layer)
         self.trace.enter_experts()
         with self.store.lock:
-            self.course.enter(layer, phase, counts, layer_pass.training)
+            self.course.enter(layer_pass.layer, phase, layer_pass.counts, layer_pass.training)
+
+    def _decide(self, layer_pass: LayerPass, phase: Phase) -> frozenset[int]:
+        with self.store.lock:
+            before = layer_pass.on_host
+            return self.sharing.decide(layer_pass.layer, layer_pass.counts, phase, before)
+
+    def _put_apart(self, layer_pass: LayerPass, on_host: frozenset[int]) -> None:
+        """Sorts the rows, again if the experts of the CPU are others than they were."""
+        if layer_pass.permutation is not None and on_host == layer_pass.on_host:
+            return
+        ids_TK, counts = layer_pass.expert_ids_TK, layer_pass.counts
+        assert ids_TK is not None
+        layer_pass.on_host = on_host
+        if ids_TK.device.type == "cpu":
+            layer_pass.permutation = Permutation.on_host(ids_TK, counts, on_host, self.device)
+        else:
+            layer_pass.permutation = Permutation.with_counts(ids_TK, counts, on_host)
+
+    def _present(self, layer: int) -> set[int]:
+        """Experts of a layer that are on the device or on their way."""
+        fresh, entry = self.loader.fresh, self._entry
+        slots = self.residency.slots(layer).items()
+        return {index for index, slot in slots if fresh(entry(layer, index), slot)}
+
+    def host_forward(self, layer_pass: LayerPass, x_TD: Tensor) -> HostWork | None:
+        return self._hosts().forward(layer_pass, x_TD) if layer_pass.on_host else None
+
+    def host_backward(
+        self,
+        layer_pass: LayerPass,
+        x_TD: Tensor,
+        dy_TD: Tensor,
+        weights_TK: Tensor,
+        need_dw: bool,
+    ) -> HostWork | None:
+        if not layer_pass.on_host:
+            return None
+        layer = layer_pass.layer
+        hyper = self._hyper_now(layer) if need_dw and self.is_final(layer) else None
+        return self._hosts().backward(layer_pass, x_TD, dy_TD, weights_TK, need_dw, hyper)
+
+    def _hosts(self) -> HostExperts:
+        """Made when the CPU gets its first experts: many trainings never give it any."""
+        if self._host is None:
+            self._host = HostExperts(
+                self.store,
+                self.course,
+                self.gradients,
+                self.stager,
+                self.device,
+                self._threads,
+                self.recorder,
+                self.settings.inject,
+            )
+        return self._host
+
+    # -- waves ----------------------------------------------------------------------------
+
+    def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
+        layer, counts = layer_pass.layer, layer_pass.device_counts
+        permutation = layer_pass.permutation
+        assert permutation is not None
         starts = [0, *itertools.accumulate(counts)]
+        # experts on disk take turns in few rows: they cannot all be on their way at once
+        patient = not self.store.disk_rows and self.sharing.is_small(counts, phase)
         for part in range(self.residency.n_parts):
             pending = [index for index in self.residency.experts(part) if counts[index]]
             if pending:
-                self._focus(part)
+                pending = self._focus(part)
             while pending:
-                run, slots, marks = self._await_wave(layer, pending, counts)
+                run, slots, marks = self._await_wave(layer, pending, counts, starts, patient)
                 for mark in marks:
                     compute_waits(self.device, mark)  # the compute stream itself, not the host
                 first, stop = run[0], run[-1] + 1
@@ -106,7 +246,7 @@ class StreamingEngine(Engine):
                     starts[first],
                     starts[stop],
                     self._slot_weights[slots[0] : slots[-1] + 1],
-                    permutation.ends_E[first:stop] - starts[first],
+                    _from_zero(permutation.ends_E[first:stop], starts[first]),
                     counts[first:stop],
                 )
                 self.trace.end_wave()
@@ -115,45 +255,71 @@ class StreamingEngine(Engine):
                     for slot in slots:
                         self.loader.slots[slot].free = used
                     self.course.leave(run)
-                pending = pending[len(run) :]
+                pending = [index for index in pending if index not in run]
         self.trace.leave_experts()
 
-    def _focus(self, part: int) -> None:
-        """Tells the loader and the stager that this part is needed now, and what follows it."""
+    def _focus(self, part: int) -> list[int]:
+        """Tells the loader and the stager that this part is needed now, and what follows it; its
+        experts in the order in which they are uploaded."""
         with self.store.lock:
             ahead = self.settings.overlap_uploads
             needed = self.course.chunks(part, self.residency.n_parts, ahead)
-            targets = self.residency.follow(needed, self.course.expects)
-            self.loader.set_targets([(self.store.entry(id), slot) for id, slot in targets])
+            residents = self.residency.follow(needed, self.sharing.uploads)
+            self.loader.set_targets(
+                list(itertools.chain.from_iterable(map(self._targets, residents)))
+            )
             if self.stager is not None:
                 self.stager.pump()
+            return residents[0].indices
+
+    def _targets(self, resident: Resident) -> Iterator[Target]:
+        layer, indices, slots = resident
+        _, known = self.course.expected(layer)
+        sure = known is Knowledge.REAL
+        for index, slot in zip(indices, slots, strict=True):
+            yield Target(self._entry(layer, index), slot, known.value, sure)
 
     def _await_wave(
-        self, layer: int, pending: Sequence[int], counts: Sequence[int]
+        self,
+        layer: int,
+        pending: Sequence[int],
+        counts: Sequence[int],
+        starts: Sequence[int],
+        patient: bool,
     ) -> tuple[list[int], list[int], list[Mark]]:
-        """Blocks until the first of `pending` is on its way to its slot, then takes as many as may
-        compute with it: (indices, slots, ends of their uploads)."""
+        """Blocks until one of `pending`, the first that can be had, is on its way to its slot (if
+        `patient`, until all are), then takes as many as may compute with it: (indices, slots, ends
+        of their uploads)."""
         loader = self.loader
         with self.store.lock:
             entries = {index: self._entry(layer, index) for index in pending}
-            first = entries[pending[0]]
             if self.stager is not None:
                 self.stager.pump()  # rows of experts that were passed are free for those to come
-            slot_of = {index: self.residency.slot(entry.id) for index, entry in entries.items()}
-            self.store.wait_main(lambda: loader.fresh(first, slot_of[pending[0]]))
+            slot_of = self.residency.slots(layer)
+
+            def here(index: int) -> bool:
+                return loader.fresh(entries[index], slot_of[index])
+
+            enough = all if patient else any
+            self.store.wait_main(lambda: enough(map(here, pending)))
+            issued = set(filter(here, pending))
+            order = sorted(pending)
             candidates = []
-            for index, slot in slot_of.items():
-                here = loader.fresh(entries[index], slot)
-                arrived = here and loader.slots[slot].ready.done()
-                candidates.append(Candidate(index, slot, counts[index], here, arrived))
-            number = next_wave(candidates, self.placement.max_rows, self.settings.waves)
-            run = list(pending[:number])
-            marks = [loader.slots[slot_of[index]].ready for index in run]
+            for index in order:
+                slot, is_here = slot_of[index], index in issued
+                arrived = is_here and (loader.arrived(slot) or patient)
+                rows = starts[index], counts[index]
+                candidates.append(Candidate(index, slot, *rows, is_here, arrived))
+            lead = next(index for index in pending if index in issued)
+            first = first_of_wave(candidates, order.index(lead))
+            number = next_wave(candidates[first:], self.placement.max_rows, self.settings.waves)
+            run = order[first : first + number]
+            ready = [loader.slots[slot_of[index]].ready for index in run]
             slots = list(range(slot_of[run[0]], slot_of[run[-1]] + 1))
-            return run, slots, marks
+            return run, slots, [mark for mark in ready if mark is not PASSED]
 
     def _entry(self, layer: int, index: int) -> Entry:
-        return self.store.entry(ExpertId(layer, index))
+        return self.store.entries[layer * self.n_experts + index]
 
     def _needs(self) -> Iterator[tuple[Entry, Part]]:
         """What the stager should have in host rows: pending updates, then the known order."""
@@ -213,6 +379,7 @@ class StreamingEngine(Engine):
         self.flush()
         self.settings = settings
         self.loader.overlap = settings.overlap_uploads
+        self.sharing.on = settings.cpu_experts and self.sharing.costs is not None
 
     def gradient_squares(self) -> float:
         self._check_open()
@@ -318,7 +485,7 @@ class StreamingEngine(Engine):
     def bytes_by_tier(self) -> dict[str, int]:
         return {
             "gpu": self.loader.slab.nbytes,
-            "host": self.gradients.host_bytes(),
+            "host": self.gradients.host_bytes() + (0 if self._host is None else self._host.nbytes),
             "disk": self.store.disk_bytes(),
         }
 
@@ -343,6 +510,8 @@ class StreamingEngine(Engine):
             return
         self._closed = True
         self.loader.close()
+        if self._host is not None:
+            self._host.close()
         self.updates.close()
         if self.stager is not None:
             self.stager.close()
@@ -352,6 +521,10 @@ class StreamingEngine(Engine):
         self.store.close()
         self._slot_weights = self._slot_weights.new_empty(0, self.shape.numel)
         self._lift_budget()
+
+
+def _from_zero(ends: Tensor, start: int) -> Tensor:
+    return ends - start if start else ends
 
 
 def _zero(row: Tensor) -> None:

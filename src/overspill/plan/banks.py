@@ -14,9 +14,9 @@ class Chunk(NamedTuple):
 
 
 def bank_size(slots: int, n_experts: int) -> int:
-    """Experts a bank. At least four banks where there are four slots, so that some fill while one
+    """Experts a bank. At least three banks where there are three slots, so that some fill while one
     computes; no longer than a layer; parts of a layer as equal as can be."""
-    longest = min(n_experts, max(1, slots // 4))
+    longest = min(n_experts, max(1, slots // 3))
     parts = -(-n_experts // longest)
     return -(-n_experts // parts)
 

@@ -11,9 +11,18 @@ class Candidate:
 
     index: int  # in its layer
     slot: int
+    start: int  # its first row
     rows: int  # tokens routed to it
     here: bool  # its upload was issued
     arrived: bool  # its upload has ended
+
+
+def first_of_wave(pending: Sequence[Candidate], lead: int) -> int:
+    """Where in `pending`, which is in the order of indices, a wave with the one at `lead` begins:
+    at the first of the neighbours before it that have all arrived."""
+    while lead > 0 and pending[lead - 1].arrived and _near(pending[lead - 1], pending[lead]):
+        lead -= 1
+    return lead
 
 
 def next_wave(pending: Sequence[Candidate], max_rows: int, waves: bool) -> int:
@@ -28,12 +37,19 @@ def next_wave(pending: Sequence[Candidate], max_rows: int, waves: bool) -> int:
     if not waves:
         return count
     for before, after in itertools.pairwise(pending):
-        near = after.slot - before.slot == after.index - before.index
-        if not (near and after.here and after.arrived and rows + after.rows <= max_rows):
+        fits = rows + after.rows <= max_rows
+        if not (_near(before, after) and after.here and after.arrived and fits):
             break
         count += 1
         rows += after.rows
     return count
+
+
+def _near(before: Candidate, after: Candidate) -> bool:
+    """Whether they lie in memory as they lie in their layer, and so do their rows: an expert in
+    between that was computed already must not be computed again."""
+    rows = before.start + before.rows == after.start
+    return rows and after.slot - before.slot == after.index - before.index
 
 
 def row_pieces(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:

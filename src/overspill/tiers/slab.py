@@ -47,6 +47,7 @@ class HostSlab:
         self._rows_a_piece = max(1, _PIECE // row_bytes)
         if rows == 0:
             self.rows = torch.empty(0, row_bytes, dtype=torch.uint8)
+            self._views = self.rows.unbind()
             return
         try:
             memory = mmap.mmap(-1, self.nbytes)
@@ -57,6 +58,7 @@ class HostSlab:
             ) from error
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         self.rows = flat.view(rows, row_bytes)
+        self._views = self.rows.unbind()  # made once: rows are asked for all the time
         pool = ThreadPoolExecutor(_TAKERS, thread_name_prefix="overspill-take")
         self._taking = [
             pool.submit(self._take_piece, piece, pinned, not background)
@@ -99,7 +101,7 @@ class HostSlab:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> Tensor:
-        return self.rows[row]
+        return self._views[row]
 
     def close(self) -> None:
         """Unpins the memory and lets it go; the bytes live as long as something views them."""
@@ -111,6 +113,7 @@ class HostSlab:
             torch.cuda.cudart().cudaHostUnregister(pointer)
         self._registered.clear()
         self.rows = self.rows.new_empty(0, self.row_bytes)
+        self._views = ()
 
 
 def device_slab(rows: int, row_bytes: int, device: torch.device) -> Tensor:

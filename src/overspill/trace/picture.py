@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # Two shades a row, in turn, so that spans without a gap can still be told apart.
 _SHADES = {
     "gpu compute": ("#2f7d4f", "#5fae7f"),
+    "cpu compute": ("#b0413e", "#dd8784"),
     "upload": ("#2f6db3", "#6fa3dc"),
     "download": ("#7b4fa3", "#ab84cf"),
     "optimizer": ("#c8702a", "#eba267"),

@@ -3,7 +3,16 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-ROWS = ("gpu compute", "upload", "download", "optimizer", "ssd read", "ssd write", "main")
+ROWS = (
+    "gpu compute",
+    "cpu compute",
+    "upload",
+    "download",
+    "optimizer",
+    "ssd read",
+    "ssd write",
+    "main",
+)
 """The rows of a timeline, in the order they are shown; a row not named here comes after them."""
 
 

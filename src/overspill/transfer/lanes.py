@@ -2,12 +2,12 @@
 when the call returns. All waiting between compute and copies is written in these two words."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from overspill.trace.recorder import Recorder
+from overspill.transfer.driver import Event, copy_on, new_event
 
 Inject = Callable[[str], None]
 """Called before every transfer and optimizer job with its kind: tests delay or fail jobs here."""
@@ -18,7 +18,7 @@ class Mark:
 
     __slots__ = ("event",)
 
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+    def __init__(self, event: Event | None = None) -> None:
         self.event = event
 
     def done(self) -> bool:
@@ -48,39 +48,42 @@ class Lane:
         """Copies (destination, source) pairs once `after` has passed; the mark is their end."""
         size = sum(source.nbytes for _, source in pairs)
         self.recorder.add_bytes(self.row, size)
-        context: AbstractContextManager[object] = nullcontext()
-        if self.stream is not None:
-            context = torch.cuda.stream(self.stream)
-        with context:
-            for mark in after:
-                if mark.event is not None and self.stream is not None:
-                    self.stream.wait_event(mark.event)
+        stream = self.stream
+        if stream is None:
             if self.inject is not None:
                 self.inject(self.row)
-            if self.stream is None:
-                with self.recorder.span(self.row, name, size):
-                    for destination, source in pairs:
-                        destination.copy_(source)
-                return PASSED
-            traced = self.recorder.enabled
-            start = torch.cuda.Event(enable_timing=True) if traced else None
-            if start is not None:
-                start.record(self.stream)
-            for destination, source in pairs:
-                destination.copy_(source, non_blocking=True)
-            # blocking=True: a thread that waits sleeps instead of burning an optimizer core
-            end = torch.cuda.Event(enable_timing=traced, blocking=True)
-            end.record(self.stream)
-            if start is not None:
-                self.recorder.device_span(self.row, name, start, end, size)
-            return Mark(end)
+            with self.recorder.span(self.row, name, size):
+                for destination, source in pairs:
+                    destination.copy_(source)
+            return PASSED
+        for mark in after:
+            if mark.event is not None:
+                mark.event.wait(stream)
+        if self.inject is not None:
+            with torch.cuda.stream(stream):  # it may put a delay there
+                self.inject(self.row)
+        traced = self.recorder.enabled
+        start = torch.cuda.Event(enable_timing=True) if traced else None
+        if start is not None:
+            start.record(stream)
+        for destination, source in pairs:
+            copy_on(stream, destination, source)
+        if start is not None:
+            stop = torch.cuda.Event(enable_timing=True)
+            stop.record(stream)
+            self.recorder.device_span(self.row, name, start, stop, size)
+        # a thread that waits for it must not burn an optimizer core
+        end = new_event(stream.device, blocking=True)
+        end.record(stream)
+        return Mark(end)
 
 
-def compute_mark(device: torch.device) -> Mark:
-    """Where the current compute stream stands now."""
+def compute_mark(device: torch.device, spin: bool = False) -> Mark:
+    """Where the current compute stream stands now. Who waits for it sleeps, or with `spin`, where
+    it will be short, does not."""
     if device.type != "cuda":
         return PASSED
-    event = torch.cuda.Event(blocking=True)
+    event = new_event(device, blocking=not spin)
     event.record(torch.cuda.current_stream(device))
     return Mark(event)
 
@@ -88,4 +91,4 @@ def compute_mark(device: torch.device) -> Mark:
 def compute_waits(device: torch.device, mark: Mark) -> None:
     """Makes the current compute stream (not another, and not the host) wait for `mark`."""
     if mark.event is not None:
-        torch.cuda.current_stream(device).wait_event(mark.event)
+        mark.event.wait(torch.cuda.current_stream(device))

@@ -50,6 +50,8 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
             found.append(StackedExperts(path, module, std))
         elif style := _DICTIONARIES.get(type(module).__name__):
             found.append(DictionaryExperts(path, module, style, std))
+    for layer in found:
+        layer.block = model.get_submodule(layer.path.rpartition(".")[0])
     _refuse_others(model, found)
     same_everywhere(found)
     if model.training:

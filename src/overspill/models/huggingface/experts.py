@@ -42,6 +42,8 @@ class HuggingFaceExperts(abc.ABC):
         self.shape = shape
         self.n_experts = n_experts
         self.std = std
+        self.block: nn.Module | None = None
+        """What holds the experts and their router."""
         first = self.expert_parameters()[0]
         self._dtype, self._trained = first.dtype, first.requires_grad
 
@@ -49,6 +51,16 @@ class HuggingFaceExperts(abc.ABC):
     def experts(self) -> ExpertPlaceholder:
         placeholder: ExpertPlaceholder = getattr(self.module, PLACEHOLDER)
         return placeholder
+
+    @property
+    def gate(self) -> Tensor | None:
+        """The weight of the router, if it is plain to see: the one matrix beside the experts that
+        leads from a token to a number for each of them."""
+        if self.block is None:
+            return None
+        size = (self.n_experts, self.shape.d_model)
+        found = [p for p in self.block.parameters() if tuple(p.shape) == size]
+        return found[0] if len(found) == 1 else None
 
     @property
     def engine(self) -> Engine | None:

@@ -1,0 +1,171 @@
+"""How fast the CPU computes one expert that no cache holds, beside torch and the memory's limit.
+
+PYTHONPATH=src python3 bench/cpu_expert.py --out bench/results
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from record import Limit, metric, write_record
+from torch import Tensor
+
+from overspill.compute.cpu import (
+    Segment,
+    cpu_backward,
+    cpu_forward,
+    cpu_kernel_name,
+    read_bandwidth,
+)
+from overspill.compute.experts import wave_forward
+from overspill.core.experts import ExpertShape
+from overspill.hardware.machine import usable_cores
+
+SHAPES = (ExpertShape(1024, 4096, gated=False), ExpertShape(4096, 14336, gated=False))
+TOKENS = (1, 4, 16, 64)
+DTYPE = torch.bfloat16
+GIB = 1 << 30
+CALLS = 24  # of one kind, before another has its turn
+
+
+class Timings(NamedTuple):
+    """Seconds for one expert, of each repeat."""
+
+    forward: list[float]
+    torch: list[float]
+    backward: list[float]
+
+
+def weight_bytes(shape: ExpertShape) -> int:
+    return shape.numel * DTYPE.itemsize
+
+
+class Rotation:
+    """Experts taken in turn: when one comes again, the others have pushed it out of the caches."""
+
+    def __init__(self, shape: ExpertShape, gib: float) -> None:
+        self.shape = shape
+        first = torch.empty(shape.numel, dtype=DTYPE).normal_(0, 0.02)
+        count = max(2, round(gib * GIB / weight_bytes(shape)))
+        self.records = [first, *(first.clone() for _ in range(count - 1))]
+        self._next = 0
+
+    def seconds(self, work: Callable[[Tensor], object]) -> float:
+        """The median of some calls, each on the next expert."""
+        times = []
+        for _ in range(min(CALLS, len(self.records))):
+            record = self.records[self._next % len(self.records)]
+            self._next += 1
+            start = time.perf_counter()
+            work(record)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+
+def time_expert(experts: Rotation, tokens: int, threads: int, repeats: int) -> Timings:
+    """Our forward, torch's and our backward in turn, so that a slow moment hits all of them."""
+    shape = experts.shape
+    x, dy = (torch.randn(tokens, shape.d_model).to(DTYPE) for _ in range(2))
+    y, dx = torch.empty_like(x), torch.empty_like(x)
+    weight, dweight = torch.rand(tokens), torch.empty(tokens)
+    ends = torch.tensor([tokens], dtype=torch.int32)
+
+    def forward(record: Tensor) -> None:
+        cpu_forward(x, y, [Segment(record, 0, tokens)], shape, None, threads)
+
+    def by_torch(record: Tensor) -> None:
+        wave_forward(x, record.unsqueeze(0), shape, ends, [tokens])
+
+    def backward(record: Tensor) -> None:
+        segments = [Segment(record, 0, tokens)]
+        cpu_backward(x, dy, weight, dx, dweight, segments, shape, None, threads)
+
+    timings = Timings([], [], [])
+    for work in (forward, by_torch, backward):
+        work(experts.records[0])  # threads started, kernels chosen
+    for _ in range(repeats):
+        for times, work in zip(timings, (forward, by_torch, backward), strict=True):
+            times.append(experts.seconds(work))
+    return timings
+
+
+def row(shape: ExpertShape, tokens: int, timings: Timings, bandwidth: float) -> dict[str, Any]:
+    """One row of the table; `bandwidth` in bytes a second."""
+    size = weight_bytes(shape)
+    forward, by_torch, backward = (statistics.median(times) for times in timings)
+    return {
+        "expert": f"{shape.d_model}×{shape.d_hidden}",
+        "tokens": tokens,
+        "forward": f"{forward * 1e3:.3f} ms",
+        "weights read": f"{size / forward / 1e9:.1f} GB/s",
+        "of host bandwidth": f"{size / forward / bandwidth:.0%}",
+        "torch": f"{by_torch * 1e3:.3f} ms",
+        "bandwidth limit": f"{size / bandwidth * 1e3:.3f} ms",
+        "frozen backward": f"{backward * 1e3:.3f} ms",
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=max(1, usable_cores() - 2))
+    parser.add_argument("--gib", type=float, default=1.5, help="weights to rotate over, GiB")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="folder for the JSON record")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
+    threads = arguments.threads
+    torch.set_num_threads(threads)
+    buffer = torch.ones(int(arguments.gib * GIB) // 4)
+    # Again after each shape, and the best counts: a limit is what the memory can do, and a moment
+    # in which something else used it would make shares of more than the whole.
+    bandwidths = [read_bandwidth(buffer, threads)]
+    measured = []
+    for shape in SHAPES:
+        experts = Rotation(shape, arguments.gib)
+        for tokens in TOKENS:
+            measured.append(
+                (shape, tokens, time_expert(experts, tokens, threads, arguments.repeats))
+            )
+        del experts  # before the next shape takes its memory
+        bandwidths.append(read_bandwidth(buffer, threads))
+    bandwidth = max(bandwidths)
+    print(
+        f"kernel {cpu_kernel_name()}, {threads} threads; "
+        f"host memory, reading: {bandwidth / 1e9:.1f} GB/s"
+    )
+    rows, shares = [], {}
+    for shape, tokens, timings in measured:
+        rows.append(row(shape, tokens, timings, bandwidth))
+        print("  ".join(f"{key} {value}" for key, value in rows[-1].items()))
+        values = [weight_bytes(shape) / seconds / bandwidth for seconds in timings.forward]
+        name = f"share_{shape.d_model}x{shape.d_hidden}_{tokens}_tokens"
+        shares[name] = metric(values, "share")
+    write_record(
+        "cpu-expert",
+        {
+            "row": f"one expert on the CPU, bf16, {threads} threads",
+            "kernel": cpu_kernel_name(),
+            "threads": threads,
+            "gib": arguments.gib,
+            "repeats": arguments.repeats,
+        },
+        shares,
+        Limit(
+            1.0,
+            "share",
+            f"host memory at {bandwidth / 1e9:.1f} GB/s, read by {threads} threads in this run",
+        ),
+        arguments.out,
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

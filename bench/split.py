@@ -1,0 +1,231 @@
+"""CPU and GPU share the experts: what the CPU's share is worth, on and off in turn.
+
+PYTHONPATH=src python3 bench/split.py frozen --timeline timelines
+PYTHONPATH=src python3 bench/split.py sweep
+PYTHONPATH=src python3 bench/split.py w1
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from record import Limit, Metric, metric, write_record
+from torch import Tensor, nn
+from workload import Work, build, optimize, steps
+
+import overspill
+from overspill.hardware.profile import ExpertCosts
+from overspill.models.presets import get_preset
+from overspill.moe.engine import Engine
+from overspill.moe.functions import routed_experts
+from overspill.moe.layer import MoE
+from overspill.moe.popularity import Simulated, routed_by
+from overspill.trace.perfetto import write_perfetto
+from overspill.trace.picture import draw_timeline
+
+N_LAYERS, N_EXPERTS, TOP_K, D_MODEL, D_HIDDEN = 16, 16, 2, 1024, 4096
+UNIFORM = 1 / N_EXPERTS
+
+
+class Stack(nn.Module):
+    """The experts of MoE layers and nothing else: the simulator stands for their gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            MoE(
+                D_MODEL,
+                D_HIDDEN,
+                N_EXPERTS,
+                TOP_K,
+                gated=False,
+                layer=layer,
+                n_layers=N_LAYERS,
+                meta_experts=True,
+                device="cuda",
+                dtype=torch.bfloat16,
+            )
+            for layer in range(N_LAYERS)
+        )
+        self.norm = nn.RMSNorm(D_MODEL, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        ids_TK = torch.zeros(x_TD.shape[0], TOP_K, dtype=torch.int64, device=x_TD.device)
+        weights_TK = torch.full(ids_TK.shape, 1 / TOP_K, device=x_TD.device)
+        for layer in self.layers:
+            x_TD = x_TD + routed_experts(layer.experts, self.norm(x_TD), ids_TK, weights_TK)
+        return x_TD
+
+
+def frozen_stack(gpu_memory: str) -> Stack:
+    """In host memory, without optimizer states: nothing of it is trained."""
+    model = Stack().eval().requires_grad_(False)
+    overspill.offload(model, mode="host", gpu_memory=gpu_memory)
+    return model
+
+
+def passes(model: Stack, tokens: int) -> Callable[[], None]:
+    x_TD = torch.randn(tokens, D_MODEL, device="cuda", dtype=torch.bfloat16)
+
+    def there_and_back() -> None:
+        x = x_TD.clone().requires_grad_()
+        model(x).sum().backward()
+        torch.cuda.synchronize()
+
+    return there_and_back
+
+
+def in_turn(
+    engine: Engine, run: Callable[[], None], rounds: int, each: int = 1, warm: int = 1
+) -> tuple[list[float], list[float]]:
+    """Seconds with and without the CPU's share, one after the other, `rounds` times."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(rounds):
+        for on in (True, False):
+            engine.switch(dataclasses.replace(engine.settings, cpu_experts=on))
+            for _ in range(warm):
+                run()
+            start = time.perf_counter()
+            for _ in range(each):
+                run()
+            seconds[on].append((time.perf_counter() - start) / each)
+    return seconds[True], seconds[False]
+
+
+def ratio(on: Sequence[float], off: Sequence[float]) -> Metric:
+    """How many times faster: of the medians, and of each pair."""
+    pairs = [b / a for a, b in zip(on, off, strict=True)]
+    return Metric(statistics.median(off) / statistics.median(on), min(pairs), max(pairs), "×")
+
+
+def costs_of(engine: Engine) -> ExpertCosts:
+    costs = engine.sharing.costs
+    assert costs is not None
+    return costs
+
+
+def limit(costs: ExpertCosts) -> Limit:
+    """Both sides busy all the time, against the link alone: rates of experts a second."""
+    cpu = 1 / (costs.cpu_forward(1) * costs.cpu_beside)
+    link = 1 / costs.load_beside
+    source = "CPU experts with one token and uploads at once, against uploads alone (probe)"
+    return Limit((cpu + link) * costs.load, "×", source)
+
+
+def frozen(args: argparse.Namespace) -> None:
+    model = frozen_stack(args.gpu_memory)
+    engine = model.overspill
+    run = passes(model, 512)
+    found = {}
+    for zipf in (True, False):
+        source = Simulated(N_LAYERS, N_EXPERTS, TOP_K, g=0.4, seed=1, zipf=zipf)
+        with routed_by(model, source):
+            on, off = found[zipf] = in_turn(engine, run, args.rounds, each=3, warm=2)
+            if args.timeline is not None and not zipf:
+                draw(engine, run, args.timeline)
+        print("zipf" if zipf else "hot", *map(statistics.median, (on, off)), flush=True)
+    metrics = {
+        "speedup": ratio(on, off),
+        "shared": metric([s * 1e3 for s in on], "ms"),
+        "gpu_alone": metric([s * 1e3 for s in off], "ms"),
+        "speedup_under_zipf": ratio(*found[True]),
+    }
+    config = {
+        "row": f"forward and backward, {N_LAYERS} MoE layers {D_MODEL}×{D_HIDDEN}, {N_EXPERTS} "
+        "experts, top-2, frozen in host memory, 512 tokens, G = 0.4",
+        "show": ["shared", "gpu_alone", "speedup_under_zipf"],
+        "popularity": "two hot experts over a floor; under Zipf 6 of 16 experts get no token",
+        "compare": "APTMoE over Mobius: 1.33×",
+        "rounds": args.rounds,
+        "threads": costs_of(engine).threads,
+    }
+    write_record("split-frozen-g0.4", config, metrics, limit(costs_of(engine)), args.out)
+    engine.close()
+
+
+def draw(engine: Engine, run: Callable[[], None], folder: Path) -> None:
+    """A layer or two of the forward, with CPU and GPU experts side by side."""
+    engine.switch(dataclasses.replace(engine.settings, cpu_experts=True))
+    run()
+    engine.recorder.start()
+    run()
+    engine.recorder.stop()
+    spans = engine.recorder.spans()
+    cpu = sorted(s.start_ns for s in spans if s.row == "cpu compute")
+    middle = cpu[len(cpu) // 4 : len(cpu) // 4 + 3]
+    shown = [s for s in spans if s.end_ns > middle[0] and s.start_ns < middle[-1]]
+    write_perfetto(spans, folder / "timeline-shared.json.gz")
+    draw_timeline(shown, folder / "timeline-shared.png", "Two layers, forward: CPU and GPU experts")
+    engine.recorder.clear()
+
+
+def sweep(args: argparse.Namespace) -> None:
+    model = frozen_stack(args.gpu_memory)
+    engine = model.overspill
+    table, worst = [], None
+    for tokens in (128, 512, 2048, 8192, 32768):
+        run = passes(model, tokens)
+        row: dict[str, str] = {"tokens": f"{tokens:,}"}
+        for g in (UNIFORM, 0.1, 0.2, 0.4, 0.6):
+            # two experts a token cannot be more uneven than one half; the paper's places may repeat
+            source = Simulated(N_LAYERS, N_EXPERTS, TOP_K, g=g, seed=1, repeat=g > 1 / TOP_K)
+            with routed_by(model, source):
+                on, off = in_turn(engine, run, args.rounds, each=1 if tokens > 8192 else 2)
+            found = ratio(on, off)
+            name = "uniform" if g == UNIFORM else f"G = {g}"
+            row[name] = f"{found.median:.2f}× ({statistics.median(off) * 1e3:.0f} ms)"
+            print(tokens, name, f"{found.median:.3f} {found.low:.3f}–{found.high:.3f}", flush=True)
+            worst = found if worst is None or found.median < worst.median else worst
+        table.append(row)
+    assert worst is not None
+    config = {
+        "row": f"the same over tokens and G, faster by (GPU alone): {N_LAYERS} layers, frozen",
+        "rounds": args.rounds,
+        "threads": costs_of(engine).threads,
+    }
+    write_record("split-sweep", config, {"least": worst}, None, args.out, table)
+    engine.close()
+
+
+def w1(args: argparse.Namespace) -> None:
+    model = build(get_preset("w1"), gpu_memory="12GiB")
+    engine = model.overspill
+    optimizer = optimize(model)
+    run = steps(model, optimizer, Work(16))
+
+    def step() -> None:
+        next(run)
+        torch.cuda.synchronize()
+
+    on, off = in_turn(engine, step, args.rounds)
+    metrics = {
+        "speedup": ratio(on, off),
+        "shared": metric([16 * 1024 / s for s in on], "tokens/s"),
+        "gpu_alone": metric([16 * 1024 / s for s in off], "tokens/s"),
+    }
+    config = {
+        "row": "W1 training steps of 16×1024 tokens, with the share switched on",
+        "show": ["shared", "gpu_alone"],
+        "rounds": args.rounds,
+    }
+    write_record("split-w1", config, metrics, None, args.out)
+    engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", choices=("frozen", "sweep", "w1"))
+    parser.add_argument("--gpu-memory", default="24GiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--timeline", type=Path, default=None, help="folder for a timeline")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    {"frozen": frozen, "sweep": sweep, "w1": w1}[args.work](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""How long an urgent upload waits when the link is full of uploads that are not.
+
+PYTHONPATH=src python3 bench/urgent.py
+"""
+
+import argparse
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from record import Limit, metric, write_record
+
+from overspill.core.experts import ExpertShape
+from overspill.tiers.layout import RecordLayout
+from overspill.tiers.slab import device_slab
+from overspill.tiers.store import ExpertStore
+from overspill.trace.recorder import Recorder
+from overspill.transfer.lanes import Lane
+from overspill.transfer.loader import Loader, Target
+
+N_EXPERTS = 48
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    device = torch.device("cuda")
+    layout = RecordLayout(ExpertShape(1024, 4096, gated=False), torch.bfloat16)
+    store = ExpertStore(1, N_EXPERTS, layout, N_EXPERTS, 0, pinned=True)
+    store.settle()
+    recorder = Recorder(device=device)
+    slab = device_slab(N_EXPERTS, layout.weight_bytes, device)
+    loader = Loader(store, slab, Lane("upload", device, recorder, None), N_EXPERTS)
+    recorder.start()
+    waits, arrivals, rates = [], [], []
+    numbers = random.Random(1)
+    for _ in range(args.trials):
+        recorder.clear()
+        wait, arrival, rate = trial(store, loader, recorder, numbers)
+        waits.append(wait)
+        arrivals.append(arrival)
+        rates.append(rate)
+    copy = layout.weight_bytes / statistics.median(rates)
+    copies = [wait / copy for wait in waits]
+    late = sorted(copies)
+    print(f"one copy {copy * 1e3:.3f} ms; waits in copies: median {statistics.median(copies):.2f}")
+    metrics = {
+        "wait": metric(copies, "copies"),
+        "wait_95": metric([late[int(0.95 * len(late))]], "copies"),
+        "arrival": metric([a * 1e3 for a in arrivals], "ms"),
+        "link": metric([rate / 1e9 for rate in rates], "GB/s"),
+    }
+    config = {
+        "row": f"wait of an urgent upload under {N_EXPERTS - 1} background uploads of 17 MB",
+        "show": ["wait_95", "arrival", "link"],
+        "compare": f"first come, first served: up to {N_EXPERTS - 1} copies",
+        "trials": args.trials,
+    }
+    write_record("urgent-load", config, metrics, Limit(1.0, "copies", "issue: one copy"), args.out)
+    loader.close()
+    store.close()
+
+
+def trial(
+    store: ExpertStore, loader: Loader, recorder: Recorder, numbers: random.Random
+) -> tuple[float, float, float]:
+    """(seconds from the request to its copy's start, to its end, bytes a second of the others)."""
+    with store.lock:
+        for entry in store.entries:
+            entry.version += 1  # all of them have to be uploaded again
+        background = [Target(e, e.number, "background") for e in store.entries[1:]]
+        loader.set_targets(background)
+    time.sleep(2e-3 + numbers.random() * 5e-3)  # in the midst of them
+    with store.lock:
+        asked = time.perf_counter_ns()
+        loader.set_targets([Target(store.entries[0], 0, "urgent"), *background])
+    with store.lock:
+        store.wait_main(loader.idle)
+    torch.cuda.synchronize()
+    spans = recorder.spans()
+    urgent = [span for span in spans if span.name.endswith("urgent")]
+    others = [span for span in spans if span.name.endswith("background")]
+    rate = sum(s.bytes for s in others) / sum((s.end_ns - s.start_ns) / 1e9 for s in others)
+    start = min(span.start_ns for span in urgent)
+    end = max(span.end_ns for span in urgent)
+    return max(0, start - asked) / 1e9, (end - asked) / 1e9, rate
+
+
+if __name__ == "__main__":
+    main()

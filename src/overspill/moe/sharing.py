@@ -1,0 +1,132 @@
+"""Who computes which expert: the plan of `plan.split`, fed with what the engine knows."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from overspill.core.experts import Phase
+from overspill.hardware.profile import ExpertCosts
+from overspill.moe.course import Course
+from overspill.plan.split import SplitCosts, pass_time, split
+
+_AS_GOOD = 1.1
+"""A split of the forward serves for backward too if the best one would not be faster by more."""
+Choose = Callable[[Sequence[int], Collection[int], Phase], frozenset[int]]
+
+
+class Sharing:
+    """Decides for the pass of now, by its real tokens, and for those ahead, by the expected ones.
+    Read and changed under the store's lock."""
+
+    def __init__(
+        self,
+        course: Course,
+        costs: ExpertCosts | None,
+        max_rows: int,
+        present: Callable[[int], Collection[int]],
+    ) -> None:
+        self.course = course
+        self.costs = costs
+        self.max_rows = max_rows
+        self.on = costs is not None
+        self.trained = False  # whether the passes of now end in updates by the CPU
+        self.choose: Choose = self._choose
+        self._present = present  # experts of a layer that are on the device or on their way
+        self._here: frozenset[int] = frozenset()
+        self._ahead: dict[int, tuple[Sequence[float], frozenset[int]]] = {}
+        self._costs: dict[tuple[Phase, bool], SplitCosts] = {}
+
+    @property
+    def open(self) -> bool:
+        """Whether the CPU may have time to give at all."""
+        if not self.on:
+            return False
+        if self.costs is None:
+            return True
+        # the most that it could spare the link: a whole layer
+        return self._claim() < self.course.n_experts * self.costs.load
+
+    def decide(
+        self,
+        layer: int,
+        counts: Sequence[int],
+        phase: Phase,
+        before: frozenset[int] = frozenset(),
+    ) -> frozenset[int]:
+        """The experts of the pass that begins which the CPU computes. Those of `before`, for which
+        the rows are sorted, if others are not clearly better."""
+        self._here = frozenset()
+        if self.open:
+            present = self._present(layer)
+            self._here = self.choose(counts, present, phase)
+            if before and before != self._here and self.costs is not None:
+                costs = self._costs_of(phase)
+                times = [pass_time(counts, present, s, costs) for s in (before, self._here)]
+                if times[0] <= _AS_GOOD * times[1]:
+                    self._here = before
+        return self._here
+
+    def is_small(self, counts: Sequence[int], phase: Phase) -> bool:
+        """Whether these tokens take the device less time than an upload, beyond what launching
+        takes anyway: then it may as well wait for all experts and compute them as one wave."""
+        if self.costs is None:
+            return False
+        times = self.costs.gpu_forward if phase is Phase.FORWARD else self.costs.gpu_backward
+        least = times(1)
+        return sum(times(count) - least for count in counts if count) < self.costs.load
+
+    def keep(self, on_host: frozenset[int]) -> None:
+        """The pass that begins has its experts divided already."""
+        self._here = on_host
+
+    def uploads(self, layer: int, indices: range) -> list[int]:
+        """Which of these experts of a layer go to the device, and in which order."""
+        tokens, _ = self.course.expected(layer)
+        busy = [index for index in self.course.busy(layer) if index in indices]
+        if tokens is None or not self.open:
+            return busy
+        on_host = self._here if layer == self.course.here.layer else self._plan(layer, tokens)
+        # the most popular first: should time run out, the CPU is left with the others
+        there = [index for index in busy if index not in on_host]
+        return sorted(there, key=lambda index: (-tokens[index], index)) if on_host else there
+
+    def _plan(self, layer: int, tokens: Sequence[float]) -> frozenset[int]:
+        known = self._ahead.get(layer)
+        if known is None or known[0] is not tokens:
+            counts = [round(count) for count in tokens]
+            phase = self.course.next_phase(layer)
+            known = tokens, self.choose(counts, self._present(layer), phase)
+            self._ahead[layer] = known
+        return known[1]
+
+    def _choose(
+        self, counts: Sequence[int], present: Collection[int], phase: Phase
+    ) -> frozenset[int]:
+        return split(counts, present, self._costs_of(phase), self.max_rows)
+
+    def _costs_of(self, phase: Phase) -> SplitCosts:
+        key = phase, self.trained
+        if key not in self._costs:
+            self._costs[key] = self._split_costs(phase)
+        return self._costs[key]
+
+    def _split_costs(self, phase: Phase) -> SplitCosts:
+        assert self.costs is not None
+        own = self.costs
+        cpu, gpu = own.cpu_forward, own.gpu_forward
+        if phase is Phase.BACKWARD:
+            cpu, gpu = own.cpu_backward, own.gpu_backward
+            if self.trained:
+                cpu, gpu = own.cpu_train, own.gpu_train
+        return SplitCosts(
+            load=own.load,
+            load_beside=own.load_beside,
+            cpu=lambda tokens: own.cpu_beside * cpu(tokens),
+            gpu=gpu,
+            fixed=own.round_trip,
+            claim=self._claim(),
+        )
+
+    def _claim(self) -> float:
+        """The optimizer updates every expert of a layer once in the time of its two passes."""
+        if not self.trained or self.costs is None:
+            return 0.0
+        return self.course.n_experts * self.costs.update_beside / 2

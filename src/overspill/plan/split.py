@@ -1,0 +1,134 @@
+"""Which experts of a layer the CPU computes where they lie, and which go to the GPU.
+
+Equation 1 of APTMoE: experts are ranked by their tokens; the CPU takes them from the low end while
+its time stays below the time that uploading the others takes. Here every cost is measured, and the
+cut is put where the slowest of the resources is done first.
+
+The resources work side by side, and each pass through a layer keeps each of them busy for a time:
+the link with uploads, the GPU with its experts, the cores with theirs. In training the cores also
+owe the optimizer its time (`claim`); where that is the longest already, the CPU has none to give.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+_WORTH = 0.91
+"""What a split must promise, as a share of the time without: less gain is within what a plan can be
+wrong by."""
+
+
+@dataclass(frozen=True)
+class SplitCosts:
+    """Seconds, for one pass through one layer in one direction."""
+
+    load: float
+    """Upload of one expert, alone, …"""
+    load_beside: float
+    """… and while the CPU computes."""
+    cpu: Callable[[int], float]
+    """One expert with so many tokens on the CPU, while uploads go on."""
+    gpu: Callable[[int], float]
+    fixed: float
+    """Handing tokens to the CPU and their results back."""
+    claim: float = 0.0
+    """What the optimizer needs of the cores in the time of this pass."""
+
+
+def pass_time(
+    tokens: Sequence[int], resident: Collection[int], on_cpu: Collection[int], costs: SplitCosts
+) -> float:
+    """How long the busiest resource works if the CPU takes the experts `on_cpu`."""
+    busy = [index for index, count in enumerate(tokens) if count]
+    rest = [index for index in busy if index not in on_cpu]
+    load = costs.load_beside if on_cpu else costs.load
+    cpu = costs.claim
+    if on_cpu:
+        cpu += costs.fixed + sum(costs.cpu(tokens[index]) for index in on_cpu)
+    uploads = load * sum(index not in resident for index in rest)
+    return max(cpu, uploads, sum(costs.gpu(tokens[index]) for index in rest))
+
+
+def split(
+    tokens: Sequence[int],
+    resident: Collection[int],
+    costs: SplitCosts,
+    max_rows: int | None = None,
+) -> frozenset[int]:
+    """The experts that the CPU computes. `tokens` are those of each expert, `resident` the experts
+    whose upload is done or under way, `max_rows` how many tokens the CPU may take in all."""
+    nothing: frozenset[int] = frozenset()
+    every = [index for index, count in enumerate(tokens) if count]
+    absent = [index for index in every if index not in resident]
+    sums = _Sums(tokens, resident, costs)
+    uploads, gpu = costs.load * len(absent), sums.gpu
+    idle = max(costs.claim, uploads, gpu)
+    if costs.claim + costs.fixed >= _WORTH * idle:
+        return nothing
+    ranked = sorted(absent, key=lambda index: (tokens[index], index))
+    found, seconds = _cut(sums, ranked, max_rows)
+    if gpu >= uploads:
+        # the GPU is the slowest: what is there already counts too, and a few large experts may
+        # fill the time better than many small ones
+        largest = sorted(every, key=lambda index: (-tokens[index], index))
+        for order in (largest[::-1], largest):
+            other, time = _pick(_Sums(tokens, resident, costs), order, max_rows, idle)
+            if time < seconds:
+                found, seconds = other, time
+    return found if seconds < _WORTH * idle else nothing
+
+
+class _Sums:
+    """What each resource has to do, as experts move to the CPU one by one."""
+
+    def __init__(self, tokens: Sequence[int], resident: Collection[int], costs: SplitCosts) -> None:
+        self.tokens, self.resident, self.load = tokens, resident, costs.load_beside
+        # a pass has few different counts, and is planned in a hurry
+        self.times = {count: (costs.cpu(count), costs.gpu(count)) for count in set(tokens)}
+        self.uploads = sum(bool(n) and i not in resident for i, n in enumerate(tokens))
+        self.gpu = sum(self.times[count][1] for count in tokens if count)
+        self.cpu = costs.claim + costs.fixed
+        self.rows = 0
+
+    def move(self, index: int, sign: int = 1) -> None:
+        """The expert goes to the CPU, or with sign -1 back."""
+        count = self.tokens[index]
+        cpu, gpu = self.times[count]
+        self.rows += sign * count
+        self.cpu += sign * cpu
+        self.gpu -= sign * gpu
+        self.uploads -= sign * (index not in self.resident)
+
+    @property
+    def seconds(self) -> float:
+        return max(self.cpu, self.load * self.uploads, self.gpu)
+
+
+def _cut(sums: _Sums, ranked: Sequence[int], max_rows: int | None) -> tuple[frozenset[int], float]:
+    """The best cut through the experts from the lowest rank on, and the time it gives."""
+    best, best_time = 0, float("inf")
+    for number, index in enumerate(ranked, start=1):
+        sums.move(index)
+        seconds = sums.seconds
+        if max_rows is not None and sums.rows > max_rows:
+            break
+        if seconds < best_time:
+            best, best_time = number, seconds
+        if sums.cpu >= best_time:
+            break  # it only grows from here on
+    return frozenset(ranked[:best]), best_time
+
+
+def _pick(
+    sums: _Sums, order: Sequence[int], max_rows: int | None, best_time: float
+) -> tuple[frozenset[int], float]:
+    """Takes each expert in turn if the pass is quicker with it: than `best_time`, than before."""
+    taken: set[int] = set()
+    for index in order:
+        sums.move(index)
+        fits = max_rows is None or sums.rows <= max_rows
+        if fits and sums.seconds < best_time:
+            taken.add(index)
+            best_time = sums.seconds
+        else:
+            sums.move(index, -1)
+    return frozenset(taken), best_time

@@ -1,0 +1,133 @@
+"""Copies and events through the CUDA driver itself.
+
+The loader issues thousands of copies a second beside the thread that launches kernels, and both
+need the interpreter's lock. Torch's `copy_` and events cost a tenth of a millisecond of it for each
+copy and give it away several times on the way, and every handover costs as much again. Here a copy
+is a pointer, a pointer and a size: a few microseconds, and the lock is only given away to wait.
+"""
+
+import ctypes
+import functools
+import logging
+import threading
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger("overspill")
+_here = threading.local()
+_NOT_READY = 600
+_BLOCKING, _NO_TIMING = 1, 2
+
+
+class Event(Protocol):
+    """What torch.cuda.Event and `_DriverEvent` have in common."""
+
+    def record(self, stream: torch.cuda.Stream) -> None: ...
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Makes the stream wait for it, not the caller."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+def new_event(device: torch.device, blocking: bool) -> Event:
+    """Who waits for a `blocking` one sleeps instead of burning a core."""
+    driver = _driver()
+    if driver is None:
+        return torch.cuda.Event(blocking=blocking)
+    _enter(device)
+    return _DriverEvent(driver, blocking)
+
+
+def copy_on(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> None:
+    """Queues a copy between pinned host memory and the device, in either direction."""
+    driver = _driver()
+    plain = destination.is_contiguous() and source.is_contiguous()
+    if driver is None or not plain or destination.dtype != source.dtype:
+        with torch.cuda.stream(stream):
+            destination.copy_(source, non_blocking=True)
+        return
+    assert destination.numel() == source.numel()
+    _enter(stream.device)
+    pointers = destination.data_ptr(), source.data_ptr()
+    driver.check(driver.copy(*pointers, source.nbytes, stream.cuda_stream), "copy")
+
+
+class _DriverEvent:
+    __slots__ = ("_driver", "_handle")
+
+    def __init__(self, driver: "_Driver", blocking: bool) -> None:
+        self._driver = driver
+        self._handle = ctypes.c_void_p()
+        flags = _NO_TIMING | (_BLOCKING if blocking else 0)
+        driver.check(driver.create(ctypes.byref(self._handle), flags), "create an event")
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        driver = self._driver
+        driver.check(driver.record(self._handle, stream.cuda_stream), "record an event")
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        driver = self._driver
+        driver.check(driver.stream_waits(stream.cuda_stream, self._handle, 0), "wait for an event")
+
+    def query(self) -> bool:
+        code = self._driver.query(self._handle)
+        if code == _NOT_READY:
+            return False
+        self._driver.check(code, "ask for an event")
+        return True
+
+    def synchronize(self) -> None:
+        self._driver.check(self._driver.synchronize(self._handle), "wait for an event")
+
+    def __del__(self) -> None:
+        # at exit the driver may be gone before its events
+        if self._handle and ctypes is not None:
+            self._driver.destroy(self._handle)
+
+
+class _Driver:
+    """The calls we make. Those that return at once keep the interpreter's lock: to give it away and
+    get it back takes longer than they do."""
+
+    def __init__(self) -> None:
+        at_once, waiting = ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1")
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        self.copy = at_once.cuMemcpyAsync
+        self.copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, size, pointer]
+        self.create = at_once.cuEventCreate
+        self.create.argtypes = [ctypes.POINTER(pointer), number]
+        self.destroy = at_once.cuEventDestroy_v2
+        self.destroy.argtypes = [pointer]
+        self.record = at_once.cuEventRecord
+        self.record.argtypes = [pointer, pointer]
+        self.stream_waits = at_once.cuStreamWaitEvent
+        self.stream_waits.argtypes = [pointer, pointer, number]
+        self.query = at_once.cuEventQuery
+        self.query.argtypes = [pointer]
+        self.synchronize = waiting.cuEventSynchronize
+        self.synchronize.argtypes = [pointer]
+
+    def check(self, code: int, what: str) -> None:
+        if code != 0:
+            raise RuntimeError(f"the CUDA driver could not {what}: error {code}")
+
+
+def _enter(device: torch.device) -> None:
+    """The driver wants a context in every thread; torch would make it with its first call there."""
+    if getattr(_here, "device", None) != device:
+        torch.cuda.set_device(device)
+        _here.device = device
+
+
+@functools.cache
+def _driver() -> _Driver | None:
+    try:
+        return _Driver()
+    except (OSError, AttributeError) as error:
+        _log.warning("copies go through torch, which is slower: no CUDA driver library (%s)", error)
+        return None

@@ -1,0 +1,30 @@
+"""Pinned host memory as the device sees it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Interface:
+    """What torch asks of memory that something else owns."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory  # as long as the view lives
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (memory.numel(),),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def on_device(memory: Tensor, device: torch.device) -> Tensor:
+    """Pinned bytes as a tensor of the device: its kernels read and write them over the link. On a
+    CPU they are what they are."""
+    assert memory.dtype == torch.uint8
+    assert memory.is_contiguous()
+    if device.type != "cuda":
+        return memory
+    return torch.as_tensor(_Interface(memory), device=device)

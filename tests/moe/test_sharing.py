@@ -1,0 +1,285 @@
+"""CPU and device share the experts of a layer: any split gives what plain training gives."""
+
+import random
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from overspill.core.errors import EngineError
+from overspill.core.experts import Phase
+from overspill.hardware.profile import Curve, ExpertCosts
+from overspill.moe.course import Course
+from overspill.moe.engine import Engine, Settings
+from overspill.moe.sharing import Sharing
+from overspill.moe.streaming import StreamingEngine
+from tests.moe.oracle import (
+    N_EXPERTS,
+    WHERE,
+    Task,
+    adamw,
+    assert_follows,
+    assert_same_bits,
+    delays,
+    loss_of,
+    plain_run,
+    spilled,
+    spilled_run,
+    train,
+)
+
+OFFLOADED = [name for name in WHERE if name != "gpu"]
+Choose = Callable[[Sequence[int], Collection[int], Phase], frozenset[int]]
+
+
+def at_random(seed: int, share: float = 0.5) -> Choose:
+    """Another split at every pass, whatever it costs."""
+    numbers, lock = random.Random(seed), threading.Lock()
+
+    def choose(counts: Sequence[int], present: Collection[int], phase: Phase) -> frozenset[int]:
+        with lock:
+            return frozenset(
+                i for i, count in enumerate(counts) if count and numbers.random() < share
+            )
+
+    return choose
+
+
+def force(engine: Engine, choose: Choose) -> None:
+    assert isinstance(engine, StreamingEngine)
+    engine.sharing.on = True
+    engine.sharing.choose = choose
+
+
+def shared_run(task: Task, where: str, disk: Path, settings: Settings, choose: Choose):  # type: ignore[no-untyped-def]
+    model = task.model()
+    with spilled(model, where, disk, settings) as engine:
+        force(engine, choose)
+        run = train(model, adamw(model, task), task)
+        spans = engine.recorder
+    assert spans is not None
+    return run
+
+
+TASKS = {
+    "plain": Task(),
+    "clipped": Task(clip=0.5),
+    "accumulated": Task(micro_batches=3),
+    "accumulated and clipped": Task(micro_batches=2, clip=0.5),
+    "checkpointed": Task(checkpoint=True),
+    "starved": Task(starve=True),
+    "top 1, not gated": Task(top_k=1, gated=False),
+}
+
+
+@pytest.mark.parametrize("where", OFFLOADED)
+@pytest.mark.parametrize("name", TASKS)
+def test_any_split_trains_as_plain_pytorch(name: str, where: str, tmp_path: Path) -> None:
+    task = TASKS[name]
+    run = shared_run(task, where, tmp_path, Settings(), at_random(3))
+    assert_follows(run, plain_run(task))
+
+
+@pytest.mark.parametrize("where", OFFLOADED)
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_any_split_is_exact_under_delays(where: str, share: float, tmp_path: Path) -> None:
+    task = Task(steps=8, clip=0.5 if share == 1.0 else None)
+    settings = Settings(inject=delays(5))
+    run = shared_run(task, where, tmp_path, settings, at_random(4, share))
+    assert_follows(run, plain_run(task))
+
+
+@pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 rows"])
+def test_kept_activations_go_with_the_split_of_their_forward(where: str, tmp_path: Path) -> None:
+    task = Task(steps=8)
+    run = shared_run(task, where, tmp_path, Settings(activations="keep"), at_random(6))
+    assert_follows(run, plain_run(task))
+
+
+@pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 9 rows"])
+def test_bf16_is_as_near_to_plain_training_as_without_a_split(where: str, tmp_path: Path) -> None:
+    task = Task(steps=6, dtype=torch.bfloat16, lr=1e-3)
+    alone = spilled_run(task, where, tmp_path)
+    run = shared_run(task, where, tmp_path, Settings(), at_random(7))
+    assert run.losses == pytest.approx(alone.losses, rel=2e-3)
+
+
+def test_the_split_of_now_is_that_of_the_real_tokens(tmp_path: Path) -> None:
+    """A wrong guess costs time: what was planned for the CPU but has many tokens goes up, and what
+    is there already is not computed twice."""
+    task = Task(steps=4)
+    real: list[frozenset[int]] = []
+
+    def wrong_ahead(
+        counts: Sequence[int], present: Collection[int], phase: Phase
+    ) -> frozenset[int]:
+        real.append(frozenset(i for i, n in enumerate(counts) if n and (n + i) % 2))
+        return real[-1]
+
+    run = shared_run(task, "host with 12 slots", tmp_path, Settings(), wrong_ahead)
+    assert_follows(run, plain_run(task))
+    assert any(real)
+
+
+@contextmanager
+def shared(task: Task, disk: Path, choose: Choose, where: str = "host with 5 slots") -> Iterator:  # type: ignore[type-arg]
+    model = task.model()
+    with spilled(model, where, disk) as engine:
+        force(engine, choose)
+        yield model, engine
+
+
+def test_frozen_experts_give_the_gradients_of_their_tokens(tmp_path: Path) -> None:
+    task = Task()
+    tokens = next(iter(task.batches()))[0]
+    plain = task.model()
+    for moe in plain.moe_layers():
+        moe.w_in.requires_grad_(False)
+        moe.w_out.requires_grad_(False)
+    loss_of(plain, tokens).backward()
+    model = task.model()
+    for moe in model.moe_layers():
+        moe.w_in.requires_grad_(False)
+        moe.w_out.requires_grad_(False)
+    with spilled(model, "host with 5 slots", tmp_path) as engine:
+        force(engine, at_random(8))
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(model, tokens).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.numel():
+                    expected = plain.get_parameter(name).grad
+                    torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_inference_is_shared_too(tmp_path: Path) -> None:
+    task = Task()
+    tokens = next(iter(task.batches()))[0]
+    plain = task.model().eval()
+    with torch.no_grad():
+        expected = plain(tokens).logits
+        for where in OFFLOADED:
+            model = task.model().eval()
+            with spilled(model, where, tmp_path) as engine:
+                force(engine, at_random(9))
+                for _ in range(3):
+                    torch.testing.assert_close(model(tokens).logits, expected)
+
+
+def test_all_experts_on_the_cpu_upload_nothing(tmp_path: Path) -> None:
+    task = Task(steps=2)
+    with shared(task, tmp_path, at_random(1, share=1.1)) as (model, engine):
+        train(model, adamw(model, task), task)
+        assert "upload" not in engine.recorder.counters()
+
+
+def test_experts_of_the_cpu_are_not_uploaded_ahead(tmp_path: Path) -> None:
+    """Experts 0 and 1 always stay: history and backward know it, nobody uploads them in vain."""
+    task = Task(steps=3)
+
+    def choose(counts: Sequence[int], present: Collection[int], phase: Phase) -> frozenset[int]:
+        return frozenset(i for i in (0, 1) if counts[i])
+
+    with shared(task, tmp_path, choose) as (model, engine):
+        optimizer = adamw(model, task)
+        train(model, optimizer, Task(steps=1))  # nothing is known before the first pass
+        engine.flush()
+        engine.recorder.start()
+        train(model, optimizer, task, first=1)
+        names = [span.name for span in engine.recorder.spans() if span.row == "upload"]
+        computed = [span.name for span in engine.recorder.spans() if span.row == "cpu compute"]
+    experts = {name.split()[1].split(".")[1] for name in names}
+    assert experts == {str(index) for index in range(2, N_EXPERTS)}
+    assert computed
+    assert any(name.endswith("real") for name in names)
+    assert any(name.endswith(("predicted", "by history")) for name in names)
+
+
+def test_the_same_split_gives_the_same_bits(tmp_path: Path) -> None:
+    task = Task(steps=6)
+    runs = [
+        shared_run(task, where, tmp_path, Settings(inject=delays(seed)), _odd)
+        for seed, where in enumerate(["host with 12 slots", "disk behind 9 rows"])
+    ]
+    assert_same_bits(*runs)
+
+
+def _odd(counts: Sequence[int], present: Collection[int], phase: Phase) -> frozenset[int]:
+    return frozenset(index for index in (1, 3) if counts[index])
+
+
+def test_a_failure_on_the_cpu_reaches_the_caller(tmp_path: Path) -> None:
+    def fail(kind: str) -> None:
+        if kind == "cpu":
+            raise OSError("no cores")
+
+    task = Task()
+    model = task.model()
+    with spilled(model, "host with 5 slots", tmp_path, Settings(inject=fail), idle=False) as engine:
+        force(engine, at_random(2, share=1.1))
+        with pytest.raises(EngineError, match="no cores"):
+            train(model, adamw(model, task), task)
+
+
+# -- the policy's inputs ----------------------------------------------------------------------
+
+
+def costs(**changes: object) -> ExpertCosts:
+    from overspill.core.experts import ExpertShape
+
+    flat = Curve((1, 64), (0.5e-3, 0.6e-3))
+    values: dict[str, object] = {
+        "shape": ExpertShape(8, 8, False),
+        "dtype": "bfloat16",
+        "threads": 1,
+        "load": 0.34e-3,
+        "load_beside": 0.36e-3,
+        "cpu_forward": flat,
+        "cpu_backward": flat,
+        "cpu_train": flat,
+        "cpu_beside": 1.2,
+        "gpu_forward": Curve((1,), (0.02e-3,)),
+        "gpu_backward": Curve((1,), (0.04e-3,)),
+        "gpu_train": Curve((1,), (0.06e-3,)),
+        "update": 2e-3,
+        "update_beside": 2.4e-3,
+        "round_trip": 0.1e-3,
+    }
+    return ExpertCosts(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def sharing(present: Collection[int] = ()) -> Sharing:
+    course = Course(2, 16)
+    return Sharing(course, costs(), 4096, lambda layer: present)
+
+
+def test_training_with_adam_on_the_cores_leaves_them_alone() -> None:
+    own = sharing()
+    own.trained = True
+    assert not own.open
+    assert own.decide(0, [3] * 16, Phase.FORWARD) == frozenset()
+    own.trained = False
+    assert own.decide(0, [3] * 16, Phase.FORWARD)
+
+
+def test_history_says_what_to_upload_ahead_most_popular_first() -> None:
+    own = sharing()
+    counts = [2] * 16
+    counts[9], counts[4] = 500, 400
+    own.course.enter(1, Phase.FORWARD, counts, training=False)
+    own.course.enter(0, Phase.FORWARD, [3] * 16, training=False)
+    ahead = own.uploads(1, range(16))
+    assert ahead[:2] == [9, 4]
+    assert 2 < len(ahead) < 16
+    assert own.uploads(1, range(8))[0] == 4
+
+
+def test_off_everything_goes_to_the_device_in_order() -> None:
+    own = sharing()
+    own.on = False
+    own.course.enter(0, Phase.FORWARD, [1, 0, *[3] * 14], training=False)
+    assert own.decide(0, [1, 0, *[3] * 14], Phase.FORWARD) == frozenset()
+    assert own.uploads(0, range(16)) == [0, *range(2, 16)]

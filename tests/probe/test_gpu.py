@@ -1,0 +1,43 @@
+"""On a GPU: figures that any one would give. No property tests here: they may not be installed."""
+
+import itertools
+
+import pytest
+import torch
+
+from overspill.core.experts import ExpertShape
+from overspill.probe.experts import TOKENS, measure_expert
+from overspill.probe.measure import measure_machine
+from tests.probe.little import assert_costs, assert_limits
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured() -> None:
+    limits = measure_machine(torch.device("cuda"), 2)
+    assert_limits(limits, {"ssd_read", "ssd_write"})
+    largest = limits.transfers[-1]
+    assert largest.up > 1e9
+    assert largest.down > 1e9
+    assert largest.up_both <= 1.1 * largest.up
+    assert largest.up > 0.9 * limits.transfers[0].up
+    assert limits.host_read_beside is not None
+    assert limits.host_read_beside <= 1.2 * limits.host_read
+    assert limits.matrix is not None
+    assert limits.matrix > 1e12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_expert_is_measured_on_a_gpu(dtype: torch.dtype) -> None:
+    shape = ExpertShape(1024, 4096, gated=False)
+    before = torch.cuda.memory_allocated()
+    costs = measure_expert(shape, dtype, torch.device("cuda"), 4)
+    assert_costs(costs)
+    assert torch.cuda.memory_allocated() == before
+    assert shape.numel * dtype.itemsize / costs.load > 1e9
+    assert costs.load_beside >= 0.9 * costs.load
+    assert costs.gpu_forward.tokens == (*TOKENS, 4 * TOKENS[-1])
+    assert costs.gpu_forward(1024) < costs.cpu_forward(1024)
+    for one, other in itertools.pairwise(("cpu_forward", "cpu_backward", "cpu_train")):
+        assert getattr(costs, one)(256) < 1.2 * getattr(costs, other)(256)
+    assert 1e-5 < costs.round_trip < 2e-3
