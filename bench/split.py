@@ -167,10 +167,10 @@ def sweep(args: argparse.Namespace) -> None:
     model = frozen_stack(args.gpu_memory)
     engine = model.overspill
     table, worst = [], None
-    for tokens in (128, 512, 2048, 8192, 32768):
+    for tokens in map(int, args.tokens.split(",")):
         run = passes(model, tokens)
         row: dict[str, str] = {"tokens": f"{tokens:,}"}
-        for g in (UNIFORM, 0.1, 0.2, 0.4, 0.6):
+        for g in (UNIFORM, *map(float, args.g.split(","))):
             # two experts a token cannot be more uneven than one half; the paper's places may repeat
             source = Simulated(N_LAYERS, N_EXPERTS, TOP_K, g=g, seed=1, repeat=g > 1 / TOP_K)
             with routed_by(model, source):
@@ -221,6 +221,8 @@ def main() -> None:
     parser.add_argument("work", choices=("frozen", "sweep", "w1"))
     parser.add_argument("--gpu-memory", default="24GiB")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", default="128,512,2048,8192,32768", help="of the sweep")
+    parser.add_argument("--g", default="0.1,0.2,0.4,0.6", help="of the sweep, beside uniform")
     parser.add_argument("--timeline", type=Path, default=None, help="folder for a timeline")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()

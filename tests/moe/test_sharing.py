@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from overspill.core.experts import Phase
 from overspill.hardware.profile import Curve, ExpertCosts
 from overspill.moe.course import Course
 from overspill.moe.engine import Engine, Settings
-from overspill.moe.sharing import Sharing
+from overspill.moe.sharing import Choose, Present, Sharing
 from overspill.moe.streaming import StreamingEngine
 from tests.moe.oracle import (
     N_EXPERTS,
@@ -32,14 +32,13 @@ from tests.moe.oracle import (
 )
 
 OFFLOADED = [name for name in WHERE if name != "gpu"]
-Choose = Callable[[Sequence[int], Collection[int], Phase], frozenset[int]]
 
 
 def at_random(seed: int, share: float = 0.5) -> Choose:
     """Another split at every pass, whatever it costs."""
     numbers, lock = random.Random(seed), threading.Lock()
 
-    def choose(counts: Sequence[int], present: Collection[int], phase: Phase) -> frozenset[int]:
+    def choose(counts: Sequence[int], present: Present, phase: Phase) -> frozenset[int]:
         with lock:
             return frozenset(
                 i for i, count in enumerate(counts) if count and numbers.random() < share
@@ -113,9 +112,7 @@ def test_the_split_of_now_is_that_of_the_real_tokens(tmp_path: Path) -> None:
     task = Task(steps=4)
     real: list[frozenset[int]] = []
 
-    def wrong_ahead(
-        counts: Sequence[int], present: Collection[int], phase: Phase
-    ) -> frozenset[int]:
+    def wrong_ahead(counts: Sequence[int], present: Present, phase: Phase) -> frozenset[int]:
         real.append(frozenset(i for i, n in enumerate(counts) if n and (n + i) % 2))
         return real[-1]
 
@@ -180,7 +177,7 @@ def test_experts_of_the_cpu_are_not_uploaded_ahead(tmp_path: Path) -> None:
     """Experts 0 and 1 always stay: history and backward know it, nobody uploads them in vain."""
     task = Task(steps=3)
 
-    def choose(counts: Sequence[int], present: Collection[int], phase: Phase) -> frozenset[int]:
+    def choose(counts: Sequence[int], present: Present, phase: Phase) -> frozenset[int]:
         return frozenset(i for i in (0, 1) if counts[i])
 
     with shared(task, tmp_path, choose) as (model, engine):
@@ -207,7 +204,7 @@ def test_the_same_split_gives_the_same_bits(tmp_path: Path) -> None:
     assert_same_bits(*runs)
 
 
-def _odd(counts: Sequence[int], present: Collection[int], phase: Phase) -> frozenset[int]:
+def _odd(counts: Sequence[int], present: Present, phase: Phase) -> frozenset[int]:
     return frozenset(index for index in (1, 3) if counts[index])
 
 
@@ -251,9 +248,9 @@ def costs(**changes: object) -> ExpertCosts:
     return ExpertCosts(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def sharing(present: Collection[int] = ()) -> Sharing:
+def sharing(uploaded: Collection[int] = ()) -> Sharing:
     course = Course(2, 16)
-    return Sharing(course, costs(), 4096, lambda layer: present)
+    return Sharing(course, costs(), 4096, lambda layer: Present(set(), set(uploaded)))
 
 
 def test_training_with_adam_on_the_cores_leaves_them_alone() -> None:
@@ -283,3 +280,20 @@ def test_off_everything_goes_to_the_device_in_order() -> None:
     own.course.enter(0, Phase.FORWARD, [1, 0, *[3] * 14], training=False)
     assert own.decide(0, [1, 0, *[3] * 14], Phase.FORWARD) == frozenset()
     assert own.uploads(0, range(16)) == [0, *range(2, 16)]
+
+
+def test_the_cpu_takes_what_was_left_to_it_whatever_was_uploaded_ahead() -> None:
+    """The link has done its part for this layer and goes on with the next: to divide the rest again
+    would leave the CPU with less and less."""
+    ahead = sharing().decide(0, [8] * 16, Phase.FORWARD)
+    rest = set(range(16)) - ahead
+    assert sharing(rest).decide(0, [8] * 16, Phase.FORWARD) == ahead
+
+
+def test_a_layer_that_gave_the_cpu_nothing_is_not_likely_to() -> None:
+    own = sharing()
+    assert own.likely(0), "nothing is known yet"
+    own.course.enter(0, Phase.FORWARD, [4000] * 16, training=False)
+    assert not own.likely(0)
+    own.course.enter(1, Phase.FORWARD, [4] * 16, training=False)
+    assert own.likely(1)

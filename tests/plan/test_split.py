@@ -106,6 +106,20 @@ def test_where_the_optimizer_needs_the_cores_the_cpu_takes_nothing(claim: float)
         assert len(chosen) < len(split(tokens, set(), LIKE_MEASURED))
 
 
+@given(counts, st.sets(st.integers(0, 8)), machines())
+def test_what_was_uploaded_for_this_pass_stays_and_counts(
+    tokens: list[int], uploaded: set[int], costs: SplitCosts
+) -> None:
+    chosen = split(tokens, set(), costs, uploaded=uploaded)
+    assert not chosen & uploaded
+    free = [i for i, count in enumerate(tokens) if count and i not in uploaded]
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(free, size) for size in range(len(free) + 1)
+    )
+    best = min(pass_time(tokens, set(), set(subset), costs) for subset in subsets)
+    assert pass_time(tokens, set(), chosen, costs) <= 1.1 * best + 1e-12
+
+
 def test_the_cpu_takes_no_more_rows_than_there_is_room_for() -> None:
     tokens = [10] * 16
     for room in (0, 9, 10, 35, 1000):

@@ -1,6 +1,7 @@
 """Who computes which expert: the plan of `plan.split`, fed with what the engine knows."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from overspill.core.experts import Phase
 from overspill.hardware.profile import ExpertCosts
@@ -9,7 +10,16 @@ from overspill.plan.split import SplitCosts, pass_time, split
 
 _AS_GOOD = 1.1
 """A split of the forward serves for backward too if the best one would not be faster by more."""
-Choose = Callable[[Sequence[int], Collection[int], Phase], frozenset[int]]
+
+
+class Present(NamedTuple):
+    """Experts of a layer that are on the device or on their way."""
+
+    resident: set[int]  # from an earlier pass: they cost the link nothing
+    uploaded: set[int]  # for the next one
+
+
+Choose = Callable[[Sequence[int], Present, Phase], frozenset[int]]
 
 
 class Sharing:
@@ -21,7 +31,7 @@ class Sharing:
         course: Course,
         costs: ExpertCosts | None,
         max_rows: int,
-        present: Callable[[int], Collection[int]],
+        present: Callable[[int], Present],
     ) -> None:
         self.course = course
         self.costs = costs
@@ -29,7 +39,7 @@ class Sharing:
         self.on = costs is not None
         self.trained = False  # whether the passes of now end in updates by the CPU
         self.choose: Choose = self._choose
-        self._present = present  # experts of a layer that are on the device or on their way
+        self._present = present
         self._here: frozenset[int] = frozenset()
         self._ahead: dict[int, tuple[Sequence[float], frozenset[int]]] = {}
         self._costs: dict[tuple[Phase, bool], SplitCosts] = {}
@@ -43,6 +53,14 @@ class Sharing:
             return True
         # the most that it could spare the link: a whole layer
         return self._claim() < self.course.n_experts * self.costs.load
+
+    def likely(self, layer: int) -> bool:
+        """Whether the CPU will have a share in the pass that is about to begin, as far as is known
+        before its tokens are."""
+        if not self.open:
+            return False
+        tokens, _ = self.course.popularity.expected(layer, Phase.FORWARD)
+        return tokens is None or bool(self._plan(layer, tokens))
 
     def decide(
         self,
@@ -59,7 +77,8 @@ class Sharing:
             self._here = self.choose(counts, present, phase)
             if before and before != self._here and self.costs is not None:
                 costs = self._costs_of(phase)
-                times = [pass_time(counts, present, s, costs) for s in (before, self._here)]
+                resident = present.resident
+                times = [pass_time(counts, resident, s, costs) for s in (before, self._here)]
                 if times[0] <= _AS_GOOD * times[1]:
                     self._here = before
         return self._here
@@ -97,10 +116,9 @@ class Sharing:
             self._ahead[layer] = known
         return known[1]
 
-    def _choose(
-        self, counts: Sequence[int], present: Collection[int], phase: Phase
-    ) -> frozenset[int]:
-        return split(counts, present, self._costs_of(phase), self.max_rows)
+    def _choose(self, counts: Sequence[int], present: Present, phase: Phase) -> frozenset[int]:
+        resident, uploaded = present
+        return split(counts, resident, self._costs_of(phase), self.max_rows, uploaded)
 
     def _costs_of(self, phase: Phase) -> SplitCosts:
         key = phase, self.trained

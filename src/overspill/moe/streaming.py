@@ -23,7 +23,7 @@ from overspill.moe.lookahead import Knowledge
 from overspill.moe.passes import HostWork, LayerPass, Wave, sum_of_squares
 from overspill.moe.predictor import Lookahead
 from overspill.moe.residency import Residency, Resident
-from overspill.moe.sharing import Sharing
+from overspill.moe.sharing import Present, Sharing
 from overspill.optim.kernel import AdamHyper
 from overspill.optim.updates import Updates
 from overspill.plan.budget import Placement
@@ -101,12 +101,13 @@ class StreamingEngine(Engine):
         self, layer_pass: LayerPass, x_TD: Tensor, expert_ids_TK: Tensor, phase: Phase
     ) -> None:
         self._note_trained(layer_pass)
-        if self.sharing.open:
+        if self.sharing.likely(layer_pass.layer):
             # the split needs the counts before the rows can be sorted by it
             predicted_E = self._look_ahead(layer_pass, x_TD, expert_ids_TK, phase)
             self._note_counts(layer_pass, expert_ids_TK, predicted_E)
         else:
             super().route(layer_pass, x_TD, expert_ids_TK, phase)
+            layer_pass.expert_ids_TK = expert_ids_TK if self.sharing.open else None
         self._enter(layer_pass, phase)
         self._put_apart(layer_pass, self._decide(layer_pass, phase))
 
@@ -183,11 +184,13 @@ class StreamingEngine(Engine):
         else:
             layer_pass.permutation = Permutation.with_counts(ids_TK, counts, on_host)
 
-    def _present(self, layer: int) -> set[int]:
+    def _present(self, layer: int) -> Present:
         """Experts of a layer that are on the device or on their way."""
-        fresh, entry = self.loader.fresh, self._entry
-        slots = self.residency.slots(layer).items()
-        return {index for index, slot in slots if fresh(entry(layer, index), slot)}
+        loader, present = self.loader, Present(set(), set())
+        for index, slot in self.residency.slots(layer).items():
+            if loader.fresh(self._entry(layer, index), slot):
+                (present.resident if loader.slots[slot].used else present.uploaded).add(index)
+        return present
 
     def host_forward(self, layer_pass: LayerPass, x_TD: Tensor) -> HostWork | None:
         return self._hosts().forward(layer_pass, x_TD) if layer_pass.on_host else None
@@ -254,6 +257,7 @@ class StreamingEngine(Engine):
                 with self.store.lock:
                     for slot in slots:
                         self.loader.slots[slot].free = used
+                        self.loader.slots[slot].used = True
                     self.course.leave(run)
                 pending = [index for index in pending if index not in run]
         self.trace.leave_experts()

@@ -37,7 +37,8 @@ class SplitCosts:
 def pass_time(
     tokens: Sequence[int], resident: Collection[int], on_cpu: Collection[int], costs: SplitCosts
 ) -> float:
-    """How long the busiest resource works if the CPU takes the experts `on_cpu`."""
+    """How long the busiest resource works if the CPU takes the experts `on_cpu`. All others that
+    are not `resident` are uploaded, or were for this pass."""
     busy = [index for index, count in enumerate(tokens) if count]
     rest = [index for index in busy if index not in on_cpu]
     load = costs.load_beside if on_cpu else costs.load
@@ -53,14 +54,17 @@ def split(
     resident: Collection[int],
     costs: SplitCosts,
     max_rows: int | None = None,
+    uploaded: Collection[int] = (),
 ) -> frozenset[int]:
-    """The experts that the CPU computes. `tokens` are those of each expert, `resident` the experts
-    whose upload is done or under way, `max_rows` how many tokens the CPU may take in all."""
+    """The experts that the CPU computes. `tokens` are those of each expert; `resident` experts are
+    on the device anyway; those `uploaded` ahead for this pass stay there, and count for the link:
+    it will have to do the same for the next layer meanwhile. `max_rows` is how many tokens the CPU
+    may take in all."""
     nothing: frozenset[int] = frozenset()
     every = [index for index, count in enumerate(tokens) if count]
-    absent = [index for index in every if index not in resident]
+    absent = [i for i in every if i not in resident and i not in uploaded]
     sums = _Sums(tokens, resident, costs)
-    uploads, gpu = costs.load * len(absent), sums.gpu
+    uploads, gpu = costs.load * sums.uploads, sums.gpu
     idle = max(costs.claim, uploads, gpu)
     if costs.claim + costs.fixed >= _WORTH * idle:
         return nothing
@@ -69,7 +73,8 @@ def split(
     if gpu >= uploads:
         # the GPU is the slowest: what is there already counts too, and a few large experts may
         # fill the time better than many small ones
-        largest = sorted(every, key=lambda index: (-tokens[index], index))
+        movable = [index for index in every if index not in uploaded]
+        largest = sorted(movable, key=lambda index: (-tokens[index], index))
         for order in (largest[::-1], largest):
             other, time = _pick(_Sums(tokens, resident, costs), order, max_rows, idle)
             if time < seconds:

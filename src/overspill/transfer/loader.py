@@ -40,7 +40,7 @@ class Target(NamedTuple):
 class Slot:
     """One record's room on the compute device. Guarded by the store's lock."""
 
-    __slots__ = ("filled", "free", "holds", "ready", "source", "target", "version")
+    __slots__ = ("filled", "free", "holds", "ready", "source", "target", "used", "version")
 
     def __init__(self) -> None:
         self.target: Entry | None = None  # who belongs here
@@ -50,6 +50,7 @@ class Slot:
         self.version = -1  # of the weights that were uploaded
         self.ready: Mark = PASSED  # end of that upload
         self.free: Mark = PASSED  # end of the last computation that read the slot
+        self.used = False  # whether there was one since the upload
 
 
 class Loader:
@@ -207,7 +208,8 @@ class Loader:
                 slot.source = None
                 if slot.target is entry:
                     slot.holds, slot.version, slot.ready = entry, version, mark
-            self.store.wake_main.notify_all()
+                    slot.used = False
+                self.store.wake_main.notify_all()
         if whole and entry.disk_row is not None and self.row_read is not None:
             mark.wait()  # its row can be given away now, and nothing else would tell
             self.row_read()
