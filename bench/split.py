@@ -64,7 +64,8 @@ class Stack(nn.Module):
 def frozen_stack(gpu_memory: str) -> Stack:
     """In host memory, without optimizer states: nothing of it is trained."""
     model = Stack().eval().requires_grad_(False)
-    overspill.offload(model, mode="host", gpu_memory=gpu_memory)
+    settings = overspill.Settings(cpu_experts=True)
+    overspill.offload(model, mode="host", gpu_memory=gpu_memory, settings=settings)
     return model
 
 
@@ -192,7 +193,7 @@ def sweep(args: argparse.Namespace) -> None:
 
 
 def w1(args: argparse.Namespace) -> None:
-    model = build(get_preset("w1"), gpu_memory="12GiB")
+    model = build(get_preset("w1"), overspill.Settings(cpu_experts=True), gpu_memory="12GiB")
     engine = model.overspill
     optimizer = optimize(model)
     run = steps(model, optimizer, Work(16))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from overspill.compute.cpu import cpu_kernel_name
 from overspill.core.errors import EngineError
 from overspill.core.experts import Phase
 from overspill.hardware.profile import Curve, ExpertCosts
@@ -297,3 +298,48 @@ def test_a_layer_that_gave_the_cpu_nothing_is_not_likely_to() -> None:
     assert not own.likely(0)
     own.course.enter(1, Phase.FORWARD, [4] * 16, training=False)
     assert own.likely(1)
+
+
+@pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 9 rows"])
+def test_the_runner_computes_what_is_not_learnt_and_lies_in_host_memory(
+    where: str, tmp_path: Path
+) -> None:
+    if cpu_kernel_name() == "torch":
+        pytest.skip("there is no compiler, so no runner")
+    task = Task(steps=3)
+    with shared(task, tmp_path, at_random(5), where) as (model, engine):
+        engine.recorder.start()
+        train(model, adamw(model, task), task)
+        host = engine._host
+        names = [span.name for span in engine.recorder.spans() if span.row == "cpu compute"]
+        assert (host._number > 0) == where.startswith("host")
+    assert any(name.startswith("forward") for name in names)
+    assert any(name.startswith("backward") for name in names)
+
+
+def test_the_time_between_layers_counts_as_time_the_cpu_cannot_help() -> None:
+    own = sharing()
+    counts = [8] * 16
+    alone = own.decide(0, counts, Phase.FORWARD)
+    for _ in range(50):
+        own.note_gap(Phase.FORWARD, 2e-3)
+    fewer = own.decide(0, counts, Phase.FORWARD)
+    assert 0 < len(fewer) < len(alone)
+    assert own.decide(0, counts, Phase.BACKWARD) == alone, "it is known for each direction"
+    for _ in range(50):
+        own.note_gap(Phase.FORWARD, 20e-3)
+    assert not own.decide(0, counts, Phase.FORWARD)
+
+
+def test_what_every_token_count_needs_is_no_guess() -> None:
+    own = sharing()
+    assert not own.takes_all(1), "nothing is known"
+    own.course.enter(1, Phase.FORWARD, [4] * 16, training=False)
+    own.course.enter(0, Phase.FORWARD, [4] * 16, training=False)
+    assert not own.takes_all(1), "some may go to the CPU"
+    own.on = False
+    assert own.takes_all(1)
+    for _ in range(3):
+        own.course.enter(1, Phase.FORWARD, [0, *[4] * 15], training=False)
+    own.course.enter(0, Phase.FORWARD, [4] * 16, training=False)
+    assert not own.takes_all(1), "one may be needed after all"

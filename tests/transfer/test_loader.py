@@ -3,16 +3,18 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from overspill.core.errors import EngineError
 from overspill.tiers.slab import device_slab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Lane
+from overspill.transfer.lanes import Lane, Mark
 from overspill.transfer.loader import Loader, Target
 from tests.transfer.fakes import CPU, LAYOUT, GatedLane, GatedMark, host_store, wait_until
 
@@ -239,3 +241,117 @@ def _rewrite(store: ExpertStore, entries: list[Entry]) -> None:
         with store.lock:
             entry.stale = False
             store.wake_loader.notify()
+
+
+# -- guesses and what is urgent ---------------------------------------------------------------
+
+
+class SlowLink(GatedLane):
+    """Copies are on their way until the test lets the oldest arrive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_their_way: deque[tuple[GatedMark, int]] = deque()
+
+    def copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], name: str, after: Iterable[Mark] = ()
+    ) -> Mark:
+        super().copy(pairs, name, after)
+        mark = GatedMark()
+        self.on_their_way.append((mark, sum(source.nbytes for _, source in pairs)))
+        return mark
+
+    def arrive(self) -> None:
+        self.on_their_way.popleft()[0].open()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """Records of two pieces, as those of real experts are."""
+    monkeypatch.setattr("overspill.transfer.loader._PIECE", LAYOUT.weight_bytes // 2)
+    monkeypatch.setattr("overspill.transfer.loader._SURE_BYTES", 3 * LAYOUT.weight_bytes)
+    monkeypatch.setattr("overspill.transfer.loader.ALIGN", 64)
+    bench = Bench(experts=6, slots=6, lane=SlowLink())
+    yield bench
+    link = slow_link(bench)
+    bench.target()
+    while link.on_their_way:
+        link.arrive()
+    bench.loader.close()
+    bench.store.close()
+
+
+def slow_link(bench: Bench) -> SlowLink:
+    assert isinstance(bench.lane, SlowLink)
+    return bench.lane
+
+
+def settled(bench: Bench) -> list[str]:
+    """What was issued when nothing more is, for now."""
+    link, seen = slow_link(bench), -1
+    while seen != len(link.names):
+        seen = len(link.names)
+        time.sleep(0.02)
+    return list(link.names)
+
+
+def test_guesses_are_issued_two_halves_at_a_time(slow: Bench) -> None:
+    slow.target((0, 0), (1, 1), (2, 2))
+    assert settled(slow) == ["expert 0.0", "expert 0.0"], "one record's worth"
+    slow_link(slow).arrive()
+    assert settled(slow) == ["expert 0.0", "expert 0.0", "expert 0.1"]
+
+
+def test_an_urgent_upload_waits_for_one_copy_and_the_other_goes_on_after_it(slow: Bench) -> None:
+    slow.target((0, 0), (1, 1), (2, 2))
+    settled(slow)
+    slow_link(slow).arrive()
+    assert settled(slow)[2:] == ["expert 0.1"], "half of it"
+    slow.target((5, 5), (1, 1), (2, 2))
+    for _ in range(2):  # the two halves in front of it
+        slow_link(slow).arrive()
+    assert settled(slow)[3:] == ["expert 0.5", "expert 0.5"]
+    for _ in range(2):
+        slow_link(slow).arrive()
+    names = settled(slow)
+    assert names[5:] == ["expert 0.1", "expert 0.2"], "the half that was missing, then the next"
+    while slow_link(slow).on_their_way:
+        slow_link(slow).arrive()
+        settled(slow)
+    slow.await_fresh((5, 5), (1, 1), (2, 2))
+    for expert, slot in ((5, 5), (1, 1), (2, 2)):
+        assert (slow.slab[slot] == expert + 1).all()
+
+
+def test_what_is_sure_is_queued_whole_and_further_ahead(slow: Bench) -> None:
+    with slow.store.lock:
+        entries = slow.store.entries
+        slow.loader.set_targets([Target(entries[e], e, "real", sure=True) for e in range(6)])
+    names = settled(slow)
+    assert names == [f"expert 0.{e} real" for e in range(4)], "a little more than is allowed"
+    slow_link(slow).arrive()
+    assert len(settled(slow)) == 5
+
+
+def test_half_a_record_of_old_weights_is_begun_again(slow: Bench) -> None:
+    slow.target((0, 0), (1, 1))
+    settled(slow)
+    slow_link(slow).arrive()
+    assert settled(slow)[2:] == ["expert 0.1"]
+    entry = slow.store.entries[1]
+    slow.store.write_part(entry, Part.WEIGHTS, lambda row: row.fill_(77))
+    while slow_link(slow).on_their_way:
+        slow_link(slow).arrive()
+        settled(slow)
+    slow.await_fresh((1, 1))
+    assert (slow.slab[1] == 77).all()
+
+
+def test_after_an_update_what_belongs_in_a_slot_is_uploaded_without_being_asked(
+    bench: Bench,
+) -> None:
+    bench.target((0, 0), (1, 1))
+    bench.await_fresh((0, 0), (1, 1))
+    bench.store.write_part(bench.store.entries[1], Part.WEIGHTS, lambda row: row.fill_(50))
+    bench.await_fresh((1, 1))
+    assert bench.values()[1] == 50

@@ -117,6 +117,86 @@ def cpu_backward(
     return [] if gradients is None else squares
 
 
+class Order(NamedTuple):
+    """When a `Runner` begins, and how it tells that it has ended. Both flags are 32-bit numbers in
+    memory, and so may be written and awaited by a GPU; they count up and go round."""
+
+    there: int
+    """Address of the flag that comes up to `number` when the rows are there."""
+    done: int
+    """Address of the flag that comes up to it when they are computed."""
+    number: int
+    times: ctypes.Array[ctypes.c_int64]
+    """Begin and end, of time.perf_counter_ns; both zero until then."""
+
+
+class Runner:
+    """A thread that computes groups of experts one after another, each as soon as its rows are
+    there, and never needs the interpreter."""
+
+    def __init__(self) -> None:
+        self._library = _library()
+        assert self._library is not None
+        self._handle: int | None = self._library.overspill_runner_new()
+
+    @staticmethod
+    def takes(
+        rows: Sequence[int],
+        dtype: torch.dtype,
+        shape: ExpertShape,
+        activation: Activation | None,
+        backward: bool,
+    ) -> bool:
+        """Whether the kernel computes experts with so many rows each, all of them."""
+        name = cpu_kernel_name()
+        if name == "torch" or not _kernel_takes(dtype, shape, activation):
+            return False
+        return max(rows) <= _most_rows(dtype, name, backward)
+
+    def forward(
+        self,
+        x_RD: Tensor,
+        y_RD: Tensor,
+        segments: Sequence[Segment],
+        shape: ExpertShape,
+        threads: int,
+        order: Order,
+    ) -> None:
+        """As `cpu_forward`, when the rows are there; returns at once."""
+        _forward_native(x_RD, y_RD, segments, shape, threads, BEST_ISA, (self._handle, *order))
+
+    def backward(
+        self,
+        x_RD: Tensor,
+        dy_RD: Tensor,
+        row_weight_R: Tensor,
+        dx_RD: Tensor,
+        drow_weight_R: Tensor,
+        segments: Sequence[Segment],
+        shape: ExpertShape,
+        threads: int,
+        order: Order,
+    ) -> None:
+        """As `cpu_backward` without gradients of the weights. Routing weights are float32."""
+        assert row_weight_R.dtype == drow_weight_R.dtype == torch.float32
+        rows = _Rows(x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R)
+        _backward_native(rows, segments, shape, threads, None, BEST_ISA, (self._handle, *order))
+
+    def wait(self, order: Order) -> bool:
+        """Blocks until the order is done; False if the runner was closed before."""
+        assert self._library is not None
+        return bool(self._library.overspill_runner_wait(self._handle, order.done, order.number))
+
+    def close(self) -> None:
+        """Ends the thread, after the order that it is at."""
+        if self._handle is not None and self._library is not None:
+            self._library.overspill_runner_free(self._handle)
+            self._handle = None
+
+
+_NO_RUNNER = (None, None, 0, None, None)
+
+
 def cpu_kernel_name() -> str:
     """What computes experts on the CPU: a name of ISA_NAMES, or "torch" without a compiler."""
     library = _library()
@@ -203,13 +283,14 @@ def _forward_native(
     shape: ExpertShape,
     threads: int,
     isa: int,
+    later: tuple[Any, ...] | None = None,
 ) -> None:
     _check(x_RD, y_RD, segments, shape, threads)
     library = _library()
     assert library is not None
-    library.overspill_experts_forward(
-        *_base(x_RD), *_base(y_RD), *_group(segments, shape, x_RD.dtype), threads, isa
-    )
+    group = _group(segments, shape, x_RD.dtype)
+    when = _later(later)
+    library.overspill_experts_forward(*_base(x_RD), *_base(y_RD), *group, threads, isa, *when)
 
 
 def _backward_native(
@@ -219,6 +300,7 @@ def _backward_native(
     threads: int,
     gradients: Sequence[Tensor] | None,
     isa: int,
+    later: tuple[Any, ...] | None = None,
 ) -> list[float]:
     x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R = rows
     _check(x_RD, dx_RD, segments, shape, threads)
@@ -244,6 +326,7 @@ def _backward_native(
         squares,
         threads,
         isa,
+        *_later(later),
     )
     if not direct:
         for _, start, stop in segments:
@@ -318,6 +401,14 @@ def _group(
     )
 
 
+def _later(later: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    """The arguments for a runner: (runner, there, number, done, times)."""
+    if later is None:
+        return _NO_RUNNER
+    runner, there, done, number, times = later
+    return runner, there, number, done, times
+
+
 def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
@@ -336,17 +427,29 @@ def _library() -> ctypes.CDLL | None:
     library.overspill_cpu_isa.argtypes = []
     library.overspill_cpu_isa.restype = ctypes.c_char_p
     rows, group = "pn", "pppnnnii"
-    library.overspill_experts_forward.argtypes = _types(rows + rows + group + "ii")
+    later = "ppupp"
+    library.overspill_experts_forward.argtypes = _types(rows + rows + group + "ii" + later)
     library.overspill_experts_forward.restype = None
-    backward = rows + rows + "p" + rows + "p" + group + "ppii"
+    backward = rows + rows + "p" + rows + "p" + group + "ppii" + later
     library.overspill_experts_backward.argtypes = _types(backward)
     library.overspill_experts_backward.restype = None
+    library.overspill_runner_new.argtypes = []
+    library.overspill_runner_new.restype = ctypes.c_void_p
+    library.overspill_runner_free.argtypes = _types("p")
+    library.overspill_runner_free.restype = None
+    library.overspill_runner_wait.argtypes = _types("ppu")
+    library.overspill_runner_wait.restype = ctypes.c_int
     library.overspill_read.argtypes = _types("pni")
     library.overspill_read.restype = ctypes.c_uint64
     return library
 
 
 def _types(letters: str) -> list[Any]:
-    """p: a pointer, n: a size, i: an int."""
-    kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int}
+    """p: a pointer, n: a size, i: an int, u: one without a sign."""
+    kinds = {
+        "p": ctypes.c_void_p,
+        "n": ctypes.c_int64,
+        "i": ctypes.c_int,
+        "u": ctypes.c_uint32,
+    }
     return [kinds[letter] for letter in letters]

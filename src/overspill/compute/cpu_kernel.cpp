@@ -14,13 +14,18 @@
 // Sums are float32 and rounded where compute/experts.py rounds. What is summed in which order
 // depends on the sizes of a segment alone, never on threads or on the group around it.
 
+#include <time.h>
+
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -60,6 +65,7 @@ constexpr int64_t TILE = 16;                  // rows of a tile, and its columns
 constexpr int64_t STEP = 32;                  // bf16 in a row of a tile
 constexpr int64_t BLOCK = 128;                // hidden units of one task in backward
 constexpr int64_t CHUNK = 256;                // rows of weights that nn holds in the cache
+constexpr int64_t LOOK_OUT_NS = 50000;        // that a helper waits for work before he sleeps
 constexpr int64_t CACHED_TOKENS = 512 << 10;  // bytes of tokens that nt holds in the cache
 constexpr int64_t MAX_TALL = 4;               // tiles of weights in a task of forward
 constexpr int64_t MAX_AHEAD = 512 << 10;      // bytes of weights in such a task
@@ -395,8 +401,23 @@ INLINE void wait_for(const Run& run) {
     }
 }
 
-// The threads that help a caller, his own as long as he lives. Between calls they sleep: those of
-// OpenMP would go on spinning for milliseconds, beside the thread that drives the GPU.
+INLINE void rest() {
+#if HAVE_X86
+    __builtin_ia32_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+int64_t now_ns() {
+    timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return int64_t(at.tv_sec) * 1000000000 + at.tv_nsec;
+}
+
+// The threads that help a caller, his own as long as he lives. After a call they look out for the
+// next for a moment and then sleep: those of OpenMP would go on spinning for milliseconds, beside
+// the thread that drives the GPU.
 class Crew {
   public:
     // Runs `body` in this thread and up to `threads - 1` others, and returns when all are out of it.
@@ -409,7 +430,7 @@ class Crew {
             const std::lock_guard<std::mutex> guard(lock);
             open = &body;
             wanted = threads - 1;
-            ++round;
+            round.fetch_add(1, std::memory_order_release);
         }
         if (wanted > 0) wake.notify_all();
         body();
@@ -432,11 +453,13 @@ class Crew {
         int64_t seen = 0;
         for (;;) {
             const std::function<void()>* body = nullptr;
+            const int64_t until = now_ns() + LOOK_OUT_NS;
+            while (round.load(std::memory_order_acquire) == seen && now_ns() < until) rest();
             {
                 std::unique_lock<std::mutex> guard(lock);
-                wake.wait(guard, [&] { return closed || round != seen; });
+                wake.wait(guard, [&] { return closed || round.load() != seen; });
                 if (closed) return;
-                seen = round;
+                seen = round.load();
                 if (number >= wanted || open == nullptr) continue;
                 body = open;
                 ++inside;
@@ -451,7 +474,7 @@ class Crew {
     std::condition_variable wake, finished;
     std::vector<std::thread> workers;
     const std::function<void()>* open = nullptr;
-    int64_t round = 0;
+    std::atomic<int64_t> round{0};
     int wanted = 0, inside = 0;
     bool closed = false;
 };
@@ -1557,6 +1580,119 @@ std::vector<Segment> make_segments(const void* const* records, const int64_t* st
     return segments;
 }
 
+// A group to compute once its rows are there: when `there` has come up to `number`, which whoever
+// writes the rows puts there after them. `done` comes up to it in turn. Numbers go round.
+struct Order {
+    Job job{};
+    std::vector<Segment> segments;
+    Kernel kernel{};
+    int threads = 1;
+    const std::atomic<uint32_t>* there = nullptr;
+    std::atomic<uint32_t>* done = nullptr;
+    uint32_t number = 0;
+    int64_t* times = nullptr;  // of begin and end, if anybody wants to know
+};
+
+bool has_come(const std::atomic<uint32_t>& flag, uint32_t number) {
+    return int32_t(flag.load(std::memory_order_acquire) - number) >= 0;
+}
+
+// A thread that carries out orders one after another. Neither the one who gives them nor the one
+// who waits for them needs anything but memory for it: both may be a GPU.
+class Runner {
+  public:
+    Runner() : thread(&Runner::work, this) {}
+
+    void submit(std::unique_ptr<Order> order) {
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            orders.push_back(std::move(order));
+        }
+        changed.notify_all();
+    }
+
+    // Blocks until the order is done; false if the runner was closed before.
+    bool wait(const std::atomic<uint32_t>& done, uint32_t number) {
+        std::unique_lock<std::mutex> guard(lock);
+        changed.wait(guard, [&] { return closed || has_come(done, number); });
+        return has_come(done, number);
+    }
+
+    ~Runner() {
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            closed = true;
+        }
+        changed.notify_all();
+        thread.join();
+    }
+
+  private:
+    void work() {
+        for (;;) {
+            std::unique_ptr<Order> order;
+            {
+                std::unique_lock<std::mutex> guard(lock);
+                changed.wait(guard, [&] { return closed || !orders.empty(); });
+                if (closed) return;
+                order = std::move(orders.front());
+                orders.pop_front();
+            }
+            if (!await_rows(*order)) return;
+            const int64_t begin = now_ns();
+            run_job(order->job, order->segments, order->kernel, order->threads);
+            if (order->times) {
+                order->times[0] = begin;
+                order->times[1] = now_ns();
+            }
+            {
+                const std::lock_guard<std::mutex> guard(lock);
+                order->done->store(order->number, std::memory_order_release);
+            }
+            changed.notify_all();
+        }
+    }
+
+    // The helpers are woken meanwhile: they take as long to wake as the rows take to come.
+    bool await_rows(const Order& order) {
+        const int64_t until = now_ns() + 4 * LOOK_OUT_NS;
+        crew().run(order.threads, [&] {
+            while (!has_come(*order.there, order.number) && now_ns() < until) rest();
+        });
+        while (!has_come(*order.there, order.number)) {
+            if (closed) return false;
+            std::this_thread::sleep_for(std::chrono::microseconds(20));
+        }
+        return true;
+    }
+
+    std::mutex lock;
+    std::condition_variable changed;
+    std::deque<std::unique_ptr<Order>> orders;
+    std::atomic<bool> closed{false};
+    std::thread thread;  // last: it begins when all else is there
+};
+
+std::unique_ptr<Order> new_order(int threads, const uint32_t* there, uint32_t number,
+                                 uint32_t* done, int64_t* times) {
+    static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a flag is a plain number");
+    auto order = std::make_unique<Order>();
+    order->threads = threads;
+    order->there = reinterpret_cast<const std::atomic<uint32_t>*>(there);
+    order->done = reinterpret_cast<std::atomic<uint32_t>*>(done);
+    order->number = number;
+    order->times = times;
+    return order;
+}
+
+void carry_out(std::unique_ptr<Order> order, void* runner) {
+    if (runner) {
+        static_cast<Runner*>(runner)->submit(std::move(order));
+    } else {
+        run_job(order->job, order->segments, order->kernel, order->threads);
+    }
+}
+
 typedef uint64_t Words __attribute__((vector_size(64)));
 
 // Reads every line; the result only keeps the compiler from leaving it out.
@@ -1603,12 +1739,16 @@ const char* overspill_cpu_isa() {
 }
 
 // Strides count elements. `isa`: -1 for the best, else an Isa that this CPU has (the caller
-// checks).
+// checks). With a runner the group is computed by it once its rows are there, and the call returns
+// at once; without, here and now.
 void overspill_experts_forward(const void* x, int64_t x_stride, void* y, int64_t y_stride,
                                const void* const* records, const int64_t* starts,
                                const int64_t* stops, int64_t count, int64_t d_model,
-                               int64_t d_hidden, int gated, int is_bf16, int threads, int isa) {
-    Job job{};
+                               int64_t d_hidden, int gated, int is_bf16, int threads, int isa,
+                               void* runner, const uint32_t* there, uint32_t number,
+                               uint32_t* done, int64_t* times) {
+    auto order = new_order(threads, there, number, done, times);
+    Job& job = order->job;
     job.x = x;
     job.x_stride = x_stride;
     job.y = y;
@@ -1617,8 +1757,9 @@ void overspill_experts_forward(const void* x, int64_t x_stride, void* y, int64_t
     job.h = d_hidden;
     job.gated = gated;
     job.item = is_bf16 ? 2 : 4;
-    std::vector<Segment> segments = make_segments(records, starts, stops, count);
-    run_job(job, segments, kernel_for(isa < 0 ? best_isa() : isa, is_bf16), threads);
+    order->segments = make_segments(records, starts, stops, count);
+    order->kernel = kernel_for(isa < 0 ? best_isa() : isa, is_bf16);
+    carry_out(std::move(order), runner);
 }
 
 // `gradients` (a record for each segment) and `squares` are null for frozen weights.
@@ -1627,8 +1768,11 @@ void overspill_experts_backward(const void* x, int64_t x_stride, const void* dy,
                                 float* drow_weight, const void* const* records,
                                 const int64_t* starts, const int64_t* stops, int64_t count,
                                 int64_t d_model, int64_t d_hidden, int gated, int is_bf16,
-                                void* const* gradients, double* squares, int threads, int isa) {
-    Job job{};
+                                void* const* gradients, double* squares, int threads, int isa,
+                                void* runner, const uint32_t* there, uint32_t number,
+                                uint32_t* done, int64_t* times) {
+    auto order = new_order(threads, there, number, done, times);
+    Job& job = order->job;
     job.x = x;
     job.x_stride = x_stride;
     job.dy = dy;
@@ -1643,12 +1787,22 @@ void overspill_experts_backward(const void* x, int64_t x_stride, const void* dy,
     job.backward = true;
     job.gradients = gradients != nullptr;
     job.item = is_bf16 ? 2 : 4;
-    std::vector<Segment> segments = make_segments(records, starts, stops, count);
+    order->segments = make_segments(records, starts, stops, count);
     for (int64_t i = 0; gradients && i < count; ++i) {
-        segments[i].gradient = gradients[i];
-        segments[i].squares = squares + i;
+        order->segments[i].gradient = gradients[i];
+        order->segments[i].squares = squares + i;
     }
-    run_job(job, segments, kernel_for(isa < 0 ? best_isa() : isa, is_bf16), threads);
+    order->kernel = kernel_for(isa < 0 ? best_isa() : isa, is_bf16);
+    carry_out(std::move(order), runner);
+}
+
+void* overspill_runner_new() { return new Runner; }
+
+void overspill_runner_free(void* runner) { delete static_cast<Runner*>(runner); }
+
+int overspill_runner_wait(void* runner, const uint32_t* done, uint32_t number) {
+    return static_cast<Runner*>(runner)->wait(
+        *reinterpret_cast<const std::atomic<uint32_t>*>(done), number);
 }
 
 // Reads `bytes` once with all threads.

@@ -1,5 +1,6 @@
 """`overspill.offload`: hands the experts of a model to an engine, in place."""
 
+import logging
 import sys
 import threading
 import weakref
@@ -28,6 +29,7 @@ from overspill.tiers.slab import Progress
 from overspill.tiers.ssd import check_folder
 from overspill.trace.recorder import Recorder
 
+_log = logging.getLogger("overspill")
 Size = str | int | None
 _HOST_SHARE = 0.95
 """Of the free host memory, what is taken when no budget is given: the system keeps some."""
@@ -292,6 +294,8 @@ def _engine(
         Recorder(device=device),
     )
     if placement.mode == "gpu":
+        if budgets.settings.cpu_experts:
+            _log.warning("cpu_experts=True: all experts are on the device, none computes elsewhere")
         return ResidentEngine(*common)
     costs = _costs(layout, device, budgets.settings, progress)
     return StreamingEngine(*common, disk=budgets.folder, progress=progress, costs=costs)
@@ -301,8 +305,11 @@ def _costs(
     layout: RecordLayout, device: torch.device, settings: Settings, progress: Progress | None
 ) -> ExpertCosts | None:
     """What an expert costs on this machine, if its CPU is to share them with a GPU."""
-    shareable = layout.dtype in (torch.bfloat16, torch.float32)
-    if device.type != "cuda" or not settings.cpu_experts or not shareable:
+    if not settings.cpu_experts:
+        return None
+    if device.type != "cuda" or layout.dtype not in (torch.bfloat16, torch.float32):
+        why = f"for {layout.dtype}" if device.type == "cuda" else "without a GPU to share with"
+        _log.warning("cpu_experts=True: not %s; all experts compute on %s", why, device)
         return None
     return known_costs(layout.shape, layout.dtype, device, cpu_threads(settings.threads), progress)
 

@@ -2,29 +2,38 @@
 
 Only tokens travel. Both sides see the same pinned buffers: the device writes rows there and reads
 results from there in its own kernels, so neither waits behind the uploads of experts on the link.
+
+Two ways. Where an expert's weights may be read at once and nothing is learnt, a `Runner` does it:
+the device's stream tells it by a number in memory that the rows are there, and waits for its number
+in turn, while the interpreter goes on. Where gradients are made, or an expert has yet to be updated
+or read from disk, a thread of ours waits for that first.
 """
 
+import ctypes
 import itertools
 import queue
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from overspill.compute.cpu import Segment, cpu_backward, cpu_forward
+from overspill.compute.cpu import Order, Runner, Segment, cpu_backward, cpu_forward, cpu_kernel_name
 from overspill.compute.permute import row_weights
+from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertId, Phase
 from overspill.core.sizes import round_up
 from overspill.moe.course import Course
 from overspill.moe.gradients import Gradients
-from overspill.moe.passes import LayerPass
+from overspill.moe.passes import HostWork, LayerPass
 from overspill.optim.kernel import AdamHyper
 from overspill.tiers.layout import ALIGN
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
+from overspill.transfer.driver import await_signal, can_signal, signal
 from overspill.transfer.lanes import Inject, Mark, compute_mark
 from overspill.transfer.mapped import on_device
 from overspill.transfer.stager import Stager
@@ -32,6 +41,11 @@ from overspill.transfer.stager import Stager
 _MOST_BYTES = 64 << 20
 _MOST_ROWS = 4096
 """Tokens of one pass that the CPU takes at most: with more it would be no help."""
+_FLAGS = 128
+"""Bytes for the two numbers, each on a cache line of its own."""
+
+Note = Callable[[Phase, float], None]
+"""Told how long the cores had to wait between two layers in a row."""
 
 
 def room_for_rows(d_model: int, dtype: torch.dtype) -> int:
@@ -40,24 +54,34 @@ def room_for_rows(d_model: int, dtype: torch.dtype) -> int:
 
 
 @dataclass
-class Job:
-    """The CPU's experts of one pass."""
+class Job(HostWork):
+    """The CPU's experts of one pass, and where their rows are among those of the buffers."""
 
     experts: "HostExperts"
     layer_pass: LayerPass
     phase: Phase
-    rows: int
-    made: Mark  # the rows are in the buffers
+    places: dict[int, tuple[int, int]]
     need_dw: bool = False
     hyper: AdamHyper | None = None
+    order: Order | None = None  # of the runner; None: a thread of ours does it
+    made: Mark | None = None  # the rows are in the buffers
     done: bool = False
+
+    @property
+    def rows(self) -> int:
+        return max(stop for _, stop in self.places.values())
+
+    @property
+    def name(self) -> str:
+        layer = self.layer_pass.layer
+        return f"{self.phase.value} {layer}: {', '.join(map(str, self.places))}"
 
     def take(self, out_RD: Tensor, dweights_R: Tensor | None = None) -> None:
         self.experts.take(self, out_RD, dweights_R)
 
 
 class HostExperts:
-    """The buffers, and the thread that hands groups of experts to the cores."""
+    """The buffers, and the threads that hand groups of experts to the cores."""
 
     def __init__(
         self,
@@ -69,6 +93,7 @@ class HostExperts:
         threads: int,
         recorder: Recorder,
         inject: Inject | None,
+        note: Note,
     ) -> None:
         self.store = store
         self.course = course
@@ -78,17 +103,33 @@ class HostExperts:
         self.threads = threads
         self.recorder = recorder
         self.inject = inject
+        self.note = note
         shape, dtype = store.layout.shape, store.layout.dtype
         self.max_rows = room_for_rows(shape.d_model, dtype)
-        size = self.max_rows * (3 * shape.d_model * dtype.itemsize + 2 * 4)
+        size = self.max_rows * (3 * shape.d_model * dtype.itemsize + 2 * 4) + _FLAGS
         self._slab = HostSlab("tokens", 1, round_up(size, ALIGN), store.pinned)
         self._host = _Buffers.cut(self._slab[0], self.max_rows, shape.d_model, dtype)
         mapped = on_device(self._slab[0], device)
         self._device = _Buffers.cut(mapped, self.max_rows, shape.d_model, dtype)
         self._each = torch.arange(self.max_rows, device=device)
+        self._number = 0
+        self._runner = self._new_runner()
+        self._records: dict[int, Tensor] = {}  # weights by an expert's number: views take time
+        self._ordered: deque[Job] = deque()  # that may still be at the runner
+        self._before: tuple[int, Phase, int] | None = None  # layer, phase, end of the last job
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._last: Job | None = None
         self._thread: threading.Thread | None = None
+
+    def _new_runner(self) -> Runner | None:
+        """None where all goes through our own thread: rows move, tests look on, no kernel."""
+        if self.store.disk_rows or self.inject is not None or cpu_kernel_name() == "torch":
+            return None
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            if not can_signal(stream, self._host.there.data_ptr()):
+                return None
+        return Runner()
 
     @property
     def nbytes(self) -> int:
@@ -98,8 +139,9 @@ class HostExperts:
 
     def forward(self, layer_pass: LayerPass, x_TD: Tensor) -> Job:
         """Begins the forward of the CPU's experts."""
-        rows = self._send(layer_pass, [(x_TD, self._device.x)])
-        return self._submit(Job(self, layer_pass, Phase.FORWARD, rows, self._made()))
+        job = self._begin(layer_pass, Phase.FORWARD)
+        self._send(job, [(x_TD, self._device.x)])
+        return self._sent(job)
 
     def backward(
         self,
@@ -111,19 +153,18 @@ class HostExperts:
         hyper: AdamHyper | None,
     ) -> Job:
         """Begins their backward; with `need_dw` the gradients of the weights go their way too."""
-        rows = self._send(layer_pass, [(x_TD, self._device.x), (dy_TD, self._device.dy)])
+        job = self._begin(layer_pass, Phase.BACKWARD, need_dw, hyper)
+        self._send(job, [(x_TD, self._device.x), (dy_TD, self._device.dy)])
         permutation, place = layer_pass.permutation, layer_pass.host_rows
         assert permutation is not None
         own = row_weights(weights_TK, permutation, place.start, place.stop)
-        self._device.weights[:rows] = own.to(torch.float32)
-        job = Job(self, layer_pass, Phase.BACKWARD, rows, self._made(), need_dw, hyper)
-        return self._submit(job)
+        self._device.weights[: job.rows] = own.to(torch.float32)
+        return self._sent(job)
 
     def take(self, job: Job, out_RD: Tensor, dweights_R: Tensor | None = None) -> None:
         """Waits for the job and puts its results (y, or dx and the gradients of the routing
         weights) where they belong."""
-        with self.store.lock:
-            self.store.wait_main(lambda: job.done)
+        self._await(job)
         rows = job.layer_pass.host_rows
         # a kernel reads the host's memory: a copy would have to queue behind the experts' uploads
         each = self._each[: job.rows]
@@ -131,36 +172,125 @@ class HostExperts:
         if dweights_R is not None:
             dweights_R[rows] = self._device.dweights.index_select(0, each).to(dweights_R.dtype)
 
-    def _send(self, layer_pass: LayerPass, pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
-        if self._last is not None and not self._last.done:  # its pass was given up half-way
-            with self.store.lock:
-                last = self._last
-                self.store.wait_main(lambda: last.done)
-        permutation, place = layer_pass.permutation, layer_pass.host_rows
+    def _begin(
+        self,
+        layer_pass: LayerPass,
+        phase: Phase,
+        need_dw: bool = False,
+        hyper: AdamHyper | None = None,
+    ) -> Job:
+        """A new job; the runner gets its order before the rows are there, so that it is awake."""
+        self._collect()
+        if self._last is not None and self._last.order is None and not self._last.done:
+            self._await(self._last)  # its pass was given up half-way
+        ends = list(itertools.accumulate(layer_pass.counts[i] for i in sorted(layer_pass.on_host)))
+        places = dict(
+            zip(sorted(layer_pass.on_host), zip([0, *ends], ends, strict=False), strict=True)
+        )
+        job = Job(self, layer_pass, phase, places, need_dw, hyper)
+        self._last = job
+        segments = None if need_dw or self._runner is None else self._readable_now(job)
+        if segments is not None:
+            self._order(job, segments)
+        return job
+
+    def _readable_now(self, job: Job) -> list[Segment] | None:
+        """The experts of a job, if the runner can compute all of them without waiting."""
+        layer_pass, layout = job.layer_pass, self.store.layout
+        counts = [stop - start for start, stop in job.places.values()]
+        backward = job.phase is Phase.BACKWARD
+        kind = layout.dtype, layout.shape, layer_pass.activation
+        if not Runner.takes(counts, *kind, backward):
+            return None
+        segments = []
+        with self.store.lock:
+            for index, place in job.places.items():
+                entry = self.store.entry(ExpertId(layer_pass.layer, index))
+                if not _readable(entry):
+                    return None
+                record = self._records.get(entry.number)
+                if record is None:
+                    record = layout.weights(self.store.host(entry, Part.WEIGHTS))
+                    self._records[entry.number] = record
+                segments.append(Segment(record, *place))
+        return segments
+
+    def _order(self, job: Job, segments: Sequence[Segment]) -> None:
+        assert self._runner is not None
+        host, shape = self._host, self.store.layout.shape
+        self._number = (self._number + 1) & 0xFFFFFFFF
+        flags = host.there.data_ptr(), host.done.data_ptr()
+        job.order = Order(*flags, self._number, (ctypes.c_int64 * 2)())
+        self._ordered.append(job)
+        common = segments, shape, self.threads, job.order
+        if job.phase is Phase.FORWARD:
+            self._runner.forward(host.x, host.out, *common)
+        else:
+            tensors = host.x, host.dy, host.weights, host.out, host.dweights
+            self._runner.backward(*tensors, *common)
+
+    def _send(self, job: Job, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        permutation = job.layer_pass.permutation
         assert permutation is not None
-        rows: int = place.stop - place.start
-        token = permutation.row_token_R[place]
+        token = permutation.row_token_R[job.layer_pass.host_rows]
         for tensor, buffer in pairs:
-            torch.index_select(tensor.detach(), 0, token, out=buffer[:rows])
-        return rows
+            torch.index_select(tensor.detach(), 0, token, out=buffer[: job.rows])
 
-    def _made(self) -> Mark:
-        return compute_mark(self.device, spin=True)
+    def _sent(self, job: Job) -> Job:
+        """The rows are in the buffers, or will be when the stream has come that far."""
+        if job.order is None:
+            job.made = compute_mark(self.device, spin=True)
+            self._hand_over(job)
+        elif self.device.type == "cuda":
+            signal(torch.cuda.current_stream(self.device), job.order.there, job.order.number)
+        else:
+            self._host.there.view(torch.int32).fill_(_signed(job.order.number))
+        return job
 
-    def _submit(self, job: Job) -> Job:
+    def _await(self, job: Job) -> None:
+        if job.order is None:
+            with self.store.lock:
+                self.store.wait_main(lambda: job.done)
+        elif self.device.type == "cuda":
+            # the stream waits, not the host
+            await_signal(torch.cuda.current_stream(self.device), job.order.done, job.order.number)
+        elif self._runner is None or not self._runner.wait(job.order):
+            raise EngineError("the engine was closed while the CPU computed")
+
+    def _collect(self) -> None:
+        """Takes the times of orders that have been carried out."""
+        while self._ordered:
+            job = self._ordered[0]
+            assert job.order is not None
+            start, end = job.order.times
+            if not end:
+                return
+            self._ordered.popleft()
+            size = len(job.places) * self.store.layout.weight_bytes
+            self.recorder.past_span("cpu compute", job.name, start, end, size)
+            self._note(job, start, end)
+
+    def _note(self, job: Job, start: int, end: int) -> None:
+        layer = job.layer_pass.layer
+        if self._before is not None:
+            before, phase, ended = self._before
+            if phase is job.phase and abs(layer - before) == 1:
+                self.note(phase, max(0, start - ended) / 1e9)
+        self._before = layer, job.phase, end
+
+    # -- our own thread -------------------------------------------------------------------
+
+    def _hand_over(self, job: Job) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="overspill-cpu", daemon=True)
             self._thread.start()
-        self._last = job
         self._jobs.put(job)
-        return job
-
-    # -- the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                job.made.wait()
+                if job.made is not None:
+                    job.made.wait()
                 self._carry_out(job)
                 with self.store.lock:
                     job.done = True
@@ -169,19 +299,14 @@ class HostExperts:
             self.store.fail(error)
 
     def _carry_out(self, job: Job) -> None:
-        segments, start = {}, 0
-        for index in sorted(job.layer_pass.on_host):
-            stop = start + job.layer_pass.counts[index]
-            segments[index] = (start, stop)
-            start = stop
-        while segments:
-            group = self._await_group(job, list(segments))
+        left = dict(job.places)
+        while left:
+            group = self._await_group(job, list(left))
             if self.inject is not None:
                 self.inject("cpu")
-            name = f"{job.phase.value} {job.layer_pass.layer}: {_names(group)}"
             size = len(group) * self.store.layout.weight_bytes
-            with self.recorder.span("cpu compute", name, size):
-                self._compute(job, group, [segments.pop(entry.id.index) for entry in group])
+            with self.recorder.span("cpu compute", job.name, size):
+                self._compute(job, group, [left.pop(entry.id.index) for entry in group])
             with self.store.lock:
                 for entry in group:
                     entry.queued -= 1
@@ -226,36 +351,43 @@ class HostExperts:
         self.gradients.make(entry, write, job.hyper)
 
     def close(self) -> None:
-        """Ends the thread; after that nobody reads or writes the buffers."""
+        """Ends the threads; after that nobody reads or writes the buffers."""
+        if self._runner is not None:
+            self._runner.close()
         self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._device = self._host
+        self._records.clear()
         self._slab.close()
 
 
 @dataclass(frozen=True)
 class _Buffers:
-    """The rows of a pass, as one side sees them."""
+    """The rows of a pass and the two flags, as one side sees them."""
 
     x: Tensor
     dy: Tensor
     out: Tensor
     weights: Tensor
     dweights: Tensor
+    there: Tensor
+    done: Tensor
 
     @classmethod
     def cut(cls, flat: Tensor, rows: int, d_model: int, dtype: torch.dtype) -> "_Buffers":
-        size = rows * d_model * dtype.itemsize
-        wide = [flat[at : at + size].view(dtype).view(rows, d_model) for at in (0, size, 2 * size)]
-        ends = [3 * size, 3 * size + rows * 4, 3 * size + rows * 8]
-        narrow = [flat[a:b].view(torch.float32) for a, b in itertools.pairwise(ends)]
-        return cls(*wide, *narrow)
+        wide, narrow = rows * d_model * dtype.itemsize, rows * 4
+        sizes = [64, 64, wide, wide, wide, narrow, narrow]
+        there, done, *parts = flat[: sum(sizes)].split(sizes)
+        x, dy, out = (part.view(dtype).view(rows, d_model) for part in parts[:3])
+        weights, dweights = (part.view(torch.float32) for part in parts[3:])
+        return cls(x, dy, out, weights, dweights, there[:4], done[:4])
+
+
+def _signed(number: int) -> int:
+    """The same 32 bits, as torch has them."""
+    return number - (1 << 32) if number >= 1 << 31 else number
 
 
 def _readable(entry: Entry) -> bool:
     return not entry.stale and entry.row is not None and bool(entry.have & Part.WEIGHTS)
-
-
-def _names(group: Sequence[Entry]) -> str:
-    return ", ".join(str(entry.id.index) for entry in group)

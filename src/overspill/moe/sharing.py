@@ -8,6 +8,8 @@ from overspill.hardware.profile import ExpertCosts
 from overspill.moe.course import Course
 from overspill.plan.split import SplitCosts, pass_time, split
 
+_LEARN = 0.2
+"""What the newest gap counts for."""
 _AS_GOOD = 1.1
 """A split of the forward serves for backward too if the best one would not be faster by more."""
 
@@ -43,6 +45,7 @@ class Sharing:
         self._here: frozenset[int] = frozenset()
         self._ahead: dict[int, tuple[Sequence[float], frozenset[int]]] = {}
         self._costs: dict[tuple[Phase, bool], SplitCosts] = {}
+        self._gaps: dict[Phase, float] = {}
 
     @property
     def open(self) -> bool:
@@ -107,6 +110,14 @@ class Sharing:
         there = [index for index in busy if index not in on_host]
         return sorted(there, key=lambda index: (-tokens[index], index)) if on_host else there
 
+    def takes_all(self, layer: int) -> bool:
+        """Whether every expert of a layer will surely have to be on the device: then nothing more
+        urgent than one of them can come up."""
+        tokens, _ = self.course.expected(layer)
+        if tokens is None or min(tokens) < 1:
+            return False
+        return not self.open or not self._plan(layer, tokens)
+
     def _plan(self, layer: int, tokens: Sequence[float]) -> frozenset[int]:
         known = self._ahead.get(layer)
         if known is None or known[0] is not tokens:
@@ -120,11 +131,19 @@ class Sharing:
         resident, uploaded = present
         return split(counts, resident, self._costs_of(phase), self.max_rows, uploaded)
 
+    def note_gap(self, phase: Phase, seconds: float) -> None:
+        """How long the cores had no tokens between a layer and the next. All that lies between the
+        experts of two layers is in it, and while it lasts the CPU cannot help: uploads can."""
+        before = self._gaps.get(phase, seconds)
+        self._gaps[phase] = before + _LEARN * (seconds - before)
+        self._costs.clear()
+
     def _costs_of(self, phase: Phase) -> SplitCosts:
         key = phase, self.trained
-        if key not in self._costs:
-            self._costs[key] = self._split_costs(phase)
-        return self._costs[key]
+        known = self._costs.get(key)
+        if known is None:
+            known = self._costs[key] = self._split_costs(phase)
+        return known
 
     def _split_costs(self, phase: Phase) -> SplitCosts:
         assert self.costs is not None
@@ -139,7 +158,7 @@ class Sharing:
             load_beside=own.load_beside,
             cpu=lambda tokens: own.cpu_beside * cpu(tokens),
             gpu=gpu,
-            fixed=own.round_trip,
+            fixed=max(own.round_trip, self._gaps.get(phase, 0.0)),
             claim=self._claim(),
         )
 

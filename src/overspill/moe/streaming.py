@@ -221,6 +221,7 @@ class StreamingEngine(Engine):
                 self._threads,
                 self.recorder,
                 self.settings.inject,
+                self.sharing.note_gap,
             )
         return self._host
 
@@ -279,7 +280,7 @@ class StreamingEngine(Engine):
     def _targets(self, resident: Resident) -> Iterator[Target]:
         layer, indices, slots = resident
         _, known = self.course.expected(layer)
-        sure = known is Knowledge.REAL
+        sure = known is Knowledge.REAL or self.sharing.takes_all(layer)
         for index, slot in zip(indices, slots, strict=True):
             yield Target(self._entry(layer, index), slot, known.value, sure)
 
@@ -514,13 +515,13 @@ class StreamingEngine(Engine):
             return
         self._closed = True
         self.loader.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # nothing may copy from memory that goes away
         if self._host is not None:
             self._host.close()
         self.updates.close()
         if self.stager is not None:
             self.stager.close()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # nothing may copy from memory that goes away
         self.gradients.close()
         self.store.close()
         self._slot_weights = self._slot_weights.new_empty(0, self.shape.numel)

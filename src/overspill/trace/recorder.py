@@ -89,6 +89,13 @@ class Recorder:
         if self.enabled:
             self._keep_host(row, name, start_ns, bytes)
 
+    def past_span(self, row: str, name: str, start_ns: int, end_ns: int, bytes: int = 0) -> None:
+        """Something that was timed elsewhere, by the same clock."""
+        if self.enabled:
+            with self._lock:
+                now = time.perf_counter_ns()
+                self._kept.append((now, Span(row, name, start_ns, end_ns, bytes)))
+
     def device_span(
         self,
         row: str,

@@ -126,8 +126,15 @@ class MemorySection:
     """Experts that are resident together compute together; else one by one."""
     activations: str = "recompute"
     """Activations inside experts: recompute them in backward, or keep them."""
+    cpu_experts: bool = False
+    """The CPU computes experts with few tokens where they lie, if by measured costs that is faster
+    than uploading them."""
+    lookahead: int = 1
+    """Layers ahead that a predictor names the experts needed, with --cpu-experts; 0 switches it
+    off."""
     threads: int | None = None
-    """Threads of the CPU optimizer; all cores but four, at least three quarters, when left out."""
+    """Threads of the CPU optimizer and of the CPU's experts; all cores but four, at least three
+    quarters, when left out."""
 
 
 @dataclass(frozen=True)

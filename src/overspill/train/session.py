@@ -188,6 +188,8 @@ def engine_settings(memory: MemorySection) -> Settings:
         overlap_uploads=memory.overlap_uploads,
         waves=memory.waves,
         activations=memory.activations,
+        cpu_experts=memory.cpu_experts,
+        lookahead=memory.lookahead,
         threads=memory.threads,
     )
 

@@ -57,6 +57,37 @@ def copy_on(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> N
     driver.check(driver.copy(*pointers, source.nbytes, stream.cuda_stream), "copy")
 
 
+def can_signal(stream: torch.cuda.Stream, address: int) -> bool:
+    """Whether the stream can write a number to pinned memory and wait for one there; tries it."""
+    driver = _driver()
+    if driver is None or driver.write_value is None or driver.wait_value is None:
+        return False
+    _enter(stream.device)
+    codes = (
+        driver.write_value(stream.cuda_stream, address, 0, 0),
+        driver.wait_value(stream.cuda_stream, address, 0, 0),
+    )
+    if any(codes):
+        _log.warning("streams cannot wait for the CPU here (error %s): the host waits", codes)
+    return not any(codes)
+
+
+def signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
+    """Lets the stream write `number` to pinned memory when it has done all before."""
+    driver = _driver()
+    assert driver is not None
+    assert driver.write_value is not None
+    driver.check(driver.write_value(stream.cuda_stream, address, number, 0), "write a number")
+
+
+def await_signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
+    """Lets the stream wait until the number in pinned memory has come up to `number`."""
+    driver = _driver()
+    assert driver is not None
+    assert driver.wait_value is not None
+    driver.check(driver.wait_value(stream.cuda_stream, address, number, 0), "wait for a number")
+
+
 class _DriverEvent:
     __slots__ = ("_driver", "_handle")
 
@@ -109,6 +140,11 @@ class _Driver:
         self.stream_waits.argtypes = [pointer, pointer, number]
         self.query = at_once.cuEventQuery
         self.query.argtypes = [pointer]
+        self.write_value = getattr(at_once, "cuStreamWriteValue32_v2", None)
+        self.wait_value = getattr(at_once, "cuStreamWaitValue32_v2", None)
+        for function in (self.write_value, self.wait_value):
+            if function is not None:
+                function.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint32, number]
         self.synchronize = waiting.cuEventSynchronize
         self.synchronize.argtypes = [pointer]
 

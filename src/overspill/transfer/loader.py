@@ -22,7 +22,7 @@ from overspill.transfer.lanes import PASSED, Lane, Mark
 
 _PIECE = 4 << 20
 """Bytes of a copy from which on the link is fully used."""
-_SURE_BYTES = 256 << 20
+_SURE_BYTES = 128 << 20
 """Bytes on their way of what is needed for sure: each look at what comes next costs the thread that
 launches kernels some time."""
 
