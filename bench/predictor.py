@@ -1,9 +1,9 @@
 """How well the experts of a layer are known layers ahead, and what knowing costs.
 
 Trains small MoE models on text. Then training goes on, and predictors that start as copies of the
-gates learn beside it, as they do in a run. What they are worth is measured on text held out.
+gates learn beside it, as they do in a run. What they are worth is measured on other text.
 
-PYTHONPATH=src python3 bench/predictor.py --data train.txt.gz --out bench/results
+PYTHONPATH=src python3 bench/predictor.py --data train.txt.gz --held-out test.txt.gz
 """
 
 import argparse
@@ -99,16 +99,30 @@ class Outcome:
 class Text:
     """Tokens to learn from, and tokens held out."""
 
-    def __init__(self, file: Path, tokenizer: str, length: int, device: torch.device) -> None:
-        opener: Callable[..., Any] = gzip.open if file.suffix == ".gz" else open
-        with opener(file, "rt", encoding="utf-8") as lines:
-            text = lines.read()
+    def __init__(
+        self,
+        file: Path,
+        held_out: Path | None,
+        tokenizer: str,
+        length: int,
+        device: torch.device,
+    ) -> None:
+        """Without a file of its own, the end of the text is held out."""
         own = load_tokenizer(tokenizer)
         self.vocab = vocab_size(own)
-        tokens = torch.from_numpy(own.encode(text).astype("int64")).to(device)
-        start = int(len(tokens) * (1 - HELD_OUT))
+
+        def tokens(file: Path) -> Tensor:
+            opener: Callable[..., Any] = gzip.open if file.suffix == ".gz" else open
+            with opener(file, "rt", encoding="utf-8") as lines:
+                return torch.from_numpy(own.encode(lines.read()).astype("int64")).to(device)
+
         self.length = length
-        self.train, self.held_out = tokens[:start], tokens[start:]
+        self.train = tokens(file)
+        if held_out is None:
+            start = int(len(self.train) * (1 - HELD_OUT))
+            self.train, self.held_out = self.train[:start], self.train[start:]
+        else:
+            self.held_out = tokens(held_out)
         self.order = torch.Generator().manual_seed(0)
 
     def batch(self, n: int) -> Tensor:
@@ -130,7 +144,7 @@ def main() -> None:
     arguments = parse()
     device = torch.device(arguments.device)
     length = 128 if arguments.small else 256
-    text = Text(arguments.data, arguments.tokenizer, length, device)
+    text = Text(arguments.data, arguments.held_out, arguments.tokenizer, length, device)
     work = plan(arguments, text, device)
     outcomes = {}
     for n_experts in MODELS:
@@ -144,6 +158,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="text, .gz or not")
+    parser.add_argument("--held-out", type=Path, help="text to measure on; else the last tenth")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or a tokenizer.json")
     parser.add_argument("--steps", type=int, default=None, help="of training before predictors")
     parser.add_argument("--learn", type=int, default=None, help="steps with predictors beside")

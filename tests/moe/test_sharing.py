@@ -1,7 +1,9 @@
 """CPU and device share the experts of a layer: any split gives what plain training gives."""
 
+import gc
 import random
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from overspill.compute.cpu import cpu_kernel_name
 from overspill.core.errors import EngineError
 from overspill.core.experts import Phase
 from overspill.hardware.profile import Curve, ExpertCosts
+from overspill.moe import functions
 from overspill.moe.course import Course
 from overspill.moe.engine import Engine, Settings
 from overspill.moe.sharing import Choose, Present, Sharing
@@ -89,13 +92,6 @@ def test_any_split_is_exact_under_delays(where: str, share: float, tmp_path: Pat
     task = Task(steps=8, clip=0.5 if share == 1.0 else None)
     settings = Settings(inject=delays(5))
     run = shared_run(task, where, tmp_path, settings, at_random(4, share))
-    assert_follows(run, plain_run(task))
-
-
-@pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 rows"])
-def test_kept_activations_go_with_the_split_of_their_forward(where: str, tmp_path: Path) -> None:
-    task = Task(steps=8)
-    run = shared_run(task, where, tmp_path, Settings(activations="keep"), at_random(6))
     assert_follows(run, plain_run(task))
 
 
@@ -343,3 +339,98 @@ def test_what_every_token_count_needs_is_no_guess() -> None:
         own.course.enter(1, Phase.FORWARD, [0, *[4] * 15], training=False)
     own.course.enter(0, Phase.FORWARD, [4] * 16, training=False)
     assert not own.takes_all(1), "one may be needed after all"
+
+
+# -- what once went wrong ---------------------------------------------------------------------
+
+
+def test_rows_that_a_wave_has_left_are_there_for_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two host rows, and the CPU's expert the last of its layer, nobody else moves rows."""
+    wave_forward = functions.wave_forward
+
+    def slow(*args: object, **options: object) -> object:
+        time.sleep(0.01)
+        return wave_forward(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(functions, "wave_forward", slow)
+    task = Task()
+    tokens = next(iter(task.batches()))[0]
+    model = task.model().eval()
+    options = {"host_slots": 2, "settings": Settings(pin_share=0.0)}
+    with spilled(model, "disk behind 3 rows", tmp_path, **options) as engine:
+        force(engine, lambda counts, *_: frozenset([i for i, n in enumerate(counts) if n][-1:]))
+        with torch.no_grad():
+            for _ in range(5):
+                model(tokens)
+
+
+def test_nothing_is_shared_where_activations_are_kept(tmp_path: Path) -> None:
+    """A recomputation is split anew, and what is kept of it would lie in another order."""
+    task = Task(steps=4, checkpoint=True)
+    model = task.model()
+    with spilled(model, "host with 5 slots", tmp_path, Settings(activations="keep")) as engine:
+        force(engine, at_random(6))
+        run = train(model, adamw(model, task), task)
+        assert engine._host is None
+    assert_follows(run, plain_run(task))
+
+
+def test_a_backward_that_is_given_up_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(steps=1, clip=0.5)
+    tokens = next(iter(task.batches()))[0]
+    plain = task.model()
+    loss_of(plain, tokens).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item()
+    wave_backward = functions.wave_backward
+
+    def fail(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("pretended")
+
+    model = task.model()
+    settings = Settings(inject=delays(3, longest=0.2, only="cpu"))
+    with spilled(model, "host with 5 slots", tmp_path, settings) as engine:
+        force(engine, lambda counts, *_: frozenset(i for i in (0, 1) if counts[i]))
+        optimizer = adamw(model, task)
+        loss = loss_of(model, tokens)
+        monkeypatch.setattr(functions, "wave_backward", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+        monkeypatch.setattr(functions, "wave_backward", wave_backward)
+        del loss
+        optimizer.zero_grad()
+        engine.check_conserved()
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        assert optimizer.total_norm == pytest.approx(norm, rel=1e-6)
+
+
+def test_training_goes_on_after_an_evaluation_in_inference_mode(tmp_path: Path) -> None:
+    task = Task(steps=3)
+    with shared(task, tmp_path, at_random(4)) as (model, _):
+        with torch.inference_mode():
+            model(next(iter(task.batches()))[0])
+        run = train(model, adamw(model, task), task)
+    assert_follows(run, plain_run(task))
+
+
+def test_a_graph_that_is_thrown_away_is_noticed(tmp_path: Path) -> None:
+    task = Task(steps=1)
+    tokens = next(iter(task.batches()))[0]
+    with shared(task, tmp_path, at_random(4, share=1.1)) as (model, engine):
+        optimizer = adamw(model, task)
+        loss = loss_of(model, tokens)
+        del loss
+        gc.collect()
+        assert not any(engine._open)
+        loss_of(model, tokens).backward()
+        optimizer.step()
+
+
+def test_what_is_not_shared_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Task().model()
+    with spilled(model, "host with 5 slots", tmp_path, Settings(cpu_experts=True)):
+        assert "without a GPU to share with" in caplog.text

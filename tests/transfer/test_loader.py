@@ -355,3 +355,16 @@ def test_after_an_update_what_belongs_in_a_slot_is_uploaded_without_being_asked(
     bench.store.write_part(bench.store.entries[1], Part.WEIGHTS, lambda row: row.fill_(50))
     bench.await_fresh((1, 1))
     assert bench.values()[1] == 50
+
+
+def test_a_row_of_which_half_was_read_may_be_given_away_too(slow: Bench) -> None:
+    """What it was read for may not be wanted any more: somebody has to hear of it."""
+    heard = threading.Semaphore(0)
+    slow.loader.row_read = heard.release
+    slow.store.entries[0].disk_row = 0
+    slow.target((0, 0))
+    settled(slow)
+    assert not heard.acquire(blocking=False)
+    slow.target()
+    slow_link(slow).arrive()
+    assert heard.acquire(timeout=10)

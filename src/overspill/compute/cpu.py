@@ -184,7 +184,8 @@ class Runner:
 
     def wait(self, order: Order) -> bool:
         """Blocks until the order is done; False if the runner was closed before."""
-        assert self._library is not None
+        if self._library is None or self._handle is None:
+            return False
         return bool(self._library.overspill_runner_wait(self._handle, order.done, order.number))
 
     def close(self) -> None:

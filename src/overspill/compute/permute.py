@@ -149,8 +149,8 @@ def weights_grad(drow_weight_R: Tensor, permutation: Permutation) -> Tensor:
 def combine(y_RD: Tensor, weights_TK: Tensor, permutation: Permutation) -> Tensor:
     """Each token's weighted sum over its K rows, [T, D] in the dtype of `y_RD`.
 
-    By gathers in the order of k, never by atomic adds: the same bits every time. Sums are float32
-    (or wider) and rounded once.
+    By gathers and sums of a fixed order, never by atomic adds: the same bits every time. Sums are
+    float32 (or wider) and rounded once.
     """
     return _sum_over_slots(y_RD, permutation, weights_TK)
 

@@ -20,6 +20,7 @@ from overspill.hardware.profile import ExpertCosts
 from overspill.models.progress_bar import TerminalProgress
 from overspill.moe.engine import Engine, ExpertPlaceholder, Settings
 from overspill.moe.layer import MoE
+from overspill.moe.predictor import PREDICTOR_COPIES
 from overspill.moe.resident import ResidentEngine
 from overspill.moe.streaming import StreamingEngine
 from overspill.plan.budget import ModelSizes, Placement, Wish, place
@@ -171,7 +172,10 @@ def hand_over(
     where = compute_device(budgets.device)
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     wish = budgets.wish(where)
-    placement = place(_sizes(model, layers, layout), wish)
+    sizes = _sizes(model, layers, layout)
+    if budgets.settings.cpu_experts and budgets.settings.lookahead:
+        sizes = replace(sizes, dense=sizes.dense + predictor_bytes(len(layers), layers[0]))
+    placement = place(sizes, wish)
     show = _shown(progress)
     try:
         engine = _engine(layers, layout, where, placement, budgets, show)
@@ -200,6 +204,11 @@ def hand_over(
     if not quiet:
         print(engine.describe(), file=sys.stderr)
     return model
+
+
+def predictor_bytes(n_layers: int, layer: ExpertLayer) -> int:
+    """What predictors take on the compute device."""
+    return n_layers * PREDICTOR_COPIES * layer.n_experts * layer.shape.d_model * 4
 
 
 def compute_device(device: str | torch.device | None) -> torch.device:

@@ -45,14 +45,15 @@ class Gradients:
     def take_memory(self, keep: bool, progress: Progress | None) -> None:
         """The ring, and with `keep` a row for every expert's gradient; once each."""
         if keep:
-            self._take_rows()
+            self.take_rows()
         if self.ring is None:
             count = min(_RING_WHEN_KEPT, self.placement.ring) if keep else self.placement.ring
             size = self.store.layout.weight_bytes
             slab = HostSlab("gradient buffers", count, size, self.store.pinned, progress)
             self.ring = self.updates.ring = GradientRing(self.store, slab)
 
-    def _take_rows(self) -> None:
+    def take_rows(self) -> None:
+        """Memory for gradients that wait, once."""
         with self.store.lock:  # gradients of the device and of the CPU may both be the first
             if Part.GRADS not in self.store.slabs:
                 self._take_rows_once()
@@ -90,7 +91,7 @@ class Gradients:
             self._outdate(entry)
             self.updates.submit(Update(entry, landed, ring, hyper=hyper))
             return
-        self._take_rows()
+        self.take_rows()
         if entry.number in self._kept:
             ring, landed = self._through_ring(entry, gradient, square, made)
             self.updates.submit(Update(entry, landed, ring, into_row=True))
@@ -112,7 +113,7 @@ class Gradients:
             update = Update(entry, PASSED, ring, into_row=adds, hyper=None if adds else hyper)
             self.updates.submit(update)
             return
-        self._take_rows()
+        self.take_rows()
         with self.store.lock:
             row = self.store.host(entry, Part.GRADS)
             if entry.disk_row is not None:

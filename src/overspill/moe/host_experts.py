@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from overspill.compute.activation import Activation
 from overspill.compute.cpu import Order, Runner, Segment, cpu_backward, cpu_forward, cpu_kernel_name
 from overspill.compute.permute import row_weights
 from overspill.core.errors import EngineError
@@ -55,17 +56,22 @@ def room_for_rows(d_model: int, dtype: torch.dtype) -> int:
 
 @dataclass
 class Job(HostWork):
-    """The CPU's experts of one pass, and where their rows are among those of the buffers."""
+    """The CPU's experts of one pass, and where their rows are among those of the buffers. It does
+    not hold the pass, whose end says that a graph was thrown away."""
 
     experts: "HostExperts"
-    layer_pass: LayerPass
+    layer: int
     phase: Phase
+    activation: Activation | None
+    place: slice  # of its rows among those of the pass
     places: dict[int, tuple[int, int]]
     need_dw: bool = False
     hyper: AdamHyper | None = None
     order: Order | None = None  # of the runner; None: a thread of ours does it
     made: Mark | None = None  # the rows are in the buffers
     done: bool = False
+    sent: bool = False
+    taken: bool = False
 
     @property
     def rows(self) -> int:
@@ -73,8 +79,7 @@ class Job(HostWork):
 
     @property
     def name(self) -> str:
-        layer = self.layer_pass.layer
-        return f"{self.phase.value} {layer}: {', '.join(map(str, self.places))}"
+        return f"{self.phase.value} {self.layer}: {', '.join(map(str, self.places))}"
 
     def take(self, out_RD: Tensor, dweights_R: Tensor | None = None) -> None:
         self.experts.take(self, out_RD, dweights_R)
@@ -118,7 +123,9 @@ class HostExperts:
         self._ordered: deque[Job] = deque()  # that may still be at the runner
         self._before: tuple[int, Phase, int] | None = None  # layer, phase, end of the last job
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._working = 0  # jobs at our own thread
         self._last: Job | None = None
+        self._stream: torch.cuda.Stream | None = None  # of the last job
         self._thread: threading.Thread | None = None
 
     def _new_runner(self) -> Runner | None:
@@ -140,7 +147,7 @@ class HostExperts:
     def forward(self, layer_pass: LayerPass, x_TD: Tensor) -> Job:
         """Begins the forward of the CPU's experts."""
         job = self._begin(layer_pass, Phase.FORWARD)
-        self._send(job, [(x_TD, self._device.x)])
+        self._send(job, layer_pass, [(x_TD, self._device.x)])
         return self._sent(job)
 
     def backward(
@@ -154,10 +161,10 @@ class HostExperts:
     ) -> Job:
         """Begins their backward; with `need_dw` the gradients of the weights go their way too."""
         job = self._begin(layer_pass, Phase.BACKWARD, need_dw, hyper)
-        self._send(job, [(x_TD, self._device.x), (dy_TD, self._device.dy)])
-        permutation, place = layer_pass.permutation, layer_pass.host_rows
+        self._send(job, layer_pass, [(x_TD, self._device.x), (dy_TD, self._device.dy)])
+        permutation = layer_pass.permutation
         assert permutation is not None
-        own = row_weights(weights_TK, permutation, place.start, place.stop)
+        own = row_weights(weights_TK, permutation, job.place.start, job.place.stop)
         self._device.weights[: job.rows] = own.to(torch.float32)
         return self._sent(job)
 
@@ -165,7 +172,8 @@ class HostExperts:
         """Waits for the job and puts its results (y, or dx and the gradients of the routing
         weights) where they belong."""
         self._await(job)
-        rows = job.layer_pass.host_rows
+        job.taken = True
+        rows = job.place
         # a kernel reads the host's memory: a copy would have to queue behind the experts' uploads
         each = self._each[: job.rows]
         torch.index_select(self._device.out, 0, each, out=out_RD[rows])
@@ -181,31 +189,45 @@ class HostExperts:
     ) -> Job:
         """A new job; the runner gets its order before the rows are there, so that it is awake."""
         self._collect()
-        if self._last is not None and self._last.order is None and not self._last.done:
-            self._await(self._last)  # its pass was given up half-way
+        self._leave_nobody_behind()
         ends = list(itertools.accumulate(layer_pass.counts[i] for i in sorted(layer_pass.on_host)))
         places = dict(
             zip(sorted(layer_pass.on_host), zip([0, *ends], ends, strict=False), strict=True)
         )
-        job = Job(self, layer_pass, phase, places, need_dw, hyper)
+        kind = layer_pass.layer, phase, layer_pass.activation
+        job = Job(self, *kind, layer_pass.host_rows, places, need_dw, hyper)
         self._last = job
         segments = None if need_dw or self._runner is None else self._readable_now(job)
         if segments is not None:
             self._order(job, segments)
         return job
 
+    def _leave_nobody_behind(self) -> None:
+        """The buffers are one job's at a time: whoever's pass was given up half-way, or runs on
+        another stream, has to be done with them."""
+        last = self._last
+        if last is not None and not last.taken:
+            if last.order is not None and not last.sent:
+                self._sent(last)  # or it would wait for its rows for ever
+            self._await(last)
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            if self._stream is not None and self._stream != stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
     def _readable_now(self, job: Job) -> list[Segment] | None:
         """The experts of a job, if the runner can compute all of them without waiting."""
-        layer_pass, layout = job.layer_pass, self.store.layout
+        layout = self.store.layout
         counts = [stop - start for start, stop in job.places.values()]
         backward = job.phase is Phase.BACKWARD
-        kind = layout.dtype, layout.shape, layer_pass.activation
+        kind = layout.dtype, layout.shape, job.activation
         if not Runner.takes(counts, *kind, backward):
             return None
         segments = []
         with self.store.lock:
             for index, place in job.places.items():
-                entry = self.store.entry(ExpertId(layer_pass.layer, index))
+                entry = self.store.entry(ExpertId(job.layer, index))
                 if not _readable(entry):
                     return None
                 record = self._records.get(entry.number)
@@ -229,15 +251,18 @@ class HostExperts:
             tensors = host.x, host.dy, host.weights, host.out, host.dweights
             self._runner.backward(*tensors, *common)
 
-    def _send(self, job: Job, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        permutation = job.layer_pass.permutation
+    def _send(
+        self, job: Job, layer_pass: LayerPass, pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        permutation = layer_pass.permutation
         assert permutation is not None
-        token = permutation.row_token_R[job.layer_pass.host_rows]
+        token = permutation.row_token_R[job.place]
         for tensor, buffer in pairs:
             torch.index_select(tensor.detach(), 0, token, out=buffer[: job.rows])
 
     def _sent(self, job: Job) -> Job:
         """The rows are in the buffers, or will be when the stream has come that far."""
+        job.sent = True
         if job.order is None:
             job.made = compute_mark(self.device, spin=True)
             self._hand_over(job)
@@ -271,12 +296,15 @@ class HostExperts:
             self._note(job, start, end)
 
     def _note(self, job: Job, start: int, end: int) -> None:
-        layer = job.layer_pass.layer
         if self._before is not None:
             before, phase, ended = self._before
-            if phase is job.phase and abs(layer - before) == 1:
+            if phase is job.phase and abs(job.layer - before) == 1:
                 self.note(phase, max(0, start - ended) / 1e9)
-        self._before = layer, job.phase, end
+        self._before = job.layer, job.phase, end
+
+    def idle(self) -> bool:
+        """Under the lock: whether our own thread has carried out all jobs."""
+        return self._working == 0
 
     # -- our own thread -------------------------------------------------------------------
 
@@ -284,6 +312,8 @@ class HostExperts:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="overspill-cpu", daemon=True)
             self._thread.start()
+        with self.store.lock:
+            self._working += 1
         self._jobs.put(job)
 
     def _run(self) -> None:
@@ -294,7 +324,9 @@ class HostExperts:
                 self._carry_out(job)
                 with self.store.lock:
                     job.done = True
+                    self._working -= 1
                     self.store.wake_main.notify_all()
+                del job  # and not only when the next one comes
         except BaseException as error:  # the main thread waits for the results
             self.store.fail(error)
 
@@ -318,7 +350,7 @@ class HostExperts:
     def _await_group(self, job: Job, indices: Sequence[int]) -> list[Entry]:
         """Waits until the weights of some of the experts may be read, and holds their rows. All of
         them at once, but where gradients are made one by one: each needs a buffer of its own."""
-        entries = [self.store.entry(ExpertId(job.layer_pass.layer, i)) for i in indices]
+        entries = [self.store.entry(ExpertId(job.layer, i)) for i in indices]
         with self.store.lock:
             if self.stager is not None:
                 self.stager.pump()
@@ -335,7 +367,7 @@ class HostExperts:
             Segment(layout.weights(self.store.host(entry, Part.WEIGHTS)), *place)
             for entry, place in zip(group, places, strict=True)
         ]
-        common = segments, layout.shape, job.layer_pass.activation, self.threads
+        common = segments, layout.shape, job.activation, self.threads
         if job.phase is Phase.FORWARD:
             cpu_forward(host.x, host.out, *common)
             return

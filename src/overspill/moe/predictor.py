@@ -18,6 +18,8 @@ from torch import Tensor
 
 from overspill.core.errors import ConfigError
 
+PREDICTOR_COPIES = 6
+"""Tensors of the size of its gate that a predictor keeps, in float32."""
 LEARN_TOKENS = 1024
 """Tokens a step learns from, at most; they are taken at equal distances."""
 # Logits are computed in float32 for this many tokens at a time: the copy stays small.

@@ -63,7 +63,7 @@ class Sharing:
         if not self.open:
             return False
         tokens, _ = self.course.popularity.expected(layer, Phase.FORWARD)
-        return tokens is None or bool(self._plan(layer, tokens))
+        return tokens is None or bool(self._plan(layer, tokens, Phase.FORWARD))
 
     def decide(
         self,
@@ -118,11 +118,13 @@ class Sharing:
             return False
         return not self.open or not self._plan(layer, tokens)
 
-    def _plan(self, layer: int, tokens: Sequence[float]) -> frozenset[int]:
+    def _plan(
+        self, layer: int, tokens: Sequence[float], phase: Phase | None = None
+    ) -> frozenset[int]:
         known = self._ahead.get(layer)
         if known is None or known[0] is not tokens:
             counts = [round(count) for count in tokens]
-            phase = self.course.next_phase(layer)
+            phase = phase or self.course.next_phase(layer)
             known = tokens, self.choose(counts, self._present(layer), phase)
             self._ahead[layer] = known
         return known[1]

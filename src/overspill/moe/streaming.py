@@ -1,6 +1,7 @@
 """Experts streamed from host memory and disk through slots of the compute device."""
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from overspill.transfer.loader import Loader, Target
 from overspill.transfer.requests import run_all
 from overspill.transfer.stager import Stager
 
+_log = logging.getLogger("overspill")
 _SSD_WORKERS = 4  # for reads, and as many for writes
 _FEW_ROWS = 8192  # are sorted on the host: there it takes less time than the launches
 _LEARN_EVERY = 4  # forwards from one of which predictors learn: it costs more than to predict
@@ -101,7 +103,7 @@ class StreamingEngine(Engine):
         self, layer_pass: LayerPass, x_TD: Tensor, expert_ids_TK: Tensor, phase: Phase
     ) -> None:
         self._note_trained(layer_pass)
-        if self.sharing.likely(layer_pass.layer):
+        if self._likely(layer_pass.layer):
             # the split needs the counts before the rows can be sorted by it
             predicted_E = self._look_ahead(layer_pass, x_TD, expert_ids_TK, phase)
             self._note_counts(layer_pass, expert_ids_TK, predicted_E)
@@ -110,6 +112,10 @@ class StreamingEngine(Engine):
             layer_pass.expert_ids_TK = expert_ids_TK if self.sharing.open else None
         self._enter(layer_pass, phase)
         self._put_apart(layer_pass, self._decide(layer_pass, phase))
+
+    def _likely(self, layer: int) -> bool:
+        with self.store.lock:
+            return self.settings.activations != "keep" and self.sharing.likely(layer)
 
     def _note_counts(
         self, layer_pass: LayerPass, expert_ids_TK: Tensor, predicted_E: Tensor | None
@@ -138,9 +144,9 @@ class StreamingEngine(Engine):
     def reroute(self, layer_pass: LayerPass) -> None:
         self._note_trained(layer_pass)
         self._enter(layer_pass, Phase.BACKWARD)
-        if layer_pass.kept is not None or layer_pass.expert_ids_TK is None:
+        if layer_pass.expert_ids_TK is None:
             with self.store.lock:
-                self.sharing.keep(layer_pass.on_host)  # what was kept lies in the order of forward
+                self.sharing.keep(layer_pass.on_host)  # nothing to sort the rows by
             return
         self._put_apart(layer_pass, self._decide(layer_pass, Phase.BACKWARD))
 
@@ -153,7 +159,8 @@ class StreamingEngine(Engine):
             return None
         if self._lookahead is None or self._lookahead.ahead != ahead:
             sizes = self.n_experts, self.shape.d_model
-            self._lookahead = Lookahead(self.gates, *sizes, self.device, ahead, _LEARN_EVERY)
+            with torch.inference_mode(False):  # it will have to learn when that is over
+                self._lookahead = Lookahead(self.gates, *sizes, self.device, ahead, _LEARN_EVERY)
         return self._lookahead.observe(layer_pass.layer, x_TD, expert_ids_TK)
 
     def _note_trained(self, layer_pass: LayerPass) -> None:
@@ -163,11 +170,14 @@ class StreamingEngine(Engine):
 
     def _enter(self, layer_pass: LayerPass, phase: Phase) -> None:
         self._check_pass(layer_pass.layer)
+        self._await_host()  # a pass that was given up may have left it at work
         self.trace.enter_experts()
         with self.store.lock:
             self.course.enter(layer_pass.layer, phase, layer_pass.counts, layer_pass.training)
 
     def _decide(self, layer_pass: LayerPass, phase: Phase) -> frozenset[int]:
+        if self.settings.activations == "keep":
+            return frozenset()  # what is kept of a forward lies in the order of its rows
         with self.store.lock:
             before = layer_pass.on_host
             return self.sharing.decide(layer_pass.layer, layer_pass.counts, phase, before)
@@ -207,22 +217,25 @@ class StreamingEngine(Engine):
             return None
         layer = layer_pass.layer
         hyper = self._hyper_now(layer) if need_dw and self.is_final(layer) else None
+        if need_dw and hyper is None:
+            self.gradients.take_rows()  # here, where the caller hears that there is no room
         return self._hosts().backward(layer_pass, x_TD, dy_TD, weights_TK, need_dw, hyper)
 
     def _hosts(self) -> HostExperts:
         """Made when the CPU gets its first experts: many trainings never give it any."""
         if self._host is None:
-            self._host = HostExperts(
-                self.store,
-                self.course,
-                self.gradients,
-                self.stager,
-                self.device,
-                self._threads,
-                self.recorder,
-                self.settings.inject,
-                self.sharing.note_gap,
-            )
+            with torch.inference_mode(False):  # the buffers outlive it
+                self._host = HostExperts(
+                    self.store,
+                    self.course,
+                    self.gradients,
+                    self.stager,
+                    self.device,
+                    self._threads,
+                    self.recorder,
+                    self.settings.inject,
+                    self.sharing.note_gap,
+                )
         return self._host
 
     # -- waves ----------------------------------------------------------------------------
@@ -260,6 +273,8 @@ class StreamingEngine(Engine):
                         self.loader.slots[slot].free = used
                         self.loader.slots[slot].used = True
                     self.course.leave(run)
+                    if self.stager is not None:
+                        self.stager.pump()  # the CPU may wait for the rows that are free now
                 pending = [index for index in pending if index not in run]
         self.trace.leave_experts()
 
@@ -384,10 +399,13 @@ class StreamingEngine(Engine):
         self.flush()
         self.settings = settings
         self.loader.overlap = settings.overlap_uploads
+        if settings.cpu_experts and self.sharing.costs is None:
+            _log.warning("cpu_experts: nothing was measured; set it when the model is offloaded")
         self.sharing.on = settings.cpu_experts and self.sharing.costs is not None
 
     def gradient_squares(self) -> float:
         self._check_open()
+        self._await_host()
         self.gradients.settle(self._keeps_gradients())
         return self.gradients.sum_of_squares()
 
@@ -423,6 +441,7 @@ class StreamingEngine(Engine):
         )
 
     def discard(self) -> None:
+        self._await_host()
         self.gradients.settle(kept=True)  # what is still being added up must not come after
         self.gradients.discard()
         self._forget_step()
@@ -479,7 +498,13 @@ class StreamingEngine(Engine):
 
     def _at_rest(self) -> bool:
         stager_idle = self.stager is None or self.stager.idle()
-        return self.updates.idle() and stager_idle and self.loader.idle()
+        host_idle = self._host is None or self._host.idle()
+        return self.updates.idle() and stager_idle and host_idle and self.loader.idle()
+
+    def _await_host(self) -> None:
+        if self._host is not None and not self._host.idle():
+            with self.store.lock:
+                self.store.wait_main(self._host.idle)
 
     def check_conserved(self) -> None:
         self.flush()

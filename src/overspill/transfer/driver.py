@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 _log = logging.getLogger("overspill")
 _here = threading.local()
+_ALREADY: AbstractContextManager[object] = nullcontext()
 _NOT_READY = 600
 _BLOCKING, _NO_TIMING = 1, 2
 
@@ -39,8 +41,8 @@ def new_event(device: torch.device, blocking: bool) -> Event:
     driver = _driver()
     if driver is None:
         return torch.cuda.Event(blocking=blocking)
-    _enter(device)
-    return _DriverEvent(driver, blocking)
+    with _entered(device):
+        return _DriverEvent(driver, blocking)
 
 
 def copy_on(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> None:
@@ -52,9 +54,9 @@ def copy_on(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> N
             destination.copy_(source, non_blocking=True)
         return
     assert destination.numel() == source.numel()
-    _enter(stream.device)
     pointers = destination.data_ptr(), source.data_ptr()
-    driver.check(driver.copy(*pointers, source.nbytes, stream.cuda_stream), "copy")
+    with _entered(stream.device):
+        driver.check(driver.copy(*pointers, source.nbytes, stream.cuda_stream), "copy")
 
 
 def can_signal(stream: torch.cuda.Stream, address: int) -> bool:
@@ -62,11 +64,11 @@ def can_signal(stream: torch.cuda.Stream, address: int) -> bool:
     driver = _driver()
     if driver is None or driver.write_value is None or driver.wait_value is None:
         return False
-    _enter(stream.device)
-    codes = (
-        driver.write_value(stream.cuda_stream, address, 0, 0),
-        driver.wait_value(stream.cuda_stream, address, 0, 0),
-    )
+    with _entered(stream.device):
+        codes = (
+            driver.write_value(stream.cuda_stream, address, 0, 0),
+            driver.wait_value(stream.cuda_stream, address, 0, 0),
+        )
     if any(codes):
         _log.warning("streams cannot wait for the CPU here (error %s): the host waits", codes)
     return not any(codes)
@@ -77,7 +79,8 @@ def signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
     driver = _driver()
     assert driver is not None
     assert driver.write_value is not None
-    driver.check(driver.write_value(stream.cuda_stream, address, number, 0), "write a number")
+    with _entered(stream.device):
+        driver.check(driver.write_value(stream.cuda_stream, address, number, 0), "write a number")
 
 
 def await_signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
@@ -85,7 +88,9 @@ def await_signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
     driver = _driver()
     assert driver is not None
     assert driver.wait_value is not None
-    driver.check(driver.wait_value(stream.cuda_stream, address, number, 0), "wait for a number")
+    with _entered(stream.device):
+        code = driver.wait_value(stream.cuda_stream, address, number, 0)
+    driver.check(code, "wait for a number")
 
 
 class _DriverEvent:
@@ -99,11 +104,14 @@ class _DriverEvent:
 
     def record(self, stream: torch.cuda.Stream) -> None:
         driver = self._driver
-        driver.check(driver.record(self._handle, stream.cuda_stream), "record an event")
+        with _entered(stream.device):
+            driver.check(driver.record(self._handle, stream.cuda_stream), "record an event")
 
     def wait(self, stream: torch.cuda.Stream) -> None:
         driver = self._driver
-        driver.check(driver.stream_waits(stream.cuda_stream, self._handle, 0), "wait for an event")
+        with _entered(stream.device):
+            code = driver.stream_waits(stream.cuda_stream, self._handle, 0)
+        driver.check(code, "wait for an event")
 
     def query(self) -> bool:
         code = self._driver.query(self._handle)
@@ -153,11 +161,14 @@ class _Driver:
             raise RuntimeError(f"the CUDA driver could not {what}: error {code}")
 
 
-def _enter(device: torch.device) -> None:
-    """The driver wants a context in every thread; torch would make it with its first call there."""
-    if getattr(_here, "device", None) != device:
-        torch.cuda.set_device(device)
-        _here.device = device
+def _entered(device: torch.device) -> AbstractContextManager[object]:
+    """With the device's context, which the driver wants; the caller's device is his own again
+    afterwards. A thread has none before its first call to CUDA."""
+    here = torch.cuda.current_device()
+    if not getattr(_here, "bound", False):
+        torch.cuda.set_device(here)
+        _here.bound = True
+    return _ALREADY if device.index in (None, here) else torch.cuda.device(device)
 
 
 @functools.cache

@@ -210,7 +210,7 @@ class Loader:
                     slot.holds, slot.version, slot.ready = entry, version, mark
                     slot.used = False
                 self.store.wake_main.notify_all()
-        if whole and entry.disk_row is not None and self.row_read is not None:
+        if entry.disk_row is not None and self.row_read is not None:
             mark.wait()  # its row can be given away now, and nothing else would tell
             self.row_read()
         self._in_flight.append((mark, source.nbytes))

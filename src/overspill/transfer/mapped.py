@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.core.errors import EngineError
+
 
 class _Interface:
     """What torch asks of memory that something else owns."""
@@ -27,4 +29,7 @@ def on_device(memory: Tensor, device: torch.device) -> Tensor:
     assert memory.is_contiguous()
     if device.type != "cuda":
         return memory
-    return torch.as_tensor(_Interface(memory), device=device)
+    view = torch.as_tensor(_Interface(memory), device=device)
+    if view.data_ptr() != memory.data_ptr():  # torch has made a copy, which nobody would read
+        raise EngineError(f"pinned memory cannot be seen by {device}; set cpu_experts=False")
+    return view
