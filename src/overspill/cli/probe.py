@@ -11,7 +11,6 @@ from overspill.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from rich.progress import Progress, TaskID
 
     from overspill.core.experts import ExpertShape
     from overspill.hardware.profile import ExpertCosts, MachineProfile
@@ -81,6 +80,7 @@ def _probe(
     import torch
 
     from overspill.hardware.machine import cpu_threads
+    from overspill.models.progress_bar import TerminalProgress
     from overspill.probe.known import Known
     from overspill.tiers.ssd import check_folder
     from overspill.train.session import DTYPES
@@ -93,7 +93,7 @@ def _probe(
         _check_picture(picture.expanduser())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known = Known(device, cpu_threads(threads), again)
-    bar = _Bar()
+    bar = TerminalProgress(counted=True)
     try:
         limits = known.limits(None if disk is None else disk.expanduser(), bar)
         costs = known.costs(shape, DTYPES[dtype], bar)
@@ -129,7 +129,8 @@ def _draw(
 
     path = known.file.with_suffix(".png") if picture is None else picture.expanduser()
     shape = f"{costs.shape.d_model}×{costs.shape.d_hidden}{' gated' * costs.shape.gated}"
-    title = f"One expert of {shape}, {dtype}, {costs.threads} cores · {known.profile.machine}"
+    cores = f"{costs.threads} core{'s' * (costs.threads > 1)}"
+    title = f"One expert of {shape}, {dtype}, {cores} · {known.profile.machine}"
     name = "GPU" if device.type == "cuda" else "CPU in place of a GPU"
     draw_costs(costs, path, title, name)
     return path
@@ -205,31 +206,3 @@ def _lacking(limits: "MachineProfile", device: "torch.device") -> list[str]:
     from overspill.probe.table import lacking
 
     return lacking(usable_cores(), limits.kernel, device.type == "cuda")
-
-
-class _Bar:
-    """A bar on the terminal that counts measurements."""
-
-    def __init__(self) -> None:
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        if self._bar is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            console = Console(stderr=True)
-            self._bar = Progress(
-                *columns, console=console, transient=True, disable=not console.is_terminal
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(what, total=total)
-        assert self._task is not None
-        self._bar.update(self._task, description=what, completed=done, total=total)
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None

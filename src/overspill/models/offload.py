@@ -320,6 +320,8 @@ def _costs(
         why = f"for {layout.dtype}" if device.type == "cuda" else "without a GPU to share with"
         _log.warning("cpu_experts=True: not %s; all experts compute on %s", why, device)
         return None
+    if isinstance(progress, TerminalProgress):
+        progress = TerminalProgress(counted=True)
     return known_costs(layout.shape, layout.dtype, device, cpu_threads(settings.threads), progress)
 
 

@@ -1,4 +1,4 @@
-"""A bar on the terminal for long jobs that report (what, bytes done, bytes in all)."""
+"""A bar on the terminal for long jobs that report (what, done, in all), in bytes or counted."""
 
 from typing import TYPE_CHECKING
 
@@ -9,13 +9,14 @@ if TYPE_CHECKING:
 class TerminalProgress:
     """Shows one job at a time: the bar appears with its first report and goes with its last."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: bool = False) -> None:
+        self._counted = counted
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if self._bar is None:
-            self._bar = _make_bar()
+            self._bar = _make_bar(self._counted)
             self._bar.start()
             self._task = self._bar.add_task(what, total=total)
         assert self._task is not None
@@ -30,15 +31,24 @@ class TerminalProgress:
             self._bar = None
 
 
-def _make_bar() -> "Progress":
+def _make_bar(counted: bool) -> "Progress":
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
+        MofNCompleteColumn() if counted else DownloadColumn(binary_units=True),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
