@@ -149,3 +149,14 @@ def test_wrong_cxx_is_named(
     with caplog.at_level(logging.WARNING, logger="overspill"):
         assert native.load_library(source, "answer") is None
     assert "CXX='no-such-compiler -m64'" in caplog.records[0].message
+
+
+def test_a_changed_header_is_another_library(tmp_path: Path) -> None:
+    header, source = tmp_path / "number.h", tmp_path / "number.cpp"
+    header.write_text("constexpr int NUMBER = 1;\n")
+    source.write_text('#include "number.h"\nextern "C" int number() { return NUMBER; }\n')
+    compiler = native.find_compiler()
+    before = native._key(source, compiler)
+    assert native._key(source, compiler) == before
+    header.write_text("constexpr int NUMBER = 2;\n")
+    assert native._key(source, compiler) != before

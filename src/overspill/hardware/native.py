@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -83,8 +84,15 @@ def find_compiler() -> list[str]:
 
 def _key(source: Path, compiler: list[str]) -> str:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
-    parts = (source.read_text(), *FLAGS, *compiler, version.stdout, platform.platform())
+    parts = (*_texts(source), *FLAGS, *compiler, version.stdout, platform.platform())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _texts(source: Path) -> list[str]:
+    """The source and the headers of ours that it includes."""
+    text = source.read_text()
+    headers = re.findall(r'^#include "(.+)"$', text, re.MULTILINE)
+    return [text, *((source.parent / header).read_text() for header in headers)]
 
 
 @functools.cache

@@ -158,7 +158,8 @@ def this_version() -> str:
     except metadata.PackageNotFoundError:
         own = "overspill from its sources"
     # what is being worked on keeps its version, but not its kernels
-    sources = sorted(Path(__file__).parents[1].glob("*/*.cpp"))
+    package = Path(__file__).parents[1]
+    sources = sorted([*package.glob("*/*.cpp"), *package.glob("*/*.h")])
     kernels = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:8]
     return f"{own}, torch {torch.__version__}, kernels {kernels}, format {_FORMAT}"
 

@@ -1,0 +1,415 @@
+// Products and tasks by vectors of the compiler, compiled once for each instruction set.
+#pragma once
+
+#include "cpu_tasks.h"
+
+namespace {
+
+template <int LANES>
+struct Vectors {
+    typedef float Floats __attribute__((vector_size(4 * LANES)));
+    typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+};
+
+template <int LANES>
+INLINE typename Vectors<LANES>::Floats load_vector(const float* from) {
+    typename Vectors<LANES>::Floats vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+template <int LANES>
+INLINE typename Vectors<LANES>::Floats load_vector(const uint16_t* from) {
+    typename Vectors<LANES>::Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    const auto bits = __builtin_convertvector(halves, typename Vectors<LANES>::Bits) << 16;
+    return (typename Vectors<LANES>::Floats)bits;
+}
+
+template <int LANES>
+INLINE float sum(typename Vectors<LANES>::Floats vector) {
+    float values[LANES];
+    std::memcpy(values, &vector, sizeof vector);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) values[i] += values[i + width];
+    return values[0];
+}
+
+// What a load along the sum gives: one vector of floats, or the even and the odd ones of twice as
+// many bf16, which costs a shift and a mask where a conversion in order would need shuffles.
+template <class T, int LANES>
+struct Along;
+
+template <int LANES>
+struct Along<float, LANES> {
+    static constexpr int64_t SIZE = LANES;
+    typename Vectors<LANES>::Floats value;
+    explicit __attribute__((always_inline)) Along(const float* from)
+        : value(load_vector<LANES>(from)) {}
+    __attribute__((always_inline)) void add(const Along& other,
+                                            typename Vectors<LANES>::Floats& total) const {
+        total += value * other.value;
+    }
+};
+
+template <int LANES>
+struct Along<uint16_t, LANES> {
+    static constexpr int64_t SIZE = 2 * LANES;
+    typename Vectors<LANES>::Floats even, odd;
+    explicit __attribute__((always_inline)) Along(const uint16_t* from) {
+        typename Vectors<LANES>::Bits bits;
+        std::memcpy(&bits, from, sizeof bits);
+        even = (typename Vectors<LANES>::Floats)(bits << 16);
+        odd = (typename Vectors<LANES>::Floats)(bits & 0xffff0000u);
+    }
+    __attribute__((always_inline)) void add(const Along& other,
+                                            typename Vectors<LANES>::Floats& total) const {
+        total += even * other.even;
+        total += odd * other.odd;
+    }
+};
+
+// W rows of weights with M rows of tokens; c[w][m].
+template <class T, int LANES, int W, int M>
+INLINE void nt_block(const T* weights, const T* tokens, int64_t token_stride, int64_t k, float* c,
+                     int64_t c_stride) {
+    using Vector = Along<T, LANES>;
+    typename Vectors<LANES>::Floats total[W][M] = {};
+    int64_t at = 0;
+    for (; at + Vector::SIZE <= k; at += Vector::SIZE) {
+        for (int m = 0; m < M; ++m) {
+            const Vector token(tokens + m * token_stride + at);
+            for (int w = 0; w < W; ++w) Vector(weights + w * k + at).add(token, total[w][m]);
+        }
+    }
+    for (int w = 0; w < W; ++w) {
+        for (int m = 0; m < M; ++m) {
+            float tail = 0.0f;
+            for (int64_t i = at; i < k; ++i)
+                tail += load(weights + w * k + i) * load(tokens + m * token_stride + i);
+            c[w * c_stride + m] = sum<LANES>(total[w][m]) + tail;
+        }
+    }
+}
+
+// c[row][token] = weights [rows, k] times tokens [count, k]. No fetching ahead: the weights are a
+// few long runs, which the CPU's own prefetchers follow better.
+template <class T, int LANES>
+INLINE void nt_body(const T* weights, int64_t rows, const T* tokens, int64_t token_stride,
+                    int64_t count, int64_t k, float* c, int64_t c_stride) {
+    constexpr int W = 4, M = LANES >= 16 ? 4 : 2;  // as many sums as there are registers for
+    int64_t row = 0;
+    for (; row + W <= rows; row += W) {
+        const T* here = weights + row * k;
+        int64_t m = 0;
+        for (; m + M <= count; m += M)
+            nt_block<T, LANES, W, M>(here, tokens + m * token_stride, token_stride, k,
+                                     c + row * c_stride + m, c_stride);
+        for (; m < count; ++m)
+            nt_block<T, LANES, W, 1>(here, tokens + m * token_stride, token_stride, k,
+                                     c + row * c_stride + m, c_stride);
+    }
+    for (; row < rows; ++row)
+        for (int64_t m = 0; m < count; ++m)
+            nt_block<T, LANES, 1, 1>(weights + row * k, tokens + m * token_stride, token_stride, k,
+                                     c + row * c_stride + m, c_stride);
+}
+
+// P rows and two vectors of columns of nn, over one chunk of the sum.
+template <class T, int LANES, int P>
+INLINE void nn_block(const T* a, int64_t a_row, int64_t a_step, const T* b, int64_t b_stride,
+                     int64_t depth, float* c, int64_t c_stride, bool add, Ahead* ahead) {
+    using Floats = typename Vectors<LANES>::Floats;
+    Floats total[P][2] = {};
+    if (add)
+        for (int p = 0; p < P; ++p)
+            for (int v = 0; v < 2; ++v)
+                total[p][v] = load_vector<LANES>(c + p * c_stride + v * LANES);
+    for (int64_t q = 0; q < depth;) {
+        const int64_t stop = least(depth, q + 16);
+        // Calls are dear here, where all registers are in use: one for several rows.
+        if (ahead) ahead->fetch(most(1, (stop - q) * int64_t(2 * LANES * sizeof(T)) / LINE));
+        for (; q < stop; ++q) {
+            const Floats left = load_vector<LANES>(b + q * b_stride);
+            const Floats right = load_vector<LANES>(b + q * b_stride + LANES);
+            for (int p = 0; p < P; ++p) {
+                const float factor = load(a + p * a_row + q * a_step);
+                total[p][0] += factor * left;
+                total[p][1] += factor * right;
+            }
+        }
+    }
+    for (int p = 0; p < P; ++p)
+        for (int v = 0; v < 2; ++v)
+            std::memcpy(c + p * c_stride + v * LANES, &total[p][v], sizeof(Floats));
+}
+
+// c[p][n] (+)= sum over q of a(p, q) b[q][n], where a(p, q) lies at a[p * a_row + q * a_step].
+// b is read across its rows, in short runs, so the next chunk is fetched while one is used, and
+// `then` with the last.
+template <class T, int LANES>
+INLINE void nn_body(const T* a, int64_t a_row, int64_t a_step, int64_t rows, const T* b,
+                    int64_t b_stride, int64_t depth, int64_t columns, float* c, int64_t c_stride,
+                    bool add, Ahead* then) {
+    constexpr int P = LANES >= 16 ? 8 : 4;
+    for (int64_t q = 0; q == 0 || q < depth; q += CHUNK) {
+        const int64_t deep = least(CHUNK, depth - q), after = least(CHUNK, depth - q - deep);
+        const bool more = add || q > 0;
+        Ahead rest;
+        if (after > 0)
+            rest = Ahead(b + (q + deep) * b_stride, b_stride * int64_t(sizeof(T)),
+                         columns * int64_t(sizeof(T)), after);
+        const T* a_here = a + q * a_step;
+        const T* b_here = b + q * b_stride;
+        int64_t n = 0;
+        for (; n + 2 * LANES <= columns; n += 2 * LANES) {
+            Ahead* first = after > 0 ? &rest : then;
+            int64_t p = 0;
+            for (; p + P <= rows; p += P, first = nullptr)
+                nn_block<T, LANES, P>(a_here + p * a_row, a_row, a_step, b_here + n, b_stride, deep,
+                                      c + p * c_stride + n, c_stride, more, first);
+            for (; p < rows; ++p, first = nullptr)
+                nn_block<T, LANES, 1>(a_here + p * a_row, a_row, a_step, b_here + n, b_stride, deep,
+                                      c + p * c_stride + n, c_stride, more, first);
+        }
+        for (int64_t p = 0; p < rows; ++p) {
+            for (int64_t i = n; i < columns; ++i) {
+                float total = more ? c[p * c_stride + i] : 0.0f;
+                for (int64_t j = 0; j < deep; ++j)
+                    total +=
+                        load(a_here + p * a_row + j * a_step) * load(b_here + j * b_stride + i);
+                c[p * c_stride + i] = total;
+            }
+        }
+    }
+}
+
+// What is compiled for each instruction set; all the rest calls these.
+#define DEFINE_ISA(NAME, TARGET, LANES)                                                            \
+    template <class T>                                                                             \
+    struct NAME {                                                                                  \
+        TARGET static void nt(const T* weights, int64_t rows, const T* tokens,                     \
+                              int64_t token_stride, int64_t count, int64_t k, float* c,            \
+                              int64_t c_stride) {                                                  \
+            nt_body<T, LANES>(weights, rows, tokens, token_stride, count, k, c, c_stride);         \
+        }                                                                                          \
+        TARGET static void nn(const T* a, int64_t a_row, int64_t a_step, int64_t rows, const T* b, \
+                              int64_t b_stride, int64_t depth, int64_t columns, float* c,          \
+                              int64_t c_stride, bool add, Ahead* then = nullptr) {                 \
+            nn_body<T, LANES>(a, a_row, a_step, rows, b, b_stride, depth, columns, c, c_stride,    \
+                              add, then);                                                          \
+        }                                                                                          \
+        TARGET static void activate(float* h, const float* up, int64_t count) {                    \
+            activate_body<T>(h, up, count);                                                        \
+        }                                                                                          \
+        TARGET static float activate_backward(const float* h, const float* up, const float* da,    \
+                                              float weight, int64_t count, T* dh, T* dup,          \
+                                              T* weighted) {                                       \
+            return activate_backward_body<T>(h, up, da, weight, count, dh, dup, weighted);         \
+        }                                                                                          \
+        TARGET static double put(const float* from, int64_t from_stride, int64_t rows,             \
+                                 int64_t columns, T* to, int64_t to_stride) {                      \
+            return put_body<T>(from, from_stride, rows, columns, to, to_stride);                   \
+        }                                                                                          \
+        TARGET static void add(float* total, const float* more, int64_t count) {                   \
+            add_body(total, more, count);                                                          \
+        }                                                                                          \
+    };
+
+DEFINE_ISA(Generic, , 4)
+#if HAVE_X86
+DEFINE_ISA(Avx2, TARGET_AVX2, 8)
+DEFINE_ISA(Avx512, TARGET_AVX512, 16)
+#endif
+
+// to[column][row] = from[row][column]
+template <class P>
+INLINE void turn(const P* from, int64_t from_stride, int64_t rows, int64_t columns, P* to,
+                 int64_t to_stride) {
+    for (int64_t column = 0; column < columns; ++column)
+        for (int64_t row = 0; row < rows; ++row)
+            to[column * to_stride + row] = from[row * from_stride + column];
+}
+
+template <class T, class Isa>
+void forward_task(const Job& job, const Segment& own, int phase, int64_t index) {
+    const int64_t rows = own.rows;
+    T* a = reinterpret_cast<T*>(own.a);  // [R, H]
+    const int64_t tall = phase == 1 ? job.gates() * job.tall_in : job.tall_out;
+    float* c = reinterpret_cast<float*>(task_scratch.take(tall * rows * 4));
+    if (phase == 1) {
+        const int64_t unit = index * job.tall_in, count = least(job.tall_in, job.h - unit);
+        if (count <= 0) return;
+        const T* x = rows_of<T>(job.x, job.x_stride, own);
+        const T* weights = w_in<T>(own) + unit * job.d;
+        float* up = job.gated ? c + count * rows : nullptr;
+        Isa::nt(weights, count, x, job.x_stride, rows, job.d, c, rows);
+        if (up) Isa::nt(weights + job.h * job.d, count, x, job.x_stride, rows, job.d, up, rows);
+        Isa::activate(c, up, count * rows);
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t i = 0; i < count; ++i)
+                store(a + row * job.h + unit + i, c[i * rows + row]);
+    } else {
+        const int64_t first = index * job.tall_out, count = least(job.tall_out, job.d - first);
+        Isa::nt(w_out<T>(job, own) + first * job.h, count, a, job.h, rows, job.h, c, rows);
+        T* y = rows_of<T>(job.y, job.y_stride, own) + first;
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t i = 0; i < count; ++i)
+                store(y + row * job.y_stride + i, c[i * rows + row]);
+    }
+}
+
+// The arrays of one block in backward: R rows (padded) of BLOCK hidden units.
+template <class T, class Isa>
+struct BlockArrays {
+    float *da, *h, *up, *c;
+    T *dh, *dup, *weighted;
+    int64_t dh_stride;
+    char* rest;
+
+    static BlockArrays cut(const Job& job, const Segment& own, int64_t unit, int64_t rows,
+                           int64_t c_size, int64_t rest_bytes) {
+        const int64_t size = rows * BLOCK;
+        char* at = task_scratch.take(size * (12 + 3 * int64_t(sizeof(T))) + c_size * 4 +
+                                     rest_bytes + 16 * LINE);
+        BlockArrays arrays;
+        arrays.da = cut_array<float>(at, size);
+        arrays.h = cut_array<float>(at, size);
+        arrays.up = cut_array<float>(at, size);
+        arrays.c = cut_array<float>(at, c_size);
+        arrays.dh = cut_array<T>(at, size);
+        arrays.dup = cut_array<T>(at, size);
+        arrays.weighted = cut_array<T>(at, size);
+        arrays.dh_stride = BLOCK;
+        if (!job.shares_dx(own)) {  // the products with w_in come later, and need all of it
+            arrays.dh_stride = padded(job.h, BLOCK);
+            arrays.dh = reinterpret_cast<T*>(own.dh) + unit;
+            arrays.dup = arrays.dh + rows * arrays.dh_stride;
+        }
+        arrays.rest = at;
+        return arrays;
+    }
+
+    // From h, up and da to dh, dup, the weighted activation and the share of the routing weights.
+    static void activate_rows(const BlockArrays& arrays, const Job& job, const Segment& own,
+                              int64_t unit, int64_t count) {
+        float* shares = own.weight_shares + unit / BLOCK * own.rows;
+        for (int64_t row = 0; row < own.rows; ++row) {
+            const int64_t at = row * BLOCK;
+            T* dh = arrays.dh + row * arrays.dh_stride;
+            T* dup = arrays.dup + row * arrays.dh_stride;
+            T* weighted = arrays.weighted + at;
+            shares[row] = Isa::activate_backward(
+                arrays.h + at, job.gated ? arrays.up + at : nullptr, arrays.da + at,
+                job.row_weight[own.start + row], count, dh, dup, weighted);
+            for (int64_t i = count; i < BLOCK; ++i) dh[i] = weighted[i] = 0;  // tiles read these
+            if (job.gated)
+                for (int64_t i = count; i < BLOCK; ++i) dup[i] = 0;
+        }
+    }
+};
+
+template <class T, class Isa>
+void backward_block(const Job& job, const Segment& own, int64_t index, Ahead& ahead) {
+    const int64_t unit = index * BLOCK, count = least(BLOCK, job.h - unit), rows = own.rows;
+    constexpr int64_t TALL = 32;  // rows of a gradient at once
+    const auto arrays = BlockArrays<T, Isa>::cut(job, own, unit, rows, most(rows, TALL) * BLOCK, 0);
+    const T* x = rows_of<T>(job.x, job.x_stride, own);
+    const T* dy = rows_of<T>(job.dy, job.dy_stride, own);
+    const int64_t d = job.d;
+    if (rows > 0) {
+        Ahead in(w_in<T>(own) + unit * d, job.h * d * int64_t(sizeof(T)),
+                 count * d * int64_t(sizeof(T)), job.gates());
+        Isa::nn(dy, job.dy_stride, 1, rows, w_out<T>(job, own) + unit, job.h, d, count, arrays.da,
+                BLOCK, false, &in);
+        for (int64_t gate = 0; gate < job.gates(); ++gate) {
+            Isa::nt(w_in<T>(own) + (gate * job.h + unit) * d, count, x, job.x_stride, rows, d,
+                    arrays.c, rows);
+            turn(arrays.c, rows, count, rows, gate ? arrays.up : arrays.h, BLOCK);
+        }
+        BlockArrays<T, Isa>::activate_rows(arrays, job, own, unit, count);
+    }
+    if (job.gradients) {
+        T* gradient = static_cast<T*>(own.gradient);
+        double squares = 0.0;
+        for (int64_t gate = 0; gate < job.gates(); ++gate) {
+            const T* dh = gate ? arrays.dup : arrays.dh;
+            for (int64_t row = 0; row < count; row += TALL) {
+                const int64_t tall = least(TALL, count - row);
+                T* to = gradient + (gate * job.h + unit + row) * d;
+                for (int64_t column = 0; column < d; column += BLOCK) {
+                    const int64_t wide = least(BLOCK, d - column);
+                    Isa::nn(dh + row, 1, arrays.dh_stride, tall, x + column, job.x_stride, rows,
+                            wide, arrays.c, BLOCK, false);
+                    squares += Isa::put(arrays.c, BLOCK, tall, wide, to + column, d);
+                }
+            }
+        }
+        T* to = gradient + job.gates() * job.h * d + unit;
+        for (int64_t row = 0; row < d; row += TALL) {
+            const int64_t tall = least(TALL, d - row);
+            Isa::nn(dy + row, 1, job.dy_stride, tall, arrays.weighted, BLOCK, rows, count, arrays.c,
+                    BLOCK, false);
+            squares += Isa::put(arrays.c, BLOCK, tall, count, to + row * job.h, job.h);
+        }
+        own.block_squares[index] = squares;
+    }
+    if (rows > 0 && job.shares_dx(own)) {
+        const int64_t stride = padded(d, STEP);
+        float* share = own.dx_shares + index * rows * stride;
+        for (int64_t gate = 0; gate < job.gates(); ++gate)
+            Isa::nn(gate ? arrays.dup : arrays.dh, BLOCK, 1, rows,
+                    w_in<T>(own) + (gate * job.h + unit) * d, d, count, d, share, stride, gate > 0,
+                    &ahead);
+    }
+}
+
+template <class T, class Isa>
+void dx_task(const Job& job, const Segment& own, int64_t index) {
+    const int64_t first = index * BLOCK, width = least(BLOCK, job.d - first);
+    const int64_t stride = padded(job.h, BLOCK);
+    const T* dh = reinterpret_cast<const T*>(own.dh);
+    float* c = reinterpret_cast<float*>(task_scratch.take(own.rows * BLOCK * 4));
+    for (int64_t gate = 0; gate < job.gates(); ++gate)
+        Isa::nn(dh + gate * own.rows * stride, stride, 1, own.rows,
+                w_in<T>(own) + gate * job.h * job.d + first, job.d, job.h, width, c, BLOCK,
+                gate > 0);
+    Isa::put(c, BLOCK, own.rows, width, rows_of<T>(job.dx, job.dx_stride, own) + first,
+             job.dx_stride);
+}
+
+// dx of some columns, and with the first of them the routing weights: shares added in their order.
+template <class T, class Isa>
+void add_shares(const Job& job, const Segment& own, int64_t index) {
+    const int64_t first = index * BLOCK, width = least(BLOCK, job.d - first);
+    const int64_t stride = padded(job.d, STEP);
+    for (int64_t row = 0; row < own.rows; ++row) {
+        alignas(64) float total[BLOCK] = {};
+        const float* share = own.dx_shares + row * stride + first;
+        for (int64_t block = 0; block < job.blocks(); ++block, share += own.rows * stride)
+            Isa::add(total, share, width);
+        T* dx = rows_of<T>(job.dx, job.dx_stride, own) + row * job.dx_stride + first;
+        Isa::put(total, BLOCK, 1, width, dx, job.dx_stride);
+    }
+}
+
+void add_weight_shares(const Job& job, const Segment& own) {
+    for (int64_t row = 0; row < own.rows; ++row) {
+        float total = 0.0f;
+        for (int64_t block = 0; block < job.blocks(); ++block)
+            total += own.weight_shares[block * own.rows + row];
+        job.drow_weight[own.start + row] = total;
+    }
+}
+
+template <class T, class Isa>
+void vector_task(const Job& job, const Segment& own, int phase, int64_t index, Ahead& ahead) {
+    if (!job.backward) return forward_task<T, Isa>(job, own, phase, index);
+    if (phase == 1) return backward_block<T, Isa>(job, own, index, ahead);
+    if (index == 0) add_weight_shares(job, own);
+    if (job.shares_dx(own)) return add_shares<T, Isa>(job, own, index);
+    dx_task<T, Isa>(job, own, index);
+}
+
+}  // namespace
