@@ -309,6 +309,11 @@ def test_the_runner_computes_what_is_not_learnt_and_lies_in_host_memory(
         host = engine._host
         names = [span.name for span in engine.recorder.spans() if span.row == "cpu compute"]
         assert (host._number > 0) == where.startswith("host")
+        gaps = engine.sharing._gaps
+        assert (Phase.FORWARD in gaps) == where.startswith("host"), (
+            "it sees what lies between layers"
+        )
+        assert all(0 < seconds < 1 for seconds in gaps.values())
     assert any(name.startswith("forward") for name in names)
     assert any(name.startswith("backward") for name in names)
 

@@ -35,7 +35,7 @@ from overspill.tiers.slab import HostSlab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
 from overspill.transfer.driver import await_signal, can_signal, signal
-from overspill.transfer.lanes import Inject, Mark, compute_mark
+from overspill.transfer.lanes import Inject, Mark, Stamp, compute_mark
 from overspill.transfer.mapped import on_device
 from overspill.transfer.stager import Stager
 
@@ -46,7 +46,8 @@ _FLAGS = 128
 """Bytes for the two numbers, each on a cache line of its own."""
 
 Note = Callable[[Phase, float], None]
-"""Told how long the cores had to wait between two layers in a row."""
+"""Told how long it was from the end of a layer's pass, when both sides were done, until the next
+layer's rows were there."""
 
 
 def room_for_rows(d_model: int, dtype: torch.dtype) -> int:
@@ -70,8 +71,8 @@ class Job(HostWork):
     order: Order | None = None  # of the runner; None: a thread of ours does it
     made: Mark | None = None  # the rows are in the buffers
     done: bool = False
-    sent: bool = False
-    taken: bool = False
+    sent: Stamp | None = None
+    taken: Stamp | None = None
 
     @property
     def rows(self) -> int:
@@ -121,7 +122,7 @@ class HostExperts:
         self._runner = self._new_runner()
         self._records: dict[int, Tensor] = {}  # weights by an expert's number: views take time
         self._ordered: deque[Job] = deque()  # that may still be at the runner
-        self._before: tuple[int, Phase, int] | None = None  # layer, phase, end of the last job
+        self._before: Job | None = None  # the last of them
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._working = 0  # jobs at our own thread
         self._last: Job | None = None
@@ -172,7 +173,7 @@ class HostExperts:
         """Waits for the job and puts its results (y, or dx and the gradients of the routing
         weights) where they belong."""
         self._await(job)
-        job.taken = True
+        job.taken = Stamp(self.device)
         rows = job.place
         # a kernel reads the host's memory: a copy would have to queue behind the experts' uploads
         each = self._each[: job.rows]
@@ -206,8 +207,8 @@ class HostExperts:
         """The buffers are one job's at a time: whoever's pass was given up half-way, or runs on
         another stream, has to be done with them."""
         last = self._last
-        if last is not None and not last.taken:
-            if last.order is not None and not last.sent:
+        if last is not None and last.taken is None:
+            if last.order is not None and last.sent is None:
                 self._sent(last)  # or it would wait for its rows for ever
             self._await(last)
         if self.device.type == "cuda":
@@ -262,7 +263,7 @@ class HostExperts:
 
     def _sent(self, job: Job) -> Job:
         """The rows are in the buffers, or will be when the stream has come that far."""
-        job.sent = True
+        job.sent = Stamp(self.device)
         if job.order is None:
             job.made = compute_mark(self.device, spin=True)
             self._hand_over(job)
@@ -293,14 +294,14 @@ class HostExperts:
             self._ordered.popleft()
             size = len(job.places) * self.store.layout.weight_bytes
             self.recorder.past_span("cpu compute", job.name, start, end, size)
-            self._note(job, start, end)
+            self._note(job)
 
-    def _note(self, job: Job, start: int, end: int) -> None:
-        if self._before is not None:
-            before, phase, ended = self._before
-            if phase is job.phase and abs(job.layer - before) == 1:
-                self.note(phase, max(0, start - ended) / 1e9)
-        self._before = job.layer, job.phase, end
+    def _note(self, job: Job) -> None:
+        before, self._before = self._before, job
+        if before is None or before.phase is not job.phase or abs(job.layer - before.layer) != 1:
+            return
+        if before.taken is not None and job.sent is not None:
+            self.note(job.phase, max(0.0, before.taken.until(job.sent)))
 
     def idle(self) -> bool:
         """Under the lock: whether our own thread has carried out all jobs."""

@@ -134,8 +134,8 @@ class Sharing:
         return split(counts, resident, self._costs_of(phase), self.max_rows, uploaded)
 
     def note_gap(self, phase: Phase, seconds: float) -> None:
-        """How long the cores had no tokens between a layer and the next. All that lies between the
-        experts of two layers is in it, and while it lasts the CPU cannot help: uploads can."""
+        """How long it was from the end of a layer's experts until the CPU had tokens of the next.
+        All that lies between two layers is in it, and while it lasts only uploads go on."""
         before = self._gaps.get(phase, seconds)
         self._gaps[phase] = before + _LEARN * (seconds - before)
         self._costs.clear()
@@ -160,7 +160,7 @@ class Sharing:
             load_beside=own.load_beside,
             cpu=lambda tokens: own.cpu_beside * cpu(tokens),
             gpu=gpu,
-            fixed=max(own.round_trip, self._gaps.get(phase, 0.0)),
+            fixed=own.round_trip + self._gaps.get(phase, 0.0),
             claim=self._claim(),
         )
 

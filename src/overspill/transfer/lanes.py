@@ -1,6 +1,7 @@
 """Lanes and marks: a CUDA stream and its events, or their twins on a CPU, where a copy is done
 when the call returns. All waiting between compute and copies is written in these two words."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -92,3 +93,22 @@ def compute_waits(device: torch.device, mark: Mark) -> None:
     """Makes the current compute stream (not another, and not the host) wait for `mark`."""
     if mark.event is not None:
         mark.event.wait(torch.cuda.current_stream(device))
+
+
+class Stamp:
+    """When the current compute stream came past here; on a CPU, when it was made."""
+
+    __slots__ = ("_event", "_seconds")
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def until(self, later: "Stamp") -> float:
+        """Seconds to another that the stream has passed too."""
+        if self._event is not None and later._event is not None:
+            return float(self._event.elapsed_time(later._event)) / 1e3
+        return later._seconds - self._seconds
