@@ -21,6 +21,7 @@ from overspill.moe.popularity import (
     Replayed,
     RoutingSource,
     Simulated,
+    hot_shares,
     imbalance,
     rerouted,
     routed_by,
@@ -58,6 +59,20 @@ def test_imbalance_is_equation_2() -> None:
     assert imbalance([[3] * 16]) == pytest.approx(1 / 16)
     with pytest.raises(ConfigError, match="an assignment in each layer"):
         imbalance([[1, 2], [0, 0]])
+
+
+@pytest.mark.parametrize("g", [1 / 16, 0.1, 0.4, 0.5])
+def test_hot_experts_stand_over_a_floor_that_all_have(g: float) -> None:
+    shares = hot_shares(16, g, top_k=2)
+    assert sum(shares) == pytest.approx(1)
+    assert sum(share**2 for share in shares) == pytest.approx(g)
+    assert shares[0] == shares[1] <= 0.5 + 1e-9
+    assert set(shares[2:]) == {shares[2]}
+    assert (shares[2] > 0) == (g < 0.5)
+    assert hot_shares(4, 0.25, top_k=4) == pytest.approx([0.25] * 4)
+    assert sum(share**2 for share in hot_shares(16, 0.6, 2, repeat=True)) == pytest.approx(0.6)
+    with pytest.raises(ConfigError, match="repeat=True"):
+        hot_shares(16, 0.6, 2)
 
 
 def test_shares_have_the_wanted_imbalance() -> None:
