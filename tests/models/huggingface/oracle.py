@@ -12,6 +12,7 @@ from torch import Tensor
 import overspill
 from overspill.moe.passes import LayerPass, Wave
 from overspill.moe.state_dict import split_record
+from overspill.moe.streaming import StreamingEngine
 
 # Adam's first step has the size of the learning rate whatever the gradient; a larger eps lets
 # gradients that are zero but for rounding (the bias of a key, for one) move nothing
@@ -50,18 +51,32 @@ def catch_gradients(model: Any) -> dict[str, Tensor]:
     caught: dict[str, Tensor] = {}
     deliver = engine.deliver
 
+    def catch(layer: int, number: int, parts: Any) -> None:
+        path, places = placeholders[layer]
+        for place, part in zip(places(number), parts, strict=True):
+            shape = part.shape if place.row is None else (engine.n_experts, *part.shape)
+            whole = caught.setdefault(f"{path}.{place.name}", torch.zeros(shape))
+            mine = whole if place.row is None else whole[place.row]
+            mine += part
+
     def watch(layer_pass: LayerPass, wave: Wave, dw: Any) -> None:
-        path, places = placeholders[layer_pass.layer]
         for number in range(wave.first, wave.stop):
-            for place, part in zip(places(number), dw, strict=True):
-                size = part.shape[1:]
-                shape = size if place.row is None else (engine.n_experts, *size)
-                whole = caught.setdefault(f"{path}.{place.name}", torch.zeros(shape))
-                mine = whole if place.row is None else whole[place.row]
-                mine += part[number - wave.first]
+            catch(layer_pass.layer, number, [part[number - wave.first] for part in dw])
         deliver(layer_pass, wave, dw)
 
     engine.deliver = watch
+    if isinstance(engine, StreamingEngine):
+        make = engine.gradients.make
+
+        def watch_host(entry: Any, write: Any, hyper: Any) -> None:
+            def written(gradient: Tensor) -> float:
+                square: float = write(gradient)
+                catch(*entry.id, split_record(gradient, engine.shape))
+                return square
+
+            make(entry, written, hyper)
+
+        engine.gradients.make = watch_host  # type: ignore[method-assign]
     return caught
 
 

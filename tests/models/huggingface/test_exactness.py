@@ -16,6 +16,7 @@ from tests.models.huggingface.oracle import (
     catch_gradients,
     offloaded,
 )
+from tests.moe.test_sharing import at_random, force
 
 # families that Overspill refuses by name, see test_refused.py
 UNSUPPORTED = ("muse_spark",)
@@ -23,7 +24,13 @@ SUPPORTED = tuple(family for family in FAMILIES if family.name not in UNSUPPORTE
 BY_NAME = {family.name: family for family in SUPPORTED}
 
 
-def check(family: Family, mode: str, folder: Path, checkpointing: bool | None = None) -> None:
+def check(
+    family: Family,
+    mode: str,
+    folder: Path,
+    checkpointing: bool | None = None,
+    split: int | None = None,
+) -> None:
     plain = make_model(family)
     batch = make_batch(family, plain)
     if checkpointing is not None:
@@ -32,6 +39,8 @@ def check(family: Family, mode: str, folder: Path, checkpointing: bool | None = 
         theirs = torch.optim.AdamW(plain.parameters(), **ADAM)
         mine = overspill.AdamW(twin, max_grad_norm=1e9, **ADAM)
         caught = catch_gradients(twin)
+        if split is not None:
+            force(twin.overspill, at_random(split))
         for _ in range(2):
             expected, got = plain(**batch), twin(**batch)
             atol = 1e-5 * float(expected.logits.detach().abs().max())
@@ -71,6 +80,21 @@ def test_every_mode(name: str, mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "phimoe"])
 def test_gradient_checkpointing(name: str, reentrant: bool, tmp_path: Path) -> None:
     check(BY_NAME[name], "host", tmp_path, checkpointing=reentrant)
+
+
+@pytest.mark.parametrize("mode", ["host", "disk"])
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "gpt_oss", "qwen2_moe", "switch_transformers", "nllb-moe", "nemotron_h", "phimoe"],
+)
+def test_any_split_between_cpu_and_device(name: str, mode: str, tmp_path: Path) -> None:
+    """Biases, other activations, transposed weights and dropped tokens go to the CPU too."""
+    check(BY_NAME[name], mode, tmp_path, split=2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_any_split_under_gradient_checkpointing(reentrant: bool, tmp_path: Path) -> None:
+    check(BY_NAME["mixtral"], "host", tmp_path, checkpointing=reentrant, split=3)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "nemotron_h", "deepseek_v3"])
