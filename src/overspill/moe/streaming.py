@@ -5,11 +5,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from overspill.compute.permute import Permutation, count_rows
 from overspill.core.errors import NonFiniteError
 from overspill.core.experts import ExpertId, Phase
 from overspill.core.sizes import format_size
@@ -22,8 +20,8 @@ from overspill.moe.gradients import Gradients
 from overspill.moe.host_experts import HostExperts, room_for_rows
 from overspill.moe.lookahead import Knowledge
 from overspill.moe.passes import HostWork, LayerPass, Wave, sum_of_squares
-from overspill.moe.predictor import Lookahead
 from overspill.moe.residency import Residency, Resident
+from overspill.moe.routes import Routes
 from overspill.moe.sharing import Present, Sharing
 from overspill.optim.kernel import AdamHyper
 from overspill.optim.updates import Updates
@@ -40,8 +38,6 @@ from overspill.transfer.stager import Stager
 
 _log = logging.getLogger("overspill")
 _SSD_WORKERS = 4  # for reads, and as many for writes
-_FEW_ROWS = 8192  # are sorted on the host: there it takes less time than the launches
-_LEARN_EVERY = 4  # forwards from one of which predictors learn: it costs more than to predict
 
 
 class StreamingEngine(Engine):
@@ -92,7 +88,8 @@ class StreamingEngine(Engine):
         self.sharing.on = settings.cpu_experts and costs is not None
         self._threads = threads
         self._host: HostExperts | None = None
-        self._lookahead: Lookahead | None = None
+        routed = self.store, self.course, self.sharing
+        self.routes = Routes(*routed, lambda: self.gates, settings, device)
 
     # -- who computes what ----------------------------------------------------------------
 
@@ -102,97 +99,21 @@ class StreamingEngine(Engine):
     def route(
         self, layer_pass: LayerPass, x_TD: Tensor, expert_ids_TK: Tensor, phase: Phase
     ) -> None:
-        self._note_trained(layer_pass)
-        if self._likely(layer_pass.layer):
-            # the split needs the counts before the rows can be sorted by it
-            predicted_E = self._look_ahead(layer_pass, x_TD, expert_ids_TK, phase)
-            self._note_counts(layer_pass, expert_ids_TK, predicted_E)
-        else:
-            super().route(layer_pass, x_TD, expert_ids_TK, phase)
-            layer_pass.expert_ids_TK = expert_ids_TK if self.sharing.open else None
-        self._enter(layer_pass, phase)
-        self._put_apart(layer_pass, self._decide(layer_pass, phase))
-
-    def _likely(self, layer: int) -> bool:
-        with self.store.lock:
-            return self.settings.activations != "keep" and self.sharing.likely(layer)
-
-    def _note_counts(
-        self, layer_pass: LayerPass, expert_ids_TK: Tensor, predicted_E: Tensor | None
-    ) -> None:
-        """The host waits for the counts anyway: a prediction comes along, and so do few ids."""
-        few = expert_ids_TK.numel() <= _FEW_ROWS
-        if few:
-            wanted = expert_ids_TK.reshape(-1).to(torch.int64)
-        else:
-            wanted = count_rows(expert_ids_TK, self.n_experts)
-        if predicted_E is not None:
-            wanted = torch.cat((wanted, predicted_E))
-        wanted = wanted.cpu()
-        if predicted_E is not None:
-            wanted, predicted = wanted.split([len(wanted) - self.n_experts, self.n_experts])
-            with self.store.lock:
-                layer = layer_pass.layer + self.settings.lookahead
-                self.course.popularity.predict(layer, predicted.tolist())
-        if few:
-            layer_pass.expert_ids_TK = wanted.view_as(expert_ids_TK)
-            counts = np.bincount(wanted.numpy(), minlength=self.n_experts)
-            layer_pass.counts = counts[: self.n_experts].tolist()
-        else:
-            layer_pass.expert_ids_TK, layer_pass.counts = expert_ids_TK, wanted.tolist()
+        self._begin(layer_pass)
+        self.routes.enter(layer_pass, x_TD, expert_ids_TK, phase)
+        self.trace.enter_experts()
 
     def reroute(self, layer_pass: LayerPass) -> None:
-        self._note_trained(layer_pass)
-        self._enter(layer_pass, Phase.BACKWARD)
-        if layer_pass.expert_ids_TK is None:
-            with self.store.lock:
-                self.sharing.keep(layer_pass.on_host)  # nothing to sort the rows by
-            return
-        self._put_apart(layer_pass, self._decide(layer_pass, Phase.BACKWARD))
+        self._begin(layer_pass)
+        self.routes.enter_again(layer_pass)
+        self.trace.enter_experts()
 
-    def _look_ahead(
-        self, layer_pass: LayerPass, x_TD: Tensor, expert_ids_TK: Tensor, phase: Phase
-    ) -> Tensor | None:
-        """What the predictors say of a layer ahead, where somebody makes use of it."""
-        ahead = self.settings.lookahead
-        if not ahead or phase is Phase.BACKWARD or layer_pass.simulated or not self.sharing.open:
-            return None
-        if self._lookahead is None or self._lookahead.ahead != ahead:
-            sizes = self.n_experts, self.shape.d_model
-            with torch.inference_mode(False):  # it will have to learn when that is over
-                self._lookahead = Lookahead(self.gates, *sizes, self.device, ahead, _LEARN_EVERY)
-        return self._lookahead.observe(layer_pass.layer, x_TD, expert_ids_TK)
-
-    def _note_trained(self, layer_pass: LayerPass) -> None:
+    def _begin(self, layer_pass: LayerPass) -> None:
+        self._check_pass(layer_pass.layer)
+        self._await_host()  # a pass that was given up may have left it at work
         rule = self.rule if layer_pass.training and layer_pass.trained else None
         with self.store.lock:
             self.sharing.trained = rule is not None and rule.hyper(layer_pass.layer) is not None
-
-    def _enter(self, layer_pass: LayerPass, phase: Phase) -> None:
-        self._check_pass(layer_pass.layer)
-        self._await_host()  # a pass that was given up may have left it at work
-        self.trace.enter_experts()
-        with self.store.lock:
-            self.course.enter(layer_pass.layer, phase, layer_pass.counts, layer_pass.training)
-
-    def _decide(self, layer_pass: LayerPass, phase: Phase) -> frozenset[int]:
-        if self.settings.activations == "keep":
-            return frozenset()  # what is kept of a forward lies in the order of its rows
-        with self.store.lock:
-            before = layer_pass.on_host
-            return self.sharing.decide(layer_pass.layer, layer_pass.counts, phase, before)
-
-    def _put_apart(self, layer_pass: LayerPass, on_host: frozenset[int]) -> None:
-        """Sorts the rows, again if the experts of the CPU are others than they were."""
-        if layer_pass.permutation is not None and on_host == layer_pass.on_host:
-            return
-        ids_TK, counts = layer_pass.expert_ids_TK, layer_pass.counts
-        assert ids_TK is not None
-        layer_pass.on_host = on_host
-        if ids_TK.device.type == "cpu":
-            layer_pass.permutation = Permutation.on_host(ids_TK, counts, on_host, self.device)
-        else:
-            layer_pass.permutation = Permutation.with_counts(ids_TK, counts, on_host)
 
     def _present(self, layer: int) -> Present:
         """Experts of a layer that are on the device or on their way."""
@@ -397,7 +318,7 @@ class StreamingEngine(Engine):
     def switch(self, settings: Settings) -> None:
         """Turns techniques on or off between steps, to see what each is worth."""
         self.flush()
-        self.settings = settings
+        self.settings = self.routes.settings = settings
         self.loader.overlap = settings.overlap_uploads
         if settings.cpu_experts and self.sharing.costs is None:
             _log.warning("cpu_experts: nothing was measured; set it when the model is offloaded")
