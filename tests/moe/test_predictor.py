@@ -17,6 +17,7 @@ from overspill.models.gpt import GPTMoE
 from overspill.moe.popularity import Simulated
 from overspill.moe.predictor import (
     LEARN_TOKENS,
+    PREDICTOR_COPIES,
     Lookahead,
     Predictor,
     expert_accuracy,
@@ -475,3 +476,11 @@ def test_on_a_gpu_it_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert counts[0] is not None
     assert int(counts[0].sum()) == 6000 * K
+
+
+def test_the_memory_plan_counts_every_copy_of_a_gate() -> None:
+    predictor = Predictor(None, 8, 64, torch.device("cpu"))  # a gate would be the model's own
+    tensors = [value for value in vars(predictor).values() if isinstance(value, Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    planned = PREDICTOR_COPIES * 8 * 64 * 4
+    assert planned <= sum(storages.values()) <= planned + 1024
