@@ -332,6 +332,26 @@ def test_the_time_between_layers_counts_as_time_the_cpu_cannot_help() -> None:
     assert not own.decide(0, counts, Phase.FORWARD)
 
 
+def test_a_gap_that_keeps_the_cpu_idle_is_forgotten_in_time() -> None:
+    """While the CPU gets nothing nobody measures it; the first may have been that of a compiler."""
+    own = sharing()
+    own.note_gap(Phase.FORWARD, 5.0)
+    passes = 0
+    while not own.decide(0, [8] * 16, Phase.FORWARD):
+        passes += 1
+        assert passes < 500
+    assert passes > 20
+
+
+def test_a_split_of_forward_is_not_kept_where_none_is_better() -> None:
+    own = sharing()
+    before = own.decide(0, [8] * 16, Phase.FORWARD)
+    assert before
+    for _ in range(50):
+        own.note_gap(Phase.BACKWARD, 20e-3)
+    assert own.decide(0, [8] * 16, Phase.BACKWARD, before) == frozenset()
+
+
 def test_what_every_token_count_needs_is_no_guess() -> None:
     own = sharing()
     assert not own.takes_all(1), "nothing is known"
@@ -363,12 +383,13 @@ def test_rows_that_a_wave_has_left_are_there_for_the_cpu(
     task = Task()
     tokens = next(iter(task.batches()))[0]
     model = task.model().eval()
+    with torch.no_grad():
+        expected = model(tokens).logits
     options = {"host_slots": 2, "settings": Settings(pin_share=0.0)}
-    with spilled(model, "disk behind 3 rows", tmp_path, **options) as engine:
+    with spilled(model, "disk behind 3 rows", tmp_path, **options) as engine, torch.no_grad():
         force(engine, lambda counts, *_: frozenset([i for i, n in enumerate(counts) if n][-1:]))
-        with torch.no_grad():
-            for _ in range(5):
-                model(tokens)
+        for _ in range(5):
+            torch.testing.assert_close(model(tokens).logits, expected)
 
 
 def test_nothing_is_shared_where_activations_are_kept(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from overspill.plan.split import SplitCosts, pass_time, split
 
 _LEARN = 0.2
 """What the newest gap counts for."""
+_FORGET = 0.995
+"""What is left of a gap after each pass that gave the CPU nothing: it is not measured then, and may
+have been that of a first pass, in which kernels were compiled."""
 _AS_GOOD = 1.1
 """A split of the forward serves for backward too if the best one would not be faster by more."""
 
@@ -78,7 +81,9 @@ class Sharing:
         if self.open:
             present = self._present(layer)
             self._here = self.choose(counts, present, phase)
-            if before and before != self._here and self.costs is not None:
+            if not self._here:
+                self._forget_gap(phase)
+            elif before and before != self._here and self.costs is not None:
                 costs = self._costs_of(phase)
                 resident = present.resident
                 times = [pass_time(counts, resident, s, costs) for s in (before, self._here)]
@@ -136,9 +141,17 @@ class Sharing:
     def note_gap(self, phase: Phase, seconds: float) -> None:
         """How long it was from the end of a layer's experts until the CPU had tokens of the next.
         All that lies between two layers is in it, and while it lasts only uploads go on."""
+        if self.costs is not None:
+            # with more than that there is no share: how much more does not matter
+            seconds = min(seconds, 2 * self.course.n_experts * self.costs.load)
         before = self._gaps.get(phase, seconds)
         self._gaps[phase] = before + _LEARN * (seconds - before)
         self._costs.clear()
+
+    def _forget_gap(self, phase: Phase) -> None:
+        if phase in self._gaps:
+            self._gaps[phase] *= _FORGET
+            self._costs.clear()
 
     def _costs_of(self, phase: Phase) -> SplitCosts:
         key = phase, self.trained

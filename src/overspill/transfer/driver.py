@@ -63,6 +63,7 @@ def can_signal(stream: torch.cuda.Stream, address: int) -> bool:
     """Whether the stream can write a number to pinned memory and wait for one there; tries it."""
     driver = _driver()
     if driver is None or driver.write_value is None or driver.wait_value is None:
+        _log.warning("this CUDA driver's streams cannot wait for the CPU: the host waits (slower)")
         return False
     with _entered(stream.device):
         codes = (
