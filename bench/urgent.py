@@ -19,6 +19,7 @@ from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.lanes import Lane
 from overspill.transfer.loader import Loader, Target
+from overspill.transfer.ported import new_loader
 
 N_EXPERTS = 48
 
@@ -34,7 +35,7 @@ def main() -> None:
     store.settle()
     recorder = Recorder(device=device)
     slab = device_slab(N_EXPERTS, layout.weight_bytes, device)
-    loader = Loader(store, slab, Lane("upload", device, recorder, None), N_EXPERTS)
+    loader = new_loader(store, slab, Lane("upload", device, recorder, None), N_EXPERTS)
     recorder.start()
     waits, arrivals, rates = [], [], []
     numbers = random.Random(1)
@@ -79,8 +80,7 @@ def trial(
     with store.lock:
         asked = time.perf_counter_ns()
         loader.set_targets([Target(store.entries[0], 0, "urgent"), *background])
-    with store.lock:
-        store.wait_main(loader.idle)
+    loader.settle()
     torch.cuda.synchronize()
     spans = recorder.spans()
     urgent = [span for span in spans if span.name.endswith("urgent")]

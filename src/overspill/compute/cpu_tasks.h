@@ -61,8 +61,8 @@ struct Run {
     int phase = 0;
     Segment* own = nullptr;
     int64_t first = 0;
-    std::atomic<int64_t> left{0};
-    Run* before = nullptr;  // has to be done first
+    Run* before = nullptr;                       // has to be done first
+    alignas(LINE) std::atomic<int64_t> left{0};  // apart from what everybody only reads
 };
 
 constexpr int PHASES = 3;
@@ -108,15 +108,6 @@ struct Kernel {
 
 void nothing() {}
 
-INLINE void wait_for(const Run& run) {
-    for (int spins = 0; run.left.load(std::memory_order_acquire) > 0; ++spins) {
-#if HAVE_X86
-        __builtin_ia32_pause();
-#endif
-        if (spins > 2000) std::this_thread::yield();  // more threads than cores
-    }
-}
-
 INLINE void rest() {
 #if HAVE_X86
     __builtin_ia32_pause();
@@ -131,73 +122,152 @@ int64_t now_ns() {
     return int64_t(at.tv_sec) * 1000000000 + at.tv_nsec;
 }
 
+constexpr int64_t SPIN_NS = 20000;  // waiting for longer, there may be more threads than cores
+
+template <class Done>
+INLINE void spin_until(const Done& done) {
+    if (done()) return;
+    const int64_t until = now_ns() + SPIN_NS;
+    while (!done()) {
+        if (now_ns() < until)
+            rest();
+        else
+            std::this_thread::yield();
+    }
+}
+
+// Meanwhile the waiting thread fetches its own weights, so that the memory does not wait as well.
+INLINE void wait_for(const Run& run, Ahead weights) {
+    constexpr int64_t SOME = 32;  // lines
+    spin_until([&] {
+        if (run.left.load(std::memory_order_acquire) <= 0) return true;
+        weights.fetch(SOME);
+        return false;
+    });
+}
+
+// A thread that helps, and what others look at to wake him and to wait for him.
+struct alignas(LINE) Helper {
+    std::atomic<bool> inside{false};  // at work, or about to find out that he is too late
+    std::atomic<bool> asleep{false};
+    std::mutex lock;
+    std::condition_variable woken;
+    std::thread thread;
+
+    // Sleeps until somebody wakes him, unless `called` says now that he should not.
+    template <class Called>
+    void sleep(const Called& called) {
+        std::unique_lock<std::mutex> guard(lock);
+        asleep = true;
+        if (called()) asleep = false;
+        woken.wait(guard, [&] { return !asleep; });
+    }
+
+    void wake() {
+        if (!asleep) return;
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            asleep = false;
+        }
+        woken.notify_one();
+    }
+};
+
 // The threads that help a caller, his own as long as he lives. After a call they look out for the
 // next for a moment and then sleep: those of OpenMP would go on spinning for milliseconds, beside
-// the thread that drives the GPU.
+// the thread that drives the GPU. A call takes no lock, unless somebody sleeps.
 class Crew {
   public:
     // Runs `body` in this thread and up to `threads - 1` others, and returns when all are out of it.
     // Who wakes too late to help is not waited for.
     void run(int threads, const std::function<void()>& body) {
-        while (int(workers.size()) < threads - 1) {
-            workers.emplace_back(&Crew::work, this, int(workers.size()));
-        }
-        {
-            const std::lock_guard<std::mutex> guard(lock);
-            open = &body;
-            wanted = threads - 1;
-            round.fetch_add(1, std::memory_order_release);
-        }
-        if (wanted > 0) wake.notify_all();
+        const int wanted = int(most(0, least(threads - 1, MOST_HELPERS)));
+        while (int(helpers.size()) < wanted) hire();
+        work = &body;
+        open = ++calls << NUMBER_BITS | uint64_t(wanted);
+        wake_some(0, wanted);
         body();
-        std::unique_lock<std::mutex> guard(lock);
-        open = nullptr;
-        finished.wait(guard, [&] { return inside == 0; });
+        // A helper says that he is inside before he looks whether the call is open, and here it is
+        // the other way round. Both in one order of all threads: he is seen, or he stays out.
+        open = CLOSED;
+        for (int number = 0; number < wanted; ++number)
+            spin_until([&] { return !helpers[number]->inside; });
     }
 
     ~Crew() {
-        {
-            const std::lock_guard<std::mutex> guard(lock);
-            closed = true;
-        }
-        wake.notify_all();
-        for (std::thread& worker : workers) worker.join();
+        open = OVER;
+        for (const auto& helper : helpers) helper->wake();
+        for (const auto& helper : helpers) helper->thread.join();
     }
 
   private:
-    void work(int number) {
-        int64_t seen = 0;
-        for (;;) {
-            const std::function<void()>* body = nullptr;
-            const int64_t until = now_ns() + LOOK_OUT_NS;
-            while (round.load(std::memory_order_acquire) == seen && now_ns() < until) rest();
-            {
-                std::unique_lock<std::mutex> guard(lock);
-                wake.wait(guard, [&] { return closed || round.load() != seen; });
-                if (closed) return;
-                seen = round.load();
-                if (number >= wanted || open == nullptr) continue;
-                body = open;
-                ++inside;
+    static constexpr int NUMBER_BITS = 16;
+    static constexpr int64_t MOST_HELPERS = (1 << NUMBER_BITS) - 2;
+    static constexpr uint64_t CLOSED = 0, OVER = ~uint64_t(0);
+    static constexpr int BRANCHES = 2;
+
+    static int wanted_by(uint64_t call) { return int(call & ((1 << NUMBER_BITS) - 1)); }
+
+    void hire() {
+        const int number = int(helpers.size());
+        helpers.push_back(std::make_unique<Helper>());
+        Helper& own = *helpers.back();
+        own.thread = std::thread([this, &own, number] { help(own, number); });
+    }
+
+    // A tree: the caller wakes two, and whoever comes wakes two more. A wake-up takes microseconds.
+    void wake_some(int node, int wanted) {
+        const int first = BRANCHES * node;
+        for (int number = first; number < least(first + BRANCHES, wanted); ++number)
+            helpers[number]->wake();
+    }
+
+    void help(Helper& own, int number) {
+        for (uint64_t seen = CLOSED;;) {
+            seen = next_call(own, number, seen);
+            if (seen == OVER) return;
+            own.inside = true;
+            if (open == seen) {  // so the caller waits: `helpers` and `work` stay as they are
+                wake_some(number + 1, wanted_by(seen));
+                (*work)();
             }
-            (*body)();
-            const std::lock_guard<std::mutex> guard(lock);
-            if (--inside == 0) finished.notify_one();
+            own.inside = false;
         }
     }
 
-    std::mutex lock;
-    std::condition_variable wake, finished;
-    std::vector<std::thread> workers;
-    const std::function<void()>* open = nullptr;
-    std::atomic<int64_t> round{0};
-    int wanted = 0, inside = 0;
-    bool closed = false;
+    uint64_t next_call(Helper& own, int number, uint64_t seen) {
+        uint64_t call = CLOSED;
+        const auto called = [&] {
+            call = open;
+            return call != seen && number < wanted_by(call);
+        };
+        for (;;) {
+            const int64_t until = now_ns() + LOOK_OUT_NS;
+            spin_until([&] { return called() || now_ns() >= until; });
+            if (called()) return call;
+            // He says that he sleeps before he looks once more, and a call is open before anybody
+            // looks who sleeps. Again in one order of all threads: he sees the call, or is woken.
+            own.sleep(called);
+        }
+    }
+
+    // The number of the call that may be entered, and how many helpers it wants. All look at this
+    // line, which changes only when a call begins or ends.
+    alignas(LINE) std::atomic<uint64_t> open{CLOSED};
+    const std::function<void()>* work = nullptr;
+    std::vector<std::unique_ptr<Helper>> helpers;
+    uint64_t calls = 0;
 };
 
 Crew& crew() {
     static thread_local Crew own;
     return own;
+}
+
+// Whether a task has time to fetch what the next one reads. With few rows it has none, and then a
+// task that was taken ahead would only be one that no idle thread can take.
+bool fetches_ahead(const Job& job, const Segment& own) {
+    return job.backward || own.rows > 2 * TILE;
 }
 
 void run_tasks(const Job& job, std::vector<Segment>& segments, const Kernel& kernel, int threads) {
@@ -215,10 +285,10 @@ void run_tasks(const Job& job, std::vector<Segment>& segments, const Kernel& ker
         }
     }
     const Run* const end = runs.data() + runs.size();
-    std::atomic<int64_t> next{0};
-    // Tasks are taken in order and one ahead, so that the weights of the next can be on their way
-    // while this one computes. Whoever waits, waits for tasks that come earlier in the order, so
-    // somebody always goes on.
+    alignas(LINE) std::atomic<int64_t> next{0};
+    // Tasks are taken in order and some one ahead, so that the weights of the next can be on their
+    // way while this one computes. Whoever waits, waits for tasks that come earlier in the order,
+    // so somebody always goes on.
     const std::function<void()> body = [&] {
         kernel.enter();
         Run* run = runs.data();
@@ -226,19 +296,20 @@ void run_tasks(const Job& job, std::vector<Segment>& segments, const Kernel& ker
             while (from + 1 < end && from[1].first <= task) ++from;
             return from;
         };
+        auto weights_at = [&](const Run& at, int64_t task) {
+            return weights_of(job, *at.own, at.phase, task - at.first);
+        };
         int64_t mine = next.fetch_add(1);
         while (mine < total) {
-            const int64_t ahead = next.fetch_add(1);
             run = run_of(run, mine);
-            if (run->before) wait_for(*run->before);
+            const bool early = fetches_ahead(job, *run->own);
+            int64_t then = early ? next.fetch_add(1) : total;
             Ahead weights;
-            if (ahead < total) {
-                const Run* other = run_of(run, ahead);
-                weights = weights_of(job, *other->own, other->phase, ahead - other->first);
-            }
+            if (then < total) weights = weights_at(*run_of(run, then), then);
+            if (run->before) wait_for(*run->before, weights_at(*run, mine));
             kernel.task(job, *run->own, run->phase, mine - run->first, weights);
             run->left.fetch_sub(1, std::memory_order_release);
-            mine = ahead;
+            mine = early ? then : next.fetch_add(1);
         }
         kernel.leave();
     };

@@ -293,7 +293,8 @@ class HostExperts:
                 return
             self._ordered.popleft()
             size = len(job.places) * self.store.layout.weight_bytes
-            self.recorder.past_span("cpu compute", job.name, start, end, size)
+            if self.recorder.enabled:
+                self.recorder.past_span("cpu compute", job.name, start, end, size)
             self._note(job)
 
     def _note(self, job: Job) -> None:

@@ -31,8 +31,9 @@ from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress, device_slab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import PASSED, Lane, Mark, compute_mark, compute_waits
-from overspill.transfer.loader import Loader, Target
+from overspill.transfer.lanes import Lane, Mark, compute_mark, compute_waits
+from overspill.transfer.loader import Target
+from overspill.transfer.ported import new_loader
 from overspill.transfer.requests import run_all
 from overspill.transfer.stager import Stager
 
@@ -71,7 +72,7 @@ class StreamingEngine(Engine):
         self._slot_weights = layout.weights(slab)
         inject = settings.inject
         upload = Lane("upload", device, recorder, inject)
-        self.loader = Loader(self.store, slab, upload, placement.slots)
+        self.loader = new_loader(self.store, slab, upload, placement.slots)
         self.loader.overlap = settings.overlap_uploads
         squares = torch.zeros(n_layers * n_experts, pin_memory=on_gpu)
         threads = cpu_threads(settings.threads)
@@ -233,31 +234,26 @@ class StreamingEngine(Engine):
         of their uploads)."""
         loader = self.loader
         with self.store.lock:
-            entries = {index: self._entry(layer, index) for index in pending}
             if self.stager is not None:
                 self.stager.pump()  # rows of experts that were passed are free for those to come
             slot_of = self.residency.slots(layer)
-
-            def here(index: int) -> bool:
-                return loader.fresh(entries[index], slot_of[index])
-
-            enough = all if patient else any
-            self.store.wait_main(lambda: enough(map(here, pending)))
-            issued = set(filter(here, pending))
+        pairs = {index: (self._entry(layer, index), slot_of[index]) for index in pending}
+        loader.await_issued(list(pairs.values()), every=patient)
+        with self.store.lock:
+            issued = {index for index in pending if loader.fresh(*pairs[index])}
             order = sorted(pending)
             candidates = []
             for index in order:
                 slot, is_here = slot_of[index], index in issued
-                arrived = is_here and (loader.arrived(slot) or patient)
+                arrived = is_here and (patient or loader.arrived(slot))
                 rows = starts[index], counts[index]
                 candidates.append(Candidate(index, slot, *rows, is_here, arrived))
             lead = next(index for index in pending if index in issued)
             first = first_of_wave(candidates, order.index(lead))
             number = next_wave(candidates[first:], self.placement.max_rows, self.settings.waves)
             run = order[first : first + number]
-            ready = [loader.slots[slot_of[index]].ready for index in run]
             slots = list(range(slot_of[run[0]], slot_of[run[-1]] + 1))
-            return run, slots, [mark for mark in ready if mark is not PASSED]
+            return run, slots, loader.ends([slot_of[index] for index in run])
 
     def _entry(self, layer: int, index: int) -> Entry:
         return self.store.entries[layer * self.n_experts + index]
@@ -416,6 +412,7 @@ class StreamingEngine(Engine):
         with self.store.lock:
             # all at once: what one of them ends may let another begin
             self.store.wait_main(self._at_rest)
+        self.loader.settle()
 
     def _at_rest(self) -> bool:
         stager_idle = self.stager is None or self.stager.idle()

@@ -7,6 +7,7 @@ the GPU passes later; `collect` turns those it has passed into spans on the host
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,8 +59,16 @@ class Recorder:
         self._kept: deque[tuple[int, Span]] = deque(maxlen=capacity)
         self._pending: deque[_Pending] = deque(maxlen=capacity)
         self._counters: dict[str, int] = {}
+        self._sources: list[Callable[[], None]] = []
         self._base: _Base | None = None
         self._clock_stream: torch.cuda.Stream | None = None
+
+    def add_source(self, tell: Callable[[], None]) -> None:
+        """`tell` is called before anybody reads: it adds what was timed or counted elsewhere."""
+        self._sources.append(tell)
+
+    def remove_source(self, tell: Callable[[], None]) -> None:
+        self._sources.remove(tell)
 
     def start(self) -> None:
         """Record from now on. The first device span, or a GPU in use already, sets the clocks."""
@@ -90,11 +99,11 @@ class Recorder:
             self._keep_host(row, name, start_ns, bytes)
 
     def past_span(self, row: str, name: str, start_ns: int, end_ns: int, bytes: int = 0) -> None:
-        """Something that was timed elsewhere, by the same clock."""
-        if self.enabled:
-            with self._lock:
-                now = time.perf_counter_ns()
-                self._kept.append((now, Span(row, name, start_ns, end_ns, bytes)))
+        """Something that was timed elsewhere, by the same clock; whoever timed it looks whether
+        the recorder is on."""
+        with self._lock:
+            now = time.perf_counter_ns()
+            self._kept.append((now, Span(row, name, start_ns, end_ns, bytes)))
 
     def device_span(
         self,
@@ -120,11 +129,13 @@ class Recorder:
 
     def counters(self) -> dict[str, int]:
         """A copy of the byte counters, counted since the recorder was made."""
+        self._ask_sources()
         with self._lock:
             return dict(self._counters)
 
     def collect(self) -> int:
         """Resolve the device spans that have ended, without waiting; how many are still open."""
+        self._ask_sources()
         with self._lock:
             # Taken out, so that two threads never resolve the same span, and that querying many
             # events holds up nobody.
@@ -167,6 +178,10 @@ class Recorder:
                     break
                 recent.append(span)
         return busy_shares(recent, since_ns, until_ns)
+
+    def _ask_sources(self) -> None:
+        for tell in list(self._sources):
+            tell()
 
     def _keep_host(self, row: str, name: str, start_ns: int, bytes: int) -> None:
         with self._lock:

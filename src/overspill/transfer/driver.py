@@ -94,6 +94,61 @@ def await_signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
     driver.check(code, "wait for a number")
 
 
+class CallTable(ctypes.Structure):
+    """The driver's functions as porter.cpp calls them."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("context", "copy", "wait", "write"))
+
+
+class PorterCalls:
+    """What a porter needs of the driver: copies, and numbers that one stream writes and another
+    waits for."""
+
+    pinned = True
+
+    def __init__(self, driver: "_Driver", stream: torch.cuda.Stream) -> None:
+        assert driver.write_number is not None
+        assert driver.wait_number is not None
+        self._driver, self._wait_number = driver, driver.wait_number
+        self._upload = stream  # lives as long as this
+        self.stream = stream.cuda_stream
+        context = ctypes.c_void_p()
+        with _entered(stream.device):
+            driver.check(driver.current_context(ctypes.byref(context)), "tell its context")
+        self.context = context.value
+        functions = driver.set_context, driver.copy, driver.stream_waits, driver.write_number
+        table = CallTable(*(ctypes.cast(call, ctypes.c_void_p).value for call in functions))
+        self._table = table
+        self.table = ctypes.addressof(table)
+
+    def stream_waits(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
+        """Lets the stream wait until the number in pinned memory has come up to `number`."""
+        with _entered(stream.device):
+            code = self._wait_number(stream.cuda_stream, address, number, 0)
+        self._driver.check(code, "wait for a number")
+
+
+def porter_calls(stream: torch.cuda.Stream) -> PorterCalls | None:
+    """None if this driver's streams do not write and wait for numbers of 64 bits; tries it."""
+    driver = _driver()
+    if driver is None or driver.write_number is None or driver.wait_number is None:
+        return None
+    memory = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    with _entered(stream.device):
+        codes = (
+            driver.write_number(stream.cuda_stream, memory.data_ptr(), 1, 0),
+            driver.wait_number(stream.cuda_stream, memory.data_ptr(), 1, 0),
+        )
+    stream.synchronize()
+    return None if any(codes) else PorterCalls(driver, stream)
+
+
+def event_handle(event: Event | None) -> int | None:
+    """What a porter waits for."""
+    assert event is None or isinstance(event, _DriverEvent)
+    return None if event is None else event.handle
+
+
 class _DriverEvent:
     __slots__ = ("_driver", "_handle")
 
@@ -102,6 +157,10 @@ class _DriverEvent:
         self._handle = ctypes.c_void_p()
         flags = _NO_TIMING | (_BLOCKING if blocking else 0)
         driver.check(driver.create(ctypes.byref(self._handle), flags), "create an event")
+
+    @property
+    def handle(self) -> int | None:
+        return self._handle.value
 
     def record(self, stream: torch.cuda.Stream) -> None:
         driver = self._driver
@@ -154,6 +213,14 @@ class _Driver:
         for function in (self.write_value, self.wait_value):
             if function is not None:
                 function.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint32, number]
+        self.write_number = getattr(at_once, "cuStreamWriteValue64_v2", None)
+        self.wait_number = getattr(at_once, "cuStreamWaitValue64_v2", None)
+        for function in (self.write_number, self.wait_number):
+            if function is not None:
+                function.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint64, number]
+        self.current_context = at_once.cuCtxGetCurrent
+        self.current_context.argtypes = [ctypes.POINTER(pointer)]
+        self.set_context = at_once.cuCtxSetCurrent
         self.synchronize = waiting.cuEventSynchronize
         self.synchronize.argtypes = [pointer]
 

@@ -1,5 +1,8 @@
-"""The loader thread fills the slots of the compute device. It is told which expert belongs in which
-slot, in the order of need, and copies each one as soon as its record is ready in host memory.
+"""The loader fills the slots of the compute device. It is told which expert belongs in which slot,
+in the order of need, and copies each one as soon as its record is ready in host memory.
+
+This one does it by a thread of its own, on any device and from any tier; `PortedLoader` has a
+native one do it where that is possible.
 
 A copy that was issued cannot be taken back, so few guesses are. The record of an expert that is
 only expected to be needed goes in two pieces; while one is being copied the next is queued behind
@@ -23,8 +26,8 @@ from overspill.transfer.lanes import PASSED, Lane, Mark
 _PIECE = 4 << 20
 """Bytes of a copy from which on the link is fully used."""
 _SURE_BYTES = 128 << 20
-"""Bytes on their way of what is needed for sure: each look at what comes next costs the thread that
-launches kernels some time."""
+"""Bytes on their way of what is needed for sure: the less often the loader has to wake, the
+better."""
 
 
 class Target(NamedTuple):
@@ -79,6 +82,23 @@ class Loader:
         place = self.slots[slot]
         return place.holds is entry and place.version == entry.version
 
+    def await_issued(self, pairs: Sequence[tuple[Entry, int]], every: bool) -> None:
+        """Blocks until the upload of one of these experts into its slot, or of `every` one, has
+        been issued."""
+        enough = all if every else any
+        with self.store.lock:
+            self.store.wait_main(lambda: enough(self.fresh(*pair) for pair in pairs))
+
+    def ends(self, slots: Sequence[int]) -> list[Mark]:
+        """Under the lock: what to wait for before computing with these slots."""
+        ready = (self.slots[slot].ready for slot in slots)
+        return [mark for mark in ready if mark is not PASSED]
+
+    def settle(self) -> None:
+        """Blocks until every upload that can be issued has been."""
+        with self.store.lock:
+            self.store.wait_main(self.idle)
+
     def arrived(self, slot: int) -> bool:
         """Under the lock: whether the last upload into a slot has ended."""
         place = self.slots[slot]
@@ -92,21 +112,8 @@ class Loader:
         for target in targets:
             self.slots[target.slot].target = target.entry
         self._look_again()
-        if self.lane.stream is not None:
-            self._issue_sure()
         if self._targets:
             self.store.wake_loader.notify()
-
-    def _issue_sure(self) -> None:
-        """Under the lock: issues what is needed for sure at once, in the thread that needs it. To
-        wake the loader for it takes longer than the calls."""
-        while not self._busy:
-            target = self._first_ready()
-            if target is None or not target.sure or self._crowded(target) is not None:
-                return
-            if target.entry.disk_row is not None:
-                return  # the loader tells when its row was read
-            self._issue(target, *self._begin(target))
 
     def _look_again(self) -> None:
         self._targets = deque(t for t in self._wanted if not self.fresh(t.entry, t.slot))
@@ -164,16 +171,19 @@ class Loader:
     def _crowded(self, target: Target) -> Mark | None:
         """The end of the oldest copy if too much is on its way to issue another. In front of a
         guess there is just one piece: enough to keep the link busy."""
-        limit = max(self._record, 2 * _PIECE) - self._piece
-        if target.sure:
-            limit = max(limit, _SURE_BYTES)
-        if not self.overlap:
-            limit = 0
+        limit = self._limit(target.sure)
         while sum(size for _, size in self._in_flight) > limit:
             if not self._in_flight[0][0].done():
                 return self._in_flight[0][0]
             self._in_flight.popleft()
         return None
+
+    def _limit(self, sure: bool) -> int:
+        """How many bytes may be on their way when another copy is issued."""
+        if not self.overlap:
+            return 0
+        guesses = max(self._record, 2 * _PIECE) - self._piece
+        return max(guesses, _SURE_BYTES) if sure else guesses
 
     def _begin(self, target: Target) -> tuple[slice, Tensor, list[Mark]]:
         """Under the lock: which bytes of the record are copied next, where they are, and what must

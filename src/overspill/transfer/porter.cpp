@@ -1,0 +1,281 @@
+// Carries experts to the compute device in the order of need, without the interpreter: a thread
+// that issues copies piece by piece and looks at the order again before each.
+//
+// All copies go through one stream, which writes a growing number to memory after each piece. That
+// number tells this thread how much is on its way, the host what has arrived, and other streams,
+// which can wait for it, when to go on.
+
+#include <time.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// Of the CUDA driver; each returns 0 or an error.
+struct Calls {
+    int (*set_context)(void* context);
+    int (*copy)(uint64_t to, uint64_t from, size_t bytes, void* stream);
+    int (*wait_event)(void* stream, void* event, unsigned flags);
+    int (*write)(void* stream, uint64_t address, uint64_t number, unsigned flags);
+};
+
+// One record. Its number says who it is: an order that is given again goes on where it was.
+struct Order {
+    uint64_t to, from;
+    void* after;  // an event that must have passed before the slot is written to, or null
+    uint64_t number;
+    int64_t rank;  // the lowest is needed first
+    int64_t tag;   // for the log
+    int32_t slot;
+    int32_t sure;  // nothing more urgent can come: it goes in one piece, queued further ahead
+};
+
+struct Slot {
+    uint64_t number = 0;  // of the order whose pieces are in it
+    int64_t filled = 0;   // bytes of it that were issued
+};
+
+struct Piece {
+    uint64_t sequence;
+    int64_t bytes, tag, begun_ns;
+    bool traced;
+};
+
+struct Line {
+    int64_t tag, bytes, begin_ns, end_ns;
+};
+
+constexpr size_t MOST_LINES = 1 << 18;
+constexpr long PAUSE_NS = 20000;  // a piece takes several times as long
+
+int64_t now_ns() {
+    timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return int64_t(at.tv_sec) * 1000000000 + at.tv_nsec;
+}
+
+uint64_t seen(const uint64_t* number) { return __atomic_load_n(number, __ATOMIC_ACQUIRE); }
+void show(uint64_t* number, uint64_t value) { __atomic_store_n(number, value, __ATOMIC_RELEASE); }
+
+class Porter {
+  public:
+    // `counters`: pieces that have ended and that have begun, in memory which the stream can write
+    // to. `issued` and `ends`: for each slot the last order of which all pieces were issued, and
+    // the sequence of its last piece.
+    Porter(const Calls& calls, void* context, void* stream, int64_t n_slots, int64_t record,
+           int64_t piece, uint64_t* counters, uint64_t* issued, uint64_t* ends)
+        : calls(calls),
+          context(context),
+          stream(stream),
+          record(record),
+          piece(piece),
+          counters(counters),
+          issued(issued),
+          ends(ends),
+          slots(n_slots),
+          thread(&Porter::work, this) {}
+
+    ~Porter() {
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            closed = true;
+        }
+        changed.notify_all();
+        progress.notify_all();
+        thread.join();
+    }
+
+    // Adds orders, in place of all that are left of earlier ones if `replace`. The limits are how
+    // many bytes may be on their way when another piece is issued.
+    int carry(const Order* orders, int64_t count, bool replace, int64_t guesses, int64_t sures,
+              bool trace) {
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            if (replace) list.clear();
+            for (int64_t i = 0; i < count; ++i) {
+                const Order& order = orders[i];
+                if (issued[order.slot] != order.number) list[order.rank] = order;
+            }
+            guess_limit = guesses;
+            sure_limit = sures;
+            tracing = trace;
+        }
+        changed.notify_all();
+        return error;
+    }
+
+    // Blocks until one of these orders (or `all`) has been issued.
+    int wait(const int32_t* at, const uint64_t* numbers, int64_t count, bool all) {
+        std::unique_lock<std::mutex> guard(lock);
+        progress.wait(guard, [&] {
+            int64_t found = 0;
+            for (int64_t i = 0; i < count; ++i) found += issued[at[i]] == numbers[i];
+            return closed || error || (all ? found == count : found > 0);
+        });
+        return error;
+    }
+
+    // Blocks until nothing is left to issue.
+    int settle() {
+        std::unique_lock<std::mutex> guard(lock);
+        progress.wait(guard, [&] { return closed || error || list.empty(); });
+        return error;
+    }
+
+    // What was traced and has ended since it was asked for last.
+    int64_t take_lines(Line* out, int64_t most, int64_t* bytes) {
+        const std::lock_guard<std::mutex> guard(lock);
+        *bytes = carried;
+        carried = 0;
+        const int64_t count = std::min<int64_t>(most, lines.size());
+        std::copy(lines.begin(), lines.begin() + count, out);
+        lines.erase(lines.begin(), lines.begin() + count);
+        return count;
+    }
+
+  private:
+    void work() {
+        // sleeps are short here: by default the kernel may make them 50 us longer
+#ifdef __linux__
+        prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
+#endif
+        std::unique_lock<std::mutex> guard(lock);
+        check(calls.set_context(context));
+        while (!closed) {
+            watch();
+            const bool left = !list.empty() && !error;
+            if (left && !crowded(list.begin()->second)) {
+                issue(list.begin()->second);
+            } else if (left || (tracing && !on_their_way.empty())) {
+                guard.unlock();
+                pause();
+                guard.lock();
+            } else {
+                changed.wait(guard);
+            }
+        }
+    }
+
+    void pause() {
+        if (tracing) {
+            std::this_thread::yield();  // it wants to see when pieces begin and end
+        } else {
+            const timespec time{0, PAUSE_NS};
+            nanosleep(&time, nullptr);
+        }
+    }
+
+    // Under the lock: notes which pieces have ended.
+    void watch() {
+        const uint64_t begun = seen(&counters[1]);
+        for (Piece& one : on_their_way) {
+            if (!one.traced || one.sequence > begun) break;
+            if (!one.begun_ns) one.begun_ns = now_ns();
+        }
+        const uint64_t ended = seen(&counters[0]);
+        while (!on_their_way.empty() && on_their_way.front().sequence <= ended) {
+            const Piece& one = on_their_way.front();
+            if (one.traced && lines.size() < MOST_LINES) {
+                const int64_t end = now_ns();
+                lines.push_back({one.tag, one.bytes, one.begun_ns ? one.begun_ns : end, end});
+            }
+            bytes_on_their_way -= one.bytes;
+            on_their_way.pop_front();
+        }
+    }
+
+    bool crowded(const Order& order) const {
+        return bytes_on_their_way > (order.sure ? sure_limit : guess_limit);
+    }
+
+    // Under the lock: the next piece of the most urgent order.
+    void issue(const Order& order) {
+        Slot& slot = slots[order.slot];
+        if (slot.number != order.number) {
+            slot = Slot{order.number, 0};
+            if (order.after) check(calls.wait_event(stream, order.after, 0));
+        }
+        const int64_t left = record - slot.filled;
+        const int64_t bytes = order.sure || left < piece ? left : piece;
+        ++sequence;
+        if (tracing) check(calls.write(stream, address(&counters[1]), sequence, 0));
+        check(calls.copy(order.to + slot.filled, order.from + slot.filled, bytes, stream));
+        check(calls.write(stream, address(&counters[0]), sequence, 0));
+        on_their_way.push_back({sequence, bytes, order.tag, 0, tracing});
+        bytes_on_their_way += bytes;
+        carried += bytes;
+        slot.filled += bytes;
+        if (slot.filled == record || error) {
+            if (!error) {
+                show(&ends[order.slot], sequence);
+                show(&issued[order.slot], order.number);
+            }
+            list.erase(list.begin());
+            progress.notify_all();
+        }
+    }
+
+    static uint64_t address(const uint64_t* number) { return reinterpret_cast<uint64_t>(number); }
+
+    void check(int code) {
+        if (code && !error) error = code;
+    }
+
+    const Calls calls;
+    void* const context;
+    void* const stream;
+    const int64_t record, piece;
+    uint64_t *const counters, *const issued, *const ends;
+    std::vector<Slot> slots;
+    std::mutex lock;
+    std::condition_variable changed, progress;
+    std::map<int64_t, Order> list;  // by rank
+    std::deque<Piece> on_their_way;
+    std::vector<Line> lines;
+    int64_t bytes_on_their_way = 0, carried = 0, guess_limit = 0, sure_limit = 0;
+    uint64_t sequence = 0;
+    std::atomic<bool> tracing{false};
+    std::atomic<int> error{0};
+    bool closed = false;
+    std::thread thread;  // last: it begins when all else is there
+};
+
+}  // namespace
+
+extern "C" {
+
+void* overspill_porter_new(const Calls* calls, void* context, void* stream, int64_t n_slots,
+                           int64_t record, int64_t piece, uint64_t* counters, uint64_t* issued,
+                           uint64_t* ends) {
+    return new Porter(*calls, context, stream, n_slots, record, piece, counters, issued, ends);
+}
+
+void overspill_porter_free(void* porter) { delete static_cast<Porter*>(porter); }
+
+int overspill_porter_carry(void* porter, const Order* orders, int64_t count, int replace,
+                           int64_t guesses, int64_t sures, int trace) {
+    return static_cast<Porter*>(porter)->carry(orders, count, replace, guesses, sures, trace);
+}
+
+int overspill_porter_wait(void* porter, const int32_t* slots, const uint64_t* numbers,
+                          int64_t count, int all) {
+    return static_cast<Porter*>(porter)->wait(slots, numbers, count, all);
+}
+
+int overspill_porter_settle(void* porter) { return static_cast<Porter*>(porter)->settle(); }
+
+int64_t overspill_porter_lines(void* porter, Line* out, int64_t most, int64_t* bytes) {
+    return static_cast<Porter*>(porter)->take_lines(out, most, bytes);
+}
+}

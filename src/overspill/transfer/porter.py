@@ -1,0 +1,183 @@
+"""The porter: a native thread that issues uploads, piece by piece and most urgent first, while the
+interpreter is busy with something else.
+
+To issue a copy from Python takes the interpreter's lock for some fifty microseconds, and the thread
+that launches kernels has to wait for it, thousands of times a second.
+"""
+
+import ctypes
+import functools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from overspill.core.errors import EngineError
+from overspill.hardware.native import load_library
+from overspill.transfer.driver import PorterCalls
+from overspill.transfer.lanes import Mark
+
+_MOST_LINES = 4096
+
+
+class Order(ctypes.Structure):
+    """A record to carry into a slot, as porter.cpp reads it."""
+
+    _fields_ = (
+        ("to", ctypes.c_uint64),
+        ("source", ctypes.c_uint64),
+        ("after", ctypes.c_void_p),
+        ("number", ctypes.c_uint64),
+        ("rank", ctypes.c_int64),
+        ("tag", ctypes.c_int64),
+        ("slot", ctypes.c_int32),
+        ("sure", ctypes.c_int32),
+    )
+
+
+class Line(ctypes.Structure):
+    """A piece that was carried while traced."""
+
+    _fields_ = (
+        ("tag", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("begin_ns", ctypes.c_int64),
+        ("end_ns", ctypes.c_int64),
+    )
+
+
+class Limits(NamedTuple):
+    """How many bytes may be on their way when another piece is issued: of a guess, of what is
+    needed for sure."""
+
+    guesses: int
+    sures: int
+
+
+class Arrival:
+    """The end of a piece, as an event."""
+
+    __slots__ = ("porter", "sequence")
+
+    def __init__(self, porter: "Porter", sequence: int) -> None:
+        self.porter = porter
+        self.sequence = sequence
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        raise AssertionError("an arrival is recorded by the porter")
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Makes the stream wait for it, not the caller."""
+        self.porter.stream_waits(stream, self.sequence)
+
+    def query(self) -> bool:
+        return self.porter.passed() >= self.sequence
+
+    def synchronize(self) -> None:
+        while not self.query():
+            time.sleep(5e-5)
+
+
+class Porter:
+    """Orders go in, records arrive in slots. `issued[slot]` is the number of the last order all of
+    whose pieces were issued, `ends[slot]` the sequence of its last piece."""
+
+    def __init__(self, calls: PorterCalls, n_slots: int, record: int, piece: int) -> None:
+        library = porter_library()
+        assert library is not None
+        self._library = library
+        self._calls = calls
+        counters = torch.zeros(2, dtype=torch.int64)
+        self._memory = counters.pin_memory() if calls.pinned else counters
+        self._counters = (ctypes.c_uint64 * 2).from_address(self._memory.data_ptr())
+        self.issued = (ctypes.c_uint64 * n_slots)()
+        self.ends = (ctypes.c_uint64 * n_slots)()
+        self._porter: int | None = library.overspill_porter_new(
+            calls.table,
+            calls.context,
+            calls.stream,
+            n_slots,
+            record,
+            piece,
+            self._memory.data_ptr(),
+            self.issued,
+            self.ends,
+        )
+
+    def passed(self) -> int:
+        """The sequence of the last piece that has arrived."""
+        return self._counters[0]
+
+    def arrival(self, slots: Sequence[int]) -> Mark | None:
+        """When the records that were issued into these slots are all there; None if they are."""
+        last = max(self.ends[slot] for slot in slots)
+        return None if last <= self._counters[0] else Mark(Arrival(self, last))
+
+    def stream_waits(self, stream: torch.cuda.Stream, sequence: int) -> None:
+        self._calls.stream_waits(stream, self._memory.data_ptr(), sequence)
+
+    def carry(self, orders: Sequence[Order], replace: bool, limits: Limits, trace: bool) -> None:
+        """Adds orders; with `replace`, what is left of earlier ones and not among these is
+        dropped."""
+        packed = (Order * len(orders))(*orders)
+        code = self._library.overspill_porter_carry(
+            self._porter, packed, len(orders), replace, *limits, trace
+        )
+        self._check(code)
+
+    def wait(self, orders: Sequence[tuple[int, int]], every: bool) -> None:
+        """Blocks until one of these (slot, number), or `every` one, has been issued."""
+        slots = (ctypes.c_int32 * len(orders))(*(slot for slot, _ in orders))
+        numbers = (ctypes.c_uint64 * len(orders))(*(number for _, number in orders))
+        args = slots, numbers, len(orders), every
+        self._check(self._library.overspill_porter_wait(self._porter, *args))
+
+    def settle(self) -> None:
+        """Blocks until all that was ordered has been issued."""
+        self._check(self._library.overspill_porter_settle(self._porter))
+
+    def take_lines(self) -> tuple[list[Line], int]:
+        """The pieces that were traced, and the bytes carried, since the last time."""
+        found: list[Line] = []
+        total = 0
+        while self._porter is not None:
+            lines, size = (Line * _MOST_LINES)(), ctypes.c_int64()
+            args = lines, _MOST_LINES, ctypes.byref(size)
+            count = self._library.overspill_porter_lines(self._porter, *args)
+            found += lines[:count]
+            total += size.value
+            if count < _MOST_LINES:
+                break
+        return found, total
+
+    def close(self) -> None:
+        if self._porter is not None:
+            self._library.overspill_porter_free(self._porter)
+            self._porter = None
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise EngineError(f"the CUDA driver could not upload experts: error {code}")
+
+
+@functools.cache
+def porter_library() -> ctypes.CDLL | None:
+    """None without a compiler."""
+    library = load_library(Path(__file__).with_name("porter.cpp"), "porter")
+    if library is None:
+        return None
+    pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    types: dict[str, tuple[Any, list[Any]]] = {
+        "new": (pointer, [pointer, pointer, pointer, size, size, size, pointer, pointer, pointer]),
+        "free": (None, [pointer]),
+        "carry": (flag, [pointer, pointer, size, flag, size, size, flag]),
+        "wait": (flag, [pointer, pointer, pointer, size, flag]),
+        "settle": (flag, [pointer]),
+        "lines": (size, [pointer, pointer, size, pointer]),
+    }
+    for name, (result, arguments) in types.items():
+        function = getattr(library, f"overspill_porter_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
