@@ -2,9 +2,11 @@
 
 import ctypes
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -372,6 +374,24 @@ def test_calls_from_several_threads_do_not_disturb_each_other() -> None:
     for number, results in found.items():
         results.assert_equal(expected[number])
     assert len(found) == len(groups)
+
+
+@needs_native
+def test_pauses_and_thread_counts_from_call_to_call_change_nothing() -> None:
+    # Helpers look out for 50 us and then sleep: they are met awake, asleep and in between.
+    group = Group.make(ExpertShape(64, 256, True), (1, 40), BF16)
+    expected = compute(group, threads=1)
+
+    def repeat(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(100):
+            compute(group, threads=chance.randint(1, 6)).assert_equal(expected)
+            until = time.perf_counter_ns() + chance.choice((0, chance.randint(30_000, 80_000)))
+            while time.perf_counter_ns() < until:
+                pass
+
+    with ThreadPoolExecutor(2) as callers:
+        list(callers.map(repeat, range(2)))
 
 
 @needs_native

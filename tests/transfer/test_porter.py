@@ -6,13 +6,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from overspill.core.errors import EngineError
 from overspill.transfer.driver import CallTable
-from overspill.transfer.porter import Limits, Order, Porter, porter_library
+from overspill.transfer.porter import Limits, Porter, porter_library
 
 RECORD, PIECE, SLOTS, EXPERTS = 4096, 2048, 6, 8
 GUESS, SURE = RECORD - PIECE, 3 * RECORD
@@ -27,6 +28,15 @@ _WRITE = ctypes.CFUNCTYPE(
 )
 _WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
 _CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+class Want(NamedTuple):
+    """An expert for a slot, by the number of an order."""
+
+    expert: int
+    slot: int
+    number: int
+    sure: bool = False
 
 
 class FakeLink:
@@ -75,12 +85,15 @@ class Bench:
         self.slots = torch.zeros(SLOTS, RECORD, dtype=torch.uint8)
         self.porter = Porter(link, SLOTS, RECORD, PIECE)  # type: ignore[arg-type]
 
-    def order(self, expert: int, slot: int, number: int, rank: int, sure: bool = False) -> Order:
-        to, source = self.slots[slot].data_ptr(), self.experts[expert].data_ptr()
-        return Order(to, source, None, number, rank, expert, slot, sure)
-
-    def carry(self, *orders: Order, replace: bool = True, trace: bool = False) -> None:
-        self.porter.carry(orders, replace, Limits(GUESS, SURE), trace)
+    def carry(self, *wanted: "Want", trace: bool = False) -> None:
+        items = []
+        for expert, slot, number, sure in wanted:
+            order = self.porter.orders[slot]
+            order.to = self.slots[slot].data_ptr()
+            order.source = self.experts[expert].data_ptr()
+            order.number, order.tag = number, expert
+            items += [slot, sure]
+        self.porter.carry(items, Limits(GUESS, SURE), trace)
 
     def copied(self) -> list[tuple[int, int]]:
         """(expert, half) of every copy that was issued, when nothing more is for now."""
@@ -101,7 +114,7 @@ def bench() -> Iterator[Bench]:
 
 
 def test_guesses_go_in_halves_with_little_on_their_way(bench: Bench) -> None:
-    bench.carry(bench.order(0, 0, 1, 0), bench.order(1, 1, 2, 1))
+    bench.carry(Want(0, 0, 1), Want(1, 1, 2))
     assert bench.copied() == [(0, 0), (0, 1)]
     assert list(bench.porter.issued)[:2] == [1, 0]
     bench.link.arrive()
@@ -113,18 +126,18 @@ def test_guesses_go_in_halves_with_little_on_their_way(bench: Bench) -> None:
 
 
 def test_what_is_sure_is_queued_whole_and_further_ahead(bench: Bench) -> None:
-    bench.carry(*(bench.order(e, e, e + 1, e, sure=True) for e in range(6)))
+    bench.carry(*(Want(e, e, e + 1, sure=True) for e in range(6)))
     assert bench.copied() == [(e, 0) for e in range(4)], "a little more than is allowed"
     bench.link.arrive()
     assert len(bench.copied()) == 5
 
 
 def test_the_urgent_overtakes_and_the_other_goes_on_where_it_was(bench: Bench) -> None:
-    bench.carry(bench.order(0, 0, 1, 0), bench.order(1, 1, 2, 1))
+    bench.carry(Want(0, 0, 1), Want(1, 1, 2))
     bench.copied()
     bench.link.arrive()
     assert bench.copied()[2:] == [(1, 0)]
-    bench.carry(bench.order(5, 5, 3, 0), bench.order(1, 1, 2, 1))
+    bench.carry(Want(5, 5, 3), Want(1, 1, 2))
     for _ in range(2):
         bench.link.arrive()
     assert bench.copied()[3:] == [(5, 0), (5, 1)]
@@ -137,11 +150,11 @@ def test_the_urgent_overtakes_and_the_other_goes_on_where_it_was(bench: Bench) -
 
 
 def test_a_new_number_begins_from_the_start(bench: Bench) -> None:
-    bench.carry(bench.order(0, 0, 1, 0), bench.order(1, 1, 2, 1))
+    bench.carry(Want(0, 0, 1), Want(1, 1, 2))
     bench.copied()
     bench.link.arrive()
     assert bench.copied()[2:] == [(1, 0)]
-    bench.carry(bench.order(1, 1, 3, 0))
+    bench.carry(Want(1, 1, 3))
     while bench.link.work:
         bench.link.arrive()
         bench.copied()
@@ -149,16 +162,16 @@ def test_a_new_number_begins_from_the_start(bench: Bench) -> None:
 
 
 def test_what_was_issued_is_not_carried_again(bench: Bench) -> None:
-    bench.carry(bench.order(0, 0, 1, 0))
+    bench.carry(Want(0, 0, 1))
     bench.porter.settle()
-    bench.carry(bench.order(0, 0, 1, 0))
+    bench.carry(Want(0, 0, 1))
     assert bench.copied() == [(0, 0), (0, 1)]
 
 
-def test_orders_can_be_added_by_rank(bench: Bench) -> None:
-    bench.carry(bench.order(0, 0, 1, 0), bench.order(2, 2, 2, 2))
+def test_what_becomes_ready_takes_its_place_in_the_order(bench: Bench) -> None:
+    bench.carry(Want(0, 0, 1), Want(2, 2, 2))
     bench.copied()
-    bench.carry(bench.order(1, 1, 3, 1), replace=False)
+    bench.carry(Want(0, 0, 1), Want(1, 1, 3), Want(2, 2, 2))
     while bench.link.work:
         bench.link.arrive()
         bench.copied()
@@ -166,9 +179,8 @@ def test_orders_can_be_added_by_rank(bench: Bench) -> None:
 
 
 def test_the_first_piece_waits_for_the_slots_last_reader(bench: Bench) -> None:
-    order = bench.order(0, 0, 1, 0)
-    order.after = 77
-    bench.carry(order)
+    bench.porter.orders[0].after = 77
+    bench.carry(Want(0, 0, 1))
     bench.copied()
     assert [kind for kind, _ in bench.link.log] == ["wait", "copy", "write", "copy", "write"]
     assert bench.link.log[0][1] == (77,)
@@ -176,7 +188,7 @@ def test_the_first_piece_waits_for_the_slots_last_reader(bench: Bench) -> None:
 
 @pytest.mark.parametrize("every", [False, True])
 def test_who_waits_goes_on_when_enough_was_issued(bench: Bench, every: bool) -> None:
-    bench.carry(*(bench.order(e, e, e + 1, e, sure=True) for e in range(6)))
+    bench.carry(*(Want(e, e, e + 1, sure=True) for e in range(6)))
     done = threading.Event()
 
     def wait() -> None:
@@ -191,7 +203,7 @@ def test_who_waits_goes_on_when_enough_was_issued(bench: Bench, every: bool) -> 
 
 def test_an_error_of_the_driver_reaches_who_waits(bench: Bench) -> None:
     bench.link.code = 700
-    bench.carry(bench.order(0, 0, 1, 0))
+    bench.carry(Want(0, 0, 1))
     with pytest.raises(EngineError, match="700"):
         bench.porter.wait([(0, 1)], every=True)
     with pytest.raises(EngineError, match="700"):
@@ -200,7 +212,7 @@ def test_an_error_of_the_driver_reaches_who_waits(bench: Bench) -> None:
 
 def test_pieces_are_timed_while_traced(bench: Bench) -> None:
     before = time.perf_counter_ns()
-    bench.carry(bench.order(3, 0, 1, 0), trace=True)
+    bench.carry(Want(3, 0, 1), trace=True)
     bench.copied()
     for _ in range(2):
         bench.link.arrive(3)  # the write that it began, the copy, the write that it ended
@@ -221,9 +233,9 @@ def test_in_any_order_of_orders_a_slot_ends_with_the_last(seed: int) -> None:
         experts, slots = numbers.sample(range(EXPERTS), 4), numbers.sample(range(6), 4)
         pairs = list(zip(experts, slots, strict=True))
         orders = []
-        for rank, (expert, slot) in enumerate(pairs):
+        for expert, slot in pairs:
             number += 1
-            orders.append(bench.order(expert, slot, number, rank, numbers.random() < 0.5))
+            orders.append(Want(expert, slot, number, numbers.random() < 0.5))
         bench.carry(*orders)
         if numbers.random() < 0.3:
             continue  # given up, perhaps half-way

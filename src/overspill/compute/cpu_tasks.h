@@ -178,8 +178,8 @@ struct alignas(LINE) Helper {
 // the thread that drives the GPU. A call takes no lock, unless somebody sleeps.
 class Crew {
   public:
-    // Runs `body` in this thread and up to `threads - 1` others, and returns when all are out of it.
-    // Who wakes too late to help is not waited for.
+    // Runs `body` in this thread and up to `threads - 1` others, and returns when all are out of
+    // it. Who wakes too late to help is not waited for.
     void run(int threads, const std::function<void()>& body) {
         const int wanted = int(most(0, least(threads - 1, MOST_HELPERS)));
         while (int(helpers.size()) < wanted) hire();
@@ -215,7 +215,7 @@ class Crew {
         own.thread = std::thread([this, &own, number] { help(own, number); });
     }
 
-    // A tree: the caller wakes two, and whoever comes wakes two more. A wake-up takes microseconds.
+    // A tree, as a wake-up takes microseconds: the caller wakes two, and whoever comes two more.
     void wake_some(int node, int wanted) {
         const int first = BRANCHES * node;
         for (int number = first; number < least(first + BRANCHES, wanted); ++number)
@@ -285,10 +285,12 @@ void run_tasks(const Job& job, std::vector<Segment>& segments, const Kernel& ker
         }
     }
     const Run* const end = runs.data() + runs.size();
-    alignas(LINE) std::atomic<int64_t> next{0};
-    // Tasks are taken in order and some one ahead, so that the weights of the next can be on their
-    // way while this one computes. Whoever waits, waits for tasks that come earlier in the order,
-    // so somebody always goes on.
+    struct alignas(LINE) {  // apart, too
+        std::atomic<int64_t> next{0};
+    } turn;
+    // Tasks are taken in order, and one ahead if its weights can be on their way while this one
+    // computes. Whoever waits, waits for tasks that come earlier in the order, so somebody always
+    // goes on.
     const std::function<void()> body = [&] {
         kernel.enter();
         Run* run = runs.data();
@@ -299,17 +301,17 @@ void run_tasks(const Job& job, std::vector<Segment>& segments, const Kernel& ker
         auto weights_at = [&](const Run& at, int64_t task) {
             return weights_of(job, *at.own, at.phase, task - at.first);
         };
-        int64_t mine = next.fetch_add(1);
+        int64_t mine = turn.next.fetch_add(1);
         while (mine < total) {
             run = run_of(run, mine);
             const bool early = fetches_ahead(job, *run->own);
-            int64_t then = early ? next.fetch_add(1) : total;
+            const int64_t then = early ? turn.next.fetch_add(1) : total;
             Ahead weights;
             if (then < total) weights = weights_at(*run_of(run, then), then);
             if (run->before) wait_for(*run->before, weights_at(*run, mine));
             kernel.task(job, *run->own, run->phase, mine - run->first, weights);
             run->left.fetch_sub(1, std::memory_order_release);
-            mine = early ? then : next.fetch_add(1);
+            mine = early ? then : turn.next.fetch_add(1);
         }
         kernel.leave();
     };

@@ -1,6 +1,8 @@
 """Who computes which expert: the plan of `plan.split`, fed with what the engine knows."""
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from overspill.core.experts import Phase
@@ -15,6 +17,9 @@ _FORGET = 0.995
 have been that of a first pass, in which kernels were compiled."""
 _AS_GOOD = 1.1
 """A split of the forward serves for backward too if the best one would not be faster by more."""
+
+_KNOWN = 4096
+"""Numbers of tokens whose times are remembered."""
 
 
 class Present(NamedTuple):
@@ -146,19 +151,19 @@ class Sharing:
             seconds = min(seconds, 2 * self.course.n_experts * self.costs.load)
         before = self._gaps.get(phase, seconds)
         self._gaps[phase] = before + _LEARN * (seconds - before)
-        self._costs.clear()
 
     def _forget_gap(self, phase: Phase) -> None:
         if phase in self._gaps:
             self._gaps[phase] *= _FORGET
-            self._costs.clear()
 
     def _costs_of(self, phase: Phase) -> SplitCosts:
         key = phase, self.trained
         known = self._costs.get(key)
         if known is None:
             known = self._costs[key] = self._split_costs(phase)
-        return known
+        assert self.costs is not None
+        fixed = self.costs.round_trip + self._gaps.get(phase, 0.0)
+        return replace(known, fixed=fixed, claim=self._claim())
 
     def _split_costs(self, phase: Phase) -> SplitCosts:
         assert self.costs is not None
@@ -168,14 +173,14 @@ class Sharing:
             cpu, gpu = own.cpu_backward, own.gpu_backward
             if self.trained:
                 cpu, gpu = own.cpu_train, own.gpu_train
-        return SplitCosts(
-            load=own.load,
-            load_beside=own.load_beside,
-            cpu=lambda tokens: own.cpu_beside * cpu(tokens),
-            gpu=gpu,
-            fixed=own.round_trip + self._gaps.get(phase, 0.0),
-            claim=self._claim(),
-        )
+
+        # asked for the same few numbers again and again, in a hurry
+        @functools.lru_cache(_KNOWN)
+        def cpu_beside(tokens: int) -> float:
+            return own.cpu_beside * cpu(tokens)
+
+        times = functools.lru_cache(_KNOWN)(gpu)
+        return SplitCosts(own.load, own.load_beside, cpu_beside, times, fixed=0.0)
 
     def _claim(self) -> float:
         """The optimizer updates every expert of a layer once in the time of its two passes."""

@@ -9,7 +9,7 @@ from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.transfer.driver import PorterCalls, event_handle, porter_calls
 from overspill.transfer.lanes import Lane, Mark
 from overspill.transfer.loader import Loader, Target
-from overspill.transfer.porter import Limits, Order, Porter, porter_library
+from overspill.transfer.porter import Limits, Porter, porter_library
 
 
 def new_loader(store: ExpertStore, slab: Tensor, lane: Lane, n_slots: int) -> Loader:
@@ -31,9 +31,9 @@ class PortedLoader(Loader):
     ) -> None:
         self._whys: dict[str, int] = {}
         self._last_number = 0
-        self._numbers = [0] * n_slots  # of the last order for each slot
-        self._readers: list[Mark | None] = [None] * n_slots  # what those wait for: kept alive
-        self._ordered: set[int] = set()  # slots of the orders that may be left
+        self._readers: list[Mark | None] = [None] * n_slots  # what orders wait for: kept alive
+        self._listed: list[int] = []  # slots that are to be carried
+        self._addresses: dict[int, int] = {}  # of experts: views take time
         self._row_bytes = slab.stride(0) * slab.element_size()
         self._base = slab.data_ptr()
         # the thread of the base class begins at once
@@ -43,10 +43,13 @@ class PortedLoader(Loader):
         lane.recorder.add_source(self._tell)
 
     def fresh(self, entry: Entry, slot: int) -> bool:
-        return self._coming(entry, slot) and self._porter.issued[slot] == self._numbers[slot]
+        return self._coming(entry, slot) and self._issued(slot)
 
     def _coming(self, entry: Entry, slot: int) -> bool:
         return super().fresh(entry, slot)
+
+    def _issued(self, slot: int) -> bool:
+        return bool(self._porter.issued[slot] == self._porter.orders[slot].number)
 
     def arrived(self, slot: int) -> bool:
         return self._porter.ends[slot] <= self._porter.passed()
@@ -59,21 +62,21 @@ class PortedLoader(Loader):
         enough = all if every else any
         with self.store.lock:
             self.store.wait_main(lambda: enough(self._coming(*pair) for pair in pairs))
-            numbers = [(s, self._numbers[s]) for e, s in pairs if self._coming(e, s)]
-            if enough(self._porter.issued[slot] == number for slot, number in numbers):
+            slots = [slot for entry, slot in pairs if self._coming(entry, slot)]
+            if enough(map(self._issued, slots)):
                 return
+            numbers = [(slot, self._porter.orders[slot].number) for slot in slots]
         self._porter.wait(numbers, every)
 
     def set_targets(self, targets: Sequence[Target]) -> None:
         self._wanted = targets
-        before, self._ordered = self._ordered, set()
         for target in targets:
             self.slots[target.slot].target = target.entry
-        missing = [(n, t) for n, t in enumerate(targets) if not self.fresh(t.entry, t.slot)]
-        self._order(missing, replace=True)
-        for slot in before:
-            if slot not in self._ordered and self._porter.issued[slot] != self._numbers[slot]:
-                self.slots[slot].holds = None  # it was dropped before all of it was issued
+        dropped = set(self._listed)
+        self._list()
+        for slot in dropped.difference(self._listed):
+            if not self._issued(slot):
+                self.slots[slot].holds = None
 
     def settle(self) -> None:
         super().settle()
@@ -86,45 +89,54 @@ class PortedLoader(Loader):
             for target in self._wanted
         )
 
-    def _order(self, missing: Sequence[tuple[int, Target]], replace: bool) -> None:
-        """Under the lock: gives the porter those that are ready."""
-        orders = [
-            self._new_order(rank, target)
-            for rank, target in missing
-            if _ready(target.entry) or self._coming(target.entry, target.slot)
-        ]
-        if orders or replace:
-            limits = Limits(self._limit(sure=False), self._limit(sure=True))
-            self._porter.carry(orders, replace, limits, self.lane.recorder.enabled)
+    def _list(self) -> None:
+        """Under the lock: tells the porter what to carry, of all that is wanted and ready."""
+        items: list[int] = []
+        before = list(self._readers)  # until the porter has let go of them
+        issued, orders, slots = self._porter.issued, self._porter.orders, self.slots
+        for target in self._wanted:
+            entry, number, _, sure = target
+            slot = slots[number]
+            if slot.holds is entry and slot.version == entry.version:
+                if issued[number] == orders[number].number:
+                    continue
+            elif _ready(entry):
+                self._order(target)
+            else:
+                continue
+            items += number, sure
+        self._listed = items[::2]
+        limits = Limits(self._limit(sure=False), self._limit(sure=True))
+        self._porter.carry(items, limits, self.lane.recorder.enabled)
+        del before
 
-    def _new_order(self, rank: int, target: Target) -> Order:
-        entry, number, place = target.entry, target.slot, self.slots[target.slot]
-        if not self._coming(entry, number):
-            place.holds, place.version, place.used = entry, entry.version, False
-            self._last_number += 1
-            self._numbers[number] = self._last_number
-            self._readers[number] = place.free
-        reader = self._readers[number]
-        self._ordered.add(number)
-        return Order(
-            self._base + number * self._row_bytes,
-            self.store.host(entry, Part.WEIGHTS).data_ptr(),
-            None if reader is None else event_handle(reader.event),
-            self._numbers[number],
-            rank,
-            entry.number << 8 | self._whys.setdefault(target.why, len(self._whys)),
-            number,
-            target.sure,
-        )
+    def _order(self, target: Target) -> None:
+        """Under the lock: another expert belongs in the slot, or new weights of the same."""
+        entry, number, slot = target.entry, target.slot, self.slots[target.slot]
+        slot.holds, slot.version, slot.used = entry, entry.version, False
+        self._readers[number] = slot.free
+        self._last_number += 1
+        order = self._porter.orders[number]
+        order.to = self._base + number * self._row_bytes
+        order.source = self._address(entry)
+        order.after = event_handle(slot.free.event)
+        order.number = self._last_number
+        order.tag = entry.number << 8 | self._whys.setdefault(target.why, len(self._whys))
+
+    def _address(self, entry: Entry) -> int:
+        known = self._addresses.get(entry.number)
+        if known is None:
+            known = self.store.host(entry, Part.WEIGHTS).data_ptr()
+            self._addresses[entry.number] = known
+        return known
 
     def _run(self) -> None:
         try:
             with self.store.lock:
                 while not self._closed:
-                    wanted = enumerate(self._wanted)
-                    missing = [(n, t) for n, t in wanted if not self._coming(t.entry, t.slot)]
-                    self._order(missing, replace=False)
-                    self.store.wake_main.notify_all()
+                    if not self.idle():
+                        self._list()
+                        self.store.wake_main.notify_all()
                     self.store.wake_loader.wait()
         except BaseException as error:
             self.store.fail(error)

@@ -15,7 +15,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -30,18 +29,23 @@ struct Calls {
     int (*write)(void* stream, uint64_t address, uint64_t number, unsigned flags);
 };
 
-// One record. Its number says who it is: an order that is given again goes on where it was.
+// The record that belongs in a slot. Its number says which one it is: if it is listed again, it goes
+// on where it was.
 struct Order {
     uint64_t to, from;
     void* after;  // an event that must have passed before the slot is written to, or null
     uint64_t number;
-    int64_t rank;  // the lowest is needed first
-    int64_t tag;   // for the log
+    int64_t tag;  // for the log
+};
+
+// What is to be carried: the order of a slot.
+struct Item {
     int32_t slot;
-    int32_t sure;  // nothing more urgent can come: it goes in one piece, queued further ahead
+    bool sure;  // nothing more urgent can come: it goes in one piece, queued further ahead
 };
 
 struct Slot {
+    Order order{};        // what belongs in it
     uint64_t number = 0;  // of the order whose pieces are in it
     int64_t filled = 0;   // bytes of it that were issued
 };
@@ -96,16 +100,19 @@ class Porter {
         thread.join();
     }
 
-    // Adds orders, in place of all that are left of earlier ones if `replace`. The limits are how
-    // many bytes may be on their way when another piece is issued.
-    int carry(const Order* orders, int64_t count, bool replace, int64_t guesses, int64_t sures,
-              bool trace) {
+    // What to carry from now on: the orders of some slots, the most urgent first, as pairs of a
+    // slot and whether it is sure. `orders` are those of all slots. The limits are how many bytes
+    // may be on their way when another piece is issued.
+    int carry(const Order* orders, const int32_t* items, int64_t count, int64_t guesses,
+              int64_t sures, bool trace) {
         {
             const std::lock_guard<std::mutex> guard(lock);
-            if (replace) list.clear();
+            list.clear();
             for (int64_t i = 0; i < count; ++i) {
-                const Order& order = orders[i];
-                if (issued[order.slot] != order.number) list[order.rank] = order;
+                const int32_t slot = items[2 * i];
+                if (issued[slot] == orders[slot].number) continue;
+                slots[slot].order = orders[slot];
+                list.push_back({slot, items[2 * i + 1] != 0});
             }
             guess_limit = guesses;
             sure_limit = sures;
@@ -155,8 +162,8 @@ class Porter {
         while (!closed) {
             watch();
             const bool left = !list.empty() && !error;
-            if (left && !crowded(list.begin()->second)) {
-                issue(list.begin()->second);
+            if (left && !crowded(list.front())) {
+                issue(list.front());
             } else if (left || (tracing && !on_their_way.empty())) {
                 guard.unlock();
                 pause();
@@ -195,19 +202,21 @@ class Porter {
         }
     }
 
-    bool crowded(const Order& order) const {
-        return bytes_on_their_way > (order.sure ? sure_limit : guess_limit);
+    bool crowded(const Item& item) const {
+        return bytes_on_their_way > (item.sure ? sure_limit : guess_limit);
     }
 
     // Under the lock: the next piece of the most urgent order.
-    void issue(const Order& order) {
-        Slot& slot = slots[order.slot];
+    void issue(const Item& item) {
+        Slot& slot = slots[item.slot];
+        const Order& order = slot.order;
         if (slot.number != order.number) {
-            slot = Slot{order.number, 0};
+            slot.number = order.number;
+            slot.filled = 0;
             if (order.after) check(calls.wait_event(stream, order.after, 0));
         }
         const int64_t left = record - slot.filled;
-        const int64_t bytes = order.sure || left < piece ? left : piece;
+        const int64_t bytes = item.sure || left < piece ? left : piece;
         ++sequence;
         if (tracing) check(calls.write(stream, address(&counters[1]), sequence, 0));
         check(calls.copy(order.to + slot.filled, order.from + slot.filled, bytes, stream));
@@ -218,10 +227,10 @@ class Porter {
         slot.filled += bytes;
         if (slot.filled == record || error) {
             if (!error) {
-                show(&ends[order.slot], sequence);
-                show(&issued[order.slot], order.number);
+                show(&ends[item.slot], sequence);
+                show(&issued[item.slot], order.number);
             }
-            list.erase(list.begin());
+            list.pop_front();
             progress.notify_all();
         }
     }
@@ -240,7 +249,7 @@ class Porter {
     std::vector<Slot> slots;
     std::mutex lock;
     std::condition_variable changed, progress;
-    std::map<int64_t, Order> list;  // by rank
+    std::deque<Item> list;
     std::deque<Piece> on_their_way;
     std::vector<Line> lines;
     int64_t bytes_on_their_way = 0, carried = 0, guess_limit = 0, sure_limit = 0;
@@ -263,9 +272,9 @@ void* overspill_porter_new(const Calls* calls, void* context, void* stream, int6
 
 void overspill_porter_free(void* porter) { delete static_cast<Porter*>(porter); }
 
-int overspill_porter_carry(void* porter, const Order* orders, int64_t count, int replace,
+int overspill_porter_carry(void* porter, const Order* orders, const int32_t* items, int64_t count,
                            int64_t guesses, int64_t sures, int trace) {
-    return static_cast<Porter*>(porter)->carry(orders, count, replace, guesses, sures, trace);
+    return static_cast<Porter*>(porter)->carry(orders, items, count, guesses, sures, trace);
 }
 
 int overspill_porter_wait(void* porter, const int32_t* slots, const uint64_t* numbers,

@@ -5,6 +5,7 @@ To issue a copy from Python takes the interpreter's lock for some fifty microsec
 that launches kernels has to wait for it, thousands of times a second.
 """
 
+import array
 import ctypes
 import functools
 import time
@@ -23,17 +24,15 @@ _MOST_LINES = 4096
 
 
 class Order(ctypes.Structure):
-    """A record to carry into a slot, as porter.cpp reads it."""
+    """The record that belongs in a slot, as porter.cpp reads it. A new number says that it is
+    another one."""
 
     _fields_ = (
         ("to", ctypes.c_uint64),
         ("source", ctypes.c_uint64),
         ("after", ctypes.c_void_p),
         ("number", ctypes.c_uint64),
-        ("rank", ctypes.c_int64),
         ("tag", ctypes.c_int64),
-        ("slot", ctypes.c_int32),
-        ("sure", ctypes.c_int32),
     )
 
 
@@ -81,8 +80,9 @@ class Arrival:
 
 
 class Porter:
-    """Orders go in, records arrive in slots. `issued[slot]` is the number of the last order all of
-    whose pieces were issued, `ends[slot]` the sequence of its last piece."""
+    """`orders[slot]` says what belongs in a slot, and `carry` which of it to carry. `issued[slot]`
+    is the number of the last order all of whose pieces were issued, `ends[slot]` the sequence of
+    the last of them."""
 
     def __init__(self, calls: PorterCalls, n_slots: int, record: int, piece: int) -> None:
         library = porter_library()
@@ -92,6 +92,7 @@ class Porter:
         counters = torch.zeros(2, dtype=torch.int64)
         self._memory = counters.pin_memory() if calls.pinned else counters
         self._counters = (ctypes.c_uint64 * 2).from_address(self._memory.data_ptr())
+        self.orders = (Order * n_slots)()
         self.issued = (ctypes.c_uint64 * n_slots)()
         self.ends = (ctypes.c_uint64 * n_slots)()
         self._porter: int | None = library.overspill_porter_new(
@@ -118,14 +119,14 @@ class Porter:
     def stream_waits(self, stream: torch.cuda.Stream, sequence: int) -> None:
         self._calls.stream_waits(stream, self._memory.data_ptr(), sequence)
 
-    def carry(self, orders: Sequence[Order], replace: bool, limits: Limits, trace: bool) -> None:
-        """Adds orders; with `replace`, what is left of earlier ones and not among these is
-        dropped."""
-        packed = (Order * len(orders))(*orders)
-        code = self._library.overspill_porter_carry(
-            self._porter, packed, len(orders), replace, *limits, trace
-        )
-        self._check(code)
+    def carry(self, items: Sequence[int], limits: Limits, trace: bool) -> None:
+        """What to carry from now on, the most urgent first: slots, each followed by whether it is
+        sure (0 or 1). What was to be carried before is dropped; what had begun goes on if it comes
+        again."""
+        packed = array.array("i", items)
+        address, _ = packed.buffer_info()
+        args = self.orders, address, len(packed) // 2, *limits, trace
+        self._check(self._library.overspill_porter_carry(self._porter, *args))
 
     def wait(self, orders: Sequence[tuple[int, int]], every: bool) -> None:
         """Blocks until one of these (slot, number), or `every` one, has been issued."""
@@ -172,7 +173,7 @@ def porter_library() -> ctypes.CDLL | None:
     types: dict[str, tuple[Any, list[Any]]] = {
         "new": (pointer, [pointer, pointer, pointer, size, size, size, pointer, pointer, pointer]),
         "free": (None, [pointer]),
-        "carry": (flag, [pointer, pointer, size, flag, size, size, flag]),
+        "carry": (flag, [pointer, pointer, pointer, size, size, size, flag]),
         "wait": (flag, [pointer, pointer, pointer, size, flag]),
         "settle": (flag, [pointer]),
         "lines": (size, [pointer, pointer, size, pointer]),
