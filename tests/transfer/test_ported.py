@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from overspill.core.experts import ExpertShape
+from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import device_slab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import PASSED, Lane
+from overspill.transfer.lanes import PASSED, Lane, compute_mark, compute_waits
 from overspill.transfer.loader import Target
 from overspill.transfer.ported import PortedLoader, new_loader
 from overspill.transfer.porter import porter_library
@@ -196,3 +198,47 @@ def test_under_late_copies_and_updates_a_fresh_slot_gets_the_weights_of_now(
     bench.loader.close()
     link.finish()
     bench.store.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(2))
+def test_on_a_gpu_who_waits_for_the_arrival_reads_the_weights_of_now(seed: int) -> None:
+    """A stream waits for the porter's number, under updates, withdrawn orders and slow readers."""
+    device, numbers = torch.device("cuda"), random.Random(seed)
+    layout = RecordLayout(ExpertShape(512, 4096, gated=False), torch.bfloat16)
+    store = ExpertStore(1, 12, layout, 12, 0, pinned=True)
+    store.settle()
+    for entry in store.entries:
+        store.host(entry, Part.WEIGHTS).fill_(_value(entry))
+    slab = device_slab(6, layout.weight_bytes, device)
+    loader = new_loader(store, slab, Lane("upload", device, Recorder(device=device), None), 6)
+    assert isinstance(loader, PortedLoader)
+    found, expected = [], []
+    for _ in range(100):
+        pairs = list(zip(numbers.sample(range(12), 6), range(6), strict=True))
+        updated = [store.entries[expert] for expert in numbers.sample(range(12), 3)]
+        torch.cuda.synchronize()  # nobody reads what is updated now
+        with store.lock:
+            for entry in updated:
+                entry.stale, entry.version = True, entry.version + 1
+            sure = numbers.random() < 0.5
+            loader.set_targets([Target(store.entries[e], s, "real", sure) for e, s in pairs])
+        updates = threading.Thread(target=_rewrite, args=(store, updated))
+        updates.start()
+        used = pairs[: numbers.randrange(7)]
+        for expert, slot in used:
+            loader.await_issued([(store.entries[expert], slot)], every=True)
+            with store.lock:
+                for mark in loader.ends([slot]):
+                    compute_waits(device, mark)
+                torch.cuda._sleep(20_000)
+                found.append(slab[slot][:: 1 << 16].clone())
+                loader.slots[slot].free = compute_mark(device)
+            expected.append(_value(store.entries[expert]))
+        updates.join()
+    loader.settle()
+    loader.close()
+    torch.cuda.synchronize()
+    for sample, value in zip(found, expected, strict=True):
+        assert (sample == value).all()
+    store.close()
