@@ -343,6 +343,27 @@ def test_a_gap_that_keeps_the_cpu_idle_is_forgotten_in_time() -> None:
     assert passes > 20
 
 
+def test_cores_that_give_less_than_they_were_measured_to_get_less() -> None:
+    own = sharing()
+    counts = [8] * 16
+    alone = own.decide(0, counts, Phase.FORWARD)
+    measured = own._measured(Phase.FORWARD).cpu(8)
+    for _ in range(50):
+        own.note_job(Phase.FORWARD, [8] * 3, 3 * measured)
+    assert own.decide(0, counts, Phase.FORWARD) == alone, "as it was measured"
+    for _ in range(50):
+        own.note_job(Phase.FORWARD, [8] * 3, 1.5 * 3 * measured)
+    fewer = own.decide(0, counts, Phase.FORWARD)
+    assert 0 < len(fewer) < len(alone)
+    for _ in range(50):
+        own.note_job(Phase.FORWARD, [8] * 3, 1.0)
+    passes = 0
+    while not own.decide(0, counts, Phase.FORWARD):
+        passes += 1
+        assert passes < 1000
+    assert passes > 20, "and they are tried again in time"
+
+
 def test_a_split_of_forward_is_not_kept_where_none_is_better() -> None:
     own = sharing()
     before = own.decide(0, [8] * 16, Phase.FORWARD)

@@ -292,6 +292,7 @@ void run_tasks(const Job& job, std::vector<Segment>& segments, const Kernel& ker
     // computes. Whoever waits, waits for tasks that come earlier in the order, so somebody always
     // goes on.
     const std::function<void()> body = [&] {
+        const FlushDenormals flush;
         kernel.enter();
         Run* run = runs.data();
         auto run_of = [&](Run* from, int64_t task) {

@@ -27,13 +27,17 @@ INLINE typename Vectors<LANES>::Floats load_vector(const uint16_t* from) {
     return (typename Vectors<LANES>::Floats)bits;
 }
 
+// Halves are added until one is left, all in registers.
 template <int LANES>
 INLINE float sum(typename Vectors<LANES>::Floats vector) {
-    float values[LANES];
-    std::memcpy(values, &vector, sizeof vector);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) values[i] += values[i + width];
-    return values[0];
+    typename Vectors<LANES / 2>::Floats halves[2];
+    std::memcpy(halves, &vector, sizeof vector);
+    return sum<LANES / 2>(halves[0] + halves[1]);
+}
+
+template <>
+__attribute__((always_inline)) inline float sum<2>(Vectors<2>::Floats vector) {
+    return vector[0] + vector[1];
 }
 
 // What a load along the sum gives: one vector of floats, or the even and the odd ones of twice as
@@ -70,50 +74,67 @@ struct Along<uint16_t, LANES> {
     }
 };
 
-// W rows of weights with M rows of tokens; c[w][m].
+// Rows of weights that will be used next, one in each of some streams.
+template <class T>
+struct Soon {
+    const T* row;
+    int64_t streams;
+};
+
+// W rows of weights, `apart` rows from each other, with M rows of tokens; c[w * apart][m].
 template <class T, int LANES, int W, int M>
-INLINE void nt_block(const T* weights, const T* tokens, int64_t token_stride, int64_t k, float* c,
-                     int64_t c_stride) {
+INLINE void nt_block(const T* weights, int64_t apart, const T* tokens, int64_t token_stride,
+                     int64_t k, float* c, int64_t c_stride, Soon<T> soon) {
     using Vector = Along<T, LANES>;
     typename Vectors<LANES>::Floats total[W][M] = {};
     int64_t at = 0;
     for (; at + Vector::SIZE <= k; at += Vector::SIZE) {
+        for (int64_t i = 0; i < soon.streams; ++i)
+            __builtin_prefetch(soon.row + i * apart * k + at, 0, 2);
         for (int m = 0; m < M; ++m) {
             const Vector token(tokens + m * token_stride + at);
-            for (int w = 0; w < W; ++w) Vector(weights + w * k + at).add(token, total[w][m]);
+            for (int w = 0; w < W; ++w)
+                Vector(weights + w * apart * k + at).add(token, total[w][m]);
         }
     }
     for (int w = 0; w < W; ++w) {
         for (int m = 0; m < M; ++m) {
             float tail = 0.0f;
             for (int64_t i = at; i < k; ++i)
-                tail += load(weights + w * k + i) * load(tokens + m * token_stride + i);
-            c[w * c_stride + m] = sum<LANES>(total[w][m]) + tail;
+                tail += load(weights + w * apart * k + i) * load(tokens + m * token_stride + i);
+            c[w * apart * c_stride + m] = sum<LANES>(total[w][m]) + tail;
         }
     }
 }
 
-// c[row][token] = weights [rows, k] times tokens [count, k]. No fetching ahead: the weights are a
-// few long runs, which the CPU's own prefetchers follow better.
+// c[row][token] = weights [rows, k] times tokens [count, k]. The rows at work are far apart, so that
+// each goes on in the next: few long streams, which the CPU's prefetchers follow over the borders of
+// rows and pages. While the tokens take their turns, the next rows come from memory.
 template <class T, int LANES>
 INLINE void nt_body(const T* weights, int64_t rows, const T* tokens, int64_t token_stride,
                     int64_t count, int64_t k, float* c, int64_t c_stride) {
     constexpr int W = 4, M = LANES >= 16 ? 4 : 2;  // as many sums as there are registers for
-    int64_t row = 0;
-    for (; row + W <= rows; row += W) {
+    const int64_t apart = rows / W, turns = count / M + count % M;
+    for (int64_t row = 0; row < apart; ++row) {
         const T* here = weights + row * k;
+        int64_t turn = 0;
+        auto soon = [&] {
+            const int64_t first = least(W, pieces(W, turns) * turn++);
+            const int64_t streams = row + 1 < apart ? least(pieces(W, turns), W - first) : 0;
+            return Soon<T>{here + (first * apart + 1) * k, streams};
+        };
         int64_t m = 0;
         for (; m + M <= count; m += M)
-            nt_block<T, LANES, W, M>(here, tokens + m * token_stride, token_stride, k,
-                                     c + row * c_stride + m, c_stride);
+            nt_block<T, LANES, W, M>(here, apart, tokens + m * token_stride, token_stride, k,
+                                     c + row * c_stride + m, c_stride, soon());
         for (; m < count; ++m)
-            nt_block<T, LANES, W, 1>(here, tokens + m * token_stride, token_stride, k,
-                                     c + row * c_stride + m, c_stride);
+            nt_block<T, LANES, W, 1>(here, apart, tokens + m * token_stride, token_stride, k,
+                                     c + row * c_stride + m, c_stride, soon());
     }
-    for (; row < rows; ++row)
+    for (int64_t row = apart * W; row < rows; ++row)
         for (int64_t m = 0; m < count; ++m)
-            nt_block<T, LANES, 1, 1>(weights + row * k, tokens + m * token_stride, token_stride, k,
-                                     c + row * c_stride + m, c_stride);
+            nt_block<T, LANES, 1, 1>(weights + row * k, 0, tokens + m * token_stride, token_stride,
+                                     k, c + row * c_stride + m, c_stride, {nullptr, 0});
 }
 
 // P rows and two vectors of columns of nn, over one chunk of the sum.

@@ -14,8 +14,9 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,9 +46,16 @@ _MOST_ROWS = 4096
 _FLAGS = 128
 """Bytes for the two numbers, each on a cache line of its own."""
 
-Note = Callable[[Phase, float], None]
-"""Told how long it was from the end of a layer's pass, when both sides were done, until the next
-layer's rows were there."""
+
+class Notes(Protocol):
+    """Who wants to know how long things take."""
+
+    def note_gap(self, phase: Phase, seconds: float) -> None:
+        """From the end of a layer's pass, when both sides were done, until the next layer's rows
+        were there."""
+
+    def note_job(self, phase: Phase, tokens: Sequence[int], seconds: float) -> None:
+        """The experts of one pass on the CPU."""
 
 
 def room_for_rows(d_model: int, dtype: torch.dtype) -> int:
@@ -82,6 +90,12 @@ class Job(HostWork):
     def name(self) -> str:
         return f"{self.phase.value} {self.layer}: {', '.join(map(str, self.places))}"
 
+    def follows(self, other: "Job") -> bool:
+        """Whether it was that of the next layer, in the same direction, and both are over."""
+        if self.phase is not other.phase or abs(self.layer - other.layer) != 1:
+            return False
+        return other.taken is not None and self.sent is not None
+
     def take(self, out_RD: Tensor, dweights_R: Tensor | None = None) -> None:
         self.experts.take(self, out_RD, dweights_R)
 
@@ -99,7 +113,7 @@ class HostExperts:
         threads: int,
         recorder: Recorder,
         inject: Inject | None,
-        note: Note,
+        notes: Notes,
     ) -> None:
         self.store = store
         self.course = course
@@ -109,7 +123,7 @@ class HostExperts:
         self.threads = threads
         self.recorder = recorder
         self.inject = inject
-        self.note = note
+        self.notes = notes
         shape, dtype = store.layout.shape, store.layout.dtype
         self.max_rows = room_for_rows(shape.d_model, dtype)
         size = self.max_rows * (3 * shape.d_model * dtype.itemsize + 2 * 4) + _FLAGS
@@ -295,14 +309,17 @@ class HostExperts:
             size = len(job.places) * self.store.layout.weight_bytes
             if self.recorder.enabled:
                 self.recorder.past_span("cpu compute", job.name, start, end, size)
-            self._note(job)
+            self._note(job, (end - start) / 1e9)
 
-    def _note(self, job: Job) -> None:
+    def _note(self, job: Job, seconds: float) -> None:
+        tokens = [stop - start for start, stop in job.places.values()]
         before, self._before = self._before, job
-        if before is None or before.phase is not job.phase or abs(job.layer - before.layer) != 1:
-            return
-        if before.taken is not None and job.sent is not None:
-            self.note(job.phase, max(0.0, before.taken.until(job.sent)))
+        with self.store.lock:
+            self.notes.note_job(job.phase, tokens, seconds)
+            if before is not None and job.follows(before):
+                assert before.taken is not None
+                assert job.sent is not None
+                self.notes.note_gap(job.phase, max(0.0, before.taken.until(job.sent)))
 
     def idle(self) -> bool:
         """Under the lock: whether our own thread has carried out all jobs."""

@@ -11,10 +11,12 @@ from overspill.moe.course import Course
 from overspill.plan.split import SplitCosts, pass_time, split
 
 _LEARN = 0.2
-"""What the newest gap counts for."""
+"""What the newest gap or pace counts for."""
 _FORGET = 0.995
-"""What is left of a gap after each pass that gave the CPU nothing: it is not measured then, and may
-have been that of a first pass, in which kernels were compiled."""
+"""What is left of them after each pass that gave the CPU nothing: they are not measured then, and
+may have been those of a first pass, in which kernels were compiled, or of busy neighbours."""
+_SLOWEST = 10.0
+"""A pace beyond which it does not matter."""
 _AS_GOOD = 1.1
 """A split of the forward serves for backward too if the best one would not be faster by more."""
 
@@ -54,6 +56,7 @@ class Sharing:
         self._ahead: dict[int, tuple[Sequence[float], frozenset[int]]] = {}
         self._costs: dict[tuple[Phase, bool], SplitCosts] = {}
         self._gaps: dict[Phase, float] = {}
+        self._paces: dict[Phase, float] = {}
 
     @property
     def open(self) -> bool:
@@ -87,7 +90,7 @@ class Sharing:
             present = self._present(layer)
             self._here = self.choose(counts, present, phase)
             if not self._here:
-                self._forget_gap(phase)
+                self._forget(phase)
             elif before and before != self._here and self.costs is not None:
                 costs = self._costs_of(phase)
                 resident = present.resident
@@ -152,18 +155,38 @@ class Sharing:
         before = self._gaps.get(phase, seconds)
         self._gaps[phase] = before + _LEARN * (seconds - before)
 
-    def _forget_gap(self, phase: Phase) -> None:
+    def note_job(self, phase: Phase, tokens: Sequence[int], seconds: float) -> None:
+        """How long the CPU took for experts with so many tokens. What was measured at the beginning
+        holds for cores that nobody else wants; here is what they give now."""
+        if self.costs is None:
+            return
+        expected = sum(map(self._measured(phase).cpu, tokens))
+        pace = min(_SLOWEST, seconds / expected)
+        before = self._paces.get(phase, 1.0)
+        self._paces[phase] = before + _LEARN * (pace - before)
+
+    def _forget(self, phase: Phase) -> None:
         if phase in self._gaps:
             self._gaps[phase] *= _FORGET
+        if phase in self._paces:
+            self._paces[phase] += (1 - _FORGET) * (1 - self._paces[phase])
 
     def _costs_of(self, phase: Phase) -> SplitCosts:
+        assert self.costs is not None
+        known, pace = self._measured(phase), self._paces.get(phase, 1.0)
+        return replace(
+            known,
+            cpu=lambda tokens: pace * known.cpu(tokens),
+            fixed=self.costs.round_trip + self._gaps.get(phase, 0.0),
+            claim=self._claim(),
+        )
+
+    def _measured(self, phase: Phase) -> SplitCosts:
         key = phase, self.trained
         known = self._costs.get(key)
         if known is None:
             known = self._costs[key] = self._split_costs(phase)
-        assert self.costs is not None
-        fixed = self.costs.round_trip + self._gaps.get(phase, 0.0)
-        return replace(known, fixed=fixed, claim=self._claim())
+        return known
 
     def _split_costs(self, phase: Phase) -> SplitCosts:
         assert self.costs is not None

@@ -156,7 +156,7 @@ class StreamingEngine(Engine):
                     self._threads,
                     self.recorder,
                     self.settings.inject,
-                    self.sharing.note_gap,
+                    self.sharing,
                 )
         return self._host
 
