@@ -259,6 +259,28 @@ def test_training_with_adam_on_the_cores_leaves_them_alone() -> None:
     assert own.decide(0, [3] * 16, Phase.FORWARD)
 
 
+def test_backward_uploads_nothing_that_the_forwards_split_will_compute_on_the_cpu() -> None:
+    own = sharing()
+    counts = [8] * 16
+    own.course.enter(0, Phase.FORWARD, counts, training=True)
+    # not what a fresh split would choose first, but as many
+    number = len(own.decide(0, counts, Phase.FORWARD))
+    before = own._forward[0] = frozenset(range(16 - number, 16))
+    own.course.enter(1, Phase.FORWARD, [3] * 16, training=True)
+    assert before.isdisjoint(own.uploads(0, range(16)))
+    own.course.enter(0, Phase.BACKWARD, counts, training=True)
+    assert own.decide(0, counts, Phase.BACKWARD, before) == before
+
+
+def test_a_split_of_forward_is_not_kept_for_experts_that_were_uploaded() -> None:
+    own = sharing(uploaded={15})
+    counts = [8] * 16
+    before = own.decide(0, counts, Phase.FORWARD)
+    again = own.decide(0, counts, Phase.BACKWARD, before - {min(before)} | {15})
+    assert again
+    assert 15 not in again
+
+
 def test_history_says_what_to_upload_ahead_most_popular_first() -> None:
     own = sharing()
     counts = [2] * 16
@@ -341,6 +363,17 @@ def test_a_gap_that_keeps_the_cpu_idle_is_forgotten_in_time() -> None:
         passes += 1
         assert passes < 500
     assert passes > 20
+
+
+def test_the_way_to_the_cpu_is_the_least_that_was_seen_lately() -> None:
+    own = sharing()
+    assert own._costs_of(Phase.FORWARD).fixed == own.costs.round_trip
+    for seconds in (3.0, 4e-5, 5e-3, 5e-3):  # the device was the last three times
+        own.note_handover(seconds)
+    assert own._costs_of(Phase.FORWARD).fixed == pytest.approx(4e-5 * 1.01**2)
+    for _ in range(1000):
+        own.note_handover(5e-3)
+    assert own._costs_of(Phase.FORWARD).fixed == own.costs.round_trip, "never more than measured"
 
 
 def test_cores_that_give_less_than_they_were_measured_to_get_less() -> None:

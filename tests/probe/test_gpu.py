@@ -1,5 +1,6 @@
 """On a GPU: figures that any one would give. No property tests here: they may not be installed."""
 
+import gc
 import itertools
 
 import pytest
@@ -30,6 +31,7 @@ def test_a_gpu_is_measured() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_expert_is_measured_on_a_gpu(dtype: torch.dtype) -> None:
     shape = ExpertShape(1024, 4096, gated=False)
+    gc.collect()  # what other tests left goes before, not meanwhile
     before = torch.cuda.memory_allocated()
     costs = measure_expert(shape, dtype, torch.device("cuda"), 4)
     assert_costs(costs)

@@ -57,6 +57,10 @@ class Notes(Protocol):
     def note_job(self, phase: Phase, tokens: Sequence[int], seconds: float) -> None:
         """The experts of one pass on the CPU."""
 
+    def note_handover(self, seconds: float) -> None:
+        """From the moment that rows were there until both sides were done, beyond the CPU's work:
+        the way to the CPU and back, or longer, where the device was the last."""
+
 
 def room_for_rows(d_model: int, dtype: torch.dtype) -> int:
     """How many rows the buffers hold."""
@@ -81,6 +85,7 @@ class Job(HostWork):
     done: bool = False
     sent: Stamp | None = None
     taken: Stamp | None = None
+    seconds: float = 0.0  # that the runner took
 
     @property
     def rows(self) -> int:
@@ -94,7 +99,7 @@ class Job(HostWork):
         """Whether it was that of the next layer, in the same direction, and both are over."""
         if self.phase is not other.phase or abs(self.layer - other.layer) != 1:
             return False
-        return other.taken is not None and self.sent is not None
+        return None not in (other.sent, other.taken, self.sent)
 
     def take(self, out_RD: Tensor, dweights_R: Tensor | None = None) -> None:
         self.experts.take(self, out_RD, dweights_R)
@@ -302,9 +307,10 @@ class HostExperts:
         while self._ordered:
             job = self._ordered[0]
             assert job.order is not None
-            start, end = job.order.times
+            end = job.order.times[1]  # which is written last
             if not end:
                 return
+            start = job.order.times[0]
             self._ordered.popleft()
             size = len(job.places) * self.store.layout.weight_bytes
             if self.recorder.enabled:
@@ -313,12 +319,16 @@ class HostExperts:
 
     def _note(self, job: Job, seconds: float) -> None:
         tokens = [stop - start for start, stop in job.places.values()]
+        job.seconds = seconds
         before, self._before = self._before, job
         with self.store.lock:
             self.notes.note_job(job.phase, tokens, seconds)
             if before is not None and job.follows(before):
+                # the stream has passed all of these: it wrote the rows of this job after them
+                assert before.sent is not None
                 assert before.taken is not None
                 assert job.sent is not None
+                self.notes.note_handover(before.sent.until(before.taken) - before.seconds)
                 self.notes.note_gap(job.phase, max(0.0, before.taken.until(job.sent)))
 
     def idle(self) -> bool:

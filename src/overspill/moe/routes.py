@@ -18,6 +18,7 @@ from overspill.moe.passes import LayerPass
 from overspill.moe.predictor import Lookahead
 from overspill.moe.sharing import Sharing
 from overspill.tiers.store import ExpertStore
+from overspill.transfer.lanes import to_host
 
 _FEW_ROWS = 8192  # are sorted on the host: there it takes less time than the launches
 _LEARN_EVERY = 4  # forwards from one of which predictors learn: it costs more than to predict
@@ -57,7 +58,7 @@ class Routes:
             self._note_counts(layer_pass, expert_ids_TK, predicted_E)
         else:
             layer_pass.permutation = Permutation.build(expert_ids_TK, self.n_experts)
-            layer_pass.counts = layer_pass.permutation.counts_E.tolist()
+            layer_pass.counts = to_host(layer_pass.permutation.counts_E).tolist()
             layer_pass.expert_ids_TK = expert_ids_TK if self.sharing.open else None
         self._follow(layer_pass, phase)
         self._divide(layer_pass, phase)
@@ -103,7 +104,7 @@ class Routes:
             wanted = count_rows(expert_ids_TK, self.n_experts)
         if predicted_E is not None:
             wanted = torch.cat((wanted, predicted_E))
-        wanted = wanted.cpu()
+        wanted = to_host(wanted)
         if predicted_E is not None:
             wanted, predicted = wanted.split([len(wanted) - self.n_experts, self.n_experts])
             with self.store.lock:

@@ -17,6 +17,10 @@ _FORGET = 0.995
 may have been those of a first pass, in which kernels were compiled, or of busy neighbours."""
 _SLOWEST = 10.0
 """A pace beyond which it does not matter."""
+_RISE = 1.01
+"""How much longer the way to the CPU may seem to have become from one pass to the next."""
+_LEAST = 1e-5
+"""Seconds that it takes at least."""
 _AS_GOOD = 1.1
 """A split of the forward serves for backward too if the best one would not be faster by more."""
 
@@ -53,10 +57,12 @@ class Sharing:
         self.choose: Choose = self._choose
         self._present = present
         self._here: frozenset[int] = frozenset()
+        self._forward: dict[int, frozenset[int]] = {}  # of each layer, lately
         self._ahead: dict[int, tuple[Sequence[float], frozenset[int]]] = {}
         self._costs: dict[tuple[Phase, bool], SplitCosts] = {}
         self._gaps: dict[Phase, float] = {}
         self._paces: dict[Phase, float] = {}
+        self._handover: float | None = None
 
     @property
     def open(self) -> bool:
@@ -88,16 +94,25 @@ class Sharing:
         self._here = frozenset()
         if self.open:
             present = self._present(layer)
-            self._here = self.choose(counts, present, phase)
+            self._here = self._settle(counts, present, phase, before)
             if not self._here:
                 self._forget(phase)
-            elif before and before != self._here and self.costs is not None:
-                costs = self._costs_of(phase)
-                resident = present.resident
-                times = [pass_time(counts, resident, s, costs) for s in (before, self._here)]
-                if times[0] <= _AS_GOOD * times[1]:
-                    self._here = before
+        if phase is Phase.FORWARD:
+            self._forward[layer] = self._here
         return self._here
+
+    def _settle(
+        self, counts: Sequence[int], present: Present, phase: Phase, before: frozenset[int]
+    ) -> frozenset[int]:
+        """The best split, or `before` if it is about as good and nothing of it was uploaded."""
+        best = self.choose(counts, present, phase)
+        if not best or not before or before == best or self.costs is None:
+            return best
+        if not before.isdisjoint(present.uploaded):
+            return best
+        costs, resident = self._costs_of(phase), present.resident
+        times = [pass_time(counts, resident, on_cpu, costs) for on_cpu in (before, best)]
+        return before if times[0] <= _AS_GOOD * times[1] else best
 
     def is_small(self, counts: Sequence[int], phase: Phase) -> bool:
         """Whether these tokens take the device less time than an upload, beyond what launching
@@ -138,7 +153,10 @@ class Sharing:
         if known is None or known[0] is not tokens:
             counts = [round(count) for count in tokens]
             phase = phase or self.course.next_phase(layer)
-            known = tokens, self.choose(counts, self._present(layer), phase)
+            before: frozenset[int] = frozenset()
+            if phase is Phase.BACKWARD:  # the rows are sorted already
+                before = self._forward.get(layer, before)
+            known = tokens, self._settle(counts, self._present(layer), phase, before)
             self._ahead[layer] = known
         return known[1]
 
@@ -165,6 +183,13 @@ class Sharing:
         before = self._paces.get(phase, 1.0)
         self._paces[phase] = before + _LEARN * (pace - before)
 
+    def note_handover(self, seconds: float) -> None:
+        """The way to the CPU and back, if not more: the least of late is believed."""
+        if self.costs is None:
+            return
+        known = self.costs.round_trip if self._handover is None else self._handover
+        self._handover = min(self.costs.round_trip, _RISE * known, max(_LEAST, seconds))
+
     def _forget(self, phase: Phase) -> None:
         if phase in self._gaps:
             self._gaps[phase] *= _FORGET
@@ -174,10 +199,11 @@ class Sharing:
     def _costs_of(self, phase: Phase) -> SplitCosts:
         assert self.costs is not None
         known, pace = self._measured(phase), self._paces.get(phase, 1.0)
+        handover = self.costs.round_trip if self._handover is None else self._handover
         return replace(
             known,
             cpu=lambda tokens: pace * known.cpu(tokens),
-            fixed=self.costs.round_trip + self._gaps.get(phase, 0.0),
+            fixed=handover + self._gaps.get(phase, 0.0),
             claim=self._claim(),
         )
 

@@ -95,6 +95,17 @@ def compute_waits(device: torch.device, mark: Mark) -> None:
         mark.event.wait(torch.cuda.current_stream(device))
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """A few numbers of the compute stream, once they are known. Through pinned memory and an event:
+    a plain copy keeps other threads from issuing theirs while it waits."""
+    if tensor.device.type != "cuda":
+        return tensor
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    there.copy_(tensor, non_blocking=True)
+    compute_mark(tensor.device, spin=True).wait()
+    return there
+
+
 class Stamp:
     """When the current compute stream came past here; on a CPU, when it was made."""
 

@@ -5,7 +5,7 @@ This one does it by a thread of its own, on any device and from any tier; `Porte
 native one do it where that is possible.
 
 A copy that was issued cannot be taken back, so few guesses are. The record of an expert that is
-only expected to be needed goes in three pieces; while one is being copied the next is queued behind
+only expected to be needed goes in four pieces; while one is being copied the next is queued behind
 it, which keeps the link busy, and nothing is issued beyond that. Before each piece the loader looks
 again at what is needed most: an upload that became urgent waits for one copy of a record at most,
 and the one that it overtakes goes on afterwards. What is needed for sure is queued further ahead.
@@ -71,7 +71,7 @@ class Loader:
         self._in_flight: deque[tuple[Mark, int]] = deque()
         self._rows = slab.unbind()  # views take longer to make than to copy from
         self._record = slab.shape[1]
-        self._piece = max(_PIECE, round_up(self._record // 3, ALIGN))
+        self._piece = max(_PIECE, round_up(self._record // 4, ALIGN))
         self._busy = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="overspill-loader", daemon=True)
