@@ -44,7 +44,7 @@ every_isa = pytest.mark.parametrize("isa", ISAS, ids=[ISA_NAMES[isa] for isa in 
 every_dtype = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 gated_or_not = pytest.mark.parametrize("gated", [False, True], ids=["gelu", "gated"])
 
-# Around tiles of 16 rows and 32 columns, blocks of 128 hidden units, chunks of 256 rows; rows on
+# Around tiles of 16 rows and 32 columns, blocks of 128 hidden units, chunks of 128 rows; rows on
 # both sides of 48, where dx goes another way.
 SIZES = [
     (64, 128, (5, 0, 20)),
@@ -305,6 +305,20 @@ def test_nan_stays_in_its_row(isa: int, dtype: torch.dtype, gated: bool) -> None
     for name, value in dirty.named().items():
         assert value[7].isnan().all(), name
         assert torch.equal(value[others], clean.named()[name][others]), name
+
+
+@needs_native
+@every_isa
+@every_dtype
+def test_numbers_too_small_are_zeros_and_only_in_the_kernel(isa: int, dtype: torch.dtype) -> None:
+    # GELU of values far below zero, and weights that are as small.
+    shape = ExpertShape(40, 70, False)
+    group = Group.make(shape, (3, 20), dtype, scale=2.0)
+    for record in group.records:
+        record[shape.d_model : 3 * shape.d_model] = 1e-39
+    tiny = torch.tensor([1e-40])
+    compute(group, isa).assert_near(by_waves(group.wide()), 2 * TOLERANCE[dtype])
+    assert float(tiny * 1.0) > 0.0  # the caller's own arithmetic is as it was
 
 
 @needs_native

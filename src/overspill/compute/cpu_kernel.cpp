@@ -21,6 +21,7 @@
 #include "cpu_numbers.h"
 #include "cpu_tasks.h"
 #include "cpu_vectors.h"
+#include "cpu_packing.h"
 #include "cpu_tiles.h"
 
 namespace {
@@ -83,23 +84,27 @@ void lay_out(const Job& job, Segment& own, bool packs, char*& at) {
         own.dh = cut_array<char>(at, job.gates() * rows * padded(job.h, BLOCK) * job.item);
 }
 
-// How many rows of weights are one task in forward. More of them share the loads of tokens, which
-// counts when there are many; but every thread should get several tasks, and what is fetched ahead
-// must fit the second cache. Nothing here changes a result.
+// How many rows of weights are one task in forward: with few tokens as many as make long streams of
+// them, with many as share the loads of tokens. But every thread should get several tasks, and what
+// is fetched ahead must fit the second cache. Nothing here changes a result.
 void choose_heights(Job& job, const std::vector<Segment>& segments, int threads) {
     int64_t rows = 0;
     for (const Segment& own : segments) rows = most(rows, own.rows);
-    auto tall = [&](int64_t height, int64_t row_bytes) {
+    auto tall = [&](int64_t height, int64_t row_bytes, int64_t gates) {
+        const int64_t wanted = rows > 128         ? MAX_TALL
+                               : rows > FEW_ROWS ? 2
+                                                 : least(MAX_TALL, pieces(STREAM, row_bytes));
         int64_t tiles = 1;
-        while (tiles < (rows > 128 ? MAX_TALL : 2)) {
+        while (2 * tiles <= wanted) {
             const int64_t tasks = int64_t(segments.size()) * height / (2 * tiles * TILE);
-            if (tasks < 8 * threads || 2 * tiles * TILE * row_bytes > MAX_AHEAD) break;
+            const int64_t bytes = 2 * tiles * TILE * gates * row_bytes;
+            if (tasks < 4 * threads || bytes > MAX_AHEAD) break;
             tiles *= 2;
         }
         return tiles * TILE;
     };
-    job.tall_in = tall(job.h, job.gates() * job.d * job.item);
-    job.tall_out = tall(job.d, job.h * job.item);
+    job.tall_in = tall(job.h, job.d * job.item, job.gates());
+    job.tall_out = tall(job.d, job.h * job.item, 1);
 }
 
 void run_job(Job& job, std::vector<Segment>& segments, const Kernel& kernel, int threads) {

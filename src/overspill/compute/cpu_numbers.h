@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #define INLINE static inline __attribute__((always_inline))
@@ -51,9 +52,12 @@ constexpr int64_t LINE = 64;                  // bytes of a cache line
 constexpr int64_t TILE = 16;                  // rows of a tile, and its columns of 4 bytes
 constexpr int64_t STEP = 32;                  // bf16 in a row of a tile
 constexpr int64_t BLOCK = 128;                // hidden units of one task in backward
-constexpr int64_t CHUNK = 256;                // rows of weights that nn holds in the cache
+constexpr int64_t CHUNK = 128;                // rows of weights that nn holds in the cache
+constexpr int64_t SOON = 32;                  // rows that nn is ahead with fetching
 constexpr int64_t LOOK_OUT_NS = 50000;        // that a helper waits for work before he sleeps
 constexpr int64_t CACHED_TOKENS = 512 << 10;  // bytes of tokens that nt holds in the cache
+constexpr int64_t FEW_ROWS = 32;              // tokens, for which weights take longer to come
+constexpr int64_t STREAM = 8 << 10;           // bytes of weights in one run, worth to be followed
 constexpr int64_t MAX_TALL = 4;               // tiles of weights in a task of forward
 constexpr int64_t MAX_AHEAD = 512 << 10;      // bytes of weights in such a task
 constexpr int64_t MAX_SCRATCH = 64 << 20;     // bytes: larger groups are cut
@@ -86,7 +90,7 @@ INLINE uint32_t bf16_bits(float value) {
 }
 
 // While it lives, this thread takes numbers too small for a normal float as zeros, as tiles always
-// do: most CPUs take a hundred times as long for each, and GELU of large negative values gives them.
+// do. CPUs take a hundred times as long for each, and GELU of large negative values gives them.
 class FlushDenormals {
   public:
 #if HAVE_X86

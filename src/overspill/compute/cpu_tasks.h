@@ -77,23 +77,33 @@ int64_t tasks_of(const Job& job, const Segment& own, int phase, bool packs) {
     return own.rows > 0 ? pieces(job.d, BLOCK) : 0;
 }
 
-// The weights that a task reads, in backward those that it begins with.
+// The rows of w_in of some hidden units, as far as they fit the second cache.
+Ahead hidden_weights(const Job& job, const Segment& own, int64_t unit, int64_t count) {
+    const int64_t row = job.d * job.item;
+    return Ahead(static_cast<const char*>(own.record) + unit * row, job.h * row,
+                 least(count * row, MAX_AHEAD / job.gates()), job.gates());
+}
+
+// The columns of w_out of some hidden units, without the first rows. They are fetched just before
+// they are used: where rows are a power of two apart, few of them fit a cache.
+Ahead output_weights(const Job& job, const Segment& own, int64_t unit, int64_t count) {
+    const int64_t row = job.h * job.item;
+    const char* out = static_cast<const char*>(own.record) + job.gates() * job.h * job.d * job.item;
+    return Ahead(out + SOON * row + unit * job.item, row, count * job.item,
+                 most(0, job.d - SOON));
+}
+
+// The weights that a task reads in one run, all or some.
 Ahead weights_of(const Job& job, const Segment& own, int phase, int64_t index) {
-    const char* in = static_cast<const char*>(own.record);
-    const char* out = in + job.gates() * job.h * job.d * job.item;
-    const int64_t in_row = job.d * job.item, out_row = job.h * job.item;
     if (phase == 0 || (job.backward && phase == 2)) return Ahead();
-    if (job.backward) {
-        const int64_t unit = index * BLOCK, count = least(BLOCK, job.h - unit);
-        return Ahead(out + unit * job.item, out_row, count * job.item, least(CHUNK, job.d));
-    }
     if (phase == 1) {
-        const int64_t unit = index * job.tall_in;
-        const int64_t count = most(0, least(job.tall_in, job.h - unit));
-        return Ahead(in + unit * in_row, job.h * in_row, count * in_row, job.gates());
+        const int64_t tall = job.backward ? BLOCK : job.tall_in, unit = index * tall;
+        return hidden_weights(job, own, unit, most(0, least(tall, job.h - unit)));
     }
-    const int64_t row = index * job.tall_out, count = least(job.tall_out, job.d - row);
-    return Ahead(out + row * out_row, 0, count * out_row, 1);
+    const char* out = static_cast<const char*>(own.record) + job.gates() * job.h * job.d * job.item;
+    const int64_t first = index * job.tall_out, count = least(job.tall_out, job.d - first);
+    const int64_t row = job.h * job.item;
+    return Ahead(out + first * row, 0, count * row, 1);
 }
 
 // The last argument is what the next task reads.

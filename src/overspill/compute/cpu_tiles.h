@@ -1,6 +1,7 @@
 // Products and tasks by the tiles of AMX.
 #pragma once
 
+#include "cpu_packing.h"
 #include "cpu_vectors.h"
 
 namespace {
@@ -27,18 +28,24 @@ TARGET_AMX void enter_tiles() { _tile_loadconfig(&TILE_CONFIG); }
 
 TARGET_AMX void leave_tiles() { _tile_release(); }
 
-// One side of a product: two neighbouring tiles (or one), and how to get to the next along the sum.
+// One side of a product: two tiles (or one), and how to get to the next along the sum.
 struct Tiles {
     const void *first, *second;
     int64_t stride, second_stride, step;
 };
 
-// c[2 tiles][2 tiles] (+)= a b over `steps` tiles along the sum; each step fetches `lines` lines.
+// The sums: those of the first and of the second tile of `a`, two neighbouring tiles each.
+struct Sums {
+    float *c, *below;
+    int64_t stride;
+};
+
+// sums[2 tiles][2 tiles] (+)= a b over `steps` tiles along the sum; each fetches `lines` lines.
 template <bool TWO_A, bool TWO_B>
-TARGET_AMX void multiply_tiles(const Tiles& a, const Tiles& b, int64_t steps, float* c,
-                               int64_t c_stride, bool add, Ahead* ahead, int64_t lines) {
-    float* below = c + TILE * c_stride;
-    const int64_t c_bytes = c_stride * 4;
+TARGET_AMX void multiply_tiles(const Tiles& a, const Tiles& b, int64_t steps, const Sums& sums,
+                               bool add, Ahead* ahead, int64_t lines) {
+    float *c = sums.c, *below = sums.below;
+    const int64_t c_bytes = sums.stride * 4;
     if (add) {
         _tile_loadd(0, c, c_bytes);
         if (TWO_B) _tile_loadd(1, c + TILE, c_bytes);
@@ -73,151 +80,64 @@ TARGET_AMX void multiply_tiles(const Tiles& a, const Tiles& b, int64_t steps, fl
     if (TWO_A && TWO_B) _tile_stored(3, below + TILE, c_bytes);
 }
 
-void multiply(const Tiles& a, const Tiles& b, int64_t steps, float* c, int64_t c_stride, bool add,
+void multiply(const Tiles& a, const Tiles& b, int64_t steps, const Sums& sums, bool add,
               Ahead* ahead = nullptr, int64_t lines = 0) {
     if (a.second && b.second)
-        multiply_tiles<true, true>(a, b, steps, c, c_stride, add, ahead, lines);
+        multiply_tiles<true, true>(a, b, steps, sums, add, ahead, lines);
     else if (a.second)
-        multiply_tiles<true, false>(a, b, steps, c, c_stride, add, ahead, lines);
+        multiply_tiles<true, false>(a, b, steps, sums, add, ahead, lines);
     else if (b.second)
-        multiply_tiles<false, true>(a, b, steps, c, c_stride, add, ahead, lines);
+        multiply_tiles<false, true>(a, b, steps, sums, add, ahead, lines);
     else
-        multiply_tiles<false, false>(a, b, steps, c, c_stride, add, ahead, lines);
+        multiply_tiles<false, false>(a, b, steps, sums, add, ahead, lines);
 }
 
-// 16 rows of 16 words of 4 bytes become columns.
-TARGET_AMX INLINE void turn_words(__m512i (&row)[16]) {
-    __m512i other[16];
-    for (int i = 0; i < 16; i += 2) {
-        other[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
-        other[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        for (int j = 0; j < 2; ++j) {
-            row[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
-            row[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
-        }
-    }
-    for (int i = 0; i < 16; i += 8) {
-        for (int j = 0; j < 4; ++j) {
-            other[i + j] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0x88);
-            other[i + j + 4] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0xdd);
-        }
-    }
-    for (int j = 0; j < 8; ++j) {
-        row[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
-        row[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
-    }
-}
-
-// to[column][row] = from[row][column] for 16 times 16 floats.
-TARGET_AMX void turn_tile(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
-    __m512i row[16];
-    for (int i = 0; i < 16; ++i) row[i] = _mm512_loadu_si512(from + i * from_stride);
-    turn_words(row);
-    for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * to_stride, row[i]);
-}
-
-// The first `count` of 32 bf16, then zeros.
-TARGET_AMX INLINE __m512i load_bf16(const uint16_t* from, int64_t count) {
-    if (count >= STEP) return _mm512_loadu_si512(from);
-    const __mmask32 mask = count > 0 ? (__mmask32(1) << count) - 1 : 0;
-    return _mm512_maskz_loadu_epi16(mask, from);
-}
-
-// Up to 16 rows of k bf16 as the tiles of a B, [k / 32][16 pairs][16 rows], zeros where none are.
-TARGET_AMX void pack_tiles(const uint16_t* from, int64_t stride, int64_t rows, int64_t k,
-                           char* to) {
-    for (int64_t at = 0; at < k; at += STEP, to += TILE * LINE) {
-        __m512i row[16];
-        for (int64_t i = 0; i < 16; ++i)
-            row[i] = i < rows ? load_bf16(from + i * stride + at, k - at) : _mm512_setzero_si512();
-        turn_words(row);
-        for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * LINE, row[i]);
-    }
-}
-
-// Two rows of 32 bf16, side by side: 2 times 16 pairs.
-TARGET_AMX INLINE void interleave(__m512i even, __m512i odd, void* left, void* right) {
-    const __m512i order = _mm512_set_epi16(                            //
-        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
-        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i upper = _mm512_add_epi16(order, _mm512_set1_epi16(16));
-    _mm512_storeu_si512(left, _mm512_permutex2var_epi16(even, order, odd));
-    _mm512_storeu_si512(right, _mm512_permutex2var_epi16(even, upper, odd));
-}
-
-// 32 rows of 32 bf16 as two tiles of a B, zeros where none are.
-TARGET_AMX void interleave_step(const uint16_t* from, int64_t stride, int64_t rows, int64_t width,
-                                char* to) {
-    char* right = to + TILE * LINE;
-    if (rows >= STEP && width >= STEP) {
-        for (int64_t i = 0; i < STEP; i += 2)
-            interleave(_mm512_loadu_si512(from + i * stride),
-                       _mm512_loadu_si512(from + (i + 1) * stride), to + i / 2 * LINE,
-                       right + i / 2 * LINE);
-        return;
-    }
-    for (int64_t i = 0; i < STEP; i += 2)
-        interleave(load_bf16(from + i * stride, i < rows ? width : 0),
-                   load_bf16(from + (i + 1) * stride, i + 1 < rows ? width : 0), to + i / 2 * LINE,
-                   right + i / 2 * LINE);
-}
-
-// Rows of k bf16 with each two side by side, [rows / 2][k] pairs, from row `first` up to `stop`;
-// zeros where no rows are. `to_stride` counts pairs, and has room for k padded to 32.
-TARGET_AMX void pack_pairs(const uint16_t* from, int64_t stride, int64_t rows, int64_t first,
-                           int64_t stop, int64_t k, uint32_t* to, int64_t to_stride) {
-    for (int64_t row = first; row < stop; row += 2) {
-        uint32_t* pairs = to + row / 2 * to_stride;
-        for (int64_t at = 0; at < k; at += STEP) {
-            const __m512i even = load_bf16(from + row * stride + at, row < rows ? k - at : 0);
-            const __m512i odd =
-                load_bf16(from + (row + 1) * stride + at, row + 1 < rows ? k - at : 0);
-            interleave(even, odd, pairs + at, pairs + at + TILE);
-        }
-    }
-}
-
-// A tile's 16 rows of weights, of which `rows` are there, as an A. Where a tile would reach beyond
-// the matrix it is copied to `room` and filled up with zeros.
+// A tile's 16 rows of weights, of which `rows` are there, as an A. They are `apart` rows from each
+// other: so each goes on in the next panel, and all panels are 16 long streams, which the CPU's
+// prefetchers follow over the borders of rows and pages. Where a tile would reach beyond the matrix
+// it is copied to `room` and filled up with zeros.
 struct Panel {
     const char *base, *tail;
     int64_t stride, tail_stride;
+    int64_t row, apart;  // in c
 
     static int64_t room_bytes(int64_t k) { return TILE * padded(k, STEP) * 2; }
 
-    static Panel of(const uint16_t* weights, int64_t rows, int64_t k, char* room) {
+    // `count` panels of `rows` rows, whose sums begin at row `first` of c.
+    static void cut(const uint16_t* weights, int64_t rows, int64_t k, int64_t first, int64_t count,
+                    char* room, Panel* to) {
+        for (int64_t i = 0; i < count; ++i, room += room_bytes(k)) {
+            to[i] = of(weights + i * k, pieces(most(0, rows - i), count), k, count, room);
+            to[i].row = first + i;
+            to[i].apart = count;
+        }
+    }
+
+  private:
+    static Panel of(const uint16_t* weights, int64_t rows, int64_t k, int64_t apart, char* room) {
         const char* base = reinterpret_cast<const char*>(weights);
-        const int64_t whole = k / STEP * STEP;
-        if (rows >= TILE && whole == k) return {base, nullptr, k * 2, 0};
+        const int64_t whole = k / STEP * STEP, stride = apart * k;
+        if (rows >= TILE && whole == k) return {base, nullptr, stride * 2, 0, 0, 0};
         if (rows >= TILE) {
             std::memset(room, 0, TILE * LINE);
             for (int64_t row = 0; row < TILE; ++row)
-                std::memcpy(room + row * LINE, weights + row * k + whole, (k - whole) * 2);
-            return {base, room, k * 2, LINE};
+                std::memcpy(room + row * LINE, weights + row * stride + whole, (k - whole) * 2);
+            return {base, room, stride * 2, LINE, 0, 0};
         }
-        const int64_t stride = padded(k, STEP) * 2;
-        std::memset(room, 0, TILE * stride);
+        const int64_t wide = padded(k, STEP) * 2;
+        std::memset(room, 0, TILE * wide);
         for (int64_t row = 0; row < rows; ++row)
-            std::memcpy(room + row * stride, weights + row * k, k * 2);
-        return {room, room + whole * 2, stride, stride};
-    }
-
-    // Neighbouring panels, as many as `rows` rows fill.
-    static int64_t cut(const uint16_t* weights, int64_t rows, int64_t k, char* room, Panel* to) {
-        const int64_t count = pieces(rows, TILE);
-        for (int64_t i = 0; i < count; ++i)
-            to[i] = of(weights + i * TILE * k, rows - i * TILE, k, room + i * room_bytes(k));
-        return count;
+            std::memcpy(room + row * wide, weights + row * stride, k * 2);
+        return {room, room + whole * 2, wide, wide, 0, 0};
     }
 };
 
 constexpr int64_t MAX_PANELS = BLOCK / TILE;
 
 // c[rows of all panels][tokens, padded] = panels times packed tokens. With few tokens the CPU's own
-// prefetchers do best; with more the memory would idle while they compute, so `ahead` is fetched,
-// by all groups together as much as one reading of the panels takes.
+// prefetchers do best, and follow 16 streams better than 32; with more the memory would idle while
+// they compute, so `ahead` is fetched, by all groups together as much as one reading of the panels
+// takes.
 void nt_tiles(const Panel* panels, int64_t count, int64_t k, const char* tokens, int64_t groups,
               float* c, int64_t c_stride, Ahead& ahead) {
     const int64_t steps = k / STEP, group_bytes = pieces(k, STEP) * TILE * LINE;
@@ -225,22 +145,26 @@ void nt_tiles(const Panel* panels, int64_t count, int64_t k, const char* tokens,
     // chunk stay in the second cache while the panels pass.
     const int64_t fitting = most(16, CACHED_TOKENS / (groups * TILE * LINE));
     const bool many = groups > 2;
-    const int64_t chunk = many ? fitting : most(steps, 1);
+    const int64_t chunk = many ? fitting : most(steps, 1), together = many ? 2 : 1;
     auto pass = [&](int64_t step, int64_t deep, bool tail, bool add) {
-        for (int64_t panel = 0; panel < count; panel += 2) {
+        for (int64_t panel = 0; panel < count; panel += together) {
             const Panel& one = panels[panel];
-            const Panel* other = panel + 1 < count ? &panels[panel + 1] : nullptr;
+            const bool two = panel + 1 < least(count, panel + together);
+            const Panel& other = two ? panels[panel + 1] : one;
             const int64_t at = step * LINE;
-            const Tiles a = tail ? Tiles{one.tail, other ? other->tail : nullptr, one.tail_stride,
-                                         other ? other->tail_stride : 0, 0}
-                                 : Tiles{one.base + at, other ? other->base + at : nullptr,
-                                         one.stride, other ? other->stride : 0, LINE};
-            const int64_t lines = many ? pieces((other ? 2 : 1) * TILE, pieces(groups, 2)) : 0;
+            const Tiles a = tail ? Tiles{one.tail, two ? other.tail : nullptr, one.tail_stride,
+                                         other.tail_stride, 0}
+                                 : Tiles{one.base + at, two ? other.base + at : nullptr,
+                                         one.stride, other.stride, LINE};
+            const int64_t lines = many ? pieces((two ? 2 : 1) * TILE, pieces(groups, 2)) : 0;
             for (int64_t group = 0; group < groups; group += 2) {
                 const char* left = tokens + group * group_bytes + step * TILE * LINE;
                 const char* right = group + 1 < groups ? left + group_bytes : nullptr;
+                float* sums = c + group * TILE;
                 multiply(a, {left, right, LINE, LINE, TILE * LINE}, deep,
-                         c + panel * TILE * c_stride + group * TILE, c_stride, add, &ahead, lines);
+                         {sums + one.row * c_stride, sums + other.row * c_stride,
+                          one.apart * c_stride},
+                         add, &ahead, lines);
             }
         }
     };
@@ -249,37 +173,42 @@ void nt_tiles(const Panel* panels, int64_t count, int64_t k, const char* tokens,
     if (k % STEP) pass(steps, 1, true, steps > 0);
 }
 
-// c[tokens][columns] (+)= a [tokens, depth], padded, times rows of weights; fetches as the other
-// nn. `room` holds one strip of 32 columns of a chunk.
+// c[tokens][columns] (+)= a [tokens, depth], padded, times rows of weights, of which up to BLOCK
+// columns of a chunk are interleaved in `room` at a time. Meanwhile `then` is fetched, `lines`
+// lines for 32 of them.
 TARGET_AMX void nn_tiles(const uint16_t* a, int64_t a_stride, int64_t tiles, const uint16_t* b,
                          int64_t b_stride, int64_t depth, int64_t columns, float* c,
-                         int64_t c_stride, bool add, char* room, Ahead* then = nullptr) {
+                         int64_t c_stride, bool add, char* room, Ahead* then = nullptr,
+                         int64_t lines = 0) {
+    constexpr int64_t STRIP = CHUNK * LINE;  // bytes of 32 columns
     for (int64_t q = 0; q < depth; q += CHUNK) {
-        const int64_t deep = least(CHUNK, depth - q), after = least(CHUNK, depth - q - deep);
-        const int64_t steps = pieces(deep, STEP);
-        Ahead rest;
-        if (after > 0) rest = Ahead(b + (q + deep) * b_stride, b_stride * 2, columns * 2, after);
-        Ahead* soon = after > 0 ? &rest : then;
-        for (int64_t n = 0; n < columns; n += STEP) {
-            const uint16_t* strip = b + q * b_stride + n;
-            const int64_t width = columns - n;
+        const int64_t deep = least(CHUNK, depth - q), steps = pieces(deep, STEP);
+        for (int64_t first = 0; first < columns; first += BLOCK) {
+            const int64_t width = least(BLOCK, columns - first);
             for (int64_t step = 0; step < steps; ++step) {
-                if (soon) soon->fetch(STEP);
-                interleave_step(strip + step * STEP * b_stride, b_stride, deep - step * STEP, width,
-                                room + step * 2 * TILE * LINE);
+                const uint16_t* rows = b + (q + step * STEP) * b_stride + first;
+                char* to = room + step * 2 * TILE * LINE;
+                for (int64_t n = 0; n < width; n += STEP, to += STRIP) {
+                    if (then) then->fetch(lines);
+                    interleave_step(rows + n, b_stride, deep - step * STEP, width - n, to);
+                }
             }
-            const Tiles strip_tiles{room, room + TILE * LINE, LINE, LINE, 2 * TILE * LINE};
-            for (int64_t tile = 0; tile < tiles; tile += 2) {
-                const uint16_t* here = a + tile * TILE * a_stride + q;
-                const uint16_t* below = tile + 1 < tiles ? here + TILE * a_stride : nullptr;
-                multiply({here, below, a_stride * 2, a_stride * 2, LINE}, strip_tiles, steps,
-                         c + tile * TILE * c_stride + n, c_stride, add || q > 0);
+            for (int64_t n = 0; n < width; n += STEP) {
+                const char* strip = room + n / STEP * STRIP;
+                for (int64_t tile = 0; tile < tiles; tile += 2) {
+                    const uint16_t* here = a + tile * TILE * a_stride + q;
+                    const uint16_t* below = tile + 1 < tiles ? here + TILE * a_stride : nullptr;
+                    float* sums = c + tile * TILE * c_stride + first + n;
+                    multiply({here, below, a_stride * 2, a_stride * 2, LINE},
+                             {strip, strip + TILE * LINE, LINE, LINE, 2 * TILE * LINE}, steps,
+                             {sums, sums + TILE * c_stride, c_stride}, add || q > 0);
+                }
             }
         }
     }
 }
 
-constexpr int64_t ROOM_NN = CHUNK * 2 * LINE;
+constexpr int64_t ROOM_NN = CHUNK * BLOCK * 2;
 
 // As `put`, for gradients: nobody reads them soon, so whole lines go past the caches, which saves
 // the reading of what they overwrite.
@@ -335,7 +264,7 @@ TARGET_AMX double tn_tiles(const uint16_t* a, const uint32_t* pairs, int64_t pai
                 multiply({here, here + TILE * tokens, tokens * 2, tokens * 2, LINE},
                          {left, left + TILE, pairs_stride * 4, pairs_stride * 4,
                           TILE * pairs_stride * 4},
-                         tokens / STEP, c + i, BLOCK, false);
+                         tokens / STEP, {c + i, c + i + TILE * BLOCK, BLOCK}, false);
             }
             squares += put_gradient(c, BLOCK, least(2 * TILE, rows - row), width,
                                     to + row * to_stride + column, to_stride);
@@ -380,15 +309,11 @@ TARGET_AMX void hidden_task_amx(const Job& job, const Segment& own, int64_t inde
     float* c = cut_array<float>(at, job.gates() * tall * tokens);
     Panel panels[MAX_PANELS];
     // Units beyond the last are zeros that fill up the packed activation.
-    const int64_t there = most(0, least(tall, job.h - unit));
-    for (int64_t gate = 0; gate < job.gates(); ++gate) {
-        Panel* own_panels = panels + gate * tall / TILE;
-        char* room = at + gate * tall / TILE * Panel::room_bytes(k);
-        const uint16_t* weights = w_in<uint16_t>(own) + (gate * job.h + unit) * k;
-        for (int64_t i = Panel::cut(weights, there, k, room, own_panels); i < tall / TILE; ++i)
-            own_panels[i] = Panel::of(nullptr, 0, k, room + i * Panel::room_bytes(k));
-    }
-    nt_tiles(panels, job.gates() * tall / TILE, k, own.x_tiles, groups, c, tokens, ahead);
+    const int64_t there = most(0, least(tall, job.h - unit)), count = tall / TILE;
+    for (int64_t gate = 0; gate < job.gates(); ++gate)
+        Panel::cut(w_in<uint16_t>(own) + (gate * job.h + unit) * k, there, k, gate * tall, count,
+                   at + gate * count * Panel::room_bytes(k), panels + gate * count);
+    nt_tiles(panels, job.gates() * count, k, own.x_tiles, groups, c, tokens, ahead);
     Wide::activate(c, job.gated ? c + tall * tokens : nullptr, tall * tokens);
     const int64_t group_bytes = padded(job.h, STEP) * LINE / 2;
     const int64_t stop = least(tall, padded(job.h, STEP) - unit);
@@ -410,7 +335,8 @@ TARGET_AMX void output_task_amx(const Job& job, const Segment& own, int64_t inde
     char* at = task_scratch.take(padded(count, TILE) * tokens * 4 + room_bytes + 2 * LINE);
     float* c = cut_array<float>(at, padded(count, TILE) * tokens);
     Panel panels[MAX_PANELS];
-    const int64_t n = Panel::cut(w_out<uint16_t>(job, own) + row * k, count, k, at, panels);
+    const int64_t n = pieces(count, TILE);
+    Panel::cut(w_out<uint16_t>(job, own) + row * k, count, k, 0, n, at, panels);
     nt_tiles(panels, n, k, own.a, groups, c, tokens, ahead);
     uint16_t* y = rows_of<uint16_t>(job.y, job.y_stride, own) + row;
     for (int64_t group = 0; group < groups; ++group) {
@@ -427,11 +353,12 @@ TARGET_AMX void output_task_amx(const Job& job, const Segment& own, int64_t inde
 TARGET_AMX void hidden_amx(const Job& job, const Segment& own, int64_t unit, int64_t groups,
                            const AmxArrays& arrays, Ahead& ahead) {
     const int64_t d = job.d, tokens = groups * TILE, count = least(BLOCK, job.h - unit);
+    const int64_t n = pieces(count, TILE);
     Panel panels[MAX_PANELS];
     for (int64_t gate = 0; gate < job.gates(); ++gate) {
         float* h = gate ? arrays.up : arrays.h;
         const uint16_t* weights = w_in<uint16_t>(own) + (gate * job.h + unit) * d;
-        const int64_t n = Panel::cut(weights, count, d, arrays.rest, panels);
+        Panel::cut(weights, count, d, 0, n, arrays.rest, panels);
         nt_tiles(panels, n, d, own.x_tiles, groups, arrays.c, tokens, ahead);
         for (int64_t group = 0; group < groups; ++group)
             for (int64_t i = 0; i < n; ++i)
@@ -466,10 +393,10 @@ TARGET_AMX void backward_block_amx(const Job& job, const Segment& own, int64_t i
                                     BLOCK * padded(own.rows, STEP) * 4 + 2 * LINE);
     const auto arrays = AmxArrays::cut(job, own, unit, rows, rows * most(BLOCK, wide), room_bytes);
     if (rows > 0) {
-        Ahead in(w_in<uint16_t>(own) + unit * d, job.h * d * 2, count * d * 2, job.gates());
+        Ahead out = output_weights(job, own, unit, count);
         nn_tiles(own.dy, wide, groups, w_out<uint16_t>(job, own) + unit, job.h, d, count, arrays.da,
-                 BLOCK, false, arrays.rest, &in);
-        hidden_amx(job, own, unit, groups, arrays, in);
+                 BLOCK, false, arrays.rest, &out, STEP);
+        hidden_amx(job, own, unit, groups, arrays, ahead);
         AmxArrays::activate_rows(arrays, job, own, unit, count);
     }
     if (job.gradients)
@@ -480,7 +407,7 @@ TARGET_AMX void backward_block_amx(const Job& job, const Segment& own, int64_t i
         for (int64_t gate = 0; gate < job.gates(); ++gate)
             nn_tiles(gate ? arrays.dup : arrays.dh, BLOCK, groups,
                      w_in<uint16_t>(own) + (gate * job.h + unit) * d, d, count, d, arrays.c, wide,
-                     gate > 0, arrays.rest, &ahead);
+                     gate > 0, arrays.rest, &ahead, TILE / 2);
         std::memcpy(share, arrays.c, own.rows * wide * 4);
     }
 }

@@ -9,7 +9,6 @@ template <int LANES>
 struct Vectors {
     typedef float Floats __attribute__((vector_size(4 * LANES)));
     typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
-    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 };
 
 template <int LANES>
@@ -17,14 +16,6 @@ INLINE typename Vectors<LANES>::Floats load_vector(const float* from) {
     typename Vectors<LANES>::Floats vector;
     std::memcpy(&vector, from, sizeof vector);
     return vector;
-}
-
-template <int LANES>
-INLINE typename Vectors<LANES>::Floats load_vector(const uint16_t* from) {
-    typename Vectors<LANES>::Halves halves;
-    std::memcpy(&halves, from, sizeof halves);
-    const auto bits = __builtin_convertvector(halves, typename Vectors<LANES>::Bits) << 16;
-    return (typename Vectors<LANES>::Floats)bits;
 }
 
 // Halves are added until one is left, all in registers.
@@ -49,11 +40,23 @@ template <int LANES>
 struct Along<float, LANES> {
     static constexpr int64_t SIZE = LANES;
     typename Vectors<LANES>::Floats value;
+    Along() = default;
     explicit __attribute__((always_inline)) Along(const float* from)
         : value(load_vector<LANES>(from)) {}
     __attribute__((always_inline)) void add(const Along& other,
                                             typename Vectors<LANES>::Floats& total) const {
         total += value * other.value;
+    }
+    // to += the sum of Q rows, each times its factor
+    template <int Q>
+    static __attribute__((always_inline)) void add_scaled(const Along* row, const float* factors,
+                                                          float* to) {
+        auto total = load_vector<LANES>(to);
+        for (int q = 0; q < Q; ++q) total += factors[q] * row[q].value;
+        std::memcpy(to, &total, sizeof total);
+    }
+    static __attribute__((always_inline)) void order(const float* sums, float* to) {
+        std::memcpy(to, sums, SIZE * 4);
     }
 };
 
@@ -61,6 +64,7 @@ template <int LANES>
 struct Along<uint16_t, LANES> {
     static constexpr int64_t SIZE = 2 * LANES;
     typename Vectors<LANES>::Floats even, odd;
+    Along() = default;
     explicit __attribute__((always_inline)) Along(const uint16_t* from) {
         typename Vectors<LANES>::Bits bits;
         std::memcpy(&bits, from, sizeof bits);
@@ -72,7 +76,43 @@ struct Along<uint16_t, LANES> {
         total += even * other.even;
         total += odd * other.odd;
     }
+    // Sums of even and of odd columns lie apart.
+    template <int Q>
+    static __attribute__((always_inline)) void add_scaled(const Along* row, const float* factors,
+                                                          float* to) {
+        auto evens = load_vector<LANES>(to), odds = load_vector<LANES>(to + LANES);
+        for (int q = 0; q < Q; ++q) {
+            evens += factors[q] * row[q].even;
+            odds += factors[q] * row[q].odd;
+        }
+        std::memcpy(to, &evens, sizeof evens);
+        std::memcpy(to + LANES, &odds, sizeof odds);
+    }
+    // Such sums, in the order of columns.
+    static __attribute__((always_inline)) void order(const float* __restrict sums,
+                                                     float* __restrict to) {
+#pragma omp simd
+        for (int i = 0; i < LANES; ++i) {
+            to[2 * i] = sums[i];
+            to[2 * i + 1] = sums[LANES + i];
+        }
+    }
 };
+
+// to (+)= sums, in the order of columns.
+template <class T, int LANES>
+INLINE void put_in_order(const float* __restrict sums, int64_t columns, float* __restrict to,
+                         bool add) {
+    using Vector = Along<T, LANES>;
+    const int64_t whole = columns / Vector::SIZE * Vector::SIZE;
+    alignas(64) float ordered[BLOCK];
+    for (int64_t n = 0; n < whole; n += Vector::SIZE) Vector::order(sums + n, ordered + n);
+    for (int64_t n = whole; n < columns; ++n) ordered[n] = sums[n];
+    if (add)
+        add_body(to, ordered, columns);
+    else
+        std::memcpy(to, ordered, columns * 4);
+}
 
 // Rows of weights that will be used next, one in each of some streams.
 template <class T>
@@ -91,10 +131,11 @@ INLINE void nt_block(const T* weights, int64_t apart, const T* tokens, int64_t t
     for (; at + Vector::SIZE <= k; at += Vector::SIZE) {
         for (int64_t i = 0; i < soon.streams; ++i)
             __builtin_prefetch(soon.row + i * apart * k + at, 0, 2);
-        for (int m = 0; m < M; ++m) {
-            const Vector token(tokens + m * token_stride + at);
-            for (int w = 0; w < W; ++w)
-                Vector(weights + w * apart * k + at).add(token, total[w][m]);
+        Vector token[M];
+        for (int m = 0; m < M; ++m) token[m] = Vector(tokens + m * token_stride + at);
+        for (int w = 0; w < W; ++w) {
+            const Vector weight(weights + w * apart * k + at);
+            for (int m = 0; m < M; ++m) weight.add(token[m], total[w][m]);
         }
     }
     for (int w = 0; w < W; ++w) {
@@ -107,9 +148,9 @@ INLINE void nt_block(const T* weights, int64_t apart, const T* tokens, int64_t t
     }
 }
 
-// c[row][token] = weights [rows, k] times tokens [count, k]. The rows at work are far apart, so that
-// each goes on in the next: few long streams, which the CPU's prefetchers follow over the borders of
-// rows and pages. While the tokens take their turns, the next rows come from memory.
+// c[row][token] = weights [rows, k] times tokens [count, k]. The rows at work are far apart, so
+// that each goes on in the next: few long streams, which the CPU's prefetchers follow over the
+// borders of rows and pages. While the tokens take their turns, the next rows come from memory.
 template <class T, int LANES>
 INLINE void nt_body(const T* weights, int64_t rows, const T* tokens, int64_t token_stride,
                     int64_t count, int64_t k, float* c, int64_t c_stride) {
@@ -137,70 +178,57 @@ INLINE void nt_body(const T* weights, int64_t rows, const T* tokens, int64_t tok
                                      k, c + row * c_stride + m, c_stride, {nullptr, 0});
 }
 
-// P rows and two vectors of columns of nn, over one chunk of the sum.
-template <class T, int LANES, int P>
-INLINE void nn_block(const T* a, int64_t a_row, int64_t a_step, const T* b, int64_t b_stride,
-                     int64_t depth, float* c, int64_t c_stride, bool add, Ahead* ahead) {
-    using Floats = typename Vectors<LANES>::Floats;
-    Floats total[P][2] = {};
-    if (add)
-        for (int p = 0; p < P; ++p)
-            for (int v = 0; v < 2; ++v)
-                total[p][v] = load_vector<LANES>(c + p * c_stride + v * LANES);
-    for (int64_t q = 0; q < depth;) {
-        const int64_t stop = least(depth, q + 16);
-        // Calls are dear here, where all registers are in use: one for several rows.
-        if (ahead) ahead->fetch(most(1, (stop - q) * int64_t(2 * LANES * sizeof(T)) / LINE));
-        for (; q < stop; ++q) {
-            const Floats left = load_vector<LANES>(b + q * b_stride);
-            const Floats right = load_vector<LANES>(b + q * b_stride + LANES);
-            for (int p = 0; p < P; ++p) {
-                const float factor = load(a + p * a_row + q * a_step);
-                total[p][0] += factor * left;
-                total[p][1] += factor * right;
-            }
-        }
+// sums[p] += the sum over Q rows of b of factors[p][q] b[q], in the order in which Along loads.
+template <class T, int LANES, int Q>
+INLINE void nn_rows(const float* factors, int64_t rows, const T* b, int64_t b_stride,
+                    int64_t columns, float* sums) {
+    using Vector = Along<T, LANES>;
+    for (int64_t n = 0; n + Vector::SIZE <= columns; n += Vector::SIZE) {
+        Vector row[Q];
+        for (int q = 0; q < Q; ++q) row[q] = Vector(b + q * b_stride + n);
+        for (int64_t p = 0; p < rows; ++p)
+            Vector::template add_scaled<Q>(row, factors + p * Q, sums + p * BLOCK + n);
     }
-    for (int p = 0; p < P; ++p)
-        for (int v = 0; v < 2; ++v)
-            std::memcpy(c + p * c_stride + v * LANES, &total[p][v], sizeof(Floats));
+    for (int64_t n = columns / Vector::SIZE * Vector::SIZE; n < columns; ++n)
+        for (int64_t p = 0; p < rows; ++p)
+            for (int q = 0; q < Q; ++q)
+                sums[p * BLOCK + n] += factors[p * Q + q] * load(b + q * b_stride + n);
 }
 
 // c[p][n] (+)= sum over q of a(p, q) b[q][n], where a(p, q) lies at a[p * a_row + q * a_step].
-// b is read across its rows, in short runs, so the next chunk is fetched while one is used, and
-// `then` with the last.
+// b is read along its rows, some at a time, and each is converted once for up to P rows of c, whose
+// sums stay in the first cache. Meanwhile as much of `then` is fetched.
 template <class T, int LANES>
 INLINE void nn_body(const T* a, int64_t a_row, int64_t a_step, int64_t rows, const T* b,
                     int64_t b_stride, int64_t depth, int64_t columns, float* c, int64_t c_stride,
                     bool add, Ahead* then) {
-    constexpr int P = LANES >= 16 ? 8 : 4;
-    for (int64_t q = 0; q == 0 || q < depth; q += CHUNK) {
-        const int64_t deep = least(CHUNK, depth - q), after = least(CHUNK, depth - q - deep);
-        const bool more = add || q > 0;
-        Ahead rest;
-        if (after > 0)
-            rest = Ahead(b + (q + deep) * b_stride, b_stride * int64_t(sizeof(T)),
-                         columns * int64_t(sizeof(T)), after);
-        const T* a_here = a + q * a_step;
-        const T* b_here = b + q * b_stride;
-        int64_t n = 0;
-        for (; n + 2 * LANES <= columns; n += 2 * LANES) {
-            Ahead* first = after > 0 ? &rest : then;
-            int64_t p = 0;
-            for (; p + P <= rows; p += P, first = nullptr)
-                nn_block<T, LANES, P>(a_here + p * a_row, a_row, a_step, b_here + n, b_stride, deep,
-                                      c + p * c_stride + n, c_stride, more, first);
-            for (; p < rows; ++p, first = nullptr)
-                nn_block<T, LANES, 1>(a_here + p * a_row, a_row, a_step, b_here + n, b_stride, deep,
-                                      c + p * c_stride + n, c_stride, more, first);
-        }
-        for (int64_t p = 0; p < rows; ++p) {
-            for (int64_t i = n; i < columns; ++i) {
-                float total = more ? c[p * c_stride + i] : 0.0f;
-                for (int64_t j = 0; j < deep; ++j)
-                    total +=
-                        load(a_here + p * a_row + j * a_step) * load(b_here + j * b_stride + i);
-                c[p * c_stride + i] = total;
+    constexpr int64_t P = 32, Q = 8;
+    alignas(64) float factors[P * Q], sums[P * BLOCK];
+    for (int64_t chunk = 0; chunk == 0 || chunk < depth; chunk += CHUNK) {
+        const int64_t stop = least(depth, chunk + CHUNK);
+        for (int64_t left = 0; left < columns; left += BLOCK) {
+            const int64_t width = least(BLOCK, columns - left);
+            for (int64_t top = 0; top < rows; top += P) {
+                const int64_t count = least(P, rows - top);
+                std::memset(sums, 0, count * BLOCK * 4);
+                auto step = [&](auto size, int64_t q) {
+                    constexpr int N = decltype(size)::value;
+                    for (int64_t p = 0; p < count; ++p)
+                        for (int64_t i = 0; i < N; ++i)
+                            factors[p * N + i] = load(a + (top + p) * a_row + (q + i) * a_step);
+                    nn_rows<T, LANES, N>(factors, count, b + q * b_stride + left, b_stride, width,
+                                         sums);
+                };
+                int64_t q = chunk;
+                for (; q + Q <= stop; q += Q) {
+                    if (top == 0 && then) then->fetch(Q * width * int64_t(sizeof(T)) / LINE);
+                    step(std::integral_constant<int, Q>(), q);
+                }
+                for (; q + 4 <= stop; q += 4) step(std::integral_constant<int, 4>(), q);
+                for (; q < stop; ++q) step(std::integral_constant<int, 1>(), q);
+                for (int64_t p = 0; p < count; ++p)
+                    put_in_order<T, LANES>(sums + p * BLOCK, width,
+                                           c + (top + p) * c_stride + left, add || chunk > 0);
             }
         }
     }
@@ -340,10 +368,9 @@ void backward_block(const Job& job, const Segment& own, int64_t index, Ahead& ah
     const T* dy = rows_of<T>(job.dy, job.dy_stride, own);
     const int64_t d = job.d;
     if (rows > 0) {
-        Ahead in(w_in<T>(own) + unit * d, job.h * d * int64_t(sizeof(T)),
-                 count * d * int64_t(sizeof(T)), job.gates());
+        Ahead out = output_weights(job, own, unit, count);
         Isa::nn(dy, job.dy_stride, 1, rows, w_out<T>(job, own) + unit, job.h, d, count, arrays.da,
-                BLOCK, false, &in);
+                BLOCK, false, &out);
         for (int64_t gate = 0; gate < job.gates(); ++gate) {
             Isa::nt(w_in<T>(own) + (gate * job.h + unit) * d, count, x, job.x_stride, rows, d,
                     arrays.c, rows);
