@@ -4,6 +4,7 @@ PYTHONPATH=src python3 bench/cpu_expert.py --out bench/results
 """
 
 import argparse
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from record import Limit, metric, write_record
 from torch import Tensor
 
 from overspill.compute.cpu import (
+    Order,
+    Runner,
     Segment,
     cpu_backward,
     cpu_forward,
@@ -23,19 +26,22 @@ from overspill.compute.cpu import (
 )
 from overspill.compute.experts import wave_forward
 from overspill.core.experts import ExpertShape
-from overspill.hardware.machine import usable_cores
+from overspill.hardware.machine import cpu_threads
+from overspill.tiers.slab import HostSlab
 
 SHAPES = (ExpertShape(1024, 4096, gated=False), ExpertShape(4096, 14336, gated=False))
 TOKENS = (1, 4, 16, 64)
 DTYPE = torch.bfloat16
 GIB = 1 << 30
 CALLS = 24  # of one kind, before another has its turn
+BEFORE = 100e-6  # seconds that a runner knows of its work before the rows are there
 
 
 class Timings(NamedTuple):
     """Seconds for one expert, of each repeat."""
 
-    forward: list[float]
+    forward: list[float]  # as the engine has it done, by a runner
+    call: list[float]  # the same as a call from Python
     torch: list[float]
     backward: list[float]
 
@@ -49,32 +55,69 @@ class Rotation:
 
     def __init__(self, shape: ExpertShape, gib: float) -> None:
         self.shape = shape
-        first = torch.empty(shape.numel, dtype=DTYPE).normal_(0, 0.02)
         count = max(2, round(gib * GIB / weight_bytes(shape)))
-        self.records = [first, *(first.clone() for _ in range(count - 1))]
+        self._slab = HostSlab("experts", count, weight_bytes(shape), torch.cuda.is_available())
+        self.records = [self._slab[number].view(DTYPE) for number in range(count)]
+        self.records[0].normal_(0, 0.02)
+        for record in self.records[1:]:
+            record.copy_(self.records[0])
         self._next = 0
 
-    def seconds(self, work: Callable[[Tensor], object]) -> float:
-        """The median of some calls, each on the next expert."""
+    def seconds(self, work: Callable[[Tensor], float | None]) -> float:
+        """The median of some calls, each on the next expert; `work` may time itself."""
         times = []
         for _ in range(min(CALLS, len(self.records))):
             record = self.records[self._next % len(self.records)]
             self._next += 1
             start = time.perf_counter()
-            work(record)
-            times.append(time.perf_counter() - start)
+            own = work(record)
+            times.append(time.perf_counter() - start if own is None else own)
         return statistics.median(times)
 
+    def close(self) -> None:
+        self.records.clear()
+        self._slab.close()
 
-def time_expert(experts: Rotation, tokens: int, threads: int, repeats: int) -> Timings:
+
+class Orders:
+    """Has a runner compute, as the engine does: it is told before the rows are there."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._runner = Runner()
+        self._flags = torch.zeros(32, dtype=torch.int32)  # two of them, on lines of their own
+        self._number = 0
+
+    def forward(self, x: Tensor, y: Tensor, segment: Segment, shape: ExpertShape) -> float:
+        """Seconds from the moment that the rows are there."""
+        self._number += 1
+        there, done = self._flags[0].data_ptr(), self._flags[16].data_ptr()
+        order = Order(there, done, self._number, (ctypes.c_int64 * 2)())
+        self._runner.forward(x, y, [segment], shape, self.threads, order)
+        until = time.perf_counter() + BEFORE
+        while time.perf_counter() < until:
+            pass
+        self._flags[0] = self._number
+        self._runner.wait(order)
+        begin, end = order.times
+        return (end - begin) / 1e9
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def time_expert(experts: Rotation, orders: Orders, tokens: int, repeats: int) -> Timings:
     """Our forward, torch's and our backward in turn, so that a slow moment hits all of them."""
-    shape = experts.shape
+    shape, threads = experts.shape, orders.threads
     x, dy = (torch.randn(tokens, shape.d_model).to(DTYPE) for _ in range(2))
     y, dx = torch.empty_like(x), torch.empty_like(x)
     weight, dweight = torch.rand(tokens), torch.empty(tokens)
     ends = torch.tensor([tokens], dtype=torch.int32)
 
-    def forward(record: Tensor) -> None:
+    def forward(record: Tensor) -> float:
+        return orders.forward(x, y, Segment(record, 0, tokens), shape)
+
+    def call(record: Tensor) -> None:
         cpu_forward(x, y, [Segment(record, 0, tokens)], shape, None, threads)
 
     def by_torch(record: Tensor) -> None:
@@ -84,11 +127,12 @@ def time_expert(experts: Rotation, tokens: int, threads: int, repeats: int) -> T
         segments = [Segment(record, 0, tokens)]
         cpu_backward(x, dy, weight, dx, dweight, segments, shape, None, threads)
 
-    timings = Timings([], [], [])
-    for work in (forward, by_torch, backward):
+    kinds = forward, call, by_torch, backward
+    timings = Timings([], [], [], [])
+    for work in kinds:
         work(experts.records[0])  # threads started, kernels chosen
     for _ in range(repeats):
-        for times, work in zip(timings, (forward, by_torch, backward), strict=True):
+        for times, work in zip(timings, kinds, strict=True):
             times.append(experts.seconds(work))
     return timings
 
@@ -96,13 +140,14 @@ def time_expert(experts: Rotation, tokens: int, threads: int, repeats: int) -> T
 def row(shape: ExpertShape, tokens: int, timings: Timings, bandwidth: float) -> dict[str, Any]:
     """One row of the table; `bandwidth` in bytes a second."""
     size = weight_bytes(shape)
-    forward, by_torch, backward = (statistics.median(times) for times in timings)
+    forward, call, by_torch, backward = (statistics.median(times) for times in timings)
     return {
         "expert": f"{shape.d_model}×{shape.d_hidden}",
         "tokens": tokens,
         "forward": f"{forward * 1e3:.3f} ms",
         "weights read": f"{size / forward / 1e9:.1f} GB/s",
         "of host bandwidth": f"{size / forward / bandwidth:.0%}",
+        "called from Python": f"{call * 1e3:.3f} ms",
         "torch": f"{by_torch * 1e3:.3f} ms",
         "bandwidth limit": f"{size / bandwidth * 1e3:.3f} ms",
         "frozen backward": f"{backward * 1e3:.3f} ms",
@@ -111,7 +156,7 @@ def row(shape: ExpertShape, tokens: int, timings: Timings, bandwidth: float) -> 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=max(1, usable_cores() - 2))
+    parser.add_argument("--threads", type=int, default=cpu_threads(None))
     parser.add_argument("--gib", type=float, default=1.5, help="weights to rotate over, GiB")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for the JSON record")
@@ -122,7 +167,9 @@ def main() -> None:
     arguments = parse()
     threads = arguments.threads
     torch.set_num_threads(threads)
-    buffer = torch.ones(int(arguments.gib * GIB) // 4)
+    memory = HostSlab("reading", 1, int(arguments.gib * GIB), torch.cuda.is_available())
+    buffer = memory[0]
+    orders = Orders(threads)
     # Again after each shape, and the best counts: a limit is what the memory can do, and a moment
     # in which something else used it would make shares of more than the whole.
     bandwidths = [read_bandwidth(buffer, threads)]
@@ -130,11 +177,11 @@ def main() -> None:
     for shape in SHAPES:
         experts = Rotation(shape, arguments.gib)
         for tokens in TOKENS:
-            measured.append(
-                (shape, tokens, time_expert(experts, tokens, threads, arguments.repeats))
-            )
-        del experts  # before the next shape takes its memory
+            timings = time_expert(experts, orders, tokens, arguments.repeats)
+            measured.append((shape, tokens, timings))
+        experts.close()  # before the next shape takes its memory
         bandwidths.append(read_bandwidth(buffer, threads))
+    orders.close()
     bandwidth = max(bandwidths)
     print(
         f"kernel {cpu_kernel_name()}, {threads} threads; "

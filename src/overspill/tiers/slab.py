@@ -1,5 +1,6 @@
 """Memory taken once: a slab is one allocation cut into equal rows."""
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Callable
@@ -50,7 +51,7 @@ class HostSlab:
             self._views = self.rows.unbind()
             return
         try:
-            memory = mmap.mmap(-1, self.nbytes)
+            memory = _anonymous(self.nbytes, pinned)
         except (OSError, ValueError) as error:
             raise BudgetError(
                 f"the host has no {format_size(self.nbytes)} for {name}; lower --host-memory or "
@@ -114,6 +115,19 @@ class HostSlab:
         self._registered.clear()
         self.rows = self.rows.new_empty(0, self.row_bytes)
         self._views = ()
+
+
+def _anonymous(size: int, pinned: bool) -> mmap.mmap:
+    """Pinned memory comes in huge pages where the system gives some: the cores read it at full
+    speed only then, as smaller ones take them longer to find. A forked child does not see it; what
+    is not pinned is shared with it."""
+    if not pinned or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(advice)
+    return memory
 
 
 def device_slab(rows: int, row_bytes: int, device: torch.device) -> Tensor:
