@@ -18,8 +18,10 @@ from overspill.hardware.profile import Curve, ExpertCosts
 from overspill.moe import functions
 from overspill.moe.course import Course
 from overspill.moe.engine import Engine, Settings
+from overspill.moe.host_experts import Job
 from overspill.moe.sharing import Choose, Present, Sharing
 from overspill.moe.streaming import StreamingEngine
+from overspill.transfer.lanes import Stamp
 from tests.moe.oracle import (
     N_EXPERTS,
     WHERE,
@@ -355,9 +357,12 @@ def test_the_time_between_layers_counts_as_time_the_cpu_cannot_help() -> None:
 
 
 def test_a_gap_that_keeps_the_cpu_idle_is_forgotten_in_time() -> None:
-    """While the CPU gets nothing nobody measures it; the first may have been that of a compiler."""
+    """While the CPU gets nothing nobody measures it."""
     own = sharing()
     own.note_gap(Phase.FORWARD, 5.0)
+    assert own.decide(0, [8] * 16, Phase.FORWARD), "one is not believed"
+    for _ in range(50):
+        own.note_gap(Phase.FORWARD, 5.0)
     passes = 0
     while not own.decide(0, [8] * 16, Phase.FORWARD):
         passes += 1
@@ -374,6 +379,20 @@ def test_the_way_to_the_cpu_is_the_least_that_was_seen_lately() -> None:
     for _ in range(1000):
         own.note_handover(5e-3)
     assert own._costs_of(Phase.FORWARD).fixed == own.costs.round_trip, "never more than measured"
+
+
+def test_a_gap_lies_between_two_layers_in_a_row_and_nowhere_else() -> None:
+    def job(entered: int, layer: int, phase: Phase = Phase.FORWARD) -> Job:
+        there = Stamp(torch.device("cpu"))
+        places = slice(0, 1), {0: (0, 1)}
+        return Job(None, entered, layer, phase, None, *places, sent=there, taken=there)  # type: ignore[arg-type]
+
+    first = job(7, 3)
+    assert job(8, 4).follows(first)
+    assert not job(8, 4, Phase.BACKWARD).follows(first)
+    assert not job(40, 4).follows(first), "a pass later, and nothing shared in between"
+    first.taken = None
+    assert not job(8, 4).follows(first), "it was given up"
 
 
 def test_cores_that_give_less_than_they_were_measured_to_get_less() -> None:

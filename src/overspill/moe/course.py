@@ -15,6 +15,7 @@ class Course:
         self.n_layers = n_layers
         self.n_experts = n_experts
         self.here = Position(0, Phase.FORWARD)
+        self.entered = 0  # passes through layers so far
         self.training = True  # whether a backward follows the forward that goes on
         self.popularity = Popularity(n_layers, n_experts)
         self._counts: Sequence[int] = [1] * n_experts  # tokens of the current pass
@@ -23,6 +24,7 @@ class Course:
 
     def enter(self, layer: int, phase: Phase, counts: Sequence[int], training: bool) -> None:
         """A pass through `layer` begins."""
+        self.entered += 1
         self.here, self._counts, self._passed = Position(layer, phase), counts, set()
         if phase is Phase.FORWARD:
             self.training = training

@@ -73,6 +73,7 @@ class Job(HostWork):
     not hold the pass, whose end says that a graph was thrown away."""
 
     experts: "HostExperts"
+    entered: int  # which pass through a layer it belongs to
     layer: int
     phase: Phase
     activation: Activation | None
@@ -97,7 +98,7 @@ class Job(HostWork):
 
     def follows(self, other: "Job") -> bool:
         """Whether it was that of the next layer, in the same direction, and both are over."""
-        if self.phase is not other.phase or abs(self.layer - other.layer) != 1:
+        if self.phase is not other.phase or self.entered != other.entered + 1:
             return False
         return None not in (other.sent, other.taken, self.sent)
 
@@ -214,7 +215,7 @@ class HostExperts:
         places = dict(
             zip(sorted(layer_pass.on_host), zip([0, *ends], ends, strict=False), strict=True)
         )
-        kind = layer_pass.layer, phase, layer_pass.activation
+        kind = self.course.entered, layer_pass.layer, phase, layer_pass.activation
         job = Job(self, *kind, layer_pass.host_rows, places, need_dw, hyper)
         self._last = job
         segments = None if need_dw or self._runner is None else self._readable_now(job)

@@ -170,7 +170,7 @@ class Sharing:
         if self.costs is not None:
             # with more than that there is no share: how much more does not matter
             seconds = min(seconds, 2 * self.course.n_experts * self.costs.load)
-        before = self._gaps.get(phase, seconds)
+        before = self._gaps.get(phase, 0.0)  # the first may be one in which kernels are compiled
         self._gaps[phase] = before + _LEARN * (seconds - before)
 
     def note_job(self, phase: Phase, tokens: Sequence[int], seconds: float) -> None:
