@@ -165,6 +165,17 @@ def test_inference_is_shared_too(tmp_path: Path) -> None:
                     torch.testing.assert_close(model(tokens).logits, expected)
 
 
+def test_the_timeline_has_the_cpus_last_job_too(tmp_path: Path) -> None:
+    task = Task()
+    tokens = next(iter(task.batches()))[0]
+    with shared(task, tmp_path, at_random(1, share=1.1)) as (model, engine), torch.no_grad():
+        engine.recorder.start()
+        model(tokens)
+        engine.recorder.stop()
+        spans = [span for span in engine.recorder.spans() if span.row == "cpu compute"]
+    assert [span.name.split(":")[0] for span in spans] == [f"forward {n}" for n in range(3)]
+
+
 def test_all_experts_on_the_cpu_upload_nothing(tmp_path: Path) -> None:
     task = Task(steps=2)
     with shared(task, tmp_path, at_random(1, share=1.1)) as (model, engine):

@@ -87,6 +87,7 @@ class Job(HostWork):
     sent: Stamp | None = None
     taken: Stamp | None = None
     seconds: float = 0.0  # that the runner took
+    traced: bool = False
 
     @property
     def rows(self) -> int:
@@ -148,6 +149,7 @@ class HostExperts:
         self._last: Job | None = None
         self._stream: torch.cuda.Stream | None = None  # of the last job
         self._thread: threading.Thread | None = None
+        recorder.add_source(self._collect)
 
     def _new_runner(self) -> Runner | None:
         """None where all goes through our own thread: rows move, tests look on, no kernel."""
@@ -264,6 +266,7 @@ class HostExperts:
         self._number = (self._number + 1) & 0xFFFFFFFF
         flags = host.there.data_ptr(), host.done.data_ptr()
         job.order = Order(*flags, self._number, (ctypes.c_int64 * 2)())
+        job.traced = self.recorder.enabled
         self._ordered.append(job)
         common = segments, shape, self.threads, job.order
         if job.phase is Phase.FORWARD:
@@ -304,33 +307,33 @@ class HostExperts:
             raise EngineError("the engine was closed while the CPU computed")
 
     def _collect(self) -> None:
-        """Takes the times of orders that have been carried out."""
-        while self._ordered:
-            job = self._ordered[0]
-            assert job.order is not None
-            end = job.order.times[1]  # which is written last
-            if not end:
-                return
-            start = job.order.times[0]
-            self._ordered.popleft()
-            size = len(job.places) * self.store.layout.weight_bytes
-            if self.recorder.enabled:
-                self.recorder.past_span("cpu compute", job.name, start, end, size)
-            self._note(job, (end - start) / 1e9)
+        """Takes the times of orders that have been carried out. Any thread may ask."""
+        with self.store.lock:
+            while self._ordered:
+                job = self._ordered[0]
+                assert job.order is not None
+                end = job.order.times[1]  # which is written last
+                if not end:
+                    return
+                self._ordered.popleft()
+                start = job.order.times[0]
+                if job.traced:
+                    size = len(job.places) * self.store.layout.weight_bytes
+                    self.recorder.past_span("cpu compute", job.name, start, end, size)
+                self._note(job, (end - start) / 1e9)
 
     def _note(self, job: Job, seconds: float) -> None:
         tokens = [stop - start for start, stop in job.places.values()]
         job.seconds = seconds
         before, self._before = self._before, job
-        with self.store.lock:
-            self.notes.note_job(job.phase, tokens, seconds)
-            if before is not None and job.follows(before):
-                # the stream has passed all of these: it wrote the rows of this job after them
-                assert before.sent is not None
-                assert before.taken is not None
-                assert job.sent is not None
-                self.notes.note_handover(before.sent.until(before.taken) - before.seconds)
-                self.notes.note_gap(job.phase, max(0.0, before.taken.until(job.sent)))
+        self.notes.note_job(job.phase, tokens, seconds)
+        if before is not None and job.follows(before):
+            # the stream has passed all of these: it wrote the rows of this job after them
+            assert before.sent is not None
+            assert before.taken is not None
+            assert job.sent is not None
+            self.notes.note_handover(before.sent.until(before.taken) - before.seconds)
+            self.notes.note_gap(job.phase, max(0.0, before.taken.until(job.sent)))
 
     def idle(self) -> bool:
         """Under the lock: whether our own thread has carried out all jobs."""
@@ -414,6 +417,7 @@ class HostExperts:
 
     def close(self) -> None:
         """Ends the threads; after that nobody reads or writes the buffers."""
+        self.recorder.remove_source(self._collect)
         if self._runner is not None:
             self._runner.close()
         self._jobs.put(None)
