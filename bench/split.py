@@ -156,8 +156,12 @@ def draw(engine: Engine, run: Callable[[], None], folder: Path) -> None:
     run()
     engine.recorder.stop()
     spans = engine.recorder.spans()
-    cpu = sorted(s.start_ns for s in spans if s.row == "cpu compute")
-    middle = cpu[len(cpu) // 4 : len(cpu) // 4 + 3]
+    jobs = [s for s in spans if s.row == "cpu compute" and s.name.startswith("forward")]
+    if len(jobs) < 3:
+        print("too few layers were shared in forward to draw them")
+        return
+    cpu = sorted(job.start_ns for job in jobs)
+    middle = cpu[len(cpu) // 2 - 1 : len(cpu) // 2 + 2]
     shown = [s for s in spans if s.end_ns > middle[0] and s.start_ns < middle[-1]]
     write_perfetto(spans, folder / "timeline-shared.json.gz")
     draw_timeline(shown, folder / "timeline-shared.png", "Two layers, forward: CPU and GPU experts")
