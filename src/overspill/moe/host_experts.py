@@ -26,12 +26,11 @@ from overspill.compute.cpu import Order, Runner, Segment, cpu_backward, cpu_forw
 from overspill.compute.permute import row_weights
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertId, Phase
-from overspill.core.sizes import round_up
 from overspill.moe.course import Course
 from overspill.moe.gradients import Gradients
+from overspill.moe.host_buffers import HostBuffers, room_for_rows
 from overspill.moe.passes import HostWork, LayerPass
 from overspill.optim.kernel import AdamHyper
-from overspill.tiers.layout import ALIGN
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
@@ -39,12 +38,6 @@ from overspill.transfer.driver import await_signal, can_signal, signal
 from overspill.transfer.lanes import Inject, Mark, Stamp, compute_mark
 from overspill.transfer.mapped import on_device
 from overspill.transfer.stager import Stager
-
-_MOST_BYTES = 64 << 20
-_MOST_ROWS = 4096
-"""Tokens of one pass that the CPU takes at most: with more it would be no help."""
-_FLAGS = 128
-"""Bytes for the two numbers, each on a cache line of its own."""
 
 
 class Notes(Protocol):
@@ -60,11 +53,6 @@ class Notes(Protocol):
     def note_handover(self, seconds: float) -> None:
         """From the moment that rows were there until both sides were done, beyond the CPU's work:
         the way to the CPU and back, or longer, where the device was the last."""
-
-
-def room_for_rows(d_model: int, dtype: torch.dtype) -> int:
-    """How many rows the buffers hold."""
-    return max(1, min(_MOST_ROWS, _MOST_BYTES // (3 * d_model * dtype.itemsize)))
 
 
 @dataclass
@@ -133,11 +121,11 @@ class HostExperts:
         self.notes = notes
         shape, dtype = store.layout.shape, store.layout.dtype
         self.max_rows = room_for_rows(shape.d_model, dtype)
-        size = self.max_rows * (3 * shape.d_model * dtype.itemsize + 2 * 4) + _FLAGS
-        self._slab = HostSlab("tokens", 1, round_up(size, ALIGN), store.pinned)
-        self._host = _Buffers.cut(self._slab[0], self.max_rows, shape.d_model, dtype)
+        size = HostBuffers.size(self.max_rows, shape.d_model, dtype)
+        self._slab = HostSlab("tokens", 1, size, store.pinned)
+        self._host = HostBuffers.cut(self._slab[0], self.max_rows, shape.d_model, dtype)
         mapped = on_device(self._slab[0], device)
-        self._device = _Buffers.cut(mapped, self.max_rows, shape.d_model, dtype)
+        self._device = HostBuffers.cut(mapped, self.max_rows, shape.d_model, dtype)
         self._each = torch.arange(self.max_rows, device=device)
         self._number = 0
         self._runner = self._new_runner()
@@ -426,28 +414,6 @@ class HostExperts:
         self._device = self._host
         self._records.clear()
         self._slab.close()
-
-
-@dataclass(frozen=True)
-class _Buffers:
-    """The rows of a pass and the two flags, as one side sees them."""
-
-    x: Tensor
-    dy: Tensor
-    out: Tensor
-    weights: Tensor
-    dweights: Tensor
-    there: Tensor
-    done: Tensor
-
-    @classmethod
-    def cut(cls, flat: Tensor, rows: int, d_model: int, dtype: torch.dtype) -> "_Buffers":
-        wide, narrow = rows * d_model * dtype.itemsize, rows * 4
-        sizes = [64, 64, wide, wide, wide, narrow, narrow]
-        there, done, *parts = flat[: sum(sizes)].split(sizes)
-        x, dy, out = (part.view(dtype).view(rows, d_model) for part in parts[:3])
-        weights, dweights = (part.view(torch.float32) for part in parts[3:])
-        return cls(x, dy, out, weights, dweights, there[:4], done[:4])
 
 
 def _signed(number: int) -> int:

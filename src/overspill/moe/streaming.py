@@ -17,7 +17,8 @@ from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.course import Course
 from overspill.moe.engine import Engine, Settings, UpdateRule
 from overspill.moe.gradients import Gradients
-from overspill.moe.host_experts import HostExperts, room_for_rows
+from overspill.moe.host_buffers import room_for_rows
+from overspill.moe.host_experts import HostExperts
 from overspill.moe.lookahead import Knowledge
 from overspill.moe.passes import HostWork, LayerPass, Wave, sum_of_squares
 from overspill.moe.residency import Residency, Resident
