@@ -26,7 +26,9 @@ from overspill.compute.cpu import (
 )
 from overspill.compute.experts import wave_forward
 from overspill.core.experts import ExpertShape
+from overspill.core.sizes import round_up
 from overspill.hardware.machine import cpu_threads
+from overspill.tiers.layout import ALIGN
 from overspill.tiers.slab import HostSlab
 
 SHAPES = (ExpertShape(1024, 4096, gated=False), ExpertShape(4096, 14336, gated=False))
@@ -89,7 +91,7 @@ class Orders:
         self._number = 0
 
     def forward(self, x: Tensor, y: Tensor, segment: Segment, shape: ExpertShape) -> float:
-        """Seconds from the moment that the rows are there."""
+        """Seconds from the moment that the runner has seen that the rows are there."""
         self._number += 1
         there, done = self._flags[0].data_ptr(), self._flags[16].data_ptr()
         order = Order(there, done, self._number, (ctypes.c_int64 * 2)())
@@ -167,7 +169,8 @@ def main() -> None:
     arguments = parse()
     threads = arguments.threads
     torch.set_num_threads(threads)
-    memory = HostSlab("reading", 1, int(arguments.gib * GIB), torch.cuda.is_available())
+    reading = round_up(int(arguments.gib * GIB), ALIGN)
+    memory = HostSlab("reading", 1, reading, torch.cuda.is_available())
     buffer = memory[0]
     orders = Orders(threads)
     # Again after each shape, and the best counts: a limit is what the memory can do, and a moment

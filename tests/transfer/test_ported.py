@@ -110,6 +110,31 @@ def test_an_expert_waits_for_its_own_update_and_holds_up_nobody(bench: Bench) ->
     assert values(bench)[0] == 99
 
 
+def test_who_waits_for_weights_that_change_meanwhile_gets_the_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("overspill.transfer.loader._PIECE", LAYOUT.weight_bytes // 2)
+    monkeypatch.setattr("overspill.transfer.loader.ALIGN", 64)
+    bench = Bench(4, 4, FakeLink())  # nothing arrives, so the last ones are not issued yet
+    bench.target(*((e, e) for e in range(4)))
+    done = threading.Event()
+    waiting = threading.Thread(target=lambda: (bench.await_issued((3, 3)), done.set()), daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    bench.store.write_part(bench.store.entries[3], Part.WEIGHTS, lambda row: row.fill_(50))
+    deadline = time.monotonic() + 10
+    while not done.is_set() and time.monotonic() < deadline:
+        if bench.link.work:
+            bench.link.arrive(1)
+        time.sleep(1e-4)
+    assert done.is_set()
+    assert bench.fresh(3, 3)
+    while bench.link.work:
+        bench.link.arrive(1)
+    assert (bench.slab[3] == 50).all()
+    bench.close()
+
+
 def test_the_recorder_hears_of_all(bench: Bench) -> None:
     bench.target((0, 0))
     bench.await_issued((0, 0))

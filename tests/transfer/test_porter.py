@@ -1,7 +1,9 @@
 """The porter: records arrive whole, most urgent first, with little on its way before it is sure."""
 
 import ctypes
+import os
 import random
+import signal
 import threading
 import time
 from collections import deque
@@ -192,7 +194,9 @@ def test_who_waits_goes_on_when_enough_was_issued(bench: Bench, every: bool) -> 
     done = threading.Event()
 
     def wait() -> None:
-        bench.porter.wait([(3, 4), (4, 5)], every)
+        enough = all if every else any
+        while not enough(bench.porter.issued[slot] == slot + 1 for slot in (3, 4)):
+            bench.porter.wait([(3, 4), (4, 5)], every)
         done.set()
 
     threading.Thread(target=wait, daemon=True).start()
@@ -204,10 +208,46 @@ def test_who_waits_goes_on_when_enough_was_issued(bench: Bench, every: bool) -> 
 def test_an_error_of_the_driver_reaches_who_waits(bench: Bench) -> None:
     bench.link.code = 700
     bench.carry(Want(0, 0, 1))
+    bench.copied()
     with pytest.raises(EngineError, match="700"):
         bench.porter.wait([(0, 1)], every=True)
     with pytest.raises(EngineError, match="700"):
         bench.carry()
+
+
+def test_who_waits_is_told_that_it_was_closed(bench: Bench) -> None:
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            while True:
+                bench.porter.wait([(5, 1)], every=True)
+        except EngineError as error:
+            told.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    bench.porter.close()
+    waiting.join(10)
+    assert "closed" in str(told)
+    with pytest.raises(EngineError, match="closed"):
+        bench.carry()
+    assert bench.porter.take_lines() == ([], 0)
+    bench.porter.close()  # once more does no harm
+
+
+def test_a_forked_child_leaves_as_ever(bench: Bench) -> None:
+    child = os.fork()
+    if child == 0:
+        bench.porter.close()
+        os._exit(7)
+    deadline = time.monotonic() + 10
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if found == (0, 0):
+        os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(found[1]) == 7
 
 
 def test_pieces_are_timed_while_traced(bench: Bench) -> None:
@@ -239,7 +279,7 @@ def test_in_any_order_of_orders_a_slot_ends_with_the_last(seed: int) -> None:
         bench.carry(*orders)
         if numbers.random() < 0.3:
             continue  # given up, perhaps half-way
-        bench.porter.wait([(order.slot, order.number) for order in orders], every=True)
+        bench.porter.settle()
         assert bench.porter.arrival([slot for _, slot in pairs]) is None
         for expert, slot in pairs:
             assert (bench.slots[slot] == expert + 1).all()

@@ -14,6 +14,7 @@ Shapes: R rows sorted by expert, D model, H hidden.
 import ctypes
 import functools
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,6 +139,7 @@ class Runner:
         self._library = _library()
         assert self._library is not None
         self._handle: int | None = self._library.overspill_runner_new()
+        self._process = os.getpid()
 
     @staticmethod
     def takes(
@@ -189,10 +191,10 @@ class Runner:
         return bool(self._library.overspill_runner_wait(self._handle, order.done, order.number))
 
     def close(self) -> None:
-        """Ends the thread, after the order that it is at."""
-        if self._handle is not None and self._library is not None:
-            self._library.overspill_runner_free(self._handle)
-            self._handle = None
+        """Ends the thread, after the order that it is at. A forked child has none."""
+        handle, self._handle = self._handle, None
+        if handle is not None and self._library is not None and os.getpid() == self._process:
+            self._library.overspill_runner_free(handle)
 
 
 _NO_RUNNER = (None, None, 0, None, None)

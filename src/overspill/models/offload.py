@@ -362,7 +362,16 @@ def _close_with(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
     keeper = _Keeper()
     for layer in layers:
         layer.experts.keeper = keeper
-    weakref.finalize(keeper, engine.close)
+    weakref.finalize(keeper, _close, engine)
+
+
+def _close(engine: Engine) -> None:
+    """The collector may run in one of the engine's own threads, which holds what `close` waits
+    for."""
+    if threading.current_thread().name.startswith("overspill-"):
+        threading.Thread(target=engine.close, name="close", daemon=True).start()
+    else:
+        engine.close()
 
 
 def _shown(progress: bool | Progress) -> Progress | None:

@@ -89,6 +89,8 @@ class Job(HostWork):
         """Whether it was that of the next layer, in the same direction, and both are over."""
         if self.phase is not other.phase or self.entered != other.entered + 1:
             return False
+        if abs(self.layer - other.layer) != 1:  # the first one after the last: another batch
+            return False
         return None not in (other.sent, other.taken, self.sent)
 
     def take(self, out_RD: Tensor, dweights_R: Tensor | None = None) -> None:
@@ -405,9 +407,9 @@ class HostExperts:
 
     def close(self) -> None:
         """Ends the threads; after that nobody reads or writes the buffers."""
-        self.recorder.remove_source(self._collect)
         if self._runner is not None:
             self._runner.close()
+        self.recorder.remove_source(self._collect)
         self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

@@ -61,7 +61,7 @@ class Sharing:
         self._ahead: dict[int, tuple[Sequence[float], frozenset[int]]] = {}
         self._costs: dict[tuple[Phase, bool], SplitCosts] = {}
         self._gaps: dict[Phase, float] = {}
-        self._paces: dict[Phase, float] = {}
+        self._paces: dict[tuple[Phase, bool], float] = {}
         self._handover: float | None = None
 
     @property
@@ -174,14 +174,16 @@ class Sharing:
         self._gaps[phase] = before + _LEARN * (seconds - before)
 
     def note_job(self, phase: Phase, tokens: Sequence[int], seconds: float) -> None:
-        """How long the CPU took for experts with so many tokens. What was measured at the beginning
-        holds for cores that nobody else wants; here is what they give now."""
+        """How long the CPU took for experts with so many tokens, gradients of weights not among it.
+        What was measured at the beginning holds for cores that nobody else wants; here is what they
+        give now."""
         if self.costs is None:
             return
-        expected = sum(map(self._measured(phase).cpu, tokens))
+        kind = phase, False
+        expected = sum(map(self._measured(kind).cpu, tokens))
         pace = min(_SLOWEST, seconds / expected)
-        before = self._paces.get(phase, 1.0)
-        self._paces[phase] = before + _LEARN * (pace - before)
+        before = self._paces.get(kind, 1.0)
+        self._paces[kind] = before + _LEARN * (pace - before)
 
     def note_handover(self, seconds: float) -> None:
         """The way to the CPU and back, if not more: the least of late is believed."""
@@ -193,12 +195,18 @@ class Sharing:
     def _forget(self, phase: Phase) -> None:
         if phase in self._gaps:
             self._gaps[phase] *= _FORGET
-        if phase in self._paces:
-            self._paces[phase] += (1 - _FORGET) * (1 - self._paces[phase])
+        kind = self._kind(phase)
+        if kind in self._paces:
+            self._paces[kind] += (1 - _FORGET) * (1 - self._paces[kind])
+
+    def _kind(self, phase: Phase) -> tuple[Phase, bool]:
+        """The direction, and whether gradients of weights are made."""
+        return phase, self.trained and phase is Phase.BACKWARD
 
     def _costs_of(self, phase: Phase) -> SplitCosts:
         assert self.costs is not None
-        known, pace = self._measured(phase), self._paces.get(phase, 1.0)
+        kind = self._kind(phase)
+        known, pace = self._measured(kind), self._paces.get(kind, 1.0)
         handover = self.costs.round_trip if self._handover is None else self._handover
         return replace(
             known,
@@ -207,20 +215,19 @@ class Sharing:
             claim=self._claim(),
         )
 
-    def _measured(self, phase: Phase) -> SplitCosts:
-        key = phase, self.trained
-        known = self._costs.get(key)
+    def _measured(self, kind: tuple[Phase, bool]) -> SplitCosts:
+        known = self._costs.get(kind)
         if known is None:
-            known = self._costs[key] = self._split_costs(phase)
+            known = self._costs[kind] = self._split_costs(*kind)
         return known
 
-    def _split_costs(self, phase: Phase) -> SplitCosts:
+    def _split_costs(self, phase: Phase, trained: bool) -> SplitCosts:
         assert self.costs is not None
         own = self.costs
         cpu, gpu = own.cpu_forward, own.gpu_forward
         if phase is Phase.BACKWARD:
             cpu, gpu = own.cpu_backward, own.gpu_backward
-            if self.trained:
+            if trained:
                 cpu, gpu = own.cpu_train, own.gpu_train
 
         # asked for the same few numbers again and again, in a hurry

@@ -1,6 +1,5 @@
 """Memory taken once: a slab is one allocation cut into equal rows."""
 
-import contextlib
 import ctypes
 import mmap
 from collections.abc import Callable
@@ -18,6 +17,7 @@ Progress = Callable[[str, int, int], None]
 
 _PIECE = 256 << 20
 _TAKERS = 8
+_WIPE_ON_FORK = 18  # Linux' MADV_WIPEONFORK, which Python does not name
 
 
 class HostSlab:
@@ -118,15 +118,18 @@ class HostSlab:
 
 
 def _anonymous(size: int, pinned: bool) -> mmap.mmap:
-    """Pinned memory comes in huge pages where the system gives some: the cores read it at full
-    speed only then, as smaller ones take them longer to find. A forked child does not see it; what
-    is not pinned is shared with it."""
+    """Pinned memory comes in huge pages where the system gives some: smaller ones take the cores
+    longer to find. Such memory is private, so a forked child gets zeros in its place, or all of it
+    would be copied. What is not pinned is shared with a child."""
     if not pinned or not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(advice)
+    try:
+        memory.madvise(_WIPE_ON_FORK)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # an old kernel, or one without huge pages
+        memory.close()
+        return mmap.mmap(-1, size)
     return memory
 
 

@@ -60,6 +60,7 @@ class Recorder:
         self._pending: deque[_Pending] = deque(maxlen=capacity)
         self._counters: dict[str, int] = {}
         self._sources: list[Callable[[], None]] = []
+        self._stopped_ns = 0
         self._base: _Base | None = None
         self._clock_stream: torch.cuda.Stream | None = None
 
@@ -68,7 +69,10 @@ class Recorder:
         self._sources.append(tell)
 
     def remove_source(self, tell: Callable[[], None]) -> None:
-        self._sources.remove(tell)
+        """Asks it a last time; nothing if it is none."""
+        if tell in self._sources:
+            tell()
+            self._sources.remove(tell)
 
     def start(self) -> None:
         """Record from now on. The first device span, or a GPU in use already, sets the clocks."""
@@ -82,9 +86,11 @@ class Recorder:
     def stop(self) -> None:
         """Record no more; what is open or on its way through the GPU is still kept."""
         self.enabled = False
+        self._stopped_ns = time.perf_counter_ns()
 
     def clear(self) -> None:
         """Forget all spans; counters stay."""
+        self._ask_sources()  # what they would tell later is of the past too
         with self._lock:
             self._kept.clear()
             self._pending.clear()
@@ -99,8 +105,10 @@ class Recorder:
             self._keep_host(row, name, start_ns, bytes)
 
     def past_span(self, row: str, name: str, start_ns: int, end_ns: int, bytes: int = 0) -> None:
-        """Something that was timed elsewhere, by the same clock; whoever timed it looks whether
-        the recorder is on."""
+        """Something that was timed elsewhere, by the same clock, while the recorder was on: it may
+        have been stopped since."""
+        if not self.enabled and start_ns > self._stopped_ns:
+            return
         with self._lock:
             now = time.perf_counter_ns()
             self._kept.append((now, Span(row, name, start_ns, end_ns, bytes)))

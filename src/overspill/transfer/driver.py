@@ -134,13 +134,11 @@ def porter_calls(stream: torch.cuda.Stream) -> PorterCalls | None:
     if driver is None or driver.write_number is None or driver.wait_number is None:
         return None
     memory = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    there = stream.cuda_stream, memory.data_ptr(), 1, 0
     with _entered(stream.device):
-        codes = (
-            driver.write_number(stream.cuda_stream, memory.data_ptr(), 1, 0),
-            driver.wait_number(stream.cuda_stream, memory.data_ptr(), 1, 0),
-        )
+        refused = driver.write_number(*there) or driver.wait_number(*there)
     stream.synchronize()
-    return None if any(codes) else PorterCalls(driver, stream)
+    return None if refused else PorterCalls(driver, stream)
 
 
 def event_handle(event: Event | None) -> int | None:

@@ -60,18 +60,17 @@ class PortedLoader(Loader):
 
     def await_issued(self, pairs: Sequence[tuple[Entry, int]], every: bool) -> None:
         enough = all if every else any
-        with self.store.lock:
-            self.store.wait_main(lambda: enough(self._coming(*pair) for pair in pairs))
-            slots = [slot for entry, slot in pairs if self._coming(entry, slot)]
-            if enough(map(self._issued, slots)):
-                return
-            numbers = [(slot, self._porter.orders[slot].number) for slot in slots]
-        self._porter.wait(numbers, every)
+        while True:
+            with self.store.lock:
+                self.store.wait_main(lambda: enough(self._coming(*pair) for pair in pairs))
+                if enough(self.fresh(*pair) for pair in pairs):
+                    return
+                slots = [slot for entry, slot in pairs if self._coming(entry, slot)]
+                numbers = [(slot, self._porter.orders[slot].number) for slot in slots]
+            self._porter.wait(numbers, every)  # and look again: weights may have changed
 
     def set_targets(self, targets: Sequence[Target]) -> None:
         self._wanted = targets
-        for target in targets:
-            self.slots[target.slot].target = target.entry
         dropped = set(self._listed)
         self._list()
         for slot in dropped.difference(self._listed):
@@ -154,9 +153,9 @@ class PortedLoader(Loader):
             recorder.past_span(row, name, line.begin_ns, line.end_ns, line.bytes)
 
     def close(self) -> None:
-        self._tell()
-        self.lane.recorder.remove_source(self._tell)
         super().close()
+        self._porter.stop()
+        self.lane.recorder.remove_source(self._tell)
         self._porter.close()
 
 

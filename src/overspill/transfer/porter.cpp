@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -61,6 +62,9 @@ struct Line {
 };
 
 constexpr size_t MOST_LINES = 1 << 18;
+constexpr size_t MOST_PIECES = 64;  // on their way
+constexpr std::chrono::milliseconds MOMENT(100);
+constexpr int LATER = -1, CLOSED = -2;  // beside the driver's errors, which are positive
 constexpr long PAUSE_NS = 20000;  // a piece takes several times as long
 
 int64_t now_ns() {
@@ -90,9 +94,10 @@ class Porter {
           slots(n_slots),
           thread(&Porter::work, this) {}
 
-    ~Porter() {
+    // Ends the thread; whoever waits is told.
+    void stop() {
         {
-            const std::lock_guard<std::mutex> guard(lock);
+            const Visit visit(*this);
             closed = true;
         }
         changed.notify_all();
@@ -105,8 +110,9 @@ class Porter {
     // may be on their way when another piece is issued.
     int carry(const Order* orders, const int32_t* items, int64_t count, int64_t guesses,
               int64_t sures, bool trace) {
+        int found = 0;
         {
-            const std::lock_guard<std::mutex> guard(lock);
+            const Visit visit(*this);
             list.clear();
             for (int64_t i = 0; i < count; ++i) {
                 const int32_t slot = items[2 * i];
@@ -117,32 +123,30 @@ class Porter {
             guess_limit = guesses;
             sure_limit = sures;
             tracing = trace;
+            found = error;
         }
         changed.notify_all();
-        return error;
+        return found;
     }
 
-    // Blocks until one of these orders (or `all`) has been issued.
+    // Waits until one of these orders (or `all`), or a later one for the same slot, has been
+    // issued, but no longer than a moment: the caller may have other reasons to give up.
     int wait(const int32_t* at, const uint64_t* numbers, int64_t count, bool all) {
-        std::unique_lock<std::mutex> guard(lock);
-        progress.wait(guard, [&] {
+        return await([&] {
             int64_t found = 0;
-            for (int64_t i = 0; i < count; ++i) found += issued[at[i]] == numbers[i];
-            return closed || error || (all ? found == count : found > 0);
+            for (int64_t i = 0; i < count; ++i) found += issued[at[i]] >= numbers[i];
+            return all ? found == count : found > 0;
         });
-        return error;
     }
 
-    // Blocks until nothing is left to issue.
+    // The same until nothing is left to issue.
     int settle() {
-        std::unique_lock<std::mutex> guard(lock);
-        progress.wait(guard, [&] { return closed || error || list.empty(); });
-        return error;
+        return await([&] { return list.empty(); });
     }
 
     // What was traced and has ended since it was asked for last.
     int64_t take_lines(Line* out, int64_t most, int64_t* bytes) {
-        const std::lock_guard<std::mutex> guard(lock);
+        const Visit visit(*this);
         *bytes = carried;
         carried = 0;
         const int64_t count = std::min<int64_t>(most, lines.size());
@@ -152,6 +156,28 @@ class Porter {
     }
 
   private:
+    // The lock, for others than the porter's thread: it lets them in before its next piece.
+    struct Visit {
+        explicit Visit(Porter& porter) : porter(porter), guard(porter.lock, std::defer_lock) {
+            ++porter.visitors;
+            guard.lock();
+            --porter.visitors;
+        }
+        Porter& porter;
+        std::unique_lock<std::mutex> guard;
+    };
+
+    template <class Done>
+    int await(const Done& done) {
+        Visit visit(*this);
+        bool is_done = false;
+        progress.wait_for(visit.guard, MOMENT, [&] {
+            is_done = done();
+            return is_done || closed || error;
+        });
+        return error ? int(error) : is_done ? 0 : closed ? CLOSED : LATER;
+    }
+
     void work() {
         // sleeps are short here: by default the kernel may make them 50 us longer
 #ifdef __linux__
@@ -164,19 +190,24 @@ class Porter {
             const bool left = !list.empty() && !error;
             if (left && !crowded(list.front())) {
                 issue(list.front());
-            } else if (left || (tracing && !on_their_way.empty())) {
+            } else if (left || (traced > 0 && !error)) {
                 guard.unlock();
                 pause();
                 guard.lock();
             } else {
                 changed.wait(guard);
             }
+            while (visitors > 0) {
+                guard.unlock();
+                std::this_thread::yield();
+                guard.lock();
+            }
         }
     }
 
     // Without the lock. Traced, it looks out for pieces that begin or end.
     void pause() {
-        if (!tracing) {
+        if (traced == 0) {
             const timespec time{0, PAUSE_NS};
             nanosleep(&time, nullptr);
             return;
@@ -202,12 +233,14 @@ class Porter {
                 lines.push_back({one.tag, one.bytes, one.begun_ns ? one.begun_ns : end, end});
             }
             bytes_on_their_way -= one.bytes;
+            traced -= one.traced;
             on_their_way.pop_front();
         }
     }
 
     bool crowded(const Item& item) const {
-        return bytes_on_their_way > (item.sure ? sure_limit : guess_limit);
+        return bytes_on_their_way > (item.sure ? sure_limit : guess_limit) ||
+               on_their_way.size() >= MOST_PIECES;
     }
 
     // Under the lock: the next piece of the most urgent order.
@@ -227,6 +260,7 @@ class Porter {
         check(calls.write(stream, address(&counters[0]), sequence, 0));
         on_their_way.push_back({sequence, bytes, order.tag, 0, tracing});
         bytes_on_their_way += bytes;
+        traced += tracing;
         carried += bytes;
         slot.filled += bytes;
         if (slot.filled == record || error) {
@@ -242,7 +276,9 @@ class Porter {
     static uint64_t address(const uint64_t* number) { return reinterpret_cast<uint64_t>(number); }
 
     void check(int code) {
-        if (code && !error) error = code;
+        if (!code || error) return;
+        error = code;
+        progress.notify_all();
     }
 
     const Calls calls;
@@ -258,8 +294,10 @@ class Porter {
     std::vector<Line> lines;
     int64_t bytes_on_their_way = 0, carried = 0, guess_limit = 0, sure_limit = 0;
     uint64_t sequence = 0;
-    std::atomic<bool> tracing{false};
+    bool tracing = false;
+    std::atomic<int> traced{0};  // pieces on their way
     std::atomic<int> error{0};
+    std::atomic<int> visitors{0};
     bool closed = false;
     std::thread thread;  // last: it begins when all else is there
 };
@@ -274,6 +312,9 @@ void* overspill_porter_new(const Calls* calls, void* context, void* stream, int6
     return new Porter(*calls, context, stream, n_slots, record, piece, counters, issued, ends);
 }
 
+void overspill_porter_stop(void* porter) { static_cast<Porter*>(porter)->stop(); }
+
+// After `stop`, when nobody is inside any more.
 void overspill_porter_free(void* porter) { delete static_cast<Porter*>(porter); }
 
 int overspill_porter_carry(void* porter, const Order* orders, const int32_t* items, int64_t count,

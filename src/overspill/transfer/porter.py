@@ -8,6 +8,8 @@ that launches kernels has to wait for it, thousands of times a second.
 import array
 import ctypes
 import functools
+import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from overspill.transfer.driver import PorterCalls
 from overspill.transfer.lanes import Mark
 
 _MOST_LINES = 4096
+_LATER, _CLOSED = -1, -2  # as in porter.cpp
 
 
 class Order(ctypes.Structure):
@@ -89,6 +92,9 @@ class Porter:
         assert library is not None
         self._library = library
         self._calls = calls
+        self._lock = threading.Lock()
+        self._inside = 0  # calls that may still be at it
+        self._process, self._stopped = os.getpid(), False
         counters = torch.zeros(2, dtype=torch.int64)
         self._memory = counters.pin_memory() if calls.pinned else counters
         self._counters = (ctypes.c_uint64 * 2).from_address(self._memory.data_ptr())
@@ -126,41 +132,65 @@ class Porter:
         packed = array.array("i", items)
         address, _ = packed.buffer_info()
         args = self.orders, address, len(packed) // 2, *limits, trace
-        self._check(self._library.overspill_porter_carry(self._porter, *args))
+        self._call("carry", *args)
 
     def wait(self, orders: Sequence[tuple[int, int]], every: bool) -> None:
-        """Blocks until one of these (slot, number), or `every` one, has been issued."""
+        """Waits until one of these (slot, number), or `every` one, or a later one for the slot, has
+        been issued; a moment at most, so that the caller can look whether he still wants it."""
         slots = (ctypes.c_int32 * len(orders))(*(slot for slot, _ in orders))
         numbers = (ctypes.c_uint64 * len(orders))(*(number for _, number in orders))
-        args = slots, numbers, len(orders), every
-        self._check(self._library.overspill_porter_wait(self._porter, *args))
+        self._call("wait", slots, numbers, len(orders), every)
 
     def settle(self) -> None:
         """Blocks until all that was ordered has been issued."""
-        self._check(self._library.overspill_porter_settle(self._porter))
+        while self._call("settle") == _LATER:
+            pass
+
+    def _call(self, name: str, *args: object) -> int:
+        with self._lock:
+            porter = self._porter
+            if porter is None:
+                raise EngineError("the engine was closed")
+            self._inside += 1
+        try:
+            code = int(getattr(self._library, f"overspill_porter_{name}")(porter, *args))
+        finally:
+            with self._lock:
+                self._inside -= 1
+        if code == _CLOSED:
+            raise EngineError("the engine was closed while it was waited for")
+        if code > 0:
+            raise EngineError(f"the CUDA driver could not upload experts: error {code}")
+        return code
 
     def take_lines(self) -> tuple[list[Line], int]:
         """The pieces that were traced, and the bytes carried, since the last time."""
         found: list[Line] = []
-        total = 0
-        while self._porter is not None:
-            lines, size = (Line * _MOST_LINES)(), ctypes.c_int64()
-            args = lines, _MOST_LINES, ctypes.byref(size)
-            count = self._library.overspill_porter_lines(self._porter, *args)
-            found += lines[:count]
-            total += size.value
-            if count < _MOST_LINES:
-                break
+        total, count = 0, _MOST_LINES
+        with self._lock:  # nobody frees it meanwhile
+            while self._porter is not None and count == _MOST_LINES:
+                lines, size = (Line * _MOST_LINES)(), ctypes.c_int64()
+                args = lines, _MOST_LINES, ctypes.byref(size)
+                count = self._library.overspill_porter_lines(self._porter, *args)
+                found += lines[:count]
+                total += size.value
         return found, total
 
-    def close(self) -> None:
-        if self._porter is not None:
-            self._library.overspill_porter_free(self._porter)
-            self._porter = None
+    def stop(self) -> None:
+        """Ends the thread; what it has carried can still be asked for. In a forked child there is
+        none, and nothing to end."""
+        if self._porter is not None and not self._stopped and os.getpid() == self._process:
+            self._stopped = True
+            self._library.overspill_porter_stop(self._porter)
 
-    def _check(self, code: int) -> None:
-        if code:
-            raise EngineError(f"the CUDA driver could not upload experts: error {code}")
+    def close(self) -> None:
+        self.stop()
+        with self._lock:
+            porter, self._porter = self._porter, None
+        while self._inside:  # whoever waits has been told
+            time.sleep(1e-4)
+        if porter is not None and os.getpid() == self._process:
+            self._library.overspill_porter_free(porter)
 
 
 @functools.cache
@@ -172,6 +202,7 @@ def porter_library() -> ctypes.CDLL | None:
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     types: dict[str, tuple[Any, list[Any]]] = {
         "new": (pointer, [pointer, pointer, pointer, size, size, size, pointer, pointer, pointer]),
+        "stop": (None, [pointer]),
         "free": (None, [pointer]),
         "carry": (flag, [pointer, pointer, pointer, size, size, size, flag]),
         "wait": (flag, [pointer, pointer, pointer, size, flag]),
