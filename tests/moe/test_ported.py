@@ -22,9 +22,7 @@ pytestmark = pytest.mark.skipif(porter_library() is None, reason="no C++ compile
 
 TASKS = {
     "plain": Task(steps=8),
-    "clipped, accumulated, checkpointed": Task(
-        steps=6, clip=0.5, micro_batches=2, checkpoint=True
-    ),
+    "clipped, accumulated, checkpointed": Task(steps=6, clip=0.5, micro_batches=2, checkpoint=True),
     "an expert without tokens": Task(steps=8, starve=True, weight_decay=3.0),
 }
 
