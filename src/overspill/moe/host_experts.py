@@ -201,7 +201,6 @@ class HostExperts:
         hyper: AdamHyper | None = None,
     ) -> Job:
         """A new job; the runner gets its order before the rows are there, so that it is awake."""
-        self._collect()
         self._leave_nobody_behind()
         ends = list(itertools.accumulate(layer_pass.counts[i] for i in sorted(layer_pass.on_host)))
         places = dict(
@@ -284,6 +283,7 @@ class HostExperts:
             signal(torch.cuda.current_stream(self.device), job.order.there, job.order.number)
         else:
             self._host.there.view(torch.int32).fill_(_signed(job.order.number))
+        self._collect()  # now that the CPU is busy
         return job
 
     def _await(self, job: Job) -> None:
