@@ -2,6 +2,8 @@
 
 import gc
 import math
+import queue
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from overspill.core.errors import OrderError
 from overspill.core.experts import ExpertId
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
+from overspill.models.offload import _close
 from tests.moe.oracle import Task, adamw, loss_of, spilled, threads_left, train_step
 
 CONFIG = GPTConfig(
@@ -194,3 +197,19 @@ def test_switching_clipping_between_backward_and_step_is_refused(tmp_path: Path)
         optimizer.max_grad_norm = None
         with pytest.raises(OrderError, match="after step"):
             optimizer.step()
+
+
+def test_an_engine_collected_in_one_of_its_own_threads_is_closed_by_another() -> None:
+    """Such a thread may hold the lock that `close` waits for."""
+    closed_by: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    class Engine:
+        def close(self) -> None:
+            closed_by.put(threading.current_thread().name)
+
+    for name in ("overspill-loader", "somebody"):
+        thread = threading.Thread(target=_close, args=(Engine(),), name=name)
+        thread.start()
+        thread.join()
+        found = closed_by.get(timeout=10)
+        assert (found == name) == (name == "somebody")

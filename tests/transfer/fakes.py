@@ -75,3 +75,17 @@ def wait_until(store: ExpertStore, ready: object, entry: Entry | None = None) ->
         done = store.wake_main.wait_for(lambda: store.error is not None or ready(), 10)  # type: ignore[operator]
         store.raise_error()
         assert done, f"nothing came of it: {entry.id if entry else ''}"
+
+
+def value_of(entry: Entry) -> int:
+    """What the weights of its version are filled with."""
+    return (entry.number + 1 + 7 * entry.version) % 256
+
+
+def rewrite(store: ExpertStore, entries: list[Entry]) -> None:
+    """As the optimizer ends its updates."""
+    for entry in entries:
+        store.host(entry, Part.WEIGHTS).fill_(value_of(entry))
+        with store.lock:
+            entry.stale = False
+            store.wake_loader.notify()

@@ -12,11 +12,20 @@ from torch import Tensor
 
 from overspill.core.errors import EngineError
 from overspill.tiers.slab import device_slab
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.store import Part
 from overspill.trace.recorder import Recorder
 from overspill.transfer.lanes import Lane, Mark
 from overspill.transfer.loader import Loader, Target
-from tests.transfer.fakes import CPU, LAYOUT, GatedLane, GatedMark, host_store, wait_until
+from tests.transfer.fakes import (
+    CPU,
+    LAYOUT,
+    GatedLane,
+    GatedMark,
+    host_store,
+    rewrite,
+    value_of,
+    wait_until,
+)
 
 
 class Bench:
@@ -219,28 +228,16 @@ def test_under_late_copies_and_updates_a_fresh_slot_holds_the_weights_of_now(
             for entry in updated:
                 entry.stale, entry.version = True, entry.version + 1
         bench.target(*pairs)
-        updates = threading.Thread(target=_rewrite, args=(bench.store, updated))
+        updates = threading.Thread(target=rewrite, args=(bench.store, updated))
         updates.start()
         for expert, slot in pairs[: numbers.randrange(1, 4)]:
             bench.await_fresh((expert, slot))
             entry = bench.store.entries[expert]
-            expected = torch.full_like(bench.slab[slot], _value(entry))
+            expected = torch.full_like(bench.slab[slot], value_of(entry))
             assert torch.equal(bench.slab[slot], expected)
         updates.join()
     bench.loader.close()
     bench.store.close()
-
-
-def _value(entry: Entry) -> int:
-    return (entry.number + 1 + 7 * entry.version) % 256
-
-
-def _rewrite(store: ExpertStore, entries: list[Entry]) -> None:
-    for entry in entries:
-        store.host(entry, Part.WEIGHTS).fill_(_value(entry))
-        with store.lock:
-            entry.stale = False
-            store.wake_loader.notify()
 
 
 # -- guesses and what is urgent ---------------------------------------------------------------

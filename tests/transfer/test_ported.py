@@ -11,13 +11,13 @@ import torch
 from overspill.core.experts import ExpertShape
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import device_slab
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.store import ExpertStore, Part
 from overspill.trace.recorder import Recorder
 from overspill.transfer.lanes import PASSED, Lane, compute_mark, compute_waits
 from overspill.transfer.loader import Target
 from overspill.transfer.ported import PortedLoader, new_loader
 from overspill.transfer.porter import porter_library
-from tests.transfer.fakes import CPU, LAYOUT, host_store
+from tests.transfer.fakes import CPU, LAYOUT, host_store, rewrite, value_of
 from tests.transfer.test_porter import FakeLink
 
 pytestmark = pytest.mark.skipif(porter_library() is None, reason="no C++ compiler")
@@ -180,18 +180,6 @@ class LateLink(FakeLink):
         self._thread.join()
 
 
-def _value(entry: Entry) -> int:
-    return (entry.number + 1 + 7 * entry.version) % 256
-
-
-def _rewrite(store: ExpertStore, entries: list[Entry]) -> None:
-    for entry in entries:
-        store.host(entry, Part.WEIGHTS).fill_(_value(entry))
-        with store.lock:
-            entry.stale = False
-            store.wake_loader.notify()
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_under_late_copies_and_updates_a_fresh_slot_gets_the_weights_of_now(
@@ -209,14 +197,14 @@ def test_under_late_copies_and_updates_a_fresh_slot_gets_the_weights_of_now(
             for entry in updated:
                 entry.stale, entry.version = True, entry.version + 1
         bench.target(*pairs, sure=numbers.random() < 0.5)
-        updates = threading.Thread(target=_rewrite, args=(bench.store, updated))
+        updates = threading.Thread(target=rewrite, args=(bench.store, updated))
         updates.start()
         for expert, slot in pairs[: numbers.randrange(1, 4)]:
             bench.await_issued((expert, slot))
             assert bench.fresh(expert, slot)
             for mark in bench.loader.ends([slot]):
                 mark.wait()
-            expected = torch.full_like(bench.slab[slot], _value(bench.store.entries[expert]))
+            expected = torch.full_like(bench.slab[slot], value_of(bench.store.entries[expert]))
             assert torch.equal(bench.slab[slot], expected)
         updates.join()
     assert bench.loader.slots[0].free is PASSED
@@ -234,7 +222,7 @@ def test_on_a_gpu_who_waits_for_the_arrival_reads_the_weights_of_now(seed: int) 
     store = ExpertStore(1, 12, layout, 12, 0, pinned=True)
     store.settle()
     for entry in store.entries:
-        store.host(entry, Part.WEIGHTS).fill_(_value(entry))
+        store.host(entry, Part.WEIGHTS).fill_(value_of(entry))
     slab = device_slab(6, layout.weight_bytes, device)
     loader = new_loader(store, slab, Lane("upload", device, Recorder(device=device), None), 6)
     assert isinstance(loader, PortedLoader)
@@ -248,7 +236,7 @@ def test_on_a_gpu_who_waits_for_the_arrival_reads_the_weights_of_now(seed: int) 
                 entry.stale, entry.version = True, entry.version + 1
             sure = numbers.random() < 0.5
             loader.set_targets([Target(store.entries[e], s, "real", sure) for e, s in pairs])
-        updates = threading.Thread(target=_rewrite, args=(store, updated))
+        updates = threading.Thread(target=rewrite, args=(store, updated))
         updates.start()
         used = pairs[: numbers.randrange(7)]
         for expert, slot in used:
@@ -259,7 +247,7 @@ def test_on_a_gpu_who_waits_for_the_arrival_reads_the_weights_of_now(seed: int) 
                 torch.cuda._sleep(20_000)
                 found.append(slab[slot][:: 1 << 16].clone())
                 loader.slots[slot].free = compute_mark(device)
-            expected.append(_value(store.entries[expert]))
+            expected.append(value_of(store.entries[expert]))
         updates.join()
     loader.settle()
     loader.close()

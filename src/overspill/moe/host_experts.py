@@ -240,7 +240,7 @@ class HostExperts:
         with self.store.lock:
             for index, place in job.places.items():
                 entry = self.store.entry(ExpertId(job.layer, index))
-                if not _readable(entry):
+                if not entry.readable:
                     return None
                 record = self._records.get(entry.number)
                 if record is None:
@@ -377,8 +377,8 @@ class HostExperts:
         with self.store.lock:
             if self.stager is not None:
                 self.stager.pump()
-            self.store.wait_main(lambda: any(map(_readable, entries)))
-            ready = [entry for entry in entries if _readable(entry)]
+            self.store.wait_main(lambda: any(entry.readable for entry in entries))
+            ready = [entry for entry in entries if entry.readable]
             group = ready[:1] if job.need_dw else ready
             for entry in group:
                 entry.queued += 1  # from here on the row stays, whoever asks for one
@@ -421,7 +421,3 @@ class HostExperts:
 def _signed(number: int) -> int:
     """The same 32 bits, as torch has them."""
     return number - (1 << 32) if number >= 1 << 31 else number
-
-
-def _readable(entry: Entry) -> bool:
-    return not entry.stale and entry.row is not None and bool(entry.have & Part.WEIGHTS)

@@ -1,6 +1,7 @@
 """Memory taken once: a slab is one allocation cut into equal rows."""
 
 import ctypes
+import logging
 import mmap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,6 +12,8 @@ from torch import Tensor
 from overspill.core.errors import BudgetError
 from overspill.core.sizes import format_size
 from overspill.tiers.layout import ALIGN
+
+log = logging.getLogger("overspill")
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, bytes done, bytes in all) while a long job goes on."""
@@ -127,7 +130,8 @@ def _anonymous(size: int, pinned: bool) -> mmap.mmap:
     try:
         memory.madvise(_WIPE_ON_FORK)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # an old kernel, or one without huge pages
+    except OSError as error:  # an old kernel, or one without huge pages
+        log.info("no huge pages for pinned memory (%s): the cores read it a little slower", error)
         memory.close()
         return mmap.mmap(-1, size)
     return memory

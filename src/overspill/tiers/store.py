@@ -65,6 +65,11 @@ class Entry:
         self.upload: Reader | None = None  # the last copy that read the row
         self.last_use = 0
 
+    @property
+    def readable(self) -> bool:
+        """Whether its weights of now lie in a host row."""
+        return not self.stale and self.row is not None and bool(self.have & Part.WEIGHTS)
+
 
 class ExpertStore:
     """Host rows and disk records of all experts.

@@ -132,13 +132,17 @@ def porter_calls(stream: torch.cuda.Stream) -> PorterCalls | None:
     """None if this driver's streams do not write and wait for numbers of 64 bits; tries it."""
     driver = _driver()
     if driver is None or driver.write_number is None or driver.wait_number is None:
+        _log.warning("this CUDA driver's streams know no numbers: Python issues uploads (slower)")
         return None
     memory = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     there = stream.cuda_stream, memory.data_ptr(), 1, 0
     with _entered(stream.device):
         refused = driver.write_number(*there) or driver.wait_number(*there)
     stream.synchronize()
-    return None if refused else PorterCalls(driver, stream)
+    if refused:
+        _log.warning("streams know no numbers here (error %s): Python issues uploads", refused)
+        return None
+    return PorterCalls(driver, stream)
 
 
 def event_handle(event: Event | None) -> int | None:

@@ -134,8 +134,7 @@ class Loader:
             self._targets.popleft()
         for target in self._targets:
             entry = target.entry
-            ready = not entry.stale and entry.have & Part.WEIGHTS and entry.row is not None
-            if ready and not self.fresh(entry, target.slot):
+            if entry.readable and not self.fresh(entry, target.slot):
                 return target
         return None
 

@@ -84,7 +84,7 @@ class PortedLoader(Loader):
     def idle(self) -> bool:
         """Under the lock: whether every upload that is possible has been ordered."""
         return self._closed or not any(
-            _ready(target.entry) and not self._coming(target.entry, target.slot)
+            target.entry.readable and not self._coming(target.entry, target.slot)
             for target in self._wanted
         )
 
@@ -99,7 +99,7 @@ class PortedLoader(Loader):
             if slot.holds is entry and slot.version == entry.version:
                 if issued[number] == orders[number].number:
                     continue
-            elif _ready(entry):
+            elif entry.readable:
                 self._order(target)
             else:
                 continue
@@ -157,7 +157,3 @@ class PortedLoader(Loader):
         self._porter.stop()
         self.lane.recorder.remove_source(self._tell)
         self._porter.close()
-
-
-def _ready(entry: Entry) -> bool:
-    return not entry.stale and bool(entry.have & Part.WEIGHTS) and entry.row is not None

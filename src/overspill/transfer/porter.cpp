@@ -158,12 +158,11 @@ class Porter {
   private:
     // The lock, for others than the porter's thread: it lets them in before its next piece.
     struct Visit {
-        explicit Visit(Porter& porter) : porter(porter), guard(porter.lock, std::defer_lock) {
+        explicit Visit(Porter& porter) : guard(porter.lock, std::defer_lock) {
             ++porter.visitors;
             guard.lock();
             --porter.visitors;
         }
-        Porter& porter;
         std::unique_lock<std::mutex> guard;
     };
 

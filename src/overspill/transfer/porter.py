@@ -167,6 +167,8 @@ class Porter:
         """The pieces that were traced, and the bytes carried, since the last time."""
         found: list[Line] = []
         total, count = 0, _MOST_LINES
+        if self._is_child():
+            return found, total
         with self._lock:  # nobody frees it meanwhile
             while self._porter is not None and count == _MOST_LINES:
                 lines, size = (Line * _MOST_LINES)(), ctypes.c_int64()
@@ -177,20 +179,28 @@ class Porter:
         return found, total
 
     def stop(self) -> None:
-        """Ends the thread; what it has carried can still be asked for. In a forked child there is
-        none, and nothing to end."""
-        if self._porter is not None and not self._stopped and os.getpid() == self._process:
-            self._stopped = True
+        """Ends the thread; what it has carried can still be asked for."""
+        if self._is_child():
+            return
+        with self._lock:
+            first, self._stopped = not self._stopped, True
+        if first:
             self._library.overspill_porter_stop(self._porter)
 
     def close(self) -> None:
         self.stop()
+        if self._is_child():
+            return
         with self._lock:
             porter, self._porter = self._porter, None
         while self._inside:  # whoever waits has been told
             time.sleep(1e-4)
-        if porter is not None and os.getpid() == self._process:
+        if porter is not None:
             self._library.overspill_porter_free(porter)
+
+    def _is_child(self) -> bool:
+        """Forked, and so without the thread; its locks may be held for ever."""
+        return os.getpid() != self._process
 
 
 @functools.cache
