@@ -96,8 +96,8 @@ def compute_waits(device: torch.device, mark: Mark) -> None:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A few numbers of the compute stream, once they are known. Through pinned memory and an event:
-    a plain copy keeps other threads from issuing theirs while it waits."""
+    """A few numbers of the compute stream, once they are known. Through pinned memory and an event
+    of our own; what a blocking copy holds while it waits is the driver's secret."""
     if tensor.device.type != "cuda":
         return tensor
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
