@@ -54,6 +54,7 @@ SIZES = [
     (300, 129, (2, 33)),
     (37, 256, (64, 0, 49, 48)),
     (1, 1, (2,)),
+    (16, 3000, (9, 2)),
 ]
 
 
@@ -221,12 +222,16 @@ def test_any_number_of_threads_gives_the_same_bits(
 @every_isa
 @every_dtype
 @gated_or_not
-def test_tasks_of_any_height_give_the_same_bits(isa: int, dtype: torch.dtype, gated: bool) -> None:
+@pytest.mark.parametrize("counts", [(140,), (2,), (4,), (1, 9)])
+def test_tasks_of_any_height_give_the_same_bits(
+    isa: int, dtype: torch.dtype, gated: bool, counts: tuple[int, ...]
+) -> None:
     # With one thread and many rows, tasks of forward are four tiles high; with three, one or two.
-    group = Group.make(ExpertShape(520, 1030, gated), (140,), dtype)
+    group = Group.make(ExpertShape(520, 1030, gated), counts, dtype)
     high = compute(group, isa, threads=1)
     high.assert_near(by_waves(group.wide()), 2 * TOLERANCE[dtype])
-    compute(group, isa, threads=3).assert_equal(high)
+    for threads in (3, 16):
+        compute(group, isa, threads).assert_equal(high)
 
 
 @needs_native

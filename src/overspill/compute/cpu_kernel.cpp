@@ -9,7 +9,8 @@
 //     nn  C = A B     of tokens with rows of weights, the sum running over these rows
 //     tn  C = A^T B   of two sets of tokens: the gradient of weights
 // written twice: with vectors of the compiler, compiled once for each instruction set, and with the
-// tiles of AMX. The best that the CPU has is taken at run time, not at build time.
+// tiles of AMX. The best that the CPU has is taken at run time, not at build time; a handful of
+// tokens goes by vectors in any case.
 //
 // Sums are float32 and rounded where compute/experts.py rounds. What is summed in which order
 // depends on the sizes of a segment alone, never on threads or on the group around it.
@@ -63,15 +64,15 @@ Kernel kernel_for(int isa, bool bf16) {
 }
 
 // Gives a segment its arrays from `at` on, and moves `at` behind them.
-void lay_out(const Job& job, Segment& own, bool packs, char*& at) {
-    const int64_t rows = packs ? padded(own.rows, TILE) : own.rows, wide = padded(job.d, STEP);
+void lay_out(const Job& job, Segment& own, char*& at) {
+    const int64_t rows = own.packed ? padded(own.rows, TILE) : own.rows, wide = padded(job.d, STEP);
     const int64_t steps = padded(own.rows, STEP), blocks = job.blocks();
-    if (packs) own.x_tiles = cut_array<char>(at, rows * wide * 2);
+    if (own.packed) own.x_tiles = cut_array<char>(at, rows * wide * 2);
     if (!job.backward) {
         own.a = cut_array<char>(at, rows * padded(job.h, STEP) * job.item);
         return;
     }
-    if (packs) {
+    if (own.packed) {
         own.dy = cut_array<uint16_t>(at, rows * wide);
         own.dy_turned = cut_array<uint16_t>(at, job.gradients ? wide * steps : 0);
         own.x_pairs = cut_array<uint32_t>(at, job.gradients ? wide * steps / 2 : 0);
@@ -84,30 +85,35 @@ void lay_out(const Job& job, Segment& own, bool packs, char*& at) {
         own.dh = cut_array<char>(at, job.gates() * rows * padded(job.h, BLOCK) * job.item);
 }
 
-// How many rows of weights are one task in forward: with few tokens as many as make long streams of
-// them, with many as share the loads of tokens. But every thread should get several tasks, and what
-// is fetched ahead must fit the second cache. Nothing here changes a result.
+// How many rows of weights are one task in forward: with few tokens some long streams of them, with
+// many as share the loads of tokens. But every thread should get several tasks, and what is fetched
+// ahead must fit the second cache. Nothing here changes a result.
 void choose_heights(Job& job, const std::vector<Segment>& segments, int threads) {
-    int64_t rows = 0;
-    for (const Segment& own : segments) rows = most(rows, own.rows);
+    int64_t rows = 0, streams = STREAMS;
+    for (const Segment& own : segments) {
+        rows = most(rows, own.rows);
+        if (own.packed) streams = TILE;
+    }
     auto tall = [&](int64_t height, int64_t row_bytes, int64_t gates) {
-        const int64_t wanted = rows > 128         ? MAX_TALL
-                               : rows > FEW_ROWS ? 2
-                                                 : least(MAX_TALL, pieces(STREAM, row_bytes));
-        int64_t tiles = 1;
-        while (2 * tiles <= wanted) {
-            const int64_t tasks = int64_t(segments.size()) * height / (2 * tiles * TILE);
-            const int64_t bytes = 2 * tiles * TILE * gates * row_bytes;
-            if (tasks < 4 * threads || bytes > MAX_AHEAD) break;
-            tiles *= 2;
+        const int64_t wanted = rows > 128        ? MAX_TALL * TILE
+                               : rows > FEW_ROWS ? 2 * TILE
+                                                 : streams * pieces(STREAM, row_bytes);
+        const int64_t high = least(wanted, MAX_TALL * TILE);
+        int64_t found = streams;
+        while (2 * found <= high) {
+            const int64_t tasks = int64_t(segments.size()) * height / (2 * found);
+            if (tasks < 4 * threads || 2 * found * gates * row_bytes > MAX_AHEAD) break;
+            found *= 2;
         }
-        return tiles * TILE;
+        return found;
     };
     job.tall_in = tall(job.h, job.d * job.item, job.gates());
     job.tall_out = tall(job.d, job.h * job.item, 1);
 }
 
 void run_job(Job& job, std::vector<Segment>& segments, const Kernel& kernel, int threads) {
+    for (Segment& own : segments)
+        own.packed = kernel.packs && (job.backward || own.rows > HANDFUL);
     choose_heights(job, segments, threads);
     size_t done = 0;
     while (done < segments.size()) {
@@ -115,14 +121,14 @@ void run_job(Job& job, std::vector<Segment>& segments, const Kernel& kernel, int
         std::vector<Segment> part;
         for (; done < segments.size(); ++done) {
             char* size = nullptr;
-            lay_out(job, segments[done], kernel.packs, size);
+            lay_out(job, segments[done], size);
             const int64_t more = reinterpret_cast<intptr_t>(size);
             if (!part.empty() && bytes + more > MAX_SCRATCH) break;
             bytes += more;
             part.push_back(segments[done]);
         }
         char* at = group_scratch.take(bytes);
-        for (Segment& own : part) lay_out(job, own, kernel.packs, at);
+        for (Segment& own : part) lay_out(job, own, at);
         run_tasks(job, part, kernel, threads);
         for (const Segment& own : part) {
             if (!own.squares) continue;

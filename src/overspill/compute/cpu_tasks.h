@@ -10,6 +10,7 @@ struct Segment {
     const void* record;
     void* gradient;
     int64_t start, rows;
+    bool packed;           // for the tiles of AMX, which compute it
     double* squares;       // of the whole gradient, or null
     char* x_tiles;         // AMX: x, packed for nt
     char* a;               // forward: the activation; AMX: packed for nt
@@ -67,8 +68,8 @@ struct Run {
 
 constexpr int PHASES = 3;
 
-int64_t tasks_of(const Job& job, const Segment& own, int phase, bool packs) {
-    if (phase == 0) return packs ? pieces(own.rows, TILE) : 0;
+int64_t tasks_of(const Job& job, const Segment& own, int phase) {
+    if (phase == 0) return own.packed ? pieces(own.rows, TILE) : 0;
     if (own.rows == 0 && !job.gradients) return 0;
     if (!job.backward) {
         return phase == 1 ? pieces(padded(job.h, STEP), job.tall_in) : pieces(job.d, job.tall_out);
@@ -289,7 +290,7 @@ void run_tasks(const Job& job, std::vector<Segment>& segments, const Kernel& ker
             run.phase = phase;
             run.own = &segments[s];
             run.first = total;
-            run.left = tasks_of(job, segments[s], phase, kernel.packs);
+            run.left = tasks_of(job, segments[s], phase);
             run.before = phase > 0 ? &runs[(phase - 1) * segments.size() + s] : nullptr;
             total += run.left;
         }

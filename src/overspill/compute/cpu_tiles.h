@@ -40,10 +40,17 @@ struct Sums {
     int64_t stride;
 };
 
-// sums[2 tiles][2 tiles] (+)= a b over `steps` tiles along the sum; each fetches `lines` lines.
+// What each step of a product fetches: some lines of other weights, and its own `a` so many lines
+// ahead.
+struct Fetch {
+    Ahead* other = nullptr;
+    int64_t lines = 0, near = 0;
+};
+
+// sums[2 tiles][2 tiles] (+)= a b over `steps` tiles along the sum.
 template <bool TWO_A, bool TWO_B>
 TARGET_AMX void multiply_tiles(const Tiles& a, const Tiles& b, int64_t steps, const Sums& sums,
-                               bool add, Ahead* ahead, int64_t lines) {
+                               bool add, const Fetch& fetch) {
     float *c = sums.c, *below = sums.below;
     const int64_t c_bytes = sums.stride * 4;
     if (add) {
@@ -62,7 +69,10 @@ TARGET_AMX void multiply_tiles(const Tiles& a, const Tiles& b, int64_t steps, co
     for (int64_t step = 0; step < steps; ++step) {
         _tile_loadd(6, b0 + step * b.step, b.stride);
         _tile_loadd(4, a0 + step * a.step, a.stride);
-        if (lines > 0) ahead->fetch(lines);
+        if (fetch.lines > 0) fetch.other->fetch(fetch.lines);
+        if (fetch.near > 0)
+            for (int64_t row = 0; row < TILE; ++row)
+                __builtin_prefetch(a0 + step * a.step + row * a.stride + fetch.near * LINE, 0, 3);
         _tile_dpbf16ps(0, 4, 6);
         if (TWO_B) {
             _tile_loadd(7, b1 + step * b.step, b.second_stride);
@@ -81,15 +91,15 @@ TARGET_AMX void multiply_tiles(const Tiles& a, const Tiles& b, int64_t steps, co
 }
 
 void multiply(const Tiles& a, const Tiles& b, int64_t steps, const Sums& sums, bool add,
-              Ahead* ahead = nullptr, int64_t lines = 0) {
+              const Fetch& fetch = {}) {
     if (a.second && b.second)
-        multiply_tiles<true, true>(a, b, steps, sums, add, ahead, lines);
+        multiply_tiles<true, true>(a, b, steps, sums, add, fetch);
     else if (a.second)
-        multiply_tiles<true, false>(a, b, steps, sums, add, ahead, lines);
+        multiply_tiles<true, false>(a, b, steps, sums, add, fetch);
     else if (b.second)
-        multiply_tiles<false, true>(a, b, steps, sums, add, ahead, lines);
+        multiply_tiles<false, true>(a, b, steps, sums, add, fetch);
     else
-        multiply_tiles<false, false>(a, b, steps, sums, add, ahead, lines);
+        multiply_tiles<false, false>(a, b, steps, sums, add, fetch);
 }
 
 // A tile's 16 rows of weights, of which `rows` are there, as an A. They are `apart` rows from each
@@ -134,10 +144,9 @@ struct Panel {
 
 constexpr int64_t MAX_PANELS = BLOCK / TILE;
 
-// c[rows of all panels][tokens, padded] = panels times packed tokens. With few tokens the CPU's own
-// prefetchers do best, and follow 16 streams better than 32; with more the memory would idle while
-// they compute, so `ahead` is fetched, by all groups together as much as one reading of the panels
-// takes.
+// c[rows of all panels][tokens, padded] = panels times packed tokens. With few tokens the panels are
+// fetched a little ahead, 16 streams at a time; with more the memory would idle while they compute,
+// so `ahead` is fetched, by all groups together as much as one reading of the panels takes.
 void nt_tiles(const Panel* panels, int64_t count, int64_t k, const char* tokens, int64_t groups,
               float* c, int64_t c_stride, Ahead& ahead) {
     const int64_t steps = k / STEP, group_bytes = pieces(k, STEP) * TILE * LINE;
@@ -156,7 +165,8 @@ void nt_tiles(const Panel* panels, int64_t count, int64_t k, const char* tokens,
                                          other.tail_stride, 0}
                                  : Tiles{one.base + at, two ? other.base + at : nullptr,
                                          one.stride, other.stride, LINE};
-            const int64_t lines = many ? pieces((two ? 2 : 1) * TILE, pieces(groups, 2)) : 0;
+            Fetch fetch{&ahead, 0, IN_FLIGHT / TILE};
+            if (many) fetch = {&ahead, pieces((two ? 2 : 1) * TILE, pieces(groups, 2)), 0};
             for (int64_t group = 0; group < groups; group += 2) {
                 const char* left = tokens + group * group_bytes + step * TILE * LINE;
                 const char* right = group + 1 < groups ? left + group_bytes : nullptr;
@@ -164,7 +174,7 @@ void nt_tiles(const Panel* panels, int64_t count, int64_t k, const char* tokens,
                 multiply(a, {left, right, LINE, LINE, TILE * LINE}, deep,
                          {sums + one.row * c_stride, sums + other.row * c_stride,
                           one.apart * c_stride},
-                         add, &ahead, lines);
+                         add, fetch);
             }
         }
     };
@@ -428,6 +438,7 @@ TARGET_AMX void dx_amx(const Job& job, const Segment& own, int64_t index) {
 
 TARGET_AMX void task_amx(const Job& job, const Segment& own, int phase, int64_t index,
                          Ahead& ahead) {
+    if (!own.packed) return vector_task<uint16_t, Wide>(job, own, phase, index, ahead);
     if (phase == 0) return pack_amx(job, own, index);
     if (!job.backward && phase == 1) return hidden_task_amx(job, own, index, ahead);
     if (!job.backward) return output_task_amx(job, own, index, ahead);

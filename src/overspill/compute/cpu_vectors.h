@@ -114,10 +114,10 @@ INLINE void put_in_order(const float* __restrict sums, int64_t columns, float* _
         std::memcpy(to, ordered, columns * 4);
 }
 
-// Rows of weights that will be used next, one in each of some streams.
+// Weights that will be used next: from here on, in each of some streams.
 template <class T>
 struct Soon {
-    const T* row;
+    const T* from;
     int64_t streams;
 };
 
@@ -130,7 +130,7 @@ INLINE void nt_block(const T* weights, int64_t apart, const T* tokens, int64_t t
     int64_t at = 0;
     for (; at + Vector::SIZE <= k; at += Vector::SIZE) {
         for (int64_t i = 0; i < soon.streams; ++i)
-            __builtin_prefetch(soon.row + i * apart * k + at, 0, 2);
+            __builtin_prefetch(soon.from + i * apart * k + at, 0, 2);
         Vector token[M];
         for (int m = 0; m < M; ++m) token[m] = Vector(tokens + m * token_stride + at);
         for (int w = 0; w < W; ++w) {
@@ -148,34 +148,56 @@ INLINE void nt_block(const T* weights, int64_t apart, const T* tokens, int64_t t
     }
 }
 
-// c[row][token] = weights [rows, k] times tokens [count, k]. The rows at work are far apart, so
-// that each goes on in the next: few long streams, which the CPU's prefetchers follow over the
-// borders of rows and pages. While the tokens take their turns, the next rows come from memory.
-template <class T, int LANES>
-INLINE void nt_body(const T* weights, int64_t rows, const T* tokens, int64_t token_stride,
-                    int64_t count, int64_t k, float* c, int64_t c_stride) {
-    constexpr int W = 4, M = LANES >= 16 ? 4 : 2;  // as many sums as there are registers for
-    const int64_t apart = rows / W, turns = count / M + count % M;
+// As `nt_block` with `count` tokens, up to M.
+template <class T, int LANES, int W, int M>
+INLINE void nt_some(const T* weights, int64_t apart, const T* tokens, int64_t token_stride,
+                    int64_t count, int64_t k, float* c, int64_t c_stride, Soon<T> soon) {
+    if constexpr (M > 1) {
+        if (count < M)
+            return nt_some<T, LANES, W, M - 1>(weights, apart, tokens, token_stride, count, k, c,
+                                               c_stride, soon);
+    }
+    nt_block<T, LANES, W, M>(weights, apart, tokens, token_stride, k, c, c_stride, soon);
+}
+
+// c[row][token] = weights [rows, k] times tokens [count, k], W rows and M tokens at a time. The rows
+// at work are far apart, so that each goes on in the next: few long streams, which the CPU's
+// prefetchers follow over the borders of rows and pages, with help where the tokens take one turn.
+// If they take several, the next rows come from memory meanwhile.
+template <class T, int LANES, int W, int M>
+INLINE void nt_streams(const T* weights, int64_t rows, const T* tokens, int64_t token_stride,
+                       int64_t count, int64_t k, float* c, int64_t c_stride) {
+    const int64_t apart = rows / W, turns = pieces(count, M), share = pieces(W, most(turns, 1));
     for (int64_t row = 0; row < apart; ++row) {
         const T* here = weights + row * k;
-        int64_t turn = 0;
-        auto soon = [&] {
-            const int64_t first = least(W, pieces(W, turns) * turn++);
-            const int64_t streams = row + 1 < apart ? least(pieces(W, turns), W - first) : 0;
-            return Soon<T>{here + (first * apart + 1) * k, streams};
-        };
-        int64_t m = 0;
-        for (; m + M <= count; m += M)
-            nt_block<T, LANES, W, M>(here, apart, tokens + m * token_stride, token_stride, k,
-                                     c + row * c_stride + m, c_stride, soon());
-        for (; m < count; ++m)
-            nt_block<T, LANES, W, 1>(here, apart, tokens + m * token_stride, token_stride, k,
-                                     c + row * c_stride + m, c_stride, soon());
+        for (int64_t turn = 0; turn < turns; ++turn) {
+            const int64_t m = turn * M, first = least(W, share * turn);
+            Soon<T> soon{here + IN_FLIGHT / W * LINE / int64_t(sizeof(T)), W};
+            if (turns > 1)
+                soon = {here + (first * apart + 1) * k,
+                        row + 1 < apart ? least(share, W - first) : 0};
+            nt_some<T, LANES, W, M>(here, apart, tokens + m * token_stride, token_stride,
+                                    least(M, count - m), k, c + row * c_stride + m, c_stride, soon);
+        }
     }
     for (int64_t row = apart * W; row < rows; ++row)
         for (int64_t m = 0; m < count; ++m)
             nt_block<T, LANES, 1, 1>(weights + row * k, 0, tokens + m * token_stride, token_stride,
                                      k, c + row * c_stride + m, c_stride, {nullptr, 0});
+}
+
+constexpr int STREAMS = 8;  // with one token or two
+
+// As many sums as there are registers for. A sum does not depend on who is summed beside it.
+template <class T, int LANES>
+INLINE void nt_body(const T* weights, int64_t rows, const T* tokens, int64_t token_stride,
+                    int64_t count, int64_t k, float* c, int64_t c_stride) {
+    constexpr int M = LANES >= 16 ? 4 : 2;
+    if (2 * count <= M)
+        nt_streams<T, LANES, STREAMS, M / 2>(weights, rows, tokens, token_stride, count, k, c,
+                                             c_stride);
+    else
+        nt_streams<T, LANES, 4, M>(weights, rows, tokens, token_stride, count, k, c, c_stride);
 }
 
 // sums[p] += the sum over Q rows of b of factors[p][q] b[q], in the order in which Along loads.
