@@ -1,8 +1,10 @@
 """What every test gets: fixed seeds, few threads, and no GPU test without a GPU."""
 
 import contextlib
+import functools
 import os
 import random
+from pathlib import Path
 
 import numpy
 import pytest
@@ -28,6 +30,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def measured_roughly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of a test's own shapes are not worth seconds, nor a place in the machine's profile.
+    Rough figures, so the CPU gets whatever share."""
+    from overspill.probe import known
+    from overspill.probe.experts import measure_expert
+    from tests.probe.little import LITTLE
+
+    measure = functools.partial(measure_expert, effort=LITTLE, tokens=(1, 4, 16))
+    monkeypatch.setattr(known, "measure_expert", measure)
+    monkeypatch.setattr(known, "profile_file", lambda machine: tmp_path / "profile.json")
 
 
 @pytest.fixture(autouse=True)

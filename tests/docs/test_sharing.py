@@ -13,6 +13,7 @@ from overspill import Settings
 from overspill.cli.main import commands
 from overspill.hardware.profile import Curve, ExpertCosts
 from overspill.probe.table import lacking
+from overspill.train.config import MemorySection
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sharing.md").read_text()
 
@@ -37,9 +38,10 @@ def test_the_simulator_draws_the_imbalance_it_was_asked_for(ran: dict[str, Any])
     assert ran["g"] == pytest.approx(0.4, abs=0.02)
 
 
-def test_it_is_off_by_default_as_the_page_says() -> None:
-    assert "**It is off by default**" in PAGE
-    assert not Settings().cpu_experts
+def test_it_is_on_by_default_as_the_page_says() -> None:
+    assert "**It is on by default**" in PAGE
+    assert Settings().cpu_experts
+    assert MemorySection().cpu_experts
 
 
 def test_it_names_every_flag_of_the_probe_and_no_other() -> None:

@@ -13,7 +13,7 @@ from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Settings
 from tests.moe.test_sharing import at_random, force
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_roughly")]
 CONFIG = GPTConfig(
     vocab=256,
     n_layers=4,

@@ -29,6 +29,7 @@ from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.ssd import check_folder
 from overspill.trace.recorder import Recorder
+from overspill.transfer.mapped import can_map
 
 _log = logging.getLogger("overspill")
 Size = str | int | None
@@ -173,7 +174,7 @@ def hand_over(
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     wish = budgets.wish(where)
     sizes = _sizes(model, layers, layout)
-    if budgets.settings.cpu_experts and budgets.settings.lookahead:
+    if budgets.settings.lookahead and _unshared(layout, where, budgets.settings) is None:
         sizes = replace(sizes, dense=sizes.dense + predictor_bytes(len(layers), layers[0]))
     placement = place(sizes, wish)
     show = _shown(progress)
@@ -303,8 +304,6 @@ def _engine(
         Recorder(device=device),
     )
     if placement.mode == "gpu":
-        if budgets.settings.cpu_experts:
-            _log.warning("cpu_experts=True: all experts are on the device, none computes elsewhere")
         return ResidentEngine(*common)
     costs = _costs(layout, device, budgets.settings, progress)
     return StreamingEngine(*common, disk=budgets.folder, progress=progress, costs=costs)
@@ -314,15 +313,35 @@ def _costs(
     layout: RecordLayout, device: torch.device, settings: Settings, progress: Progress | None
 ) -> ExpertCosts | None:
     """What an expert costs on this machine, if its CPU is to share them with a GPU."""
-    if not settings.cpu_experts:
-        return None
-    if device.type != "cuda" or layout.dtype not in (torch.bfloat16, torch.float32):
-        why = f"for {layout.dtype}" if device.type == "cuda" else "without a GPU to share with"
-        _log.warning("cpu_experts=True: not %s; all experts compute on %s", why, device)
+    why = _unshared(layout, device, settings)
+    if why is not None:
+        _log.info("all experts compute on %s: %s", device, why)
         return None
     if isinstance(progress, TerminalProgress):
         progress = TerminalProgress(counted=True)
-    return known_costs(layout.shape, layout.dtype, device, cpu_threads(settings.threads), progress)
+    threads = cpu_threads(settings.threads)
+    try:
+        return known_costs(layout.shape, layout.dtype, device, threads, progress)
+    except (BudgetError, torch.OutOfMemoryError) as error:
+        _log.warning("all experts compute on %s: no room to measure one (%s)", device, error)
+        return None
+
+
+def _unshared(layout: RecordLayout, device: torch.device, settings: Settings) -> str | None:
+    """Why the CPU has no share in the experts, if so."""
+    if not settings.cpu_experts:
+        return "cpu_experts is off"
+    if device.type != "cuda":
+        return "there is no GPU to share them with"
+    if layout.dtype not in (torch.bfloat16, torch.float32):
+        return f"the CPU has no kernel for {layout.dtype}"
+    if settings.activations == "keep":
+        return 'with activations="keep" the CPU has no share'
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are wanted, and who computes what goes by the clock"
+    if not can_map(device):
+        return f"kernels of {device} cannot be given host memory"
+    return None
 
 
 def _fill(engine: Engine, layers: Sequence[ExpertLayer], progress: Progress | None) -> None:

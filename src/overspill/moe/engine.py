@@ -39,9 +39,9 @@ class Settings:
     """Compute experts that are resident together as one grouped product."""
     activations: str = "recompute"
     """Inside experts: "recompute" them in backward, or "keep" them from forward."""
-    cpu_experts: bool = False
+    cpu_experts: bool = True
     """Let the CPU compute experts with few tokens where they lie, if by measured costs that is
-    faster than uploading them."""
+    faster than uploading them to a GPU."""
     lookahead: int = 1
     """How many layers ahead a predictor names the experts that will be needed, where the CPU takes
     a share; 0 goes by the last passes alone."""

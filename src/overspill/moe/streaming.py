@@ -315,9 +315,10 @@ class StreamingEngine(Engine):
     def switch(self, settings: Settings) -> None:
         """Turns techniques on or off between steps, to see what each is worth."""
         self.flush()
+        wanted = settings.cpu_experts and not self.settings.cpu_experts
         self.settings = self.routes.settings = settings
         self.loader.overlap = settings.overlap_uploads
-        if settings.cpu_experts and self.sharing.costs is None:
+        if wanted and self.sharing.costs is None:
             _log.warning("cpu_experts: nothing was measured; set it when the model is offloaded")
         self.sharing.on = settings.cpu_experts and self.sharing.costs is not None
 

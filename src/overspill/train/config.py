@@ -126,9 +126,9 @@ class MemorySection:
     """Experts that are resident together compute together; else one by one."""
     activations: str = "recompute"
     """Activations inside experts: recompute them in backward, or keep them."""
-    cpu_experts: bool = False
+    cpu_experts: bool = True
     """The CPU computes experts with few tokens where they lie, if by measured costs that is faster
-    than uploading them."""
+    than uploading them to a GPU."""
     lookahead: int = 1
     """Layers ahead that a predictor names the experts needed, with --cpu-experts; 0 switches it
     off."""

@@ -1,11 +1,14 @@
 """Pinned host memory as the device sees it."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from overspill.core.errors import EngineError
+from overspill.core.errors import BudgetError, EngineError
+from overspill.tiers.layout import ALIGN
+from overspill.tiers.slab import HostSlab
 
 
 class _Interface:
@@ -33,3 +36,19 @@ def on_device(memory: Tensor, device: torch.device) -> Tensor:
     if view.data_ptr() != memory.data_ptr():  # torch has made a copy, which nobody would read
         raise EngineError(f"pinned memory cannot be seen by {device}; set cpu_experts=False")
     return view
+
+
+@functools.cache
+def can_map(device: torch.device) -> bool:
+    """Whether `on_device` works there; torch takes pinned memory for that of the first GPU."""
+    try:
+        slab = HostSlab("a look", 1, ALIGN, pinned=device.type == "cuda")
+    except BudgetError:
+        return False
+    try:
+        on_device(slab[0], device)
+    except EngineError:
+        return False
+    finally:
+        slab.close()
+    return True

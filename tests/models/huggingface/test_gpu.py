@@ -13,7 +13,7 @@ from tests.models.huggingface.families import make_batch, make_model
 from tests.models.huggingface.oracle import ADAM, MODES
 from tests.models.huggingface.test_exactness import BY_NAME
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_roughly")]
 DEVICE = "cuda"
 NAMES = ["mixtral", "gpt_oss", "qwen2_moe", "nemotron_h", "deepseek_v3", "switch_transformers"]
 

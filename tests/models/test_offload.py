@@ -1,0 +1,64 @@
+"""Whether the CPU gets a share of a model's experts when it is offloaded."""
+
+import sys
+
+import pytest
+import torch
+
+import overspill
+from overspill import Settings
+from overspill.core.errors import BudgetError
+from overspill.core.experts import ExpertShape
+from overspill.hardware.profile import ExpertCosts
+from overspill.tiers.layout import RecordLayout
+from overspill.transfer.mapped import can_map
+
+offload = sys.modules[overspill.offload.__module__]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SHAPE = ExpertShape(16, 32, gated=False)
+LAYOUT = RecordLayout(SHAPE, torch.bfloat16)
+
+
+def why_not(
+    settings: Settings, layout: RecordLayout = LAYOUT, device: torch.device = CUDA
+) -> str | None:
+    reason = offload._unshared(layout, device, settings)
+    assert reason is None or isinstance(reason, str)
+    return reason
+
+
+def test_there_are_reasons_not_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "can_map", lambda device: True)
+    assert why_not(Settings()) is None
+    assert why_not(Settings(cpu_experts=False)) == "cpu_experts is off"
+    assert "no GPU" in str(why_not(Settings(), device=CPU))
+    assert "torch.float16" in str(why_not(Settings(), RecordLayout(SHAPE, torch.float16)))
+    assert "keep" in str(why_not(Settings(activations="keep")))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "deterministic" in str(why_not(Settings()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(offload, "can_map", lambda device: False)
+    assert "host memory" in str(why_not(Settings()))
+
+
+def test_without_room_to_measure_there_is_no_share(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*_: object) -> ExpertCosts:
+        raise BudgetError("the host has no 2.0 GiB for experts")
+
+    monkeypatch.setattr(offload, "can_map", lambda device: True)
+    monkeypatch.setattr(offload, "known_costs", no_room)
+    assert offload._costs(LAYOUT, CUDA, Settings(), None) is None
+    assert "no room to measure one (the host has no 2.0 GiB" in caplog.text
+
+
+def test_a_cpu_sees_host_memory() -> None:
+    assert can_map(CPU)
+
+
+@pytest.mark.gpu
+def test_the_first_gpu_sees_host_memory() -> None:
+    assert can_map(torch.device("cuda:0"))
