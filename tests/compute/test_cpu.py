@@ -592,6 +592,36 @@ def test_orders_are_carried_out_one_after_another(desk: Desk, first: int) -> Non
         assert not any(out.any() for out in outs[i + 1 :])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_rows_may_come_at_any_moment(dtype: torch.dtype, rows: int, threads: int) -> None:
+    """Threads wait for 0.2 ms and then go away: before, meanwhile, just then, and after."""
+    desk = Desk(dtype)
+    delays = random.Random(rows + threads)
+    segments = [
+        Segment(part.record, rows * i, rows * (i + 1)) for i, part in enumerate(desk.segments)
+    ]
+    try:
+        for number in range(1, 41):
+            x = torch.zeros(3 * rows, 24, dtype=dtype)
+            got, expected = torch.zeros_like(x), torch.empty_like(x)
+            order = desk.order(number)
+            desk.runner.forward(x, got, segments, desk.shape, threads, order)
+            until = time.perf_counter() + delays.choice(
+                [0, 1e-4, delays.uniform(1.8e-4, 2.4e-4), 2e-3]
+            )
+            while time.perf_counter() < until:
+                pass
+            x.copy_(torch.randn(x.shape))
+            desk.rows_are_there(number)
+            assert desk.runner.wait(order)
+            cpu_forward(x, expected, segments, desk.shape, None, threads)
+            assert torch.equal(got, expected)
+    finally:
+        desk.runner.close()
+
+
 def test_a_runner_can_be_closed_while_it_waits_for_rows() -> None:
     desk = Desk()
     out = torch.zeros_like(desk.x)

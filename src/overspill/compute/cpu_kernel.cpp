@@ -111,7 +111,9 @@ void choose_heights(Job& job, const std::vector<Segment>& segments, int threads)
     job.tall_out = tall(job.d, job.h * job.item, 1);
 }
 
-void run_job(Job& job, std::vector<Segment>& segments, const Kernel& kernel, int threads) {
+// False if nothing was done, because the rows did not come.
+bool run_job(Job& job, std::vector<Segment>& segments, const Kernel& kernel, int threads,
+             Rows& rows) {
     for (Segment& own : segments)
         own.packed = kernel.packs && (job.backward || own.rows > HANDFUL);
     choose_heights(job, segments, threads);
@@ -129,7 +131,7 @@ void run_job(Job& job, std::vector<Segment>& segments, const Kernel& kernel, int
         }
         char* at = group_scratch.take(bytes);
         for (Segment& own : part) lay_out(job, own, at);
-        run_tasks(job, part, kernel, threads);
+        if (!run_tasks(job, part, kernel, threads, rows)) return false;
         for (const Segment& own : part) {
             if (!own.squares) continue;
             *own.squares = 0.0;
@@ -137,6 +139,7 @@ void run_job(Job& job, std::vector<Segment>& segments, const Kernel& kernel, int
                 *own.squares += own.block_squares[block];
         }
     }
+    return true;
 }
 
 std::vector<Segment> make_segments(const void* const* records, const int64_t* starts,
@@ -151,22 +154,16 @@ std::vector<Segment> make_segments(const void* const* records, const int64_t* st
     return segments;
 }
 
-// A group to compute once its rows are there: when `there` has come up to `number`, which whoever
-// writes the rows puts there after them. `done` comes up to it in turn. Numbers go round.
+// A group to compute once its rows are there. Then `done` comes up to the number of the rows.
 struct Order {
     Job job{};
     std::vector<Segment> segments;
     Kernel kernel{};
     int threads = 1;
-    const std::atomic<uint32_t>* there = nullptr;
+    Rows rows;
     std::atomic<uint32_t>* done = nullptr;
-    uint32_t number = 0;
     int64_t* times = nullptr;  // of begin and end, if anybody wants to know
 };
-
-bool has_come(const std::atomic<uint32_t>& flag, uint32_t number) {
-    return int32_t(flag.load(std::memory_order_acquire) - number) >= 0;
-}
 
 // A thread that carries out orders one after another. Neither the one who gives them nor the one
 // who waits for them needs anything but memory for it: both may be a GPU.
@@ -185,8 +182,8 @@ class Runner {
     // Blocks until the order is done; false if the runner was closed before.
     bool wait(const std::atomic<uint32_t>& done, uint32_t number) {
         std::unique_lock<std::mutex> guard(lock);
-        changed.wait(guard, [&] { return closed || has_come(done, number); });
-        return has_come(done, number);
+        changed.wait(guard, [&] { return closed || is_up_to(done, number); });
+        return is_up_to(done, number);
     }
 
     ~Runner() {
@@ -212,32 +209,19 @@ class Runner {
                 order = std::move(orders.front());
                 orders.pop_front();
             }
-            if (!await_rows(*order)) return;
-            const int64_t begin = now_ns();
-            run_job(order->job, order->segments, order->kernel, order->threads);
+            order->rows.given_up = &closed;
+            if (!run_job(order->job, order->segments, order->kernel, order->threads, order->rows))
+                return;
             if (order->times) {
-                order->times[0] = begin;
+                order->times[0] = order->rows.seen;
                 order->times[1] = now_ns();
             }
             {
                 const std::lock_guard<std::mutex> guard(lock);
-                order->done->store(order->number, std::memory_order_release);
+                order->done->store(order->rows.number, std::memory_order_release);
             }
             changed.notify_all();
         }
-    }
-
-    // The helpers are woken meanwhile: they take as long to wake as the rows take to come.
-    bool await_rows(const Order& order) {
-        const int64_t until = now_ns() + 4 * LOOK_OUT_NS;
-        crew().run(order.threads, [&] {
-            while (!has_come(*order.there, order.number) && now_ns() < until) rest();
-        });
-        while (!has_come(*order.there, order.number)) {
-            if (closed) return false;
-            std::this_thread::sleep_for(std::chrono::microseconds(20));
-        }
-        return true;
     }
 
     std::mutex lock;
@@ -247,14 +231,15 @@ class Runner {
     std::thread thread;  // last: it begins when all else is there
 };
 
+// Without a flag the rows are there.
 std::unique_ptr<Order> new_order(int threads, const uint32_t* there, uint32_t number,
                                  uint32_t* done, int64_t* times) {
     static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a flag is a plain number");
     auto order = std::make_unique<Order>();
     order->threads = threads;
-    order->there = reinterpret_cast<const std::atomic<uint32_t>*>(there);
+    order->rows.there = reinterpret_cast<const std::atomic<uint32_t>*>(there);
+    order->rows.number = number;
     order->done = reinterpret_cast<std::atomic<uint32_t>*>(done);
-    order->number = number;
     order->times = times;
     return order;
 }
@@ -263,7 +248,7 @@ void carry_out(std::unique_ptr<Order> order, void* runner) {
     if (runner) {
         static_cast<Runner*>(runner)->submit(std::move(order));
     } else {
-        run_job(order->job, order->segments, order->kernel, order->threads);
+        run_job(order->job, order->segments, order->kernel, order->threads, order->rows);
     }
 }
 

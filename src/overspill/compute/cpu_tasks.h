@@ -147,15 +147,37 @@ INLINE void spin_until(const Done& done) {
     }
 }
 
+constexpr int64_t SOME_LINES = 32;
+
 // Meanwhile the waiting thread fetches its own weights, so that the memory does not wait as well.
 INLINE void wait_for(const Run& run, Ahead weights) {
-    constexpr int64_t SOME = 32;  // lines
     spin_until([&] {
         if (run.left.load(std::memory_order_acquire) <= 0) return true;
-        weights.fetch(SOME);
+        weights.fetch(SOME_LINES);
         return false;
     });
 }
+
+// Numbers go round.
+bool is_up_to(const std::atomic<uint32_t>& flag, uint32_t number) {
+    return int32_t(flag.load(std::memory_order_acquire) - number) >= 0;
+}
+
+// Rows that somebody else writes, who then puts `number` into `there`.
+struct Rows {
+    const std::atomic<uint32_t>* there = nullptr;  // null: they are there
+    uint32_t number = 0;
+    const std::atomic<bool>* given_up = nullptr;
+    std::atomic<int64_t> seen{0};  // when they were
+
+    bool come() {
+        if (!there) return true;
+        if (!is_up_to(*there, number)) return false;
+        int64_t never = 0;
+        if (!seen.load(std::memory_order_relaxed)) seen.compare_exchange_strong(never, now_ns());
+        return true;
+    }
+};
 
 // A thread that helps, and what others look at to wake him and to wait for him.
 struct alignas(LINE) Helper {
@@ -281,53 +303,130 @@ bool fetches_ahead(const Job& job, const Segment& own) {
     return job.backward || own.rows > 2 * TILE;
 }
 
-void run_tasks(const Job& job, std::vector<Segment>& segments, const Kernel& kernel, int threads) {
-    std::vector<Run> runs(PHASES * segments.size());
-    int64_t total = 0;
-    for (int phase = 0; phase < PHASES; ++phase) {
-        for (size_t s = 0; s < segments.size(); ++s) {
-            Run& run = runs[phase * segments.size() + s];
-            run.phase = phase;
-            run.own = &segments[s];
-            run.first = total;
-            run.left = tasks_of(job, segments[s], phase);
-            run.before = phase > 0 ? &runs[(phase - 1) * segments.size() + s] : nullptr;
-            total += run.left;
+// The tasks of a job, in order: whoever waits, waits for tasks that come earlier, so somebody always
+// goes on. The first ones wait for nothing but the rows, and every thread has its own of these: so
+// it can fetch the weights before the rows are there. Who comes too late finds it taken.
+class Tasks {
+  public:
+    Tasks(const Job& job, std::vector<Segment>& segments, int threads, Rows& rows)
+        : job(job), rows(rows), runs(PHASES * segments.size()) {
+        int64_t free = 0;
+        for (int phase = 0; phase < PHASES; ++phase) {
+            for (size_t s = 0; s < segments.size(); ++s) {
+                Run& run = runs[phase * segments.size() + s];
+                run.phase = phase;
+                run.own = &segments[s];
+                run.first = total;
+                run.left = tasks_of(job, segments[s], phase);
+                run.before = phase > 0 ? &runs[(phase - 1) * segments.size() + s] : nullptr;
+                total += run.left;
+            }
+            if (free == 0) free = total;
         }
+        firsts = least(threads, free);
+        begun = std::vector<std::atomic<bool>>(firsts);
+        next.value = firsts;
     }
-    const Run* const end = runs.data() + runs.size();
-    struct alignas(LINE) {  // apart, too
-        std::atomic<int64_t> next{0};
-    } turn;
-    // Tasks are taken in order, and one ahead if its weights can be on their way while this one
-    // computes. Whoever waits, waits for tasks that come earlier in the order, so somebody always
-    // goes on.
-    const std::function<void()> body = [&] {
+
+    // In every thread. All return, and nothing is done, if the rows do not come for long.
+    void work(const Kernel& kernel) {
+        const int64_t number = arrivals.value.fetch_add(1);
+        const bool has_own = number < firsts;
+        Run* run = run_of(runs.data(), has_own ? number : 0);
+        if (!await_rows(has_own ? weights_at(*run, number) : Ahead())) return;
         const FlushDenormals flush;
         kernel.enter();
-        Run* run = runs.data();
-        auto run_of = [&](Run* from, int64_t task) {
-            while (from + 1 < end && from[1].first <= task) ++from;
-            return from;
-        };
-        auto weights_at = [&](const Run& at, int64_t task) {
-            return weights_of(job, *at.own, at.phase, task - at.first);
-        };
-        int64_t mine = turn.next.fetch_add(1);
+        int64_t mine = has_own && begin(number) ? number : take();
         while (mine < total) {
             run = run_of(run, mine);
+            // One task ahead, if its weights can be on their way while this one computes.
             const bool early = fetches_ahead(job, *run->own);
-            const int64_t then = early ? turn.next.fetch_add(1) : total;
+            const int64_t then = early ? take() : total;
             Ahead weights;
             if (then < total) weights = weights_at(*run_of(run, then), then);
             if (run->before) wait_for(*run->before, weights_at(*run, mine));
             kernel.task(job, *run->own, run->phase, mine - run->first, weights);
             run->left.fetch_sub(1, std::memory_order_release);
-            mine = early ? then : turn.next.fetch_add(1);
+            mine = early ? then : take();
         }
         kernel.leave();
+    }
+
+    bool late() const { return state == LATE; }
+    void rows_are_there() { state = THERE; }
+
+    int64_t total = 0;
+
+  private:
+    enum { AWAITED, THERE, LATE };
+
+    struct alignas(LINE) Counter {  // apart from what everybody only reads
+        std::atomic<int64_t> value{0};
     };
-    crew().run(int(least(threads, total)), body);
+
+    // Everybody gets the same answer, or few would do the work of all.
+    bool await_rows(Ahead weights) {
+        for (;;) {
+            const int known = state.load(std::memory_order_acquire);
+            if (known != AWAITED) return known == THERE;
+            int before = AWAITED;
+            if (rows.come())
+                state.compare_exchange_strong(before, THERE);
+            else if (now_ns() >= until)
+                state.compare_exchange_strong(before, LATE);
+            weights.fetch(SOME_LINES);
+            rest();
+        }
+    }
+
+    bool begin(int64_t first) { return !begun[first].exchange(true); }
+
+    // First what a thread that has not come yet should have begun with, then the others.
+    int64_t take() {
+        while (looked.value.load(std::memory_order_relaxed) < firsts) {
+            const int64_t first = looked.value.fetch_add(1);
+            if (first < firsts && begin(first)) return first;
+        }
+        return next.value.fetch_add(1);
+    }
+
+    // Looks from `from` on: most tasks come later than the last one.
+    Run* run_of(Run* from, int64_t task) {
+        const Run* const end = runs.data() + runs.size();
+        if (task < from->first) from = runs.data();
+        while (from + 1 < end && from[1].first <= task) ++from;
+        return from;
+    }
+
+    Ahead weights_at(const Run& at, int64_t task) {
+        return weights_of(job, *at.own, at.phase, task - at.first);
+    }
+
+    const Job& job;
+    Rows& rows;
+    std::vector<Run> runs;
+    int64_t firsts = 0;
+    const int64_t until = now_ns() + 4 * LOOK_OUT_NS;
+    std::vector<std::atomic<bool>> begun;
+    Counter arrivals, looked, next;
+    alignas(LINE) std::atomic<int> state{rows.come() ? THERE : AWAITED};
+};
+
+// False if the rows did not come before whoever waits for them gave up.
+bool run_tasks(const Job& job, std::vector<Segment>& segments, const Kernel& kernel, int threads,
+               Rows& rows) {
+    Tasks tasks(job, segments, threads, rows);
+    const std::function<void()> body = [&] { tasks.work(kernel); };
+    const int wanted = int(least(threads, tasks.total));
+    crew().run(wanted, body);  // early enough: to wake the helpers takes as long as rows to come
+    if (!tasks.late()) return true;
+    while (!rows.come()) {
+        if (*rows.given_up) return false;
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    tasks.rows_are_there();
+    crew().run(wanted, body);
+    return true;
 }
 
 }  // namespace
