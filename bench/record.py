@@ -122,8 +122,29 @@ def commit() -> str:
     return "unknown"
 
 
+def _cpu_ticks() -> tuple[int, int]:
+    """How long all cores have worked, and how long the host of a virtual machine kept them from
+    it."""
+    file = Path("/proc/stat")
+    if not file.is_file():
+        return 0, 0
+    user, nice, system, _idle, _wait, interrupts, soft, stolen = (
+        int(number) for number in file.read_text().split(maxsplit=9)[1:9]
+    )
+    return user + nice + system + interrupts + soft, stolen
+
+
+_BEGIN = _cpu_ticks()
+
+
+def _stolen() -> float:
+    """Of the time that the cores should have worked since the benchmark began, the host's share."""
+    worked, stolen = (now - before for now, before in zip(_cpu_ticks(), _BEGIN, strict=True))
+    return stolen / max(1, worked + stolen)
+
+
 def hardware() -> dict[str, Any]:
-    """GPU, CPU and memory; nothing that names the machine."""
+    """GPU, CPU and memory, and how much of the CPU was ours; nothing that names the machine."""
     gpu = None
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -134,6 +155,7 @@ def hardware() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "ram_gib": round(ram / 2**30, 1),
+        "stolen": round(_stolen(), 3),
     }
 
 

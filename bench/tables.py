@@ -21,6 +21,7 @@ _MARKED = re.compile(
     r"(<!-- bench:(?P<name>[a-z0-9.-]+) start -->\n).*?(<!-- bench:(?P=name) end -->)", re.DOTALL
 )
 _MARKER = re.compile(r"<!-- bench:.*?-->")
+_NOTED = 0.01  # a share of the cores' time worth to be told
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -123,6 +124,9 @@ def _measured_on(records: Iterable[Record]) -> str:
         parts += [f"{hardware['cores']} cores of {hardware['cpu']}"]
         parts += [f"{hardware['ram_gib']:.0f} GiB RAM", f"torch {versions['torch']}"]
         when = f"{record['date'][:10]} at {record['commit']}"
+        stolen = hardware.get("stolen", 0)  # older records do not know
+        if stolen >= _NOTED:
+            when += f" (the host took {stolen:.0%} of the cores' time)"
         measured.setdefault(", ".join(parts), set()).add(when)
     return "\n".join(
         f"<sub>Measured on {machine}; {', '.join(sorted(whens))}.</sub>"

@@ -51,6 +51,7 @@ def test_a_record_holds_every_field_in_order(
     assert written["limit"] == {"value": 20.0, "unit": "tok/s", "source": "measured"}
     assert written["hardware"]["cores"] >= 1
     assert written["hardware"]["ram_gib"] > 0
+    assert 0 <= written["hardware"]["stolen"] < 1
     assert written["versions"]["python"] == platform.python_version()
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     host = platform.node()

@@ -50,6 +50,13 @@ def test_a_line_has_the_figure_its_share_and_its_command() -> None:
     assert "adam" not in filled
 
 
+def test_time_that_the_host_took_is_told() -> None:
+    hardware = record("train-w1")["hardware"]
+    for stolen, told in ((0.123, True), (0.004, False)):
+        filled = fill(TEXT, [record("train-w1", hardware={**hardware, "stolen": stolen})])
+        assert ("at abc1234 (the host took 12% of the cores' time)" in filled) == told
+
+
 def test_filling_twice_changes_nothing() -> None:
     once = fill(TEXT, [record("train-w1")])
     assert fill(once, [record("train-w1")]) == once
