@@ -11,7 +11,7 @@ from record import metric, write_record
 from workload import SEQ, Work, build, measure, optimize, show
 
 from overspill.models.presets import get_preset
-from overspill.moe.engine import Settings
+from overspill.moe.settings import Settings
 
 EVERYTHING = Settings()
 SWITCHES = {

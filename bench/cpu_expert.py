@@ -15,16 +15,10 @@ import torch
 from record import Limit, metric, write_record
 from torch import Tensor
 
-from overspill.compute.cpu import (
-    Order,
-    Runner,
-    Segment,
-    cpu_backward,
-    cpu_forward,
-    cpu_kernel_name,
-    read_bandwidth,
-)
+from overspill.compute.cpu import cpu_backward, cpu_forward
+from overspill.compute.cpu_kernel import Segment, cpu_kernel_name, read_bandwidth
 from overspill.compute.experts import wave_forward
+from overspill.compute.runner import Order, Runner
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 from overspill.hardware.machine import cpu_threads

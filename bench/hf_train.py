@@ -23,7 +23,8 @@ from overspill.core.errors import BudgetError
 from overspill.core.experts import ExpertShape
 from overspill.hardware.machine import available_memory
 from overspill.models.offload import Budgets
-from overspill.moe.engine import Engine, Settings
+from overspill.moe.engine import Engine
+from overspill.moe.settings import Settings
 from overspill.plan.budget import ModelSizes, place
 from overspill.tiers.layout import RecordLayout
 

@@ -11,7 +11,7 @@ from workload import SEQ, Run, Work, build, measure, optimize, show
 
 from overspill.models.config import GPTConfig
 from overspill.models.presets import get_preset
-from overspill.moe.engine import Settings
+from overspill.moe.settings import Settings
 
 # The reference machine's measured ceilings (docs/benchmarks.md).
 ADAM_RATE, PCIE, MATRIX = 5.36e9, 55e9, 786e12

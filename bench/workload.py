@@ -13,7 +13,8 @@ import overspill
 from overspill.hardware.machine import peak_resident_memory
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
-from overspill.moe.engine import Engine, Settings
+from overspill.moe.engine import Engine
+from overspill.moe.settings import Settings
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from overspill.models.huggingface.load import from_config, load
     from overspill.models.huggingface.save import save
     from overspill.models.offload import offload
-    from overspill.moe.engine import Settings
+    from overspill.moe.settings import Settings
     from overspill.optim.adamw import AdamW
     from overspill.train.hf_trainer import for_trainer
 
@@ -34,7 +34,7 @@ _HOMES = {
     "AdamW": "overspill.optim.adamw",
     "GPTMoE": "overspill.models.gpt",
     "OverspillError": "overspill.core.errors",
-    "Settings": "overspill.moe.engine",
+    "Settings": "overspill.moe.settings",
     "for_trainer": "overspill.train.hf_trainer",
     "from_config": "overspill.models.huggingface.load",
     "load": "overspill.models.huggingface.load",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overspill.cli.main import app
-from overspill.compute.cpu import cpu_kernel_name
+from overspill.compute.cpu_kernel import cpu_kernel_name
 from overspill.hardware.machine import usable_cores
 from overspill.probe.table import lacking
 from tests.probe.little import little_effort, own_cache

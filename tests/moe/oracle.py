@@ -18,7 +18,8 @@ from torch import Tensor
 import overspill
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
-from overspill.moe.engine import Engine, Settings
+from overspill.moe.engine import Engine
+from overspill.moe.settings import Settings
 
 N_EXPERTS = 5
 STARVED = 2  # the expert that gets no token, if one is starved

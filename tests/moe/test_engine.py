@@ -70,7 +70,7 @@ def test_closed_it_gives_its_memory_back(where: str, tmp_path: Path) -> None:
         if isinstance(engine, StreamingEngine):
             assert engine.gradients.ring is not None
             slabs = [*engine.store.slabs.values(), engine.gradients.ring.buffers]
-            kept = [*(slab.rows for slab in slabs), engine.loader.slab, engine._slot_weights]
+            kept = [*(slab.rows for slab in slabs), engine.loader.slab, engine._waves._slot_weights]
         else:
             assert engine.grads is None
             kept = [engine.weights, *engine.states.values()]

@@ -26,7 +26,8 @@ from overspill.core.errors import (
     OrderError,
 )
 from overspill.models.gpt import GPTMoE
-from overspill.moe.engine import Engine, Settings
+from overspill.moe.engine import Engine
+from overspill.moe.settings import Settings
 from overspill.moe.streaming import StreamingEngine
 from overspill.plan.budget import PROCESS
 from overspill.tiers.store import Part

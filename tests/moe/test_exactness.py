@@ -13,7 +13,7 @@ from torch import Tensor
 import overspill
 from overspill.core.experts import ExpertId
 from overspill.models.gpt import GPTMoE
-from overspill.moe.engine import Settings
+from overspill.moe.settings import Settings
 from overspill.moe.streaming import StreamingEngine
 from tests.moe.oracle import (
     N_EXPERTS,

@@ -10,7 +10,7 @@ import torch
 import overspill
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
-from overspill.moe.engine import Settings
+from overspill.moe.settings import Settings
 from tests.moe.test_sharing import at_random, force
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_roughly")]

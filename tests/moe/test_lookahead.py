@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from overspill.core.errors import ConfigError
 from overspill.core.experts import Phase
-from overspill.moe.engine import Settings
 from overspill.moe.lookahead import Knowledge, Popularity
+from overspill.moe.settings import Settings
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 rows = st.lists(st.lists(st.integers(0, 50), min_size=4, max_size=4), min_size=1, max_size=6)

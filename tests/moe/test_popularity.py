@@ -15,7 +15,7 @@ import overspill
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
-from overspill.moe.engine import ExpertPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.popularity import (
     Drawn,
     Replayed,

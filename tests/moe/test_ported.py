@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from overspill.moe import streaming
-from overspill.moe.engine import Settings
+from overspill.moe.settings import Settings
 from overspill.tiers.store import ExpertStore
 from overspill.transfer.lanes import Lane
 from overspill.transfer.loader import Loader

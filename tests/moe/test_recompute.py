@@ -14,8 +14,9 @@ from overspill.core.errors import OrderError
 from overspill.core.experts import Phase
 from overspill.models.gpt import GPTMoE
 from overspill.moe import functions
-from overspill.moe.engine import Engine, Settings
+from overspill.moe.engine import Engine
 from overspill.moe.passes import LayerPass, Wave
+from overspill.moe.settings import Settings
 from tests.moe.oracle import (
     Run,
     Task,

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from overspill.compute.cpu import cpu_kernel_name
+from overspill.compute.cpu_kernel import cpu_kernel_name
 from overspill.core.errors import EngineError
 from overspill.core.experts import Phase
 from overspill.hardware.profile import Curve, ExpertCosts
 from overspill.moe import functions
 from overspill.moe.course import Course
-from overspill.moe.engine import Engine, Settings
-from overspill.moe.host_experts import Job
+from overspill.moe.engine import Engine
+from overspill.moe.host_job import Job
+from overspill.moe.settings import Settings
 from overspill.moe.sharing import Choose, Present, Sharing
 from overspill.moe.streaming import StreamingEngine
 from overspill.transfer.lanes import Stamp

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from overspill.compute.cpu import cpu_kernel_name
+from overspill.compute.cpu_kernel import cpu_kernel_name
 from overspill.hardware import native
 from overspill.hardware.profile import Curve, ExpertCosts, MachineProfile
 from overspill.optim.kernel import kernel_name

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overspill.compute.cpu import cpu_kernel_name
+from overspill.compute.cpu_kernel import cpu_kernel_name
 from overspill.core.errors import DiskError
 from overspill.probe.measure import matrix_rate, measure_disk, measure_machine
 from tests.probe.little import LITTLE, assert_limits

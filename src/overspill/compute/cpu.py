@@ -11,27 +11,27 @@ kernel does not: biases, transposed weights, other activations, or everything wi
 Shapes: R rows sorted by expert, D model, H hidden.
 """
 
-import ctypes
 import functools
 import logging
-import os
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from overspill.compute.activation import Activation, Fused
+from overspill.compute.cpu_kernel import (
+    BEST_ISA,
+    ISA_NAMES,
+    Rows,
+    Segment,
+    cpu_kernel_name,
+    kernel_backward,
+    kernel_forward,
+)
 from overspill.compute.experts import wave_backward, wave_forward
 from overspill.core.experts import ExpertShape
-from overspill.hardware.native import load_library
 
 log = logging.getLogger("overspill")
-
-BEST_ISA = -1
-ISA_NAMES = ("generic", "avx2", "avx512", "amx")  # in cpu_kernel.cpp's order
 
 # Up to how many rows of an expert the kernel computes: (forward, backward). Measured against torch
 # held to the same instructions, call by call on one core, for 1024×4096 and gated 2048×768: here
@@ -54,14 +54,6 @@ _MOST_ROWS = {
 }
 
 
-class Segment(NamedTuple):
-    """One expert of a group: its flat record in host memory and its rows [start, stop)."""
-
-    record: Tensor
-    start: int
-    stop: int
-
-
 def cpu_forward(
     x_RD: Tensor,
     y_RD: Tensor,
@@ -78,7 +70,7 @@ def cpu_forward(
     """
     native, rest = _divide(x_RD, segments, shape, activation, isa, backward=False)
     if native:
-        _forward_native(x_RD, y_RD, [segments[i] for i in native], shape, threads, isa)
+        kernel_forward(x_RD, y_RD, [segments[i] for i in native], shape, threads, isa)
     for number in rest:
         record, start, stop = segments[number]
         rows = slice(start, stop)
@@ -107,131 +99,15 @@ def cpu_backward(
     squares = [0.0] * len(segments)
     if native:
         own = None if gradients is None else [gradients[i] for i in native]
-        rows = _Rows(x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R)
-        some = _backward_native(rows, [segments[i] for i in native], shape, threads, own, isa)
+        rows = Rows(x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R)
+        some = kernel_backward(rows, [segments[i] for i in native], shape, threads, own, isa)
         for number, square in zip(native, some, strict=True):
             squares[number] = square
     for number in rest:
         into = None if gradients is None else gradients[number]
-        rows = _Rows(x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R)
+        rows = Rows(x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R)
         squares[number] = _backward_torch(rows, segments[number], shape, activation, into)
     return [] if gradients is None else squares
-
-
-class Order(NamedTuple):
-    """When a `Runner` begins, and how it tells that it has ended. Both flags are 32-bit numbers in
-    memory, and so may be written and awaited by a GPU; they count up and go round."""
-
-    there: int
-    """Address of the flag that comes up to `number` when the rows are there."""
-    done: int
-    """Address of the flag that comes up to it when they are computed."""
-    number: int
-    times: ctypes.Array[ctypes.c_int64]
-    """Begin and end, of time.perf_counter_ns; both zero until then."""
-
-
-class Runner:
-    """A thread that computes groups of experts one after another, each as soon as its rows are
-    there, and never needs the interpreter."""
-
-    def __init__(self) -> None:
-        self._library = _library()
-        assert self._library is not None
-        self._handle: int | None = self._library.overspill_runner_new()
-        self._process = os.getpid()
-
-    @staticmethod
-    def takes(
-        rows: Sequence[int],
-        dtype: torch.dtype,
-        shape: ExpertShape,
-        activation: Activation | None,
-        backward: bool,
-    ) -> bool:
-        """Whether the kernel computes experts with so many rows each, all of them."""
-        name = cpu_kernel_name()
-        if name == "torch" or not _kernel_takes(dtype, shape, activation):
-            return False
-        return max(rows) <= _most_rows(dtype, name, backward)
-
-    def forward(
-        self,
-        x_RD: Tensor,
-        y_RD: Tensor,
-        segments: Sequence[Segment],
-        shape: ExpertShape,
-        threads: int,
-        order: Order,
-    ) -> None:
-        """As `cpu_forward`, when the rows are there; returns at once."""
-        _forward_native(x_RD, y_RD, segments, shape, threads, BEST_ISA, (self._handle, *order))
-
-    def backward(
-        self,
-        x_RD: Tensor,
-        dy_RD: Tensor,
-        row_weight_R: Tensor,
-        dx_RD: Tensor,
-        drow_weight_R: Tensor,
-        segments: Sequence[Segment],
-        shape: ExpertShape,
-        threads: int,
-        order: Order,
-    ) -> None:
-        """As `cpu_backward` without gradients of the weights. Routing weights are float32."""
-        assert row_weight_R.dtype == drow_weight_R.dtype == torch.float32
-        rows = _Rows(x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R)
-        _backward_native(rows, segments, shape, threads, None, BEST_ISA, (self._handle, *order))
-
-    def wait(self, order: Order) -> bool:
-        """Blocks until the order is done; False if the runner was closed before."""
-        if self._library is None or self._handle is None:
-            return False
-        return bool(self._library.overspill_runner_wait(self._handle, order.done, order.number))
-
-    def close(self) -> None:
-        """Ends the thread, after the order that it is at. A forked child has none."""
-        handle, self._handle = self._handle, None
-        if handle is not None and self._library is not None and os.getpid() == self._process:
-            self._library.overspill_runner_free(handle)
-
-
-_NO_RUNNER = (None, None, 0, None, None)
-
-
-def cpu_kernel_name() -> str:
-    """What computes experts on the CPU: a name of ISA_NAMES, or "torch" without a compiler."""
-    library = _library()
-    return "torch" if library is None else _best_isa_name(library)
-
-
-def read_bandwidth(tensor: Tensor, threads: int) -> float:
-    """Bytes a second at which `threads` threads read `tensor`, the best of three passes.
-
-    It measures memory only if the tensor is much larger than the caches: 1.5 GB or more.
-    """
-    library = _library()
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    best = float("inf")
-    for _ in range(4):  # the first one starts the threads
-        start = time.perf_counter()
-        if library is None:
-            flat[: flat.numel() // 8 * 8].view(torch.int64).sum()
-        else:
-            library.overspill_read(flat.data_ptr(), flat.numel(), threads)
-        best = min(best, time.perf_counter() - start)
-    return flat.numel() / best
-
-
-class _Rows(NamedTuple):
-    """The rows of a group in backward: two that are read, the weights, two that are written."""
-
-    x_RD: Tensor
-    dy_RD: Tensor
-    row_weight_R: Tensor
-    dx_RD: Tensor
-    drow_weight_R: Tensor
 
 
 def _divide(
@@ -245,21 +121,22 @@ def _divide(
     """Which segments the kernel computes, and which torch."""
     numbers = list(range(len(segments)))
     name = cpu_kernel_name()
-    if name == "torch" or not _kernel_takes(x_RD.dtype, shape, activation):
+    if name == "torch" or not kernel_takes(x_RD.dtype, shape, activation):
         return [], numbers
     assert BEST_ISA <= isa <= ISA_NAMES.index(name)
     if isa != BEST_ISA:
         return numbers, []
-    most = _most_rows(x_RD.dtype, name, backward)
+    most = most_rows(x_RD.dtype, name, backward)
     many = [i for i in numbers if segments[i].stop - segments[i].start > most]
     return [i for i in numbers if i not in many], many
 
 
-def _most_rows(dtype: torch.dtype, isa: str, backward: bool) -> int:
+def most_rows(dtype: torch.dtype, isa: str, backward: bool) -> int:
+    """Up to how many rows of an expert the kernel computes."""
     return _MOST_ROWS[dtype][isa][backward]
 
 
-def _kernel_takes(dtype: torch.dtype, shape: ExpertShape, activation: Activation | None) -> bool:
+def kernel_takes(dtype: torch.dtype, shape: ExpertShape, activation: Activation | None) -> bool:
     """Whether the kernel computes such experts; says once for each reason if it does not."""
     plain = activation is None or isinstance(activation, Fused)
     why = [
@@ -279,66 +156,8 @@ def _say_torch(reasons: str) -> None:
     log.warning("CPU experts: the native kernel has no %s, torch operations take over", reasons)
 
 
-def _forward_native(
-    x_RD: Tensor,
-    y_RD: Tensor,
-    segments: Sequence[Segment],
-    shape: ExpertShape,
-    threads: int,
-    isa: int,
-    later: tuple[Any, ...] | None = None,
-) -> None:
-    _check(x_RD, y_RD, segments, shape, threads)
-    library = _library()
-    assert library is not None
-    group = _group(segments, shape, x_RD.dtype)
-    when = _later(later)
-    library.overspill_experts_forward(*_base(x_RD), *_base(y_RD), *group, threads, isa, *when)
-
-
-def _backward_native(
-    rows: _Rows,
-    segments: Sequence[Segment],
-    shape: ExpertShape,
-    threads: int,
-    gradients: Sequence[Tensor] | None,
-    isa: int,
-    later: tuple[Any, ...] | None = None,
-) -> list[float]:
-    x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R = rows
-    _check(x_RD, dx_RD, segments, shape, threads)
-    _check(x_RD, dy_RD, segments, shape, threads)
-    for gradient in gradients or ():
-        assert gradient.dtype == x_RD.dtype
-        assert gradient.is_contiguous()
-        assert gradient.numel() == shape.numel
-    weight_R = row_weight_R.to(torch.float32).contiguous()
-    direct = drow_weight_R.dtype == torch.float32 and drow_weight_R.is_contiguous()
-    dweight_R = drow_weight_R if direct else torch.empty_like(weight_R)
-    squares = (ctypes.c_double * len(segments))()
-    library = _library()
-    assert library is not None
-    library.overspill_experts_backward(
-        *_base(x_RD),
-        *_base(dy_RD),
-        weight_R.data_ptr(),
-        *_base(dx_RD),
-        dweight_R.data_ptr(),
-        *_group(segments, shape, x_RD.dtype),
-        None if gradients is None else _pointers(gradients),
-        squares,
-        threads,
-        isa,
-        *_later(later),
-    )
-    if not direct:
-        for _, start, stop in segments:
-            drow_weight_R[start:stop] = dweight_R[start:stop]
-    return list(squares)
-
-
 def _backward_torch(
-    rows: _Rows,
+    rows: Rows,
     segment: Segment,
     shape: ExpertShape,
     activation: Activation | None,
@@ -364,95 +183,3 @@ def _backward_torch(
     torch.cat([part.flatten() for part in grads.dw], out=gradient)
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return float(torch.linalg.vector_norm(gradient, dtype=wide).square())
-
-
-def _check(
-    x_RD: Tensor, other_RD: Tensor, segments: Sequence[Segment], shape: ExpertShape, threads: int
-) -> None:
-    assert threads >= 1
-    for rows in (x_RD, other_RD):
-        assert rows.dtype == x_RD.dtype
-        assert rows.device.type == "cpu"
-        assert rows.shape == (x_RD.shape[0], shape.d_model)
-        assert rows.stride(1) == 1 or shape.d_model == 1
-    for record, start, stop in segments:
-        assert record.dtype == x_RD.dtype
-        assert record.device.type == "cpu"
-        assert record.is_contiguous()
-        assert record.numel() >= shape.numel
-        assert 0 <= start <= stop <= x_RD.shape[0]
-
-
-def _base(rows: Tensor) -> tuple[int, int]:
-    return rows.data_ptr(), rows.stride(0)
-
-
-def _group(
-    segments: Sequence[Segment], shape: ExpertShape, dtype: torch.dtype
-) -> tuple[object, ...]:
-    """The arguments that describe a group and its experts."""
-    numbers = ctypes.c_int64 * len(segments)
-    return (
-        _pointers([segment.record for segment in segments]),
-        numbers(*(segment.start for segment in segments)),
-        numbers(*(segment.stop for segment in segments)),
-        len(segments),
-        shape.d_model,
-        shape.d_hidden,
-        shape.gated,
-        dtype == torch.bfloat16,
-    )
-
-
-def _later(later: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """The arguments for a runner: (runner, there, number, done, times)."""
-    if later is None:
-        return _NO_RUNNER
-    runner, there, done, number, times = later
-    return runner, there, number, done, times
-
-
-def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-
-
-@functools.cache
-def _best_isa_name(library: ctypes.CDLL) -> str:
-    return str(library.overspill_cpu_isa().decode())
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = load_library(Path(__file__).with_name("cpu_kernel.cpp"), "cpu-experts")
-    if library is None:
-        log.warning("CPU experts run as torch operations, several times slower for few tokens")
-        return None
-    library.overspill_cpu_isa.argtypes = []
-    library.overspill_cpu_isa.restype = ctypes.c_char_p
-    rows, group = "pn", "pppnnnii"
-    later = "ppupp"
-    library.overspill_experts_forward.argtypes = _types(rows + rows + group + "ii" + later)
-    library.overspill_experts_forward.restype = None
-    backward = rows + rows + "p" + rows + "p" + group + "ppii" + later
-    library.overspill_experts_backward.argtypes = _types(backward)
-    library.overspill_experts_backward.restype = None
-    library.overspill_runner_new.argtypes = []
-    library.overspill_runner_new.restype = ctypes.c_void_p
-    library.overspill_runner_free.argtypes = _types("p")
-    library.overspill_runner_free.restype = None
-    library.overspill_runner_wait.argtypes = _types("ppu")
-    library.overspill_runner_wait.restype = ctypes.c_int
-    library.overspill_read.argtypes = _types("pni")
-    library.overspill_read.restype = ctypes.c_uint64
-    return library
-
-
-def _types(letters: str) -> list[Any]:
-    """p: a pointer, n: a size, i: an int, u: one without a sign."""
-    kinds = {
-        "p": ctypes.c_void_p,
-        "n": ctypes.c_int64,
-        "i": ctypes.c_int,
-        "u": ctypes.c_uint32,
-    }
-    return [kinds[letter] for letter in letters]

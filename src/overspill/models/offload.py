@@ -18,10 +18,12 @@ from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import available_memory, cpu_threads, disk_free
 from overspill.hardware.profile import ExpertCosts
 from overspill.models.progress_bar import TerminalProgress
-from overspill.moe.engine import Engine, ExpertPlaceholder, Settings
+from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
+from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.predictor import PREDICTOR_COPIES
 from overspill.moe.resident import ResidentEngine
+from overspill.moe.settings import Settings
 from overspill.moe.streaming import StreamingEngine
 from overspill.plan.budget import ModelSizes, Placement, Wish, place
 from overspill.probe.known import known_costs

@@ -5,63 +5,21 @@ import abc
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from overspill.compute.activation import Activation
 from overspill.compute.permute import Permutation
-from overspill.core.errors import ConfigError, OrderError
+from overspill.core.errors import OrderError
 from overspill.core.experts import ExpertId, ExpertShape, Phase
 from overspill.moe.passes import HostWork, LayerPass, Promise, Wave
-from overspill.moe.popularity import RoutingSource
+from overspill.moe.settings import Settings
 from overspill.optim.kernel import AdamHyper
 from overspill.plan.budget import Placement
 from overspill.tiers.layout import RecordLayout
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Inject
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The switches of the engine; each technique can be turned off to see what it is worth."""
-
-    pin_share: float = 0.25
-    """Share of the slots that keep the busiest experts of the last step; 0 turns pinning off."""
-    overlap_updates: bool = True
-    """Update an expert as soon as its gradient is complete, while backward goes on."""
-    overlap_uploads: bool = True
-    """Upload experts ahead of their computation, across layers."""
-    waves: bool = True
-    """Compute experts that are resident together as one grouped product."""
-    activations: str = "recompute"
-    """Inside experts: "recompute" them in backward, or "keep" them from forward."""
-    cpu_experts: bool = True
-    """Let the CPU compute experts with few tokens where they lie, if by measured costs that is
-    faster than uploading them to a GPU."""
-    lookahead: int = 1
-    """How many layers ahead a predictor names the experts that will be needed, where the CPU takes
-    a share; 0 goes by the last passes alone."""
-    threads: int | None = None
-    """Threads of the CPU optimizer and of the CPU's experts; left out: all cores but four (they
-    drive GPU and disk), at least three quarters."""
-    inject: Inject | None = None
-    """Called before each transfer and optimizer job; for tests."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.pin_share < 1:
-            raise ConfigError(f"pin_share={self.pin_share} must be at least 0 and below 1")
-        if self.activations not in ("recompute", "keep"):
-            raise ConfigError(f"activations={self.activations!r} must be 'recompute' or 'keep'")
-        if self.lookahead < 0:
-            raise ConfigError(f"lookahead={self.lookahead} must be 0 (off) or a number of layers")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(
-                f"threads={self.threads} must be at least 1; leave it out for all but a few"
-            )
 
 
 class UpdateRule(Protocol):
@@ -77,45 +35,6 @@ class UpdateRule(Protocol):
 
     def hyper(self, layer: int) -> AdamHyper | None:
         """The next update of a layer's experts; None if they are not trained."""
-
-
-class ExpertPlaceholder(nn.Parameter):
-    """Stands for the experts of one layer among the parameters of an offloaded model.
-
-    It has no elements; optimizer groups that hold it drive the experts of its layer.
-    """
-
-    engine: "Engine"
-    layer: int
-    keeper: object  # while any placeholder holds it, the engine stays open
-    activation: Activation | None = None  # None: GELU or gated SiLU, by the experts' shape
-    places: Any = None  # where the tensors of an expert lie in the plain model, if it is not ours
-    drops = False  # whether a token may have fewer experts than its routing has places
-    source: RoutingSource | None = None  # routes instead of the model's own router, if it is set
-    is_expert_placeholder = True
-
-    def __new__(cls, engine: "Engine", layer: int) -> "ExpertPlaceholder":
-        data = torch.empty(0, dtype=engine.dtype, device=engine.device)
-        self = torch.Tensor._make_subclass(cls, data, True)
-        self.engine, self.layer = engine, layer
-        return self
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradients that wait for step() as one number, so that a norm over the gradients of
-        `model.parameters()` is that of the plain model. They are elsewhere: setting or scaling
-        this changes nothing."""
-        return self.engine.waiting_norm(self.layer)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if value is not None:
-            raise OrderError("experts get their gradients from backward; .grad cannot be set")
-
-    def __deepcopy__(self, memo: object) -> "ExpertPlaceholder":
-        raise OrderError(
-            "an offloaded model cannot be copied: its experts exist once, in the store"
-        )
 
 
 class Engine(abc.ABC):

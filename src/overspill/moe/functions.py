@@ -22,8 +22,9 @@ from overspill.compute.permute import (
     weights_grad,
 )
 from overspill.core.experts import Phase
-from overspill.moe.engine import Engine, ExpertPlaceholder
+from overspill.moe.engine import Engine
 from overspill.moe.passes import LayerPass, Wave
+from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.popularity import rerouted
 from overspill.plan.waves import row_pieces
 

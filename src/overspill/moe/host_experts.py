@@ -15,86 +15,29 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Activation
-from overspill.compute.cpu import Order, Runner, Segment, cpu_backward, cpu_forward, cpu_kernel_name
+from overspill.compute.cpu import cpu_backward, cpu_forward
+from overspill.compute.cpu_kernel import Segment, cpu_kernel_name
 from overspill.compute.permute import row_weights
+from overspill.compute.runner import Order, Runner
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertId, Phase
 from overspill.moe.course import Course
 from overspill.moe.gradients import Gradients
 from overspill.moe.host_buffers import HostBuffers, room_for_rows
-from overspill.moe.passes import HostWork, LayerPass
+from overspill.moe.host_job import Job, Notes
+from overspill.moe.passes import LayerPass
 from overspill.optim.kernel import AdamHyper
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
 from overspill.transfer.driver import await_signal, can_signal, signal
-from overspill.transfer.lanes import Inject, Mark, Stamp, compute_mark
+from overspill.transfer.lanes import Inject, Stamp, compute_mark
 from overspill.transfer.mapped import on_device
 from overspill.transfer.stager import Stager
-
-
-class Notes(Protocol):
-    """Who wants to know how long things take."""
-
-    def note_gap(self, phase: Phase, seconds: float) -> None:
-        """From the end of a layer's pass, when both sides were done, until the next layer's rows
-        were there."""
-
-    def note_job(self, phase: Phase, tokens: Sequence[int], seconds: float) -> None:
-        """The experts of one pass on the CPU."""
-
-    def note_handover(self, seconds: float) -> None:
-        """From the moment that rows were there until both sides were done, beyond the CPU's work:
-        the way to the CPU and back, or longer, where the device was the last."""
-
-
-@dataclass
-class Job(HostWork):
-    """The CPU's experts of one pass, and where their rows are among those of the buffers. It does
-    not hold the pass, whose end says that a graph was thrown away."""
-
-    experts: "HostExperts"
-    entered: int  # which pass through a layer it belongs to
-    layer: int
-    phase: Phase
-    activation: Activation | None
-    place: slice  # of its rows among those of the pass
-    places: dict[int, tuple[int, int]]
-    need_dw: bool = False
-    hyper: AdamHyper | None = None
-    order: Order | None = None  # of the runner; None: a thread of ours does it
-    made: Mark | None = None  # the rows are in the buffers
-    done: bool = False
-    sent: Stamp | None = None
-    taken: Stamp | None = None
-    seconds: float = 0.0  # that the runner took
-    traced: bool = False
-
-    @property
-    def rows(self) -> int:
-        return max(stop for _, stop in self.places.values())
-
-    @property
-    def name(self) -> str:
-        return f"{self.phase.value} {self.layer}: {', '.join(map(str, self.places))}"
-
-    def follows(self, other: "Job") -> bool:
-        """Whether it was that of the next layer, in the same direction, and both are over."""
-        if self.phase is not other.phase or self.entered != other.entered + 1:
-            return False
-        if abs(self.layer - other.layer) != 1:  # the first one after the last: another batch
-            return False
-        return None not in (other.sent, other.taken, self.sent)
-
-    def take(self, out_RD: Tensor, dweights_R: Tensor | None = None) -> None:
-        self.experts.take(self, out_RD, dweights_R)
 
 
 class HostExperts:

@@ -12,8 +12,9 @@ from overspill.core.errors import NonFiniteError
 from overspill.core.experts import ExpertId, Phase
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
-from overspill.moe.engine import Engine, Settings, UpdateRule
+from overspill.moe.engine import Engine, UpdateRule
 from overspill.moe.passes import LayerPass, Wave, sum_of_squares
+from overspill.moe.settings import Settings
 from overspill.optim.kernel import AdamHyper, RecordState, adamw_
 from overspill.plan.budget import Placement
 from overspill.plan.waves import Candidate, next_wave

@@ -13,9 +13,9 @@ from torch import Tensor
 from overspill.compute.permute import Permutation, count_rows
 from overspill.core.experts import Phase
 from overspill.moe.course import Course
-from overspill.moe.engine import Settings
 from overspill.moe.passes import LayerPass
 from overspill.moe.predictor import Lookahead
+from overspill.moe.settings import Settings
 from overspill.moe.sharing import Sharing
 from overspill.tiers.store import ExpertStore
 from overspill.transfer.lanes import to_host

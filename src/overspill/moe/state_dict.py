@@ -10,8 +10,8 @@ from overspill.core.errors import BudgetError
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import available_memory
-from overspill.moe.engine import ExpertPlaceholder
 from overspill.moe.late_tensor import LateTensor
+from overspill.moe.placeholder import ExpertPlaceholder
 
 
 class Place(NamedTuple):

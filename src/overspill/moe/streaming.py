@@ -1,6 +1,5 @@
 """Experts streamed from host memory and disk through slots of the compute device."""
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,25 +14,24 @@ from overspill.hardware.machine import cpu_threads
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.course import Course
-from overspill.moe.engine import Engine, Settings, UpdateRule
+from overspill.moe.engine import Engine, UpdateRule
 from overspill.moe.gradients import Gradients
 from overspill.moe.host_buffers import room_for_rows
 from overspill.moe.host_experts import HostExperts
-from overspill.moe.lookahead import Knowledge
 from overspill.moe.passes import HostWork, LayerPass, Wave, sum_of_squares
-from overspill.moe.residency import Residency, Resident
+from overspill.moe.residency import Residency
 from overspill.moe.routes import Routes
+from overspill.moe.settings import Settings
 from overspill.moe.sharing import Present, Sharing
+from overspill.moe.waves import Waves
 from overspill.optim.kernel import AdamHyper
 from overspill.optim.updates import Updates
 from overspill.plan.budget import Placement
-from overspill.plan.waves import Candidate, first_of_wave, next_wave
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress, device_slab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Lane, Mark, compute_mark, compute_waits
-from overspill.transfer.loader import Target
+from overspill.transfer.lanes import Lane, compute_mark
 from overspill.transfer.ported import new_loader
 from overspill.transfer.requests import run_all
 from overspill.transfer.stager import Stager
@@ -70,7 +68,6 @@ class StreamingEngine(Engine):
         self.course = Course(n_layers, n_experts)
         self.residency = Residency(n_experts, placement)
         self.trace = ComputeTrace(recorder, device)
-        self._slot_weights = layout.weights(slab)
         inject = settings.inject
         upload = Lane("upload", device, recorder, inject)
         self.loader = new_loader(self.store, slab, upload, placement.slots)
@@ -88,6 +85,9 @@ class StreamingEngine(Engine):
         room = room_for_rows(layout.shape.d_model, layout.dtype)
         self.sharing = Sharing(self.course, costs, room, self._present)
         self.sharing.on = settings.cpu_experts and costs is not None
+        planned = self.course, self.residency, self.sharing
+        moved = self.loader, self.stager
+        self._waves = Waves(self.store, *planned, *moved, self.trace, device)
         self._threads = threads
         self._host: HostExperts | None = None
         routed = self.store, self.course, self.sharing
@@ -121,7 +121,7 @@ class StreamingEngine(Engine):
         """Experts of a layer that are on the device or on their way."""
         loader, present = self.loader, Present(set(), set())
         for index, slot in self.residency.slots(layer).items():
-            if loader.fresh(self._entry(layer, index), slot):
+            if loader.fresh(self.store.at(layer, index), slot):
                 (present.resident if loader.slots[slot].used else present.uploaded).add(index)
         return present
 
@@ -161,103 +161,8 @@ class StreamingEngine(Engine):
                 )
         return self._host
 
-    # -- waves ----------------------------------------------------------------------------
-
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
-        layer, counts = layer_pass.layer, layer_pass.device_counts
-        permutation = layer_pass.permutation
-        assert permutation is not None
-        starts = [0, *itertools.accumulate(counts)]
-        # experts on disk take turns in few rows: they cannot all be on their way at once
-        patient = not self.store.disk_rows and self.sharing.is_small(counts, phase)
-        for part in range(self.residency.n_parts):
-            pending = [index for index in self.residency.experts(part) if counts[index]]
-            if pending:
-                pending = self._focus(part)
-            while pending:
-                run, slots, marks = self._await_wave(layer, pending, counts, starts, patient)
-                for mark in marks:
-                    compute_waits(self.device, mark)  # the compute stream itself, not the host
-                first, stop = run[0], run[-1] + 1
-                self.trace.begin_wave(f"{phase.value} {layer}.{first}-{stop - 1}")
-                yield Wave(
-                    first,
-                    stop,
-                    starts[first],
-                    starts[stop],
-                    self._slot_weights[slots[0] : slots[-1] + 1],
-                    _from_zero(permutation.ends_E[first:stop], starts[first]),
-                    counts[first:stop],
-                )
-                self.trace.end_wave()
-                used = compute_mark(self.device)  # a slot may be filled anew once this has passed
-                with self.store.lock:
-                    for slot in slots:
-                        self.loader.slots[slot].free = used
-                        self.loader.slots[slot].used = True
-                    self.course.leave(run)
-                    if self.stager is not None:
-                        self.stager.pump()  # the CPU may wait for the rows that are free now
-                pending = [index for index in pending if index not in run]
-        self.trace.leave_experts()
-
-    def _focus(self, part: int) -> list[int]:
-        """Tells the loader and the stager that this part is needed now, and what follows it; its
-        experts in the order in which they are uploaded."""
-        with self.store.lock:
-            ahead = self.settings.overlap_uploads
-            needed = self.course.chunks(part, self.residency.n_parts, ahead)
-            residents = self.residency.follow(needed, self.sharing.uploads)
-            self.loader.set_targets(
-                list(itertools.chain.from_iterable(map(self._targets, residents)))
-            )
-            if self.stager is not None:
-                self.stager.pump()
-            return residents[0].indices
-
-    def _targets(self, resident: Resident) -> Iterator[Target]:
-        layer, indices, slots = resident
-        _, known = self.course.expected(layer)
-        sure = known is Knowledge.REAL or self.sharing.takes_all(layer)
-        for index, slot in zip(indices, slots, strict=True):
-            yield Target(self._entry(layer, index), slot, known.value, sure)
-
-    def _await_wave(
-        self,
-        layer: int,
-        pending: Sequence[int],
-        counts: Sequence[int],
-        starts: Sequence[int],
-        patient: bool,
-    ) -> tuple[list[int], list[int], list[Mark]]:
-        """Blocks until one of `pending`, the first that can be had, is on its way to its slot (if
-        `patient`, until all are), then takes as many as may compute with it: (indices, slots, ends
-        of their uploads)."""
-        loader = self.loader
-        with self.store.lock:
-            if self.stager is not None:
-                self.stager.pump()  # rows of experts that were passed are free for those to come
-            slot_of = self.residency.slots(layer)
-        pairs = {index: (self._entry(layer, index), slot_of[index]) for index in pending}
-        loader.await_issued(list(pairs.values()), every=patient)
-        with self.store.lock:
-            issued = {index for index in pending if loader.fresh(*pairs[index])}
-            order = sorted(pending)
-            candidates = []
-            for index in order:
-                slot, is_here = slot_of[index], index in issued
-                arrived = is_here and (patient or loader.arrived(slot))
-                rows = starts[index], counts[index]
-                candidates.append(Candidate(index, slot, *rows, is_here, arrived))
-            lead = next(index for index in pending if index in issued)
-            first = first_of_wave(candidates, order.index(lead))
-            number = next_wave(candidates[first:], self.placement.max_rows, self.settings.waves)
-            run = order[first : first + number]
-            slots = list(range(slot_of[run[0]], slot_of[run[-1]] + 1))
-            return run, slots, loader.ends([slot_of[index] for index in run])
-
-    def _entry(self, layer: int, index: int) -> Entry:
-        return self.store.entries[layer * self.n_experts + index]
+        return self._waves.of(layer_pass, phase, self.settings, self.placement.max_rows)
 
     def _needs(self) -> Iterator[tuple[Entry, Part]]:
         """What the stager should have in host rows: pending updates, then the known order."""
@@ -279,7 +184,7 @@ class StreamingEngine(Engine):
         assert wave.counts is not None
         for place, count in enumerate(wave.counts):
             if count:
-                entry = self._entry(layer, wave.first + place)
+                entry = self.store.at(layer, wave.first + place)
                 gradient = [part[place] for part in dw]
                 self.gradients.send(entry, gradient, squares[place], made, hyper)
                 with self.store.lock:
@@ -288,7 +193,7 @@ class StreamingEngine(Engine):
     def _complete(self, layer: int, counts: Sequence[int]) -> None:
         hyper = self._hyper_now(layer)
         for index, tokens in enumerate(counts):
-            self.gradients.complete(self._entry(layer, index), tokens, hyper)
+            self.gradients.complete(self.store.at(layer, index), tokens, hyper)
 
     def _keeps_gradients(self) -> bool:
         return self.rule is not None and self.rule.keep_gradients
@@ -333,7 +238,7 @@ class StreamingEngine(Engine):
         # what is being added up shows only when it is done whether it is finite
         self.gradients.settle(self.rule.keep_gradients or self.gradients.holds_any())
         for layer in layers if self.rule.keep_gradients else ():
-            entries = [self._entry(layer, index) for index in range(self.n_experts)]
+            entries = [self.store.at(layer, index) for index in range(self.n_experts)]
             self.gradients.update(entries, self.rule.hyper(layer))
         self.gradients.end_step()
         with self.store.lock:
@@ -469,12 +374,8 @@ class StreamingEngine(Engine):
             self.stager.close()
         self.gradients.close()
         self.store.close()
-        self._slot_weights = self._slot_weights.new_empty(0, self.shape.numel)
+        self._waves.close()
         self._lift_budget()
-
-
-def _from_zero(ends: Tensor, start: int) -> Tensor:
-    return ends - start if start else ends
 
 
 def _zero(row: Tensor) -> None:

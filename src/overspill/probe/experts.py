@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overspill.compute.cpu import Segment, cpu_backward, cpu_forward
+from overspill.compute.cpu import cpu_backward, cpu_forward
+from overspill.compute.cpu_kernel import Segment
 from overspill.compute.experts import wave_backward, wave_forward
 from overspill.compute.permute import Permutation
 from overspill.core.experts import ExpertShape

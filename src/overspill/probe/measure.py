@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from overspill.compute import cpu
+from overspill.compute.cpu_kernel import cpu_kernel_name, read_bandwidth
 from overspill.hardware.machine import disk_free
 from overspill.hardware.profile import MachineProfile, Transfer
 from overspill.probe.clock import (
@@ -74,7 +74,7 @@ def measure_machine(
     steps.end()
     return MachineProfile(
         cores=threads,
-        kernel=cpu.cpu_kernel_name(),
+        kernel=cpu_kernel_name(),
         transfers=tuple(transfers),
         host_read=host_read,
         host_read_beside=read_beside,
@@ -128,7 +128,7 @@ class _Copying:
 
     def _reader(self, threads: int) -> Callable[[], float]:
         flat = self._pool.rows.view(-1)
-        return lambda: cpu.read_bandwidth(flat, threads)
+        return lambda: read_bandwidth(flat, threads)
 
     def _uploads(self, size: int) -> Flow:
         pieces = self._from.reshape(-1, size)

@@ -161,7 +161,10 @@ class ExpertStore:
         self.layout = RecordLayout(self.layout.shape, self.layout.dtype, dtype)
 
     def entry(self, id: ExpertId) -> Entry:
-        return self.entries[id.layer * self.n_experts + id.index]
+        return self.at(id.layer, id.index)
+
+    def at(self, layer: int, index: int) -> Entry:
+        return self.entries[layer * self.n_experts + index]
 
     def host(self, entry: Entry, part: Part) -> Tensor:
         """The bytes of `part` in the expert's host row."""

@@ -13,7 +13,7 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.models.offload import offload
 from overspill.models.presets import get_preset
-from overspill.moe.engine import Settings
+from overspill.moe.settings import Settings
 from overspill.optim.adamw import AdamW
 from overspill.trace.recorder import Recorder
 from overspill.train.checkpoint import ExpertWeights, Fact, OptimizerStates

@@ -19,8 +19,9 @@ from overspill.models.huggingface.experts import (
     StackedExperts,
     same_everywhere,
 )
-from overspill.moe.engine import Engine, ExpertPlaceholder
+from overspill.moe.engine import Engine
 from overspill.moe.functions import routed_experts
+from overspill.moe.placeholder import ExpertPlaceholder
 
 IMPLEMENTATION = "overspill"
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.moe.engine import ExpertPlaceholder
 from overspill.moe.functions import routed_experts
+from overspill.moe.placeholder import ExpertPlaceholder
 
 Routing = tuple[Tensor, Tensor]
 """Expert ids [T, K], with E for none, and their weights [T, K]."""

@@ -16,7 +16,8 @@ from overspill.compute.activation import Activation, Differentiated, Fused
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
 from overspill.models.huggingface.dictionaries import HostedDictionary, Style
-from overspill.moe.engine import Engine, ExpertPlaceholder
+from overspill.moe.engine import Engine
+from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.state_dict import Place, Places, show_experts, split_record, stacked
 
 PLACEHOLDER = "overspill"

@@ -16,7 +16,8 @@ from overspill.models.huggingface.folder import CheckpointFolder, find_folder, r
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
 from overspill.models.offload import Budgets, Size, compute_device, counted, hand_over
-from overspill.moe.engine import Engine, Settings
+from overspill.moe.engine import Engine
+from overspill.moe.settings import Settings
 from overspill.tiers.slab import Progress
 
 _READERS = 8

@@ -18,7 +18,8 @@ from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import disk_free
 from overspill.models.huggingface.experts import PLACEHOLDER
 from overspill.models.huggingface.folder import INDEX, SINGLE, silence
-from overspill.moe.engine import Engine, ExpertPlaceholder
+from overspill.moe.engine import Engine
+from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.state_dict import Place, Places, dense_tensors, split_record
 from overspill.tiers.aside import sync, sync_all, temporary_folder
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
