@@ -128,9 +128,8 @@ def _cpu_ticks() -> tuple[int, int]:
     file = Path("/proc/stat")
     if not file.is_file():
         return 0, 0
-    user, nice, system, _idle, _wait, interrupts, soft, stolen = (
-        int(number) for number in file.read_text().split(maxsplit=9)[1:9]
-    )
+    numbers = [int(number) for number in file.read_text().splitlines()[0].split()[1:9]]
+    user, nice, system, _idle, _wait, interrupts, soft, stolen = numbers + [0] * (8 - len(numbers))
     return user + nice + system + interrupts + soft, stolen
 
 

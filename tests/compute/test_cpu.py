@@ -56,7 +56,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """The log, as if nothing had been said before."""
     cpu._say_torch.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="overspill"):
+    with caplog.at_level(logging.INFO, logger="overspill"):
         yield caplog
     cpu._say_torch.cache_clear()
 

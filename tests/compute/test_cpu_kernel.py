@@ -1,6 +1,8 @@
 """Groups of experts on the CPU against float64, on every path this machine has."""
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +99,7 @@ def test_any_number_of_threads_gives_the_same_bits(
 def test_tasks_of_any_height_give_the_same_bits(
     isa: int, dtype: torch.dtype, gated: bool, counts: tuple[int, ...]
 ) -> None:
-    # With one thread and many rows, tasks of forward are four tiles high; with three, one or two.
+    # The more threads, the lower the tasks: from four tiles down to one, or half of one.
     group = Group.make(ExpertShape(520, 1030, gated), counts, dtype)
     high = compute(group, isa, threads=1)
     high.assert_near(by_waves(group.wide()), 2 * TOLERANCE[dtype])
@@ -287,3 +289,30 @@ def test_pauses_and_thread_counts_from_call_to_call_change_nothing() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_read_bandwidth_is_a_bandwidth(threads: int) -> None:
     assert 1e7 < read_bandwidth(torch.ones(1 << 20), threads) < 1e14
+
+
+FORK = """
+import os, sys, torch
+from overspill.compute.cpu import cpu_forward
+from overspill.compute.cpu_kernel import Segment
+from overspill.core.experts import ExpertShape
+
+shape = ExpertShape(64, 256, gated=False)
+record, x = torch.randn(shape.numel), torch.randn(4, 64)
+
+def forward():
+    y = torch.empty_like(x)
+    cpu_forward(x, y, [Segment(record, 0, 4)], shape, None, 3)
+    return y
+
+y = forward()
+child = os.fork()
+if child == 0:  # without the threads that helped
+    sys.exit(0 if torch.equal(forward(), y) else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@needs_native
+def test_a_forked_child_computes_and_ends() -> None:
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)

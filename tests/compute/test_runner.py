@@ -11,6 +11,7 @@ import torch
 from overspill.compute.cpu import cpu_backward, cpu_forward
 from overspill.compute.cpu_kernel import Segment, cpu_kernel_name
 from overspill.compute.runner import Order, Runner
+from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
 from tests.compute.groups import BF16
 
@@ -121,6 +122,17 @@ def test_a_runner_can_be_closed_while_it_waits_for_rows() -> None:
     out = torch.zeros_like(desk.x)
     desk.runner.forward(desk.x, out, desk.segments, desk.shape, 2, desk.order(1))
     desk.runner.close()
+    assert not out.any()
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_closed_runner_takes_no_orders(seen: bool) -> None:
+    desk = Desk()
+    desk.runner.close()
+    desk.rows_are_there(1 if seen else 0)
+    out = torch.zeros_like(desk.x)
+    with pytest.raises(EngineError, match="closed"):
+        desk.runner.forward(desk.x, out, desk.segments, desk.shape, 2, desk.order(1))
     assert not out.any()
 
 

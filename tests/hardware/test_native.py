@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,3 +161,20 @@ def test_a_changed_header_is_another_library(tmp_path: Path) -> None:
     assert native._key(source, compiler) == before
     header.write_text("constexpr int NUMBER = 2;\n")
     assert native._key(source, compiler) != before
+    header.write_text('#include "other.h"\n')
+    (tmp_path / "other.h").write_text('#include "number.h"\nconstexpr int NUMBER = 3;\n')
+    before = native._key(source, compiler)
+    (tmp_path / "other.h").write_text('#include "number.h"\nconstexpr int NUMBER = 4;\n')
+    assert native._key(source, compiler) != before
+
+
+def test_every_source_is_part_of_the_package() -> None:
+    """Installed from a wheel, a source that is missing would only be slow."""
+    root = Path(native.__file__).parents[3]
+    if not (root / "pyproject.toml").is_file():
+        pytest.skip("not run from a checkout")
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["overspill"]
+    package = root / "src" / "overspill"
+    sources = {*package.rglob("*.cpp"), *package.rglob("*.h")}
+    assert sources == {file for pattern in patterns for file in package.glob(pattern)} & sources

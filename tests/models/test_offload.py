@@ -10,6 +10,7 @@ from overspill import Settings
 from overspill.core.errors import BudgetError
 from overspill.core.experts import ExpertShape
 from overspill.hardware.profile import ExpertCosts
+from overspill.models import GPTMoE, get_preset
 from overspill.tiers.layout import RecordLayout
 from overspill.transfer.mapped import can_map
 
@@ -17,6 +18,7 @@ offload = sys.modules[overspill.offload.__module__]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = ExpertShape(16, 32, gated=False)
 LAYOUT = RecordLayout(SHAPE, torch.bfloat16)
+TINY = get_preset("nano")
 
 
 def why_not(
@@ -52,7 +54,31 @@ def test_without_room_to_measure_there_is_no_share(
     monkeypatch.setattr(offload, "can_map", lambda device: True)
     monkeypatch.setattr(offload, "known_costs", no_room)
     assert offload._costs(LAYOUT, CUDA, Settings(), None) is None
-    assert "no room to measure one (the host has no 2.0 GiB" in caplog.text
+    assert "no memory free to measure one for the CPU" in caplog.text
+
+
+@pytest.fixture
+def nearly_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, up to the measuring."""
+    monkeypatch.setattr(offload, "_unshared", lambda *_: None)
+    monkeypatch.setattr(offload, "_costs", lambda *_: None)
+    monkeypatch.setattr(offload, "predictor_bytes", lambda *_: 1 << 40)
+
+
+@pytest.mark.usefixtures("nearly_shared")
+def test_predictors_without_room_are_done_without(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="overspill")
+    model = overspill.offload(GPTMoE(TINY), "1GiB", device="cpu", mode="host", quiet=True)
+    assert model.overspill.settings.lookahead == 0
+    assert "no room for predictors (1.0 TiB): history tells" in caplog.text
+    model.overspill.close()
+
+
+@pytest.mark.usefixtures("nearly_shared")
+def test_where_all_experts_fit_no_predictors_are_counted() -> None:
+    model = overspill.offload(GPTMoE(TINY), "1GiB", device="cpu", quiet=True)
+    assert model.overspill.placement.mode == "gpu"
+    model.overspill.close()
 
 
 def test_a_cpu_sees_host_memory() -> None:

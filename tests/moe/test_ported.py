@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from overspill.moe import streaming
+from overspill.moe import streaming, waves
 from overspill.moe.settings import Settings
 from overspill.tiers.store import ExpertStore
 from overspill.transfer.lanes import Lane
@@ -51,7 +51,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Loader]:
 
     monkeypatch.setattr(streaming, "new_loader", late)
     # on a CPU the thread that computes is the stream
-    monkeypatch.setattr(streaming, "compute_waits", lambda device, mark: mark.wait())
+    monkeypatch.setattr(waves, "compute_waits", lambda device, mark: mark.wait())
     return loaders
 
 

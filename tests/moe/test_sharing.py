@@ -180,6 +180,18 @@ def test_the_timeline_has_the_cpus_last_job_too(tmp_path: Path) -> None:
     assert [span.name.split(":")[0] for span in spans] == [f"forward {n}" for n in range(3)]
 
 
+def test_runs_that_are_to_repeat_to_the_bit_share_nothing() -> None:
+    own = sharing()
+    assert own.open
+    torch.use_deterministic_algorithms(True)  # as late as that: a Trainer does
+    try:
+        assert not own.open
+        assert not own.decide(1, [1] * N_EXPERTS, Phase.FORWARD)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert own.open
+
+
 def test_backwards_that_learn_are_not_judged_by_those_that_do_not() -> None:
     own = sharing()
     for _ in range(50):

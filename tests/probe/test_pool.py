@@ -44,7 +44,9 @@ def test_cold_is_more_than_the_caches_and_less_than_the_memory(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_noise_fills_all_of_it(numel: int, dtype: torch.dtype) -> None:
     into = torch.full((numel,), torch.nan, dtype=dtype)
+    before = torch.get_rng_state()
     fill_with_noise(into, 0.02)
+    assert torch.equal(torch.get_rng_state(), before), "who offloads a model draws from it too"
     assert into.isfinite().all()
     assert into.float().abs().max() < 0.2
     assert (into != 0).float().mean() > 0.9

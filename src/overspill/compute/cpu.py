@@ -153,7 +153,7 @@ def kernel_takes(dtype: torch.dtype, shape: ExpertShape, activation: Activation 
 
 @functools.cache
 def _say_torch(reasons: str) -> None:
-    log.warning("CPU experts: the native kernel has no %s, torch operations take over", reasons)
+    log.info("CPU experts: the native kernel has no %s, torch operations take over", reasons)
 
 
 def _backward_torch(

@@ -95,7 +95,7 @@ void choose_heights(Job& job, const std::vector<Segment>& segments, int threads)
         if (own.packed) streams = TILE;
     }
     auto tall = [&](int64_t height, int64_t row_bytes, int64_t gates) {
-        const int64_t wanted = rows > 128        ? MAX_TALL * TILE
+        const int64_t wanted = rows > MANY_ROWS  ? MAX_TALL * TILE
                                : rows > FEW_ROWS ? 2 * TILE
                                                  : streams * pieces(STREAM, row_bytes);
         const int64_t high = least(wanted, MAX_TALL * TILE);
@@ -248,6 +248,7 @@ void carry_out(std::unique_ptr<Order> order, void* runner) {
     if (runner) {
         static_cast<Runner*>(runner)->submit(std::move(order));
     } else {
+        order->rows.there = nullptr;  // whoever calls has them
         run_job(order->job, order->segments, order->kernel, order->threads, order->rows);
     }
 }

@@ -22,6 +22,7 @@ from overspill.compute.cpu_kernel import (
     kernel_backward,
     kernel_forward,
 )
+from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
 
 
@@ -72,6 +73,7 @@ class Runner:
         order: Order,
     ) -> None:
         """As `cpu_forward`, when the rows are there; returns at once."""
+        self._check(segments)
         kernel_forward(x_RD, y_RD, segments, shape, threads, BEST_ISA, (self._handle, *order))
 
     def backward(
@@ -87,11 +89,17 @@ class Runner:
         order: Order,
     ) -> None:
         """As `cpu_backward` without gradients of the weights. Routing weights are float32."""
+        self._check(segments)
         for weights_R in (row_weight_R, drow_weight_R):  # a copy would be gone before it is used
             assert weights_R.dtype == torch.float32
             assert weights_R.is_contiguous()
         rows = Rows(x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R)
         kernel_backward(rows, segments, shape, threads, None, BEST_ISA, (self._handle, *order))
+
+    def _check(self, segments: Sequence[Segment]) -> None:
+        assert segments, "nothing to compute is done before its rows are there"
+        if self._handle is None:
+            raise EngineError("the CPU's experts were closed; load the model again")
 
     def wait(self, order: Order) -> bool:
         """Blocks until the order is done; False if the runner was closed before."""

@@ -1,8 +1,8 @@
 """Compile a C++ file on first use, and keep the library for the next run.
 
-A kernel here is one plain C-ABI file without dependencies, so a compiler call of a second or two is
-all it needs: no build system, no torch headers. It is called through ctypes, which drops the GIL
-for the call, so a kernel runs beside Python.
+A kernel here is one plain C-ABI file without dependencies, so a compiler call of some seconds, once
+on a machine, is all it needs: no build system, no torch headers. It is called through ctypes, which
+drops the GIL for the call, so a kernel runs beside Python.
 """
 
 import ctypes
@@ -89,10 +89,14 @@ def _key(source: Path, compiler: list[str]) -> str:
 
 
 def _texts(source: Path) -> list[str]:
-    """The source and the headers of ours that it includes."""
-    text = source.read_text()
-    headers = re.findall(r'^#include "(.+)"$', text, re.MULTILINE)
-    return [text, *((source.parent / header).read_text() for header in headers)]
+    """The source and the headers of ours that it includes, and those that they include."""
+    files, texts = [source], []
+    for file in files:  # which grow
+        texts.append(file.read_text())
+        names = re.findall(r'^#include "(.+)"$', texts[-1], re.MULTILINE)
+        headers = dict.fromkeys(file.parent / name for name in names)
+        files += [header for header in headers if header not in files]
+    return texts
 
 
 @functools.cache

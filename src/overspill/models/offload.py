@@ -176,9 +176,15 @@ def hand_over(
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     wish = budgets.wish(where)
     sizes = _sizes(model, layers, layout)
-    if budgets.settings.lookahead and _unshared(layout, where, budgets.settings) is None:
-        sizes = replace(sizes, dense=sizes.dense + predictor_bytes(len(layers), layers[0]))
     placement = place(sizes, wish)
+    if placement.mode != "gpu" and _unshared(layout, where, budgets.settings) is None:
+        predictors = predictor_bytes(len(layers), layers[0]) if budgets.settings.lookahead else 0
+        try:
+            placement = place(replace(sizes, dense=sizes.dense + predictors), wish)
+        except BudgetError:  # there is room for the experts without them
+            _log.info("no room for predictors (%s): history tells", format_size(predictors))
+            settings = replace(budgets.settings, lookahead=0)
+            budgets = replace(budgets, settings=settings)
     show = _shown(progress)
     try:
         engine = _engine(layers, layout, where, placement, budgets, show)
@@ -306,6 +312,7 @@ def _engine(
         Recorder(device=device),
     )
     if placement.mode == "gpu":
+        _log.info("all experts compute on %s: they fit there", device)
         return ResidentEngine(*common)
     costs = _costs(layout, device, budgets.settings, progress)
     return StreamingEngine(*common, disk=budgets.folder, progress=progress, costs=costs)
@@ -324,8 +331,10 @@ def _costs(
     threads = cpu_threads(settings.threads)
     try:
         return known_costs(layout.shape, layout.dtype, device, threads, progress)
-    except (BudgetError, torch.OutOfMemoryError) as error:
-        _log.warning("all experts compute on %s: no room to measure one (%s)", device, error)
+    except (BudgetError, torch.OutOfMemoryError):
+        _log.warning(
+            "all experts compute on %s: there was no memory free to measure one for the CPU", device
+        )
         return None
 
 

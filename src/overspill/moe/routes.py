@@ -74,11 +74,7 @@ class Routes:
 
     def _likely(self, layer: int) -> bool:
         with self.store.lock:
-            return self._may_share() and self.sharing.likely(layer)
-
-    def _may_share(self) -> bool:
-        # what is kept of a forward lies in the order of its rows
-        return self.settings.activations != "keep"
+            return self.settings.may_share and self.sharing.likely(layer)
 
     def _look_ahead(
         self, layer_pass: LayerPass, x_TD: Tensor, expert_ids_TK: Tensor, phase: Phase
@@ -124,7 +120,7 @@ class Routes:
     def _divide(self, layer_pass: LayerPass, phase: Phase) -> None:
         """Sorts the rows, again if the experts of the CPU are others than they were."""
         on_host: frozenset[int] = frozenset()
-        if self._may_share():
+        if self.settings.may_share:
             with self.store.lock:
                 before = layer_pass.on_host
                 on_host = self.sharing.decide(layer_pass.layer, layer_pass.counts, phase, before)

@@ -32,6 +32,11 @@ class Settings:
     inject: Inject | None = None
     """Called before each transfer and optimizer job; for tests."""
 
+    @property
+    def may_share(self) -> bool:
+        """What is kept of a forward lies in the order of its rows, and another split has others."""
+        return self.cpu_experts and self.activations != "keep"
+
     def __post_init__(self) -> None:
         if not 0 <= self.pin_share < 1:
             raise ConfigError(f"pin_share={self.pin_share} must be at least 0 and below 1")

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from overspill.core.experts import Phase
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.course import Course
@@ -66,8 +68,9 @@ class Sharing:
 
     @property
     def open(self) -> bool:
-        """Whether the CPU may have time to give at all."""
-        if not self.on:
+        """Whether the CPU may have time to give at all. Who computes what goes by the clock, which
+        is nothing for runs that are to repeat to the bit."""
+        if not self.on or torch.are_deterministic_algorithms_enabled():
             return False
         if self.costs is None:
             return True

@@ -220,7 +220,7 @@ class StreamingEngine(Engine):
     def switch(self, settings: Settings) -> None:
         """Turns techniques on or off between steps, to see what each is worth."""
         self.flush()
-        wanted = settings.cpu_experts and not self.settings.cpu_experts
+        wanted = settings.may_share and not self.settings.may_share
         self.settings = self.routes.settings = settings
         self.loader.overlap = settings.overlap_uploads
         if wanted and self.sharing.costs is None:

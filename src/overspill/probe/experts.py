@@ -21,6 +21,7 @@ from overspill.compute.cpu import cpu_backward, cpu_forward
 from overspill.compute.cpu_kernel import Segment
 from overspill.compute.experts import wave_backward, wave_forward
 from overspill.compute.permute import Permutation
+from overspill.core.errors import BudgetError
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 from overspill.hardware.machine import available_memory
@@ -112,7 +113,11 @@ class _Bench:
         self.group = min(_GROUP, rows, _fitting(size, device))
         self.slots = device_slab(self.group, size, device)
         self.records = Pool(rows, size, pinned=device.type == "cuda")
-        self.scratch = Pool(rows, size, pinned=False)
+        try:
+            self.scratch = Pool(rows, size, pinned=False)
+        except BudgetError:
+            self.records.close()  # what is pinned would stay so
+            raise
         self.lane = Lane("upload", device, Recorder(), None)
         fill_with_noise(self.layout.weights(self.records.rows[0]), scale=0.02)
         self.records.rows[1:] = self.records.rows[0]

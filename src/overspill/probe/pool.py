@@ -57,7 +57,8 @@ def fill_with_noise(into: Tensor, scale: float) -> None:
     numbers too small to be normal slower. A million of them, over and over."""
     flat = into.view(-1)
     size = min(_PATTERN, flat.numel())
-    pattern = (torch.randn(size) * scale).to(into.dtype)
+    own = torch.Generator().manual_seed(0)  # whoever offloads a model has his own in use
+    pattern = (torch.randn(size, generator=own) * scale).to(into.dtype)
     whole = flat.numel() // size
     flat[: whole * size].view(whole, size).copy_(pattern)
     flat[whole * size :] = pattern[: flat.numel() - whole * size]

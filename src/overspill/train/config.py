@@ -130,8 +130,8 @@ class MemorySection:
     """The CPU computes experts with few tokens where they lie, if by measured costs that is faster
     than uploading them to a GPU."""
     lookahead: int = 1
-    """Layers ahead that a predictor names the experts needed, with --cpu-experts; 0 switches it
-    off."""
+    """Layers ahead that a predictor names the experts needed, where the CPU has a share; 0 switches
+    it off."""
     threads: int | None = None
     """Threads of the CPU optimizer and of the CPU's experts; all cores but four, at least three
     quarters, when left out."""

@@ -1,0 +1,167 @@
+// Threads that help a caller, and how they wait.
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include "cpu_numbers.h"
+
+namespace {
+
+INLINE void rest() {
+#if HAVE_X86
+    __builtin_ia32_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+int64_t now_ns() {
+    timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return int64_t(at.tv_sec) * 1000000000 + at.tv_nsec;
+}
+
+constexpr int64_t SPIN_NS = 20000;  // waiting for longer, there may be more threads than cores
+
+template <class Done>
+INLINE void spin_until(const Done& done) {
+    if (done()) return;
+    const int64_t until = now_ns() + SPIN_NS;
+    while (!done()) {
+        if (now_ns() < until)
+            rest();
+        else
+            std::this_thread::yield();
+    }
+}
+
+// A thread that helps, and what others look at to wake him and to wait for him.
+struct alignas(LINE) Helper {
+    std::atomic<bool> inside{false};  // at work, or about to find out that he is too late
+    std::atomic<bool> asleep{false};
+    std::mutex lock;
+    std::condition_variable woken;
+    std::thread thread;
+
+    // Sleeps until somebody wakes him, unless `called` says now that he should not.
+    template <class Called>
+    void sleep(const Called& called) {
+        std::unique_lock<std::mutex> guard(lock);
+        asleep = true;
+        if (called()) asleep = false;
+        woken.wait(guard, [&] { return !asleep; });
+    }
+
+    void wake() {
+        if (!asleep) return;
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            asleep = false;
+        }
+        woken.notify_one();
+    }
+};
+
+// The threads that help a caller, his own as long as he lives. After a call they look out for the
+// next for a moment and then sleep: those of OpenMP would go on spinning for milliseconds, beside
+// the thread that drives the GPU. A call takes no lock, unless somebody sleeps.
+class Crew {
+  public:
+    // Runs `body` in this thread and up to `threads - 1` others, and returns when all are out of
+    // it. Who wakes too late to help is not waited for.
+    void run(int threads, const std::function<void()>& body) {
+        if (getpid() != process) leave_behind();
+        const int wanted = int(most(0, least(threads - 1, MOST_HELPERS)));
+        while (int(helpers.size()) < wanted) hire();
+        work = &body;
+        open = ++calls << NUMBER_BITS | uint64_t(wanted);
+        wake_some(0, wanted);
+        body();
+        // A helper says that he is inside before he looks whether the call is open, and here it is
+        // the other way round. Both in one order of all threads: he is seen, or he stays out.
+        open = CLOSED;
+        for (int number = 0; number < wanted; ++number)
+            spin_until([&] { return !helpers[number]->inside; });
+    }
+
+    ~Crew() {
+        if (getpid() != process) leave_behind();
+        open = OVER;
+        for (const auto& helper : helpers) helper->wake();
+        for (const auto& helper : helpers) helper->thread.join();
+    }
+
+  private:
+    static constexpr int NUMBER_BITS = 16;
+    static constexpr int64_t MOST_HELPERS = (1 << NUMBER_BITS) - 2;
+    static constexpr uint64_t CLOSED = 0, OVER = ~uint64_t(0);
+    static constexpr int BRANCHES = 2;
+
+    // A forked child has none of the threads, and must not touch what they may have held.
+    void leave_behind() {
+        for (auto& helper : helpers) (void)helper.release();
+        helpers.clear();
+        process = getpid();
+    }
+
+    static int wanted_by(uint64_t call) { return int(call & ((1 << NUMBER_BITS) - 1)); }
+
+    void hire() {
+        const int number = int(helpers.size());
+        helpers.push_back(std::make_unique<Helper>());
+        Helper& own = *helpers.back();
+        own.thread = std::thread([this, &own, number] { help(own, number); });
+    }
+
+    // A tree, as a wake-up takes microseconds: the caller wakes two, and whoever comes two more.
+    void wake_some(int node, int wanted) {
+        const int first = BRANCHES * node;
+        for (int number = first; number < least(first + BRANCHES, wanted); ++number)
+            helpers[number]->wake();
+    }
+
+    void help(Helper& own, int number) {
+        for (uint64_t seen = CLOSED;;) {
+            seen = next_call(own, number, seen);
+            if (seen == OVER) return;
+            own.inside = true;
+            if (open == seen) {  // so the caller waits: `helpers` and `work` stay as they are
+                wake_some(number + 1, wanted_by(seen));
+                (*work)();
+            }
+            own.inside = false;
+        }
+    }
+
+    uint64_t next_call(Helper& own, int number, uint64_t seen) {
+        uint64_t call = CLOSED;
+        const auto called = [&] {
+            call = open;
+            return call != seen && number < wanted_by(call);
+        };
+        for (;;) {
+            const int64_t until = now_ns() + LOOK_OUT_NS;
+            spin_until([&] { return called() || now_ns() >= until; });
+            if (called()) return call;
+            // He says that he sleeps before he looks once more, and a call is open before anybody
+            // looks who sleeps. Again in one order of all threads: he sees the call, or is woken.
+            own.sleep(called);
+        }
+    }
+
+    // The number of the call that may be entered, and how many helpers it wants. All look at this
+    // line, which changes only when a call begins or ends.
+    alignas(LINE) std::atomic<uint64_t> open{CLOSED};
+    const std::function<void()>* work = nullptr;
+    std::vector<std::unique_ptr<Helper>> helpers;
+    uint64_t calls = 0;
+    pid_t process = getpid();
+};
+
+Crew& crew() {
+    static thread_local Crew own;
+    return own;
+}
+
+}  // namespace
