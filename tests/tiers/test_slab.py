@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import threading
 import weakref
 from typing import NoReturn
 
@@ -59,6 +60,15 @@ def test_closed_it_lets_its_memory_go() -> None:
     slab.close()
     assert rows() is None
     assert len(slab) == 0
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_those_who_took_the_memory_are_gone(background: bool) -> None:
+    for _ in range(50):
+        slab = HostSlab("weights", 64, ALIGN, pinned=False, background=background)
+        if background:
+            slab.close()
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("overspill-")]
 
 
 def test_device_slots_form_one_tensor() -> None:

@@ -47,6 +47,7 @@ class HostSlab:
         self.nbytes = rows * row_bytes
         self._registered: list[int] = []
         self._taking: list[Future[int]] = []
+        self._takers: ThreadPoolExecutor | None = None
         # pieces end at row borders: a copy may not span two registrations
         self._rows_a_piece = max(1, _PIECE // row_bytes)
         if rows == 0:
@@ -63,12 +64,12 @@ class HostSlab:
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         self.rows = flat.view(rows, row_bytes)
         self._views = self.rows.unbind()  # made once: rows are asked for all the time
-        pool = ThreadPoolExecutor(_TAKERS, thread_name_prefix="overspill-take")
+        self._takers = ThreadPoolExecutor(_TAKERS, thread_name_prefix="overspill-take")
         self._taking = [
-            pool.submit(self._take_piece, piece, pinned, not background)
+            self._takers.submit(self._take_piece, piece, pinned, not background)
             for piece in self.rows.split(self._rows_a_piece)
         ]
-        pool.shutdown(wait=False)  # once it has done this
+        self._takers.shutdown(wait=False)  # once they have done this
         if not background:
             self.settle(progress)
 
@@ -80,7 +81,14 @@ class HostSlab:
             if progress is not None:
                 done = min(number * size, self.nbytes)
                 progress(f"taking memory for {self.name}", done, self.nbytes)
+        self._see_takers_off()
+
+    def _see_takers_off(self) -> None:
+        """Their work is done; they may still be about to end."""
         self._taking = []
+        if self._takers is not None:
+            self._takers.shutdown()
+            self._takers = None
 
     def _await(self, taking: "Future[int]") -> None:
         code = taking.result()
@@ -112,7 +120,7 @@ class HostSlab:
         for taking in self._taking:
             taking.cancel()
         wait(self._taking)
-        self._taking = []
+        self._see_takers_off()
         for pointer in self._registered:
             torch.cuda.cudart().cudaHostUnregister(pointer)
         self._registered.clear()
