@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from overspill.compute.cpu import cpu_backward, cpu_forward
-from overspill.compute.cpu_kernel import Segment, cpu_kernel_name
+from overspill.compute.cpu_kernel import Rows, Segment, cpu_kernel_name
 from overspill.compute.runner import Order, Runner
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
@@ -67,7 +67,7 @@ def test_the_runner_computes_backward_too(desk: Desk) -> None:
     cpu_backward(*tensors, *expected, desk.segments, desk.shape, None, 2)
     order = desk.order(1)
     desk.rows_are_there(1)
-    desk.runner.backward(*tensors, *got, desk.segments, desk.shape, 2, order)
+    desk.runner.backward(Rows(*tensors, *got), desk.segments, desk.shape, 2, order)
     assert desk.runner.wait(order)
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)

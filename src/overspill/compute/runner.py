@@ -78,11 +78,7 @@ class Runner:
 
     def backward(
         self,
-        x_RD: Tensor,
-        dy_RD: Tensor,
-        row_weight_R: Tensor,
-        dx_RD: Tensor,
-        drow_weight_R: Tensor,
+        rows: Rows,
         segments: Sequence[Segment],
         shape: ExpertShape,
         threads: int,
@@ -90,10 +86,12 @@ class Runner:
     ) -> None:
         """As `cpu_backward` without gradients of the weights. Routing weights are float32."""
         self._check(segments)
-        for weights_R in (row_weight_R, drow_weight_R):  # a copy would be gone before it is used
+        for weights_R in (
+            rows.row_weight_R,
+            rows.drow_weight_R,
+        ):  # a copy would be gone before it is used
             assert weights_R.dtype == torch.float32
             assert weights_R.is_contiguous()
-        rows = Rows(x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R)
         kernel_backward(rows, segments, shape, threads, None, BEST_ISA, (self._handle, *order))
 
     def _check(self, segments: Sequence[Segment]) -> None:

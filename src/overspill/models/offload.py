@@ -15,23 +15,20 @@ from torch import Tensor, nn
 from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.sizes import format_size, parse_size
-from overspill.hardware.machine import available_memory, cpu_threads, disk_free
-from overspill.hardware.profile import ExpertCosts
+from overspill.hardware.machine import available_memory, disk_free
 from overspill.models.progress_bar import TerminalProgress
+from overspill.models.share import predictor_bytes, share_costs, why_unshared
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
-from overspill.moe.predictor import PREDICTOR_COPIES
 from overspill.moe.resident import ResidentEngine
 from overspill.moe.settings import Settings
 from overspill.moe.streaming import StreamingEngine
 from overspill.plan.budget import ModelSizes, Placement, Wish, place
-from overspill.probe.known import known_costs
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.ssd import check_folder
 from overspill.trace.recorder import Recorder
-from overspill.transfer.mapped import can_map
 
 _log = logging.getLogger("overspill")
 Size = str | int | None
@@ -177,8 +174,8 @@ def hand_over(
     wish = budgets.wish(where)
     sizes = _sizes(model, layers, layout)
     placement = place(sizes, wish)
-    if placement.mode != "gpu" and _unshared(layout, where, budgets.settings) is None:
-        predictors = predictor_bytes(len(layers), layers[0]) if budgets.settings.lookahead else 0
+    if placement.mode != "gpu" and why_unshared(layout, where, budgets.settings) is None:
+        predictors = predictor_bytes(len(layers), layers[0].n_experts, layout, budgets.settings)
         try:
             placement = place(replace(sizes, dense=sizes.dense + predictors), wish)
         except BudgetError:  # there is room for the experts without them
@@ -213,11 +210,6 @@ def hand_over(
     if not quiet:
         print(engine.describe(), file=sys.stderr)
     return model
-
-
-def predictor_bytes(n_layers: int, layer: ExpertLayer) -> int:
-    """What predictors take on the compute device."""
-    return n_layers * PREDICTOR_COPIES * layer.n_experts * layer.shape.d_model * 4
 
 
 def compute_device(device: str | torch.device | None) -> torch.device:
@@ -314,45 +306,8 @@ def _engine(
     if placement.mode == "gpu":
         _log.info("all experts compute on %s: they fit there", device)
         return ResidentEngine(*common)
-    costs = _costs(layout, device, budgets.settings, progress)
+    costs = share_costs(layout, device, budgets.settings, progress)
     return StreamingEngine(*common, disk=budgets.folder, progress=progress, costs=costs)
-
-
-def _costs(
-    layout: RecordLayout, device: torch.device, settings: Settings, progress: Progress | None
-) -> ExpertCosts | None:
-    """What an expert costs on this machine, if its CPU is to share them with a GPU."""
-    why = _unshared(layout, device, settings)
-    if why is not None:
-        _log.info("all experts compute on %s: %s", device, why)
-        return None
-    if isinstance(progress, TerminalProgress):
-        progress = TerminalProgress(counted=True)
-    threads = cpu_threads(settings.threads)
-    try:
-        return known_costs(layout.shape, layout.dtype, device, threads, progress)
-    except (BudgetError, torch.OutOfMemoryError):
-        _log.warning(
-            "all experts compute on %s: there was no memory free to measure one for the CPU", device
-        )
-        return None
-
-
-def _unshared(layout: RecordLayout, device: torch.device, settings: Settings) -> str | None:
-    """Why the CPU has no share in the experts, if so."""
-    if not settings.cpu_experts:
-        return "cpu_experts is off"
-    if device.type != "cuda":
-        return "there is no GPU to share them with"
-    if layout.dtype not in (torch.bfloat16, torch.float32):
-        return f"the CPU has no kernel for {layout.dtype}"
-    if settings.activations == "keep":
-        return 'with activations="keep" the CPU has no share'
-    if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are wanted, and who computes what goes by the clock"
-    if not can_map(device):
-        return f"kernels of {device} cannot be given host memory"
-    return None
 
 
 def _fill(engine: Engine, layers: Sequence[ExpertLayer], progress: Progress | None) -> None:

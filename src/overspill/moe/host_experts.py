@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from overspill.compute.cpu import cpu_backward, cpu_forward
-from overspill.compute.cpu_kernel import Segment, cpu_kernel_name
+from overspill.compute.cpu_kernel import Rows, Segment, cpu_kernel_name
 from overspill.compute.permute import row_weights
 from overspill.compute.runner import Order, Runner
 from overspill.core.errors import EngineError
@@ -204,8 +204,8 @@ class HostExperts:
         if job.phase is Phase.FORWARD:
             self._runner.forward(host.x, host.out, *common)
         else:
-            tensors = host.x, host.dy, host.weights, host.out, host.dweights
-            self._runner.backward(*tensors, *common)
+            rows = Rows(host.x, host.dy, host.weights, host.out, host.dweights)
+            self._runner.backward(rows, *common)
 
     def _send(
         self, job: Job, layer_pass: LayerPass, pairs: Sequence[tuple[Tensor, Tensor]]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.core.errors import BudgetError, EngineError
+from overspill.core.errors import EngineError
 from overspill.tiers.layout import ALIGN
 from overspill.tiers.slab import HostSlab
 
@@ -41,10 +41,7 @@ def on_device(memory: Tensor, device: torch.device) -> Tensor:
 @functools.cache
 def can_map(device: torch.device) -> bool:
     """Whether `on_device` works there; torch takes pinned memory for that of the first GPU."""
-    try:
-        slab = HostSlab("a look", 1, ALIGN, pinned=device.type == "cuda")
-    except BudgetError:
-        return False
+    slab = HostSlab("a look", 1, ALIGN, pinned=device.type == "cuda")
     try:
         on_device(slab[0], device)
     except EngineError:

@@ -1,7 +1,5 @@
 """Whether the CPU gets a share of a model's experts when it is offloaded."""
 
-import sys
-
 import pytest
 import torch
 
@@ -10,11 +8,10 @@ from overspill import Settings
 from overspill.core.errors import BudgetError
 from overspill.core.experts import ExpertShape
 from overspill.hardware.profile import ExpertCosts
-from overspill.models import GPTMoE, get_preset
+from overspill.models import GPTMoE, get_preset, share
 from overspill.tiers.layout import RecordLayout
 from overspill.transfer.mapped import can_map
 
-offload = sys.modules[overspill.offload.__module__]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = ExpertShape(16, 32, gated=False)
 LAYOUT = RecordLayout(SHAPE, torch.bfloat16)
@@ -24,13 +21,13 @@ TINY = get_preset("nano")
 def why_not(
     settings: Settings, layout: RecordLayout = LAYOUT, device: torch.device = CUDA
 ) -> str | None:
-    reason = offload._unshared(layout, device, settings)
+    reason = share.why_unshared(layout, device, settings)
     assert reason is None or isinstance(reason, str)
     return reason
 
 
 def test_there_are_reasons_not_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "can_map", lambda device: True)
+    monkeypatch.setattr(share, "can_map", lambda device: True)
     assert why_not(Settings()) is None
     assert why_not(Settings(cpu_experts=False)) == "cpu_experts is off"
     assert "no GPU" in str(why_not(Settings(), device=CPU))
@@ -41,7 +38,7 @@ def test_there_are_reasons_not_to_share(monkeypatch: pytest.MonkeyPatch) -> None
         assert "deterministic" in str(why_not(Settings()))
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(offload, "can_map", lambda device: False)
+    monkeypatch.setattr(share, "can_map", lambda device: False)
     assert "host memory" in str(why_not(Settings()))
 
 
@@ -51,18 +48,19 @@ def test_without_room_to_measure_there_is_no_share(
     def no_room(*_: object) -> ExpertCosts:
         raise BudgetError("the host has no 2.0 GiB for experts")
 
-    monkeypatch.setattr(offload, "can_map", lambda device: True)
-    monkeypatch.setattr(offload, "known_costs", no_room)
-    assert offload._costs(LAYOUT, CUDA, Settings(), None) is None
+    monkeypatch.setattr(share, "can_map", lambda device: True)
+    monkeypatch.setattr(share, "known_costs", no_room)
+    assert share.share_costs(LAYOUT, CUDA, Settings(), None) is None
     assert "no memory free to measure one for the CPU" in caplog.text
 
 
 @pytest.fixture
 def nearly_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, up to the measuring."""
-    monkeypatch.setattr(offload, "_unshared", lambda *_: None)
-    monkeypatch.setattr(offload, "_costs", lambda *_: None)
-    monkeypatch.setattr(offload, "predictor_bytes", lambda *_: 1 << 40)
+    module = "overspill.models.offload"
+    monkeypatch.setattr(f"{module}.why_unshared", lambda *_: None)
+    monkeypatch.setattr(f"{module}.share_costs", lambda *_: None)
+    monkeypatch.setattr(f"{module}.predictor_bytes", lambda *_: 1 << 40)
 
 
 @pytest.mark.usefixtures("nearly_shared")
