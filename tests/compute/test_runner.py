@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from overspill.compute.cpu import cpu_backward, cpu_forward
-from overspill.compute.cpu_kernel import Rows, Segment, cpu_kernel_name
+from overspill.compute.cpu_kernel import (
+    BEST_ISA,
+    Rows,
+    Segment,
+    cpu_kernel_name,
+    delayed_tasks,
+    kernel_backward,
+    kernel_forward,
+)
 from overspill.compute.runner import Order, Runner
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
@@ -113,6 +121,69 @@ def test_rows_may_come_at_any_moment(dtype: torch.dtype, rows: int, threads: int
             assert desk.runner.wait(order)
             cpu_forward(x, expected, segments, desk.shape, None, threads)
             assert torch.equal(got, expected)
+    finally:
+        desk.runner.close()
+
+
+def test_a_thread_that_loses_its_core_holds_nobody_up(desk: Desk) -> None:
+    expected, got = torch.empty_like(desk.x), torch.zeros_like(desk.x)
+    cpu_forward(desk.x, expected, desk.segments, desk.shape, None, 2)
+    order = desk.order(1)
+    desk.rows_are_there(1)
+    lost = 2.0  # seconds
+    with delayed_tasks(every=15, seconds=lost):  # of some 30 tasks
+        begin = time.perf_counter()
+        desk.runner.forward(desk.x, got, desk.segments, desk.shape, 3, order)
+        assert desk.runner.wait(order)
+        assert time.perf_counter() - begin > lost, "whoever waits may free the rows then"
+    start, end = order.times
+    assert end - start < 0.5 * lost * 1e9, "others did its task"
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("rows", [1, 5, 20, 60])  # by vectors, tiles, and more than share dx
+@pytest.mark.parametrize("every", [3, 11])
+def test_tasks_that_are_done_twice_change_no_bit(
+    dtype: torch.dtype, rows: int, every: int
+) -> None:
+    """As a GPU would, the test writes the next rows over these as soon as the flag is up, while
+    somebody may still be at a task of theirs."""
+    desk = Desk(dtype)
+    segments = [
+        Segment(part.record, rows * i, rows * (i + 1)) for i, part in enumerate(desk.segments)
+    ]
+    x, dy, y, dx = (torch.zeros(3 * rows, 24, dtype=dtype) for _ in range(4))
+    weights, dweights = torch.rand(3 * rows), torch.zeros(3 * rows)
+    kind = segments, desk.shape
+
+    def await_flag(order: Order) -> None:
+        desk.rows_are_there(order.number)
+        while int(desk.flags[1]) != order.number:
+            pass
+
+    try:
+        with delayed_tasks(every, seconds=1e-3):
+            for number in range(1, 31, 2):
+                x.copy_(torch.randn(x.shape))
+                dy.copy_(torch.randn(x.shape))
+                first, second = desk.order(number), desk.order(number + 1)
+                desk.runner.forward(x, y, *kind, 4, first)
+                await_flag(first)
+                got_y = y.clone()
+                y.zero_()
+                desk.runner.backward(Rows(x, dy, weights, dx, dweights), *kind, 4, second)
+                await_flag(second)
+                got = got_y, dx.clone(), dweights.clone()
+                for tensor in (dx, dweights):
+                    tensor.zero_()
+                expected = torch.empty_like(x), torch.empty_like(x), torch.empty(3 * rows)
+                kernel_forward(x, expected[0], *kind, 1, BEST_ISA)
+                kernel_backward(Rows(x, dy, weights, *expected[1:]), *kind, 1, None, BEST_ISA)
+                for mine, theirs in zip(got, expected, strict=True):
+                    assert torch.equal(mine, theirs)
+                assert desk.runner.wait(second)
+                assert not any(tensor.any() for tensor in (y, dx, dweights)), "written too late"
     finally:
         desk.runner.close()
 

@@ -38,7 +38,8 @@ INLINE void spin_until(const Done& done) {
 
 // A thread that helps, and what others look at to wake him and to wait for him.
 struct alignas(LINE) Helper {
-    std::atomic<bool> inside{false};  // at work, or about to find out that he is too late
+    std::atomic<bool> entering{false};  // looks at what is the caller's
+    std::atomic<bool> inside{false};    // at work, or about to find out that he is too late
     std::atomic<bool> asleep{false};
     std::mutex lock;
     std::condition_variable woken;
@@ -68,21 +69,26 @@ struct alignas(LINE) Helper {
 // the thread that drives the GPU. A call takes no lock, unless somebody sleeps.
 class Crew {
   public:
-    // Runs `body` in this thread and up to `threads - 1` others, and returns when all are out of
-    // it. Who wakes too late to help is not waited for.
-    void run(int threads, const std::function<void()>& body) {
+    using Body = std::shared_ptr<const std::function<void()>>;
+
+    // Runs `body` in this thread and up to `threads - 1` others, and returns when it is out of it
+    // here, or with `all` everywhere. Who wakes too late to help is not waited for.
+    void run(int threads, const Body& body, bool all) {
         if (getpid() != process) leave_behind();
         const int wanted = int(most(0, least(threads - 1, MOST_HELPERS)));
         while (int(helpers.size()) < wanted) hire();
-        work = &body;
+        work = body;
         open = ++calls << NUMBER_BITS | uint64_t(wanted);
         wake_some(0, wanted);
-        body();
-        // A helper says that he is inside before he looks whether the call is open, and here it is
+        (*body)();
+        // A helper says that he enters before he looks whether the call is open, and here it is
         // the other way round. Both in one order of all threads: he is seen, or he stays out.
         open = CLOSED;
-        for (int number = 0; number < wanted; ++number)
-            spin_until([&] { return !helpers[number]->inside; });
+        for (int number = 0; number < wanted; ++number) {
+            const Helper& helper = *helpers[number];
+            spin_until([&] { return !helper.entering && !(all && helper.inside); });
+        }
+        work.reset();
     }
 
     ~Crew() {
@@ -125,11 +131,15 @@ class Crew {
         for (uint64_t seen = CLOSED;;) {
             seen = next_call(own, number, seen);
             if (seen == OVER) return;
-            own.inside = true;
+            own.inside = own.entering = true;
+            Body body;
             if (open == seen) {  // so the caller waits: `helpers` and `work` stay as they are
                 wake_some(number + 1, wanted_by(seen));
-                (*work)();
+                body = work;
             }
+            own.entering = false;
+            if (body) (*body)();
+            body.reset();
             own.inside = false;
         }
     }
@@ -153,7 +163,7 @@ class Crew {
     // The number of the call that may be entered, and how many helpers it wants. All look at this
     // line, which changes only when a call begins or ends.
     alignas(LINE) std::atomic<uint64_t> open{CLOSED};
-    const std::function<void()>* work = nullptr;
+    Body work;
     std::vector<std::unique_ptr<Helper>> helpers;
     uint64_t calls = 0;
     pid_t process = getpid();

@@ -65,7 +65,7 @@ Kernel kernel_for(int isa, bool bf16) {
 
 // Gives a segment its arrays from `at` on, and moves `at` behind them.
 void lay_out(const Job& job, Segment& own, char*& at) {
-    const int64_t rows = own.packed ? padded(own.rows, TILE) : own.rows, wide = padded(job.d, STEP);
+    const int64_t rows = own.tall_rows(), wide = padded(job.d, STEP);
     const int64_t steps = padded(own.rows, STEP), blocks = job.blocks();
     if (own.packed) own.x_tiles = cut_array<char>(at, rows * wide * 2);
     if (!job.backward) {
@@ -111,12 +111,25 @@ void choose_heights(Job& job, const std::vector<Segment>& segments, int threads)
     job.tall_out = tall(job.d, job.h * job.item, 1);
 }
 
+// One that nobody has any more. It grows and is kept, as its pages would cost as much as weights.
+std::shared_ptr<Scratch> free_scratch() {
+    static thread_local std::vector<std::shared_ptr<Scratch>> kept;
+    for (const auto& scratch : kept) {
+        if (scratch.use_count() > 1) continue;
+        std::atomic_thread_fence(std::memory_order_acquire);  // who had it is done with it
+        return scratch;
+    }
+    kept.push_back(std::make_shared<Scratch>());
+    return kept.back();
+}
+
 // False if nothing was done, because the rows did not come.
-bool run_job(Job& job, std::vector<Segment>& segments, const Kernel& kernel, int threads,
-             Rows& rows) {
+bool carry_out(const std::shared_ptr<Order>& order) {
+    Job& job = order->job;
+    std::vector<Segment>& segments = order->segments;
     for (Segment& own : segments)
-        own.packed = kernel.packs && (job.backward || own.rows > HANDFUL);
-    choose_heights(job, segments, threads);
+        own.packed = order->kernel.packs && (job.backward || own.rows > HANDFUL);
+    choose_heights(job, segments, order->threads);
     size_t done = 0;
     while (done < segments.size()) {
         int64_t bytes = 0;
@@ -129,9 +142,11 @@ bool run_job(Job& job, std::vector<Segment>& segments, const Kernel& kernel, int
             bytes += more;
             part.push_back(segments[done]);
         }
-        char* at = group_scratch.take(bytes);
+        const auto scratch = free_scratch();
+        char* at = scratch->take(bytes);
         for (Segment& own : part) lay_out(job, own, at);
-        if (!run_tasks(job, part, kernel, threads, rows)) return false;
+        const bool last = done == segments.size();
+        if (!run_tasks(std::make_shared<Tasks>(order, part, scratch, last), *order)) return false;
         for (const Segment& own : part) {
             if (!own.squares) continue;
             *own.squares = 0.0;
@@ -154,36 +169,48 @@ std::vector<Segment> make_segments(const void* const* records, const int64_t* st
     return segments;
 }
 
-// A group to compute once its rows are there. Then `done` comes up to the number of the rows.
-struct Order {
-    Job job{};
-    std::vector<Segment> segments;
-    Kernel kernel{};
-    int threads = 1;
-    Rows rows;
-    std::atomic<uint32_t>* done = nullptr;
-    int64_t* times = nullptr;  // of begin and end, if anybody wants to know
-};
-
-// A thread that carries out orders one after another. Neither the one who gives them nor the one
-// who waits for them needs anything but memory for it: both may be a GPU.
+// A thread that carries out orders one after another, each once its rows are there. Neither the one
+// who gives them nor the one who waits for them needs anything but memory for it: both may be a GPU.
 class Runner {
   public:
     Runner() : thread(&Runner::work, this) {}
 
-    void submit(std::unique_ptr<Order> order) {
+    // `done` comes up to the number of the rows when they are computed; `times`, of begin and end,
+    // if anybody wants to know.
+    void submit(const std::shared_ptr<Order>& order, std::atomic<uint32_t>* done, int64_t* times) {
+        order->rows.given_up = &closed;
+        order->done = [this, rows = &order->rows, done, times] {
+            if (times) {
+                times[0] = rows->seen;
+                times[1] = now_ns();
+            }
+            {
+                const std::lock_guard<std::mutex> guard(lock);
+                done->store(rows->number, std::memory_order_release);
+            }
+            changed.notify_all();
+        };
         {
             const std::lock_guard<std::mutex> guard(lock);
-            orders.push_back(std::move(order));
+            orders.push_back(order);
+            forget();
+            given.push_back(order);
         }
         changed.notify_all();
     }
 
-    // Blocks until the order is done; false if the runner was closed before.
+    // Blocks until the order is done and nobody reads its rows or weights any more; false if the
+    // runner was closed before.
     bool wait(const std::atomic<uint32_t>& done, uint32_t number) {
         std::unique_lock<std::mutex> guard(lock);
         changed.wait(guard, [&] { return closed || is_up_to(done, number); });
-        return is_up_to(done, number);
+        if (!is_up_to(done, number)) return false;
+        while (!left(number)) {
+            guard.unlock();
+            std::this_thread::sleep_for(std::chrono::microseconds(20));
+            guard.lock();
+        }
+        return true;
     }
 
     ~Runner() {
@@ -201,7 +228,7 @@ class Runner {
         prctl(PR_SET_TIMERSLACK, 1000UL);  // ns: the usual 50000 would be most of a short sleep
 #endif
         for (;;) {
-            std::unique_ptr<Order> order;
+            std::shared_ptr<Order> order;
             {
                 std::unique_lock<std::mutex> guard(lock);
                 changed.wait(guard, [&] { return closed || !orders.empty(); });
@@ -209,48 +236,49 @@ class Runner {
                 order = std::move(orders.front());
                 orders.pop_front();
             }
-            order->rows.given_up = &closed;
-            if (!run_job(order->job, order->segments, order->kernel, order->threads, order->rows))
-                return;
-            if (order->times) {
-                order->times[0] = order->rows.seen;
-                order->times[1] = now_ns();
-            }
-            {
-                const std::lock_guard<std::mutex> guard(lock);
-                order->done->store(order->rows.number, std::memory_order_release);
-            }
-            changed.notify_all();
+            if (!carry_out(order)) return;
         }
+    }
+
+    void forget() {
+        while (!given.empty() && given.front()->told && given.front()->inside == 0)
+            given.pop_front();
+    }
+
+    // Whether everybody has left the orders up to this one. Who comes now finds nothing to do.
+    bool left(uint32_t number) const {
+        for (const auto& order : given)
+            if (int32_t(number - order->rows.number) >= 0 && order->inside > 0) return false;
+        return true;
     }
 
     std::mutex lock;
     std::condition_variable changed;
-    std::deque<std::unique_ptr<Order>> orders;
+    std::deque<std::shared_ptr<Order>> orders;
+    std::deque<std::shared_ptr<Order>> given;  // that somebody may still be at
     std::atomic<bool> closed{false};
     std::thread thread;  // last: it begins when all else is there
 };
 
-// Without a flag the rows are there.
-std::unique_ptr<Order> new_order(int threads, const uint32_t* there, uint32_t number,
-                                 uint32_t* done, int64_t* times) {
-    static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a flag is a plain number");
-    auto order = std::make_unique<Order>();
-    order->threads = threads;
-    order->rows.there = reinterpret_cast<const std::atomic<uint32_t>*>(there);
-    order->rows.number = number;
-    order->done = reinterpret_cast<std::atomic<uint32_t>*>(done);
-    order->times = times;
-    return order;
-}
+// Where an order goes, and how the caller is told.
+struct Later {
+    void* runner;  // null: it is carried out here and now
+    const uint32_t* there;
+    uint32_t number;
+    uint32_t* done;
+    int64_t* times;
+};
 
-void carry_out(std::unique_ptr<Order> order, void* runner) {
-    if (runner) {
-        static_cast<Runner*>(runner)->submit(std::move(order));
-    } else {
-        order->rows.there = nullptr;  // whoever calls has them
-        run_job(order->job, order->segments, order->kernel, order->threads, order->rows);
+void give(const std::shared_ptr<Order>& order, const Later& later) {
+    static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a flag is a plain number");
+    if (!later.runner) {
+        carry_out(order);
+        return;
     }
+    order->rows.there = reinterpret_cast<const std::atomic<uint32_t>*>(later.there);
+    order->rows.number = later.number;
+    static_cast<Runner*>(later.runner)
+        ->submit(order, reinterpret_cast<std::atomic<uint32_t>*>(later.done), later.times);
 }
 
 typedef uint64_t Words __attribute__((vector_size(64)));
@@ -307,7 +335,8 @@ void overspill_experts_forward(const void* x, int64_t x_stride, void* y, int64_t
                                int64_t d_hidden, int gated, int is_bf16, int threads, int isa,
                                void* runner, const uint32_t* there, uint32_t number,
                                uint32_t* done, int64_t* times) {
-    auto order = new_order(threads, there, number, done, times);
+    const auto order = std::make_shared<Order>();
+    order->threads = threads;
     Job& job = order->job;
     job.x = x;
     job.x_stride = x_stride;
@@ -319,7 +348,7 @@ void overspill_experts_forward(const void* x, int64_t x_stride, void* y, int64_t
     job.item = is_bf16 ? 2 : 4;
     order->segments = make_segments(records, starts, stops, count);
     order->kernel = kernel_for(isa < 0 ? best_isa() : isa, is_bf16);
-    carry_out(std::move(order), runner);
+    give(order, {runner, there, number, done, times});
 }
 
 // `gradients` (a record for each segment) and `squares` are null for frozen weights.
@@ -331,7 +360,8 @@ void overspill_experts_backward(const void* x, int64_t x_stride, const void* dy,
                                 void* const* gradients, double* squares, int threads, int isa,
                                 void* runner, const uint32_t* there, uint32_t number,
                                 uint32_t* done, int64_t* times) {
-    auto order = new_order(threads, there, number, done, times);
+    const auto order = std::make_shared<Order>();
+    order->threads = threads;
     Job& job = order->job;
     job.x = x;
     job.x_stride = x_stride;
@@ -353,7 +383,7 @@ void overspill_experts_backward(const void* x, int64_t x_stride, const void* dy,
         order->segments[i].squares = squares + i;
     }
     order->kernel = kernel_for(isa < 0 ? best_isa() : isa, is_bf16);
-    carry_out(std::move(order), runner);
+    give(order, {runner, there, number, done, times});
 }
 
 void* overspill_runner_new() { return new Runner; }
@@ -363,6 +393,13 @@ void overspill_runner_free(void* runner) { delete static_cast<Runner*>(runner); 
 int overspill_runner_wait(void* runner, const uint32_t* done, uint32_t number) {
     return static_cast<Runner*>(runner)->wait(
         *reinterpret_cast<const std::atomic<uint32_t>*>(done), number);
+}
+
+// For tests: of all threads' goes at tasks every `every`th takes `ns` longer. 0: none.
+void overspill_delay_tasks(int64_t every, int64_t ns) {
+    delays.ns = ns;
+    delays.turns = 0;
+    delays.every = every;
 }
 
 // Reads `bytes` once with all threads.

@@ -5,11 +5,12 @@
 Shapes: R rows sorted by expert, D model.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,6 +179,19 @@ def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
+@contextlib.contextmanager
+def delayed_tasks(every: int, seconds: float) -> Iterator[None]:
+    """For tests: of all threads' goes at tasks every so many takes longer, as if its core was lost
+    to somebody else."""
+    library = cpu_library()
+    assert library is not None
+    library.overspill_delay_tasks(every, int(seconds * 1e9))
+    try:
+        yield
+    finally:
+        library.overspill_delay_tasks(0, 0)
+
+
 @functools.cache
 def _best_isa_name(library: ctypes.CDLL) -> str:
     return str(library.overspill_cpu_isa().decode())
@@ -205,6 +219,8 @@ def cpu_library() -> ctypes.CDLL | None:
     library.overspill_runner_free.restype = None
     library.overspill_runner_wait.argtypes = _types("ppu")
     library.overspill_runner_wait.restype = ctypes.c_int
+    library.overspill_delay_tasks.argtypes = _types("nn")
+    library.overspill_delay_tasks.restype = None
     library.overspill_read.argtypes = _types("pni")
     library.overspill_read.restype = ctypes.c_uint64
     return library

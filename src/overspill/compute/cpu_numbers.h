@@ -248,8 +248,7 @@ class Scratch {
     int64_t size_ = 0;
 };
 
-thread_local Scratch group_scratch;  // of the calling thread: what tasks hand to each other
-thread_local Scratch task_scratch;   // of each worker: what one task needs
+thread_local Scratch task_scratch;  // of each worker: what one task needs
 
 // The next `count` items of a scratch, beginning on a cache line.
 template <class P>

@@ -22,6 +22,8 @@ struct Segment {
     float* dx_shares;      // [blocks, R, D], D padded
     float* weight_shares;  // [blocks, R]: of the gradient of routing weights
     double* block_squares;
+
+    int64_t tall_rows() const { return packed ? padded(rows, TILE) : rows; }
 };
 
 struct Job {
@@ -62,9 +64,11 @@ INLINE T* rows_of(void* base, int64_t stride, const Segment& own) {
 struct Run {
     int phase = 0;
     Segment* own = nullptr;
-    int64_t first = 0;
+    int64_t first = 0, count = 0;
     Run* before = nullptr;                       // has to be done first
     alignas(LINE) std::atomic<int64_t> left{0};  // apart from what everybody only reads
+
+    bool over() const { return left.load(std::memory_order_acquire) <= 0; }
 };
 
 constexpr int PHASES = 3;
@@ -108,8 +112,40 @@ Ahead weights_of(const Job& job, const Segment& own, int phase, int64_t index) {
     return Ahead(out + first * row, 0, count * row, 1);
 }
 
-// The last argument is what the next task reads.
-using Task = void (*)(const Job&, const Segment&, int phase, int64_t index, Ahead&);
+// For tests: every so many turns of all threads sleep for a while, as if the host had taken their core.
+struct Delays {
+    std::atomic<int64_t> every{0}, ns{0}, turns{0};
+
+    void maybe() {
+        const int64_t each = every.load(std::memory_order_relaxed);
+        if (each > 0 && ++turns % each == 0)
+            std::this_thread::sleep_for(std::chrono::nanoseconds(ns.load()));
+    }
+};
+
+Delays delays;
+
+// One thread's go at a task. Two may be at the same one, if the first seems to have lost its core.
+// So all that it makes is its own, until it asks whether it may write it where others read; only
+// the first one may. What another one reads after that is of no use, and may be anything.
+class Turn {
+  public:
+    Turn(const Ahead& ahead, std::atomic<bool>& published) : ahead(ahead), published(published) {}
+
+    bool may_publish() {
+        delays.maybe();
+        return won = !published.exchange(true);
+    }
+
+    Ahead ahead;  // what the next task reads
+    bool won = false;
+
+  private:
+    std::atomic<bool>& published;
+};
+
+// Has to ask its turn before it writes, once.
+using Task = void (*)(const Job&, const Segment&, int phase, int64_t index, Turn&);
 
 struct Kernel {
     Task task;
@@ -119,17 +155,6 @@ struct Kernel {
 };
 
 void nothing() {}
-
-constexpr int64_t SOME_LINES = 32;
-
-// Meanwhile the waiting thread fetches its own weights, so that the memory does not wait as well.
-INLINE void wait_for(const Run& run, Ahead weights) {
-    spin_until([&] {
-        if (run.left.load(std::memory_order_acquire) <= 0) return true;
-        weights.fetch(SOME_LINES);
-        return false;
-    });
-}
 
 // Numbers go round.
 bool is_up_to(const std::atomic<uint32_t>& flag, uint32_t number) {
@@ -158,39 +183,71 @@ bool fetches_ahead(const Job& job, const Segment& own) {
     return job.backward || own.rows > 2 * TILE;
 }
 
-// The tasks of a job, in order: whoever waits, waits for tasks that come earlier, so somebody always
-// goes on. The first ones wait for nothing but the rows, and every thread has its own of these: so
-// it can fetch the weights before the rows are there. Who comes too late finds it taken.
+// What to compute, and how. Whoever works on it keeps it.
+struct Order {
+    Job job{};
+    std::vector<Segment> segments;
+    Kernel kernel{};
+    int threads = 1;
+    Rows rows;
+    // Called once, by the first one who sees that all is done, while others may still be at tasks
+    // that were done again. Null: whoever ordered it waits until nobody is.
+    std::function<void()> done;
+    std::atomic<bool> told{false};
+    std::atomic<int> inside{0};  // threads that may read rows and weights
+};
+
+constexpr int64_t SOME_LINES = 32;      // to fetch between two looks
+constexpr int64_t PATIENCE_NS = 50000;  // with others' tasks, beyond what some of one's own took
+
+// The tasks of some segments, in order: whoever waits, waits for tasks that come earlier, so somebody
+// always goes on. The first ones wait for nothing but the rows, and every thread has its own of
+// these: so it can fetch the weights before the rows are there. Who comes too late finds it taken.
+//
+// A thread may lose its core in the middle of a task, for longer than all of them take: to another
+// program, or another machine of the same host. Who waits for it does its task again.
 class Tasks {
   public:
-    Tasks(const Job& job, std::vector<Segment>& segments, int threads, Rows& rows)
-        : job(job), rows(rows), runs(PHASES * segments.size()) {
+    Tasks(std::shared_ptr<Order> order, std::vector<Segment> segments,
+          std::shared_ptr<Scratch> scratch, bool last)
+        : order(std::move(order)),
+          job(this->order->job),
+          segments(std::move(segments)),
+          scratch(std::move(scratch)),
+          last(last),
+          runs(PHASES * this->segments.size()),
+          state(this->order->rows.there ? AWAITED : THERE) {
+        const size_t count = this->segments.size();
         int64_t free = 0;
         for (int phase = 0; phase < PHASES; ++phase) {
-            for (size_t s = 0; s < segments.size(); ++s) {
-                Run& run = runs[phase * segments.size() + s];
+            for (size_t s = 0; s < count; ++s) {
+                Run& run = runs[phase * count + s];
                 run.phase = phase;
-                run.own = &segments[s];
+                run.own = &this->segments[s];
                 run.first = total;
-                run.left = tasks_of(job, segments[s], phase);
-                run.before = phase > 0 ? &runs[(phase - 1) * segments.size() + s] : nullptr;
-                total += run.left;
+                run.count = tasks_of(job, *run.own, phase);
+                run.left = run.count;
+                run.before = phase > 0 ? &runs[(phase - 1) * count + s] : nullptr;
+                total += run.count;
             }
             if (free == 0) free = total;
         }
-        firsts = least(threads, free);
+        firsts = least(this->order->threads, free);
         begun = std::vector<std::atomic<bool>>(firsts);
+        published = std::vector<std::atomic<bool>>(SPREAD * padded(pieces(total, SPREAD), LINE));
         next.value = firsts;
     }
 
     // In every thread. All return, and nothing is done, if the rows do not come for long.
-    void work(const Kernel& kernel) {
+    void work() {
+        const Inside inside(*order);
         const int64_t number = arrivals.value.fetch_add(1);
         const bool has_own = number < firsts;
         Run* run = run_of(runs.data(), has_own ? number : 0);
         if (!await_rows(has_own ? weights_at(*run, number) : Ahead())) return;
         const FlushDenormals flush;
-        kernel.enter();
+        order->kernel.enter();
+        Worker worker{number, now_ns()};
         int64_t mine = has_own && begin(number) ? number : take();
         while (mine < total) {
             run = run_of(run, mine);
@@ -199,12 +256,16 @@ class Tasks {
             const int64_t then = early ? take() : total;
             Ahead weights;
             if (then < total) weights = weights_at(*run_of(run, then), then);
-            if (run->before) wait_for(*run->before, weights_at(*run, mine));
-            kernel.task(job, *run->own, run->phase, mine - run->first, weights);
-            run->left.fetch_sub(1, std::memory_order_release);
+            if (const Run* before = run->before)
+                wait_until([&] { return before->over(); }, weights_at(*run, mine), worker);
+            compute(*run, mine, weights, worker);
             mine = early ? then : take();
         }
-        kernel.leave();
+        if (order->done) {
+            wait_until([&] { return first_unfinished() == nullptr; }, Ahead(), worker);
+            if (last && !order->told.exchange(true)) order->done();
+        }
+        order->kernel.leave();
     }
 
     bool late() const { return state == LATE; }
@@ -214,9 +275,24 @@ class Tasks {
 
   private:
     enum { AWAITED, THERE, LATE };
+    static constexpr int64_t SPREAD = 16;
 
     struct alignas(LINE) Counter {  // apart from what everybody only reads
         std::atomic<int64_t> value{0};
+    };
+
+    struct Inside {
+        explicit Inside(Order& order) : order(order) { ++order.inside; }
+        ~Inside() { --order.inside; }
+        Order& order;
+    };
+
+    struct Worker {
+        int64_t number, since, tasks = 0;
+
+        // ns that a task of this thread may take, at most: to look at the clock at each would make
+        // the CPU wait for the weights of the next.
+        int64_t patience() const { return PATIENCE_NS + 4 * (now_ns() - since) / most(tasks, 1); }
     };
 
     // Everybody gets the same answer, or few would do the work of all.
@@ -225,8 +301,8 @@ class Tasks {
             const int known = state.load(std::memory_order_acquire);
             if (known != AWAITED) return known == THERE;
             int before = AWAITED;
-            if (rows.come()) {
-                rows.note();
+            if (order->rows.come()) {
+                order->rows.note();
                 state.compare_exchange_strong(before, THERE);
             } else if (now_ns() >= until) {
                 state.compare_exchange_strong(before, LATE);
@@ -234,6 +310,57 @@ class Tasks {
             weights.fetch(SOME_LINES);
             rest();
         }
+    }
+
+    void compute(Run& run, int64_t task, const Ahead& weights, Worker& worker) {
+        Turn turn(weights, is_published(task));
+        order->kernel.task(job, *run.own, run.phase, task - run.first, turn);
+        if (turn.won) run.left.fetch_sub(1, std::memory_order_release);
+        ++worker.tasks;
+    }
+
+    // Meanwhile the waiting thread fetches its own weights, so that the memory does not wait as
+    // well; and after a while it does again what others have not finished.
+    template <class Done>
+    void wait_until(const Done& done, Ahead weights, Worker& worker) {
+        if (done()) return;
+        const int64_t patience = worker.patience();
+        int64_t since = now_ns();
+        while (!done()) {
+            weights.fetch(SOME_LINES);
+            const int64_t waited = now_ns() - since;
+            if (order->done && waited > patience) {
+                compute_again(worker);
+                since = now_ns();
+            } else if (waited < SPIN_NS) {
+                rest();
+            } else {
+                std::this_thread::yield();
+            }
+        }
+    }
+
+    Run* first_unfinished() {
+        for (Run& run : runs)
+            if (!run.over()) return &run;
+        return nullptr;
+    }
+
+    // One of the tasks that are not published in the first unfinished run. Whoever waits has taken a
+    // later task, or found none: so all of this run are taken, and all before it are done.
+    void compute_again(Worker& worker) {
+        Run* run = first_unfinished();
+        if (!run) return;
+        std::vector<int64_t> missing;
+        for (int64_t task = run->first; task < run->first + run->count; ++task)
+            if (!is_published(task)) missing.push_back(task);
+        if (!missing.empty())
+            compute(*run, missing[worker.number % missing.size()], Ahead(), worker);
+    }
+
+    // Neighbours are published at about the same time, and so lie on different lines.
+    std::atomic<bool>& is_published(int64_t task) {
+        return published[task % SPREAD * (published.size() / SPREAD) + task / SPREAD];
     }
 
     bool begin(int64_t first) { return !begun[first].exchange(true); }
@@ -259,31 +386,33 @@ class Tasks {
         return weights_of(job, *at.own, at.phase, task - at.first);
     }
 
+    const std::shared_ptr<Order> order;
     const Job& job;
-    Rows& rows;
+    std::vector<Segment> segments;
+    const std::shared_ptr<Scratch> scratch;  // whose arrays the segments have
+    const bool last;                         // of the order
     std::vector<Run> runs;
     int64_t firsts = 0;
     const int64_t until = now_ns() + 4 * LOOK_OUT_NS;
-    std::vector<std::atomic<bool>> begun;
+    std::vector<std::atomic<bool>> begun, published;
     Counter arrivals, looked, next;
-    alignas(LINE) std::atomic<int> state{rows.there ? AWAITED : THERE};
+    alignas(LINE) std::atomic<int> state;
 };
 
 // False if the rows did not come before whoever waits for them gave up.
-bool run_tasks(const Job& job, std::vector<Segment>& segments, const Kernel& kernel, int threads,
-               Rows& rows) {
-    Tasks tasks(job, segments, threads, rows);
-    const std::function<void()> body = [&] { tasks.work(kernel); };
-    const int wanted = int(least(threads, tasks.total));
-    crew().run(wanted, body);  // early enough: to wake the helpers takes as long as rows to come
-    if (!tasks.late()) return true;
-    while (!rows.come()) {
-        if (*rows.given_up) return false;
+bool run_tasks(const std::shared_ptr<Tasks>& tasks, Order& order) {
+    const auto body = std::make_shared<const std::function<void()>>([tasks] { tasks->work(); });
+    const int wanted = int(least(order.threads, tasks->total));
+    const bool all = !order.done;
+    crew().run(wanted, body, all);  // early: to wake the helpers takes as long as rows to come
+    if (!tasks->late()) return true;
+    while (!order.rows.come()) {
+        if (*order.rows.given_up) return false;
         std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
-    rows.note();
-    tasks.rows_are_there();
-    crew().run(wanted, body);
+    order.rows.note();
+    tasks->rows_are_there();
+    crew().run(wanted, body, all);
     return true;
 }
 

@@ -284,8 +284,10 @@ TARGET_AMX double tn_tiles(const uint16_t* a, const uint32_t* pairs, int64_t pai
     return squares;
 }
 
-// One group of 16 rows: x for nt; in backward dy for nn, and both for tn.
-TARGET_AMX void pack_amx(const Job& job, const Segment& own, int64_t group) {
+// One group of 16 rows: x for nt; in backward dy for nn, and both for tn. Published as it is made,
+// since it is short.
+TARGET_AMX void pack_amx(const Job& job, const Segment& own, int64_t group, Turn& turn) {
+    if (!turn.may_publish()) return;
     const int64_t first = group * TILE, rows = least(TILE, own.rows - first);
     const int64_t wide = padded(job.d, STEP);
     const uint16_t* x = rows_of<uint16_t>(job.x, job.x_stride, own);
@@ -311,7 +313,7 @@ TARGET_AMX void pack_amx(const Job& job, const Segment& own, int64_t group) {
 }
 
 // The activation of some hidden units, packed for the second nt.
-TARGET_AMX void hidden_task_amx(const Job& job, const Segment& own, int64_t index, Ahead& ahead) {
+TARGET_AMX void hidden_task_amx(const Job& job, const Segment& own, int64_t index, Turn& turn) {
     const int64_t groups = pieces(own.rows, TILE), tokens = groups * TILE, k = job.d;
     const int64_t tall = job.tall_in, unit = index * tall;
     const int64_t room_bytes = MAX_PANELS * Panel::room_bytes(k);
@@ -323,8 +325,9 @@ TARGET_AMX void hidden_task_amx(const Job& job, const Segment& own, int64_t inde
     for (int64_t gate = 0; gate < job.gates(); ++gate)
         Panel::cut(w_in<uint16_t>(own) + (gate * job.h + unit) * k, there, k, gate * tall, count,
                    at + gate * count * Panel::room_bytes(k), panels + gate * count);
-    nt_tiles(panels, job.gates() * count, k, own.x_tiles, groups, c, tokens, ahead);
+    nt_tiles(panels, job.gates() * count, k, own.x_tiles, groups, c, tokens, turn.ahead);
     Wide::activate(c, job.gated ? c + tall * tokens : nullptr, tall * tokens);
+    if (!turn.may_publish()) return;
     const int64_t group_bytes = padded(job.h, STEP) * LINE / 2;
     const int64_t stop = least(tall, padded(job.h, STEP) - unit);
     for (int64_t group = 0; group < groups; ++group) {
@@ -338,7 +341,7 @@ TARGET_AMX void hidden_task_amx(const Job& job, const Segment& own, int64_t inde
     }
 }
 
-TARGET_AMX void output_task_amx(const Job& job, const Segment& own, int64_t index, Ahead& ahead) {
+TARGET_AMX void output_task_amx(const Job& job, const Segment& own, int64_t index, Turn& turn) {
     const int64_t groups = pieces(own.rows, TILE), tokens = groups * TILE, k = job.h;
     const int64_t row = index * job.tall_out, count = least(job.tall_out, job.d - row);
     const int64_t room_bytes = MAX_PANELS * Panel::room_bytes(k);
@@ -347,7 +350,8 @@ TARGET_AMX void output_task_amx(const Job& job, const Segment& own, int64_t inde
     Panel panels[MAX_PANELS];
     const int64_t n = pieces(count, TILE);
     Panel::cut(w_out<uint16_t>(job, own) + row * k, count, k, 0, n, at, panels);
-    nt_tiles(panels, n, k, own.a, groups, c, tokens, ahead);
+    nt_tiles(panels, n, k, own.a, groups, c, tokens, turn.ahead);
+    if (!turn.may_publish()) return;
     uint16_t* y = rows_of<uint16_t>(job.y, job.y_stride, own) + row;
     for (int64_t group = 0; group < groups; ++group) {
         for (int64_t part = 0; part < count; part += TILE) {
@@ -386,7 +390,7 @@ TARGET_AMX double gradients_amx(const Job& job, const Segment& own, int64_t unit
     double squares = 0.0;
     for (int64_t gate = 0; gate < job.gates(); ++gate) {
         std::memset(turned, 0, BLOCK * tokens * 2);
-        turn(gate ? arrays.dup : arrays.dh, arrays.dh_stride, own.rows, count, turned, tokens);
+        transpose(gate ? arrays.dup : arrays.dh, BLOCK, own.rows, count, turned, tokens);
         squares += tn_tiles(turned, own.x_pairs, wide, tokens, count, job.d,
                             gradient + (gate * job.h + unit) * job.d, job.d);
     }
@@ -395,34 +399,29 @@ TARGET_AMX double gradients_amx(const Job& job, const Segment& own, int64_t unit
                               gradient + job.gates() * job.h * job.d + unit, job.h);
 }
 
-TARGET_AMX void backward_block_amx(const Job& job, const Segment& own, int64_t index,
-                                   Ahead& ahead) {
+TARGET_AMX void backward_block_amx(const Job& job, const Segment& own, int64_t index, Turn& turn) {
     const int64_t unit = index * BLOCK, count = least(BLOCK, job.h - unit), d = job.d;
     const int64_t groups = pieces(own.rows, TILE), rows = groups * TILE, wide = padded(d, STEP);
     const int64_t room_bytes = most(most(ROOM_NN, MAX_PANELS * Panel::room_bytes(d)),
                                     BLOCK * padded(own.rows, STEP) * 4 + 2 * LINE);
-    const auto arrays = AmxArrays::cut(job, own, unit, rows, rows * most(BLOCK, wide), room_bytes);
+    const auto arrays = AmxArrays::cut(rows, rows * most(BLOCK, wide), room_bytes);
     if (rows > 0) {
         Ahead out = output_weights(job, own, unit, count);
         nn_tiles(own.dy, wide, groups, w_out<uint16_t>(job, own) + unit, job.h, d, count, arrays.da,
                  BLOCK, false, arrays.rest, &out, STEP);
-        hidden_amx(job, own, unit, groups, arrays, ahead);
-        AmxArrays::activate_rows(arrays, job, own, unit, count);
+        hidden_amx(job, own, unit, groups, arrays, turn.ahead);
+        arrays.activate_rows(job, own, count);
     }
     if (job.gradients)
         own.block_squares[index] = gradients_amx(job, own, unit, count, arrays, arrays.rest);
-    if (rows > 0 && job.shares_dx(own)) {
-        // Whole tiles in the cache first, then those rows of them that are there.
-        float* share = own.dx_shares + index * own.rows * wide;
-        for (int64_t gate = 0; gate < job.gates(); ++gate)
-            nn_tiles(gate ? arrays.dup : arrays.dh, BLOCK, groups,
-                     w_in<uint16_t>(own) + (gate * job.h + unit) * d, d, count, d, arrays.c, wide,
-                     gate > 0, arrays.rest, &ahead, TILE / 2);
-        std::memcpy(share, arrays.c, own.rows * wide * 4);
-    }
+    for (int64_t gate = 0; rows > 0 && job.shares_dx(own) && gate < job.gates(); ++gate)
+        nn_tiles(gate ? arrays.dup : arrays.dh, BLOCK, groups,
+                 w_in<uint16_t>(own) + (gate * job.h + unit) * d, d, count, d, arrays.c, wide,
+                 gate > 0, arrays.rest, &turn.ahead, TILE / 2);
+    arrays.publish(job, own, index, turn);
 }
 
-TARGET_AMX void dx_amx(const Job& job, const Segment& own, int64_t index) {
+TARGET_AMX void dx_amx(const Job& job, const Segment& own, int64_t index, Turn& turn) {
     const int64_t groups = pieces(own.rows, TILE), rows = groups * TILE;
     const int64_t first = index * BLOCK, width = least(BLOCK, job.d - first);
     const int64_t stride = padded(job.h, BLOCK);
@@ -432,20 +431,18 @@ TARGET_AMX void dx_amx(const Job& job, const Segment& own, int64_t index) {
         nn_tiles(reinterpret_cast<uint16_t*>(own.dh) + gate * rows * stride, stride, groups,
                  w_in<uint16_t>(own) + gate * job.h * job.d + first, job.d, job.h, width, c, BLOCK,
                  gate > 0, at);
-    Wide::put(c, BLOCK, own.rows, width, rows_of<uint16_t>(job.dx, job.dx_stride, own) + first,
-              job.dx_stride);
+    publish_dx<uint16_t, Wide>(job, own, index, c, turn);
 }
 
 TARGET_AMX void task_amx(const Job& job, const Segment& own, int phase, int64_t index,
-                         Ahead& ahead) {
-    if (!own.packed) return vector_task<uint16_t, Wide>(job, own, phase, index, ahead);
-    if (phase == 0) return pack_amx(job, own, index);
-    if (!job.backward && phase == 1) return hidden_task_amx(job, own, index, ahead);
-    if (!job.backward) return output_task_amx(job, own, index, ahead);
-    if (phase == 1) return backward_block_amx(job, own, index, ahead);
-    if (index == 0) add_weight_shares(job, own);
-    if (!job.shares_dx(own)) return dx_amx(job, own, index);
-    add_shares<uint16_t, Wide>(job, own, index);
+                         Turn& turn) {
+    if (!own.packed || (job.backward && phase == 2 && job.shares_dx(own)))
+        return vector_task<uint16_t, Wide>(job, own, phase, index, turn);
+    if (phase == 0) return pack_amx(job, own, index, turn);
+    if (job.backward)
+        return phase == 1 ? backward_block_amx(job, own, index, turn)
+                          : dx_amx(job, own, index, turn);
+    phase == 1 ? hidden_task_amx(job, own, index, turn) : output_task_amx(job, own, index, turn);
 }
 
 // Whether the CPU has the tiles, and Linux lets this process use them.

@@ -296,96 +296,101 @@ DEFINE_ISA(Avx512, TARGET_AVX512, 16)
 
 // to[column][row] = from[row][column]
 template <class P>
-INLINE void turn(const P* from, int64_t from_stride, int64_t rows, int64_t columns, P* to,
-                 int64_t to_stride) {
+INLINE void transpose(const P* from, int64_t from_stride, int64_t rows, int64_t columns, P* to,
+                      int64_t to_stride) {
     for (int64_t column = 0; column < columns; ++column)
         for (int64_t row = 0; row < rows; ++row)
             to[column * to_stride + row] = from[row * from_stride + column];
 }
 
 template <class T, class Isa>
-void forward_task(const Job& job, const Segment& own, int phase, int64_t index) {
+void forward_task(const Job& job, const Segment& own, int phase, int64_t index, Turn& turn) {
     const int64_t rows = own.rows;
     T* a = reinterpret_cast<T*>(own.a);  // [R, H]
-    const int64_t tall = phase == 1 ? job.gates() * job.tall_in : job.tall_out;
-    float* c = reinterpret_cast<float*>(task_scratch.take(tall * rows * 4));
-    if (phase == 1) {
-        const int64_t unit = index * job.tall_in, count = least(job.tall_in, job.h - unit);
-        if (count <= 0) return;
+    const int64_t tall = phase == 1 ? job.tall_in : job.tall_out;
+    const int64_t first = index * tall, count = least(tall, (phase == 1 ? job.h : job.d) - first);
+    float* c = reinterpret_cast<float*>(task_scratch.take(job.gates() * tall * rows * 4));
+    T* to = a + first;
+    int64_t stride = job.h;
+    if (phase == 1 && count > 0) {
         const T* x = rows_of<T>(job.x, job.x_stride, own);
-        const T* weights = w_in<T>(own) + unit * job.d;
+        const T* weights = w_in<T>(own) + first * job.d;
         float* up = job.gated ? c + count * rows : nullptr;
         Isa::nt(weights, count, x, job.x_stride, rows, job.d, c, rows);
         if (up) Isa::nt(weights + job.h * job.d, count, x, job.x_stride, rows, job.d, up, rows);
         Isa::activate(c, up, count * rows);
-        for (int64_t row = 0; row < rows; ++row)
-            for (int64_t i = 0; i < count; ++i)
-                store(a + row * job.h + unit + i, c[i * rows + row]);
-    } else {
-        const int64_t first = index * job.tall_out, count = least(job.tall_out, job.d - first);
+    } else if (phase == 2) {
         Isa::nt(w_out<T>(job, own) + first * job.h, count, a, job.h, rows, job.h, c, rows);
-        T* y = rows_of<T>(job.y, job.y_stride, own) + first;
-        for (int64_t row = 0; row < rows; ++row)
-            for (int64_t i = 0; i < count; ++i)
-                store(y + row * job.y_stride + i, c[i * rows + row]);
+        to = rows_of<T>(job.y, job.y_stride, own) + first;
+        stride = job.y_stride;
     }
+    if (!turn.may_publish()) return;
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < count; ++i) store(to + row * stride + i, c[i * rows + row]);
 }
 
 // The arrays of one block in backward: R rows (padded) of BLOCK hidden units.
 template <class T, class Isa>
 struct BlockArrays {
-    float *da, *h, *up, *c;
+    float *da, *h, *up, *c, *weight_shares;
     T *dh, *dup, *weighted;
-    int64_t dh_stride;
     char* rest;
 
-    static BlockArrays cut(const Job& job, const Segment& own, int64_t unit, int64_t rows,
-                           int64_t c_size, int64_t rest_bytes) {
+    static BlockArrays cut(int64_t rows, int64_t c_size, int64_t rest_bytes) {
         const int64_t size = rows * BLOCK;
-        char* at = task_scratch.take(size * (12 + 3 * int64_t(sizeof(T))) + c_size * 4 +
+        char* at = task_scratch.take(size * (12 + 3 * int64_t(sizeof(T))) + (c_size + rows) * 4 +
                                      rest_bytes + 16 * LINE);
         BlockArrays arrays;
         arrays.da = cut_array<float>(at, size);
         arrays.h = cut_array<float>(at, size);
         arrays.up = cut_array<float>(at, size);
         arrays.c = cut_array<float>(at, c_size);
+        arrays.weight_shares = cut_array<float>(at, rows);
         arrays.dh = cut_array<T>(at, size);
         arrays.dup = cut_array<T>(at, size);
         arrays.weighted = cut_array<T>(at, size);
-        arrays.dh_stride = BLOCK;
-        if (!job.shares_dx(own)) {  // the products with w_in come later, and need all of it
-            arrays.dh_stride = padded(job.h, BLOCK);
-            arrays.dh = reinterpret_cast<T*>(own.dh) + unit;
-            arrays.dup = arrays.dh + rows * arrays.dh_stride;
-        }
         arrays.rest = at;
         return arrays;
     }
 
     // From h, up and da to dh, dup, the weighted activation and the share of the routing weights.
-    static void activate_rows(const BlockArrays& arrays, const Job& job, const Segment& own,
-                              int64_t unit, int64_t count) {
-        float* shares = own.weight_shares + unit / BLOCK * own.rows;
+    void activate_rows(const Job& job, const Segment& own, int64_t count) const {
         for (int64_t row = 0; row < own.rows; ++row) {
             const int64_t at = row * BLOCK;
-            T* dh = arrays.dh + row * arrays.dh_stride;
-            T* dup = arrays.dup + row * arrays.dh_stride;
-            T* weighted = arrays.weighted + at;
-            shares[row] = Isa::activate_backward(
-                arrays.h + at, job.gated ? arrays.up + at : nullptr, arrays.da + at,
-                job.row_weight[own.start + row], count, dh, dup, weighted);
-            for (int64_t i = count; i < BLOCK; ++i) dh[i] = weighted[i] = 0;  // tiles read these
+            weight_shares[row] = Isa::activate_backward(
+                h + at, job.gated ? up + at : nullptr, da + at, job.row_weight[own.start + row],
+                count, dh + at, dup + at, weighted + at);
+            for (int64_t i = count; i < BLOCK; ++i) dh[at + i] = weighted[at + i] = 0;  // for tiles
             if (job.gated)
-                for (int64_t i = count; i < BLOCK; ++i) dup[i] = 0;
+                for (int64_t i = count; i < BLOCK; ++i) dup[at + i] = 0;
         }
+    }
+
+    // Gives others the shares of the routing weights and of dx, which is in c; or dh, if the
+    // products with w_in come later, as they need all of it.
+    void publish(const Job& job, const Segment& own, int64_t index, Turn& turn) const {
+        if (!turn.may_publish()) return;
+        std::memcpy(own.weight_shares + index * own.rows, weight_shares, own.rows * 4);
+        if (job.shares_dx(own)) {
+            const int64_t size = own.rows * padded(job.d, STEP);
+            std::memcpy(own.dx_shares + index * size, c, size * 4);
+            return;
+        }
+        const int64_t stride = padded(job.h, BLOCK), all = own.tall_rows() * stride;
+        for (int64_t gate = 0; gate < job.gates(); ++gate)
+            for (int64_t row = 0; row < own.rows; ++row)
+                std::memcpy(reinterpret_cast<T*>(own.dh) + gate * all + row * stride + index * BLOCK,
+                            (gate ? dup : dh) + row * BLOCK, BLOCK * sizeof(T));
     }
 };
 
 template <class T, class Isa>
-void backward_block(const Job& job, const Segment& own, int64_t index, Ahead& ahead) {
+void backward_block(const Job& job, const Segment& own, int64_t index, Turn& turn) {
     const int64_t unit = index * BLOCK, count = least(BLOCK, job.h - unit), rows = own.rows;
     constexpr int64_t TALL = 32;  // rows of a gradient at once
-    const auto arrays = BlockArrays<T, Isa>::cut(job, own, unit, rows, most(rows, TALL) * BLOCK, 0);
+    const int64_t wide = padded(job.d, STEP), share = job.shares_dx(own) ? rows * wide : 0;
+    const auto arrays =
+        BlockArrays<T, Isa>::cut(rows, most(share, most(rows, TALL) * BLOCK), 0);
     const T* x = rows_of<T>(job.x, job.x_stride, own);
     const T* dy = rows_of<T>(job.dy, job.dy_stride, own);
     const int64_t d = job.d;
@@ -396,9 +401,9 @@ void backward_block(const Job& job, const Segment& own, int64_t index, Ahead& ah
         for (int64_t gate = 0; gate < job.gates(); ++gate) {
             Isa::nt(w_in<T>(own) + (gate * job.h + unit) * d, count, x, job.x_stride, rows, d,
                     arrays.c, rows);
-            turn(arrays.c, rows, count, rows, gate ? arrays.up : arrays.h, BLOCK);
+            transpose(arrays.c, rows, count, rows, gate ? arrays.up : arrays.h, BLOCK);
         }
-        BlockArrays<T, Isa>::activate_rows(arrays, job, own, unit, count);
+        arrays.activate_rows(job, own, count);
     }
     if (job.gradients) {
         T* gradient = static_cast<T*>(own.gradient);
@@ -410,7 +415,7 @@ void backward_block(const Job& job, const Segment& own, int64_t index, Ahead& ah
                 T* to = gradient + (gate * job.h + unit + row) * d;
                 for (int64_t column = 0; column < d; column += BLOCK) {
                     const int64_t wide = least(BLOCK, d - column);
-                    Isa::nn(dh + row, 1, arrays.dh_stride, tall, x + column, job.x_stride, rows,
+                    Isa::nn(dh + row, 1, BLOCK, tall, x + column, job.x_stride, rows,
                             wide, arrays.c, BLOCK, false);
                     squares += Isa::put(arrays.c, BLOCK, tall, wide, to + column, d);
                 }
@@ -425,43 +430,11 @@ void backward_block(const Job& job, const Segment& own, int64_t index, Ahead& ah
         }
         own.block_squares[index] = squares;
     }
-    if (rows > 0 && job.shares_dx(own)) {
-        const int64_t stride = padded(d, STEP);
-        float* share = own.dx_shares + index * rows * stride;
-        for (int64_t gate = 0; gate < job.gates(); ++gate)
-            Isa::nn(gate ? arrays.dup : arrays.dh, BLOCK, 1, rows,
-                    w_in<T>(own) + (gate * job.h + unit) * d, d, count, d, share, stride, gate > 0,
-                    &ahead);
-    }
-}
-
-template <class T, class Isa>
-void dx_task(const Job& job, const Segment& own, int64_t index) {
-    const int64_t first = index * BLOCK, width = least(BLOCK, job.d - first);
-    const int64_t stride = padded(job.h, BLOCK);
-    const T* dh = reinterpret_cast<const T*>(own.dh);
-    float* c = reinterpret_cast<float*>(task_scratch.take(own.rows * BLOCK * 4));
-    for (int64_t gate = 0; gate < job.gates(); ++gate)
-        Isa::nn(dh + gate * own.rows * stride, stride, 1, own.rows,
-                w_in<T>(own) + gate * job.h * job.d + first, job.d, job.h, width, c, BLOCK,
-                gate > 0);
-    Isa::put(c, BLOCK, own.rows, width, rows_of<T>(job.dx, job.dx_stride, own) + first,
-             job.dx_stride);
-}
-
-// dx of some columns, and with the first of them the routing weights: shares added in their order.
-template <class T, class Isa>
-void add_shares(const Job& job, const Segment& own, int64_t index) {
-    const int64_t first = index * BLOCK, width = least(BLOCK, job.d - first);
-    const int64_t stride = padded(job.d, STEP);
-    for (int64_t row = 0; row < own.rows; ++row) {
-        alignas(64) float total[BLOCK] = {};
-        const float* share = own.dx_shares + row * stride + first;
-        for (int64_t block = 0; block < job.blocks(); ++block, share += own.rows * stride)
-            Isa::add(total, share, width);
-        T* dx = rows_of<T>(job.dx, job.dx_stride, own) + row * job.dx_stride + first;
-        Isa::put(total, BLOCK, 1, width, dx, job.dx_stride);
-    }
+    for (int64_t gate = 0; share > 0 && gate < job.gates(); ++gate)
+        Isa::nn(gate ? arrays.dup : arrays.dh, BLOCK, 1, rows,
+                w_in<T>(own) + (gate * job.h + unit) * d, d, count, d, arrays.c, wide, gate > 0,
+                &turn.ahead);
+    arrays.publish(job, own, index, turn);
 }
 
 void add_weight_shares(const Job& job, const Segment& own) {
@@ -473,13 +446,50 @@ void add_weight_shares(const Job& job, const Segment& own) {
     }
 }
 
+// dx [R, BLOCK] of some columns, and with the first of them the routing weights.
 template <class T, class Isa>
-void vector_task(const Job& job, const Segment& own, int phase, int64_t index, Ahead& ahead) {
-    if (!job.backward) return forward_task<T, Isa>(job, own, phase, index);
-    if (phase == 1) return backward_block<T, Isa>(job, own, index, ahead);
+void publish_dx(const Job& job, const Segment& own, int64_t index, const float* c, Turn& turn) {
+    if (!turn.may_publish()) return;
+    const int64_t first = index * BLOCK, width = least(BLOCK, job.d - first);
+    T* dx = rows_of<T>(job.dx, job.dx_stride, own) + first;
+    Isa::put(c, BLOCK, own.rows, width, dx, job.dx_stride);
     if (index == 0) add_weight_shares(job, own);
-    if (job.shares_dx(own)) return add_shares<T, Isa>(job, own, index);
-    dx_task<T, Isa>(job, own, index);
+}
+
+template <class T, class Isa>
+void dx_task(const Job& job, const Segment& own, int64_t index, Turn& turn) {
+    const int64_t first = index * BLOCK, width = least(BLOCK, job.d - first);
+    const int64_t stride = padded(job.h, BLOCK);
+    const T* dh = reinterpret_cast<const T*>(own.dh);
+    float* c = reinterpret_cast<float*>(task_scratch.take(own.rows * BLOCK * 4));
+    for (int64_t gate = 0; gate < job.gates(); ++gate)
+        Isa::nn(dh + gate * own.rows * stride, stride, 1, own.rows,
+                w_in<T>(own) + gate * job.h * job.d + first, job.d, job.h, width, c, BLOCK,
+                gate > 0);
+    publish_dx<T, Isa>(job, own, index, c, turn);
+}
+
+// dx of some columns: shares added in their order.
+template <class T, class Isa>
+void add_shares(const Job& job, const Segment& own, int64_t index, Turn& turn) {
+    const int64_t first = index * BLOCK, width = least(BLOCK, job.d - first);
+    const int64_t stride = padded(job.d, STEP);
+    float* c = reinterpret_cast<float*>(task_scratch.take(own.rows * BLOCK * 4));
+    std::memset(c, 0, own.rows * BLOCK * 4);
+    for (int64_t row = 0; row < own.rows; ++row) {
+        const float* share = own.dx_shares + row * stride + first;
+        for (int64_t block = 0; block < job.blocks(); ++block, share += own.rows * stride)
+            Isa::add(c + row * BLOCK, share, width);
+    }
+    publish_dx<T, Isa>(job, own, index, c, turn);
+}
+
+template <class T, class Isa>
+void vector_task(const Job& job, const Segment& own, int phase, int64_t index, Turn& turn) {
+    if (!job.backward) return forward_task<T, Isa>(job, own, phase, index, turn);
+    if (phase == 1) return backward_block<T, Isa>(job, own, index, turn);
+    if (job.shares_dx(own)) return add_shares<T, Isa>(job, own, index, turn);
+    dx_task<T, Isa>(job, own, index, turn);
 }
 
 }  // namespace
