@@ -27,10 +27,10 @@ from tests.compute.groups import BF16
 class Desk:
     """A runner, the two flags, and a group of experts to compute."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, gated: bool = True) -> None:
         if cpu_kernel_name() == "torch":
             pytest.skip("there is no compiler, so no runner")
-        self.shape = ExpertShape(24, 40, gated=True)
+        self.shape = ExpertShape(24, 40, gated=gated)
         generator = torch.Generator().manual_seed(3)
         records = torch.randn(3, self.shape.numel, generator=generator).mul_(0.1).to(dtype)
         self.segments = [Segment(records[i], 5 * i, 5 * i + 5) for i in range(3)]
@@ -143,16 +143,18 @@ def test_a_thread_that_loses_its_core_holds_nobody_up(desk: Desk) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("rows", [1, 5, 20, 60])  # by vectors, tiles, and more than share dx
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("every", [3, 11])
 def test_tasks_that_are_done_twice_change_no_bit(
-    dtype: torch.dtype, rows: int, every: int
+    dtype: torch.dtype, rows: int, gated: bool, every: int
 ) -> None:
     """As a GPU would, the test writes the next rows over these as soon as the flag is up, while
     somebody may still be at a task of theirs."""
-    desk = Desk(dtype)
+    desk = Desk(dtype, gated)
     segments = [
         Segment(part.record, rows * i, rows * (i + 1)) for i, part in enumerate(desk.segments)
     ]
+    segments.insert(1, Segment(desk.segments[0].record, rows, rows))  # an expert without tokens
     x, dy, y, dx = (torch.zeros(3 * rows, 24, dtype=dtype) for _ in range(4))
     weights, dweights = torch.rand(3 * rows), torch.zeros(3 * rows)
     kind = segments, desk.shape
@@ -186,6 +188,21 @@ def test_tasks_that_are_done_twice_change_no_bit(
                 assert not any(tensor.any() for tensor in (y, dx, dweights)), "written too late"
     finally:
         desk.runner.close()
+
+
+def test_a_runner_can_be_closed_while_somebody_is_at_a_task_that_others_have_done(
+    desk: Desk,
+) -> None:
+    got, order = torch.zeros_like(desk.x), desk.order(1)
+    desk.rows_are_there(1)
+    lost = 0.5
+    with delayed_tasks(every=15, seconds=lost):
+        begin = time.perf_counter()
+        desk.runner.forward(desk.x, got, desk.segments, desk.shape, 3, order)
+        while int(desk.flags[1]) != 1:
+            pass
+        desk.runner.close()
+        assert time.perf_counter() - begin > lost, "it ends with its threads"
 
 
 def test_a_runner_can_be_closed_while_it_waits_for_rows() -> None:

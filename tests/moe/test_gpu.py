@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import overspill
+from overspill.compute.cpu_kernel import delayed_tasks
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
@@ -165,6 +166,38 @@ def test_any_split_in_bf16_ends_within_the_spread_of_two_plain_runs(
     losses = offloaded(torch.bfloat16, 1.0, STEPS, 5, settings, LR, split=4, mode="host", slots=12)
     one, two = two_plain_runs
     assert abs(final(losses) - one) <= abs(one - two), (final(losses), one, two)
+
+
+def frozen_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of all but the experts, over some batches of which each has another split."""
+    model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=dtype)
+    for moe in model.moe_layers():
+        moe.w_in.requires_grad_(False)
+        moe.w_out.requires_grad_(False)
+    overspill.offload(model, gpu_memory="2GiB", mode="host", slots=12, quiet=True)
+    force(model.overspill, at_random(3, share=0.8))
+    try:
+        for tokens in batches(20, seed=5):
+            few = tokens[:1, :25]  # so many rows of each expert as the runner takes
+            model(few[:, :-1], few[:, 1:]).loss.backward()
+        assert model.overspill._host._number > 0, "the runner computed"
+        return [p.grad for p in model.parameters() if p.grad is not None]
+    finally:
+        model.overspill.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_that_lose_their_core_change_nothing(dtype: torch.dtype) -> None:
+    """The GPU goes on when their tasks were done by others, and writes the next layer's rows where
+    they may still be reading."""
+    want = frozen_gradients(dtype)
+    with delayed_tasks(every=7, seconds=2e-3):
+        got = frozen_gradients(dtype)
+    assert want
+    for one, other in zip(got, want, strict=True):
+        largest = float(other.abs().max())
+        near = 1e-5 if dtype == torch.float32 else 1e-2
+        assert float((one - other).abs().max()) <= near * largest
 
 
 def test_a_step_stays_within_the_gpu_budget() -> None:

@@ -4,14 +4,14 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from overspill.compute.cpu_kernel import cpu_kernel_name
+from overspill.compute.cpu_kernel import cpu_kernel_name, delayed_tasks
 from overspill.core.errors import EngineError
 from overspill.core.experts import Phase
 from overspill.hardware.profile import Curve, ExpertCosts
@@ -129,7 +129,19 @@ def shared(task: Task, disk: Path, choose: Choose, where: str = "host with 5 slo
         yield model, engine
 
 
-def test_frozen_experts_give_the_gradients_of_their_tokens(tmp_path: Path) -> None:
+@contextmanager
+def cores_lost() -> Iterator[None]:
+    """Threads of the CPU's experts are away for a millisecond, each at one of some tasks."""
+    if cpu_kernel_name() == "torch":
+        pytest.skip("there is no compiler, so no such threads")
+    with delayed_tasks(every=7, seconds=1e-3):
+        yield
+
+
+@pytest.mark.parametrize("around", [nullcontext, cores_lost])
+def test_frozen_experts_give_the_gradients_of_their_tokens(
+    around: Callable[[], AbstractContextManager[None]], tmp_path: Path
+) -> None:
     task = Task()
     tokens = next(iter(task.batches()))[0]
     plain = task.model()
@@ -141,7 +153,7 @@ def test_frozen_experts_give_the_gradients_of_their_tokens(tmp_path: Path) -> No
     for moe in model.moe_layers():
         moe.w_in.requires_grad_(False)
         moe.w_out.requires_grad_(False)
-    with spilled(model, "host with 5 slots", tmp_path) as engine:
+    with spilled(model, "host with 5 slots", tmp_path) as engine, around():
         force(engine, at_random(8))
         for _ in range(3):
             model.zero_grad()
@@ -152,7 +164,10 @@ def test_frozen_experts_give_the_gradients_of_their_tokens(tmp_path: Path) -> No
                     torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_inference_is_shared_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("around", [nullcontext, cores_lost])
+def test_inference_is_shared_too(
+    around: Callable[[], AbstractContextManager[None]], tmp_path: Path
+) -> None:
     task = Task()
     tokens = next(iter(task.batches()))[0]
     plain = task.model().eval()
@@ -160,7 +175,7 @@ def test_inference_is_shared_too(tmp_path: Path) -> None:
         expected = plain(tokens).logits
         for where in OFFLOADED:
             model = task.model().eval()
-            with spilled(model, where, tmp_path) as engine:
+            with spilled(model, where, tmp_path) as engine, around():
                 force(engine, at_random(9))
                 for _ in range(3):
                     torch.testing.assert_close(model(tokens).logits, expected)

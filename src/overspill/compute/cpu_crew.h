@@ -3,6 +3,12 @@
 
 #include <sys/types.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+#include <climits>
 
 #include "cpu_numbers.h"
 
@@ -24,49 +30,57 @@ int64_t now_ns() {
 
 constexpr int64_t SPIN_NS = 20000;  // waiting for longer, there may be more threads than cores
 
+// Of somebody who has waited since then.
+INLINE void rest_since(int64_t then) {
+    if (now_ns() < then + SPIN_NS)
+        rest();
+    else
+        std::this_thread::yield();
+}
+
 template <class Done>
 INLINE void spin_until(const Done& done) {
     if (done()) return;
-    const int64_t until = now_ns() + SPIN_NS;
-    while (!done()) {
-        if (now_ns() < until)
-            rest();
-        else
-            std::this_thread::yield();
-    }
+    const int64_t since = now_ns();
+    while (!done()) rest_since(since);
 }
 
-// A thread that helps, and what others look at to wake him and to wait for him.
+// What threads sleep on until somebody rings it, which wakes them all with one call. If some had to
+// wake the others, and lost their core before, the others would sleep on.
+class Bell {
+  public:
+    // Sleeps, unless somebody has rung it since `before`; may wake without cause.
+    void sleep(uint32_t before) {
+#if defined(__linux__)
+        syscall(SYS_futex, &rung, FUTEX_WAIT_PRIVATE, before, nullptr, nullptr, 0);
+#else
+        if (rung == before) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+#endif
+    }
+
+    uint32_t times() const { return rung; }
+
+    void ring() {
+        ++rung;
+#if defined(__linux__)
+        syscall(SYS_futex, &rung, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#endif
+    }
+
+  private:
+    std::atomic<uint32_t> rung{0};
+};
+
+// A thread that helps, and what others look at to wait for him.
 struct alignas(LINE) Helper {
     std::atomic<bool> entering{false};  // looks at what is the caller's
     std::atomic<bool> inside{false};    // at work, or about to find out that he is too late
-    std::atomic<bool> asleep{false};
-    std::mutex lock;
-    std::condition_variable woken;
     std::thread thread;
-
-    // Sleeps until somebody wakes him, unless `called` says now that he should not.
-    template <class Called>
-    void sleep(const Called& called) {
-        std::unique_lock<std::mutex> guard(lock);
-        asleep = true;
-        if (called()) asleep = false;
-        woken.wait(guard, [&] { return !asleep; });
-    }
-
-    void wake() {
-        if (!asleep) return;
-        {
-            const std::lock_guard<std::mutex> guard(lock);
-            asleep = false;
-        }
-        woken.notify_one();
-    }
 };
 
 // The threads that help a caller, his own as long as he lives. After a call they look out for the
 // next for a moment and then sleep: those of OpenMP would go on spinning for milliseconds, beside
-// the thread that drives the GPU. A call takes no lock, unless somebody sleeps.
+// the thread that drives the GPU. Nobody takes a lock.
 class Crew {
   public:
     using Body = std::shared_ptr<const std::function<void()>>;
@@ -78,8 +92,7 @@ class Crew {
         const int wanted = int(most(0, least(threads - 1, MOST_HELPERS)));
         while (int(helpers.size()) < wanted) hire();
         work = body;
-        open = ++calls << NUMBER_BITS | uint64_t(wanted);
-        wake_some(0, wanted);
+        announce(++calls << NUMBER_BITS | uint64_t(wanted));
         (*body)();
         // A helper says that he enters before he looks whether the call is open, and here it is
         // the other way round. Both in one order of all threads: he is seen, or he stays out.
@@ -93,8 +106,7 @@ class Crew {
 
     ~Crew() {
         if (getpid() != process) leave_behind();
-        open = OVER;
-        for (const auto& helper : helpers) helper->wake();
+        announce(OVER);
         for (const auto& helper : helpers) helper->thread.join();
     }
 
@@ -102,12 +114,12 @@ class Crew {
     static constexpr int NUMBER_BITS = 16;
     static constexpr int64_t MOST_HELPERS = (1 << NUMBER_BITS) - 2;
     static constexpr uint64_t CLOSED = 0, OVER = ~uint64_t(0);
-    static constexpr int BRANCHES = 2;
 
     // A forked child has none of the threads, and must not touch what they may have held.
     void leave_behind() {
         for (auto& helper : helpers) (void)helper.release();
         helpers.clear();
+        asleep = 0;
         process = getpid();
     }
 
@@ -120,23 +132,20 @@ class Crew {
         own.thread = std::thread([this, &own, number] { help(own, number); });
     }
 
-    // A tree, as a wake-up takes microseconds: the caller wakes two, and whoever comes two more.
-    void wake_some(int node, int wanted) {
-        const int first = BRANCHES * node;
-        for (int number = first; number < least(first + BRANCHES, wanted); ++number)
-            helpers[number]->wake();
+    // A helper says that he sleeps before he looks once more, and a call is open before anybody
+    // looks who sleeps. Both in one order of all threads: he sees the call, or is woken.
+    void announce(uint64_t call) {
+        open = call;
+        if (wanted_by(call) > 0 && asleep > 0) bell.ring();
     }
 
     void help(Helper& own, int number) {
         for (uint64_t seen = CLOSED;;) {
-            seen = next_call(own, number, seen);
+            seen = next_call(number, seen);
             if (seen == OVER) return;
             own.inside = own.entering = true;
             Body body;
-            if (open == seen) {  // so the caller waits: `helpers` and `work` stay as they are
-                wake_some(number + 1, wanted_by(seen));
-                body = work;
-            }
+            if (open == seen) body = work;  // so the caller waits: `work` stays as it is
             own.entering = false;
             if (body) (*body)();
             body.reset();
@@ -144,7 +153,7 @@ class Crew {
         }
     }
 
-    uint64_t next_call(Helper& own, int number, uint64_t seen) {
+    uint64_t next_call(int number, uint64_t seen) {
         uint64_t call = CLOSED;
         const auto called = [&] {
             call = open;
@@ -154,16 +163,19 @@ class Crew {
             const int64_t until = now_ns() + LOOK_OUT_NS;
             spin_until([&] { return called() || now_ns() >= until; });
             if (called()) return call;
-            // He says that he sleeps before he looks once more, and a call is open before anybody
-            // looks who sleeps. Again in one order of all threads: he sees the call, or is woken.
-            own.sleep(called);
+            const uint32_t before = bell.times();
+            ++asleep;
+            if (!called()) bell.sleep(before);
+            --asleep;
         }
     }
 
     // The number of the call that may be entered, and how many helpers it wants. All look at this
     // line, which changes only when a call begins or ends.
     alignas(LINE) std::atomic<uint64_t> open{CLOSED};
-    Body work;
+    alignas(LINE) Bell bell;
+    std::atomic<int> asleep{0};
+    alignas(LINE) Body work;
     std::vector<std::unique_ptr<Helper>> helpers;
     uint64_t calls = 0;
     pid_t process = getpid();

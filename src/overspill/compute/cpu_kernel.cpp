@@ -154,6 +154,7 @@ bool carry_out(const std::shared_ptr<Order>& order) {
                 *own.squares += own.block_squares[block];
         }
     }
+    order->tell();  // if there was nothing to do
     return true;
 }
 
@@ -184,10 +185,9 @@ class Runner {
                 times[0] = rows->seen;
                 times[1] = now_ns();
             }
-            {
-                const std::lock_guard<std::mutex> guard(lock);
-                done->store(rows->number, std::memory_order_release);
-            }
+            // First the flag: whoever has the lock may have lost its core, and a GPU needs none.
+            done->store(rows->number, std::memory_order_release);
+            { const std::lock_guard<std::mutex> guard(lock); }
             changed.notify_all();
         };
         {

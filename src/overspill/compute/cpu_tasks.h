@@ -127,7 +127,8 @@ Delays delays;
 
 // One thread's go at a task. Two may be at the same one, if the first seems to have lost its core.
 // So all that it makes is its own, until it asks whether it may write it where others read; only
-// the first one may. What another one reads after that is of no use, and may be anything.
+// the first one may. What another one reads after that is of no use, and may be anything. (Gradients
+// of weights are too large for that, and tasks that make them are never done twice.)
 class Turn {
   public:
     Turn(const Ahead& ahead, std::atomic<bool>& published) : ahead(ahead), published(published) {}
@@ -195,10 +196,18 @@ struct Order {
     std::function<void()> done;
     std::atomic<bool> told{false};
     std::atomic<int> inside{0};  // threads that may read rows and weights
+
+    bool may_repeat() const { return done && !job.gradients; }
+
+    void tell() {
+        if (done && !told.exchange(true)) done();
+    }
 };
 
-constexpr int64_t SOME_LINES = 32;      // to fetch between two looks
-constexpr int64_t PATIENCE_NS = 50000;  // with others' tasks, beyond what some of one's own took
+constexpr int64_t SOME_LINES = 32;  // to fetch between two looks
+// How long one waits for others' tasks before one does them again: this and what some tasks of one's
+// own took, or if there were none, as long as would be too long for any.
+constexpr int64_t PATIENCE_NS = 50000, LONG_PATIENCE_NS = 1000000;
 
 // The tasks of some segments, in order: whoever waits, waits for tasks that come earlier, so somebody
 // always goes on. The first ones wait for nothing but the rows, and every thread has its own of
@@ -258,12 +267,12 @@ class Tasks {
             if (then < total) weights = weights_at(*run_of(run, then), then);
             if (const Run* before = run->before)
                 wait_until([&] { return before->over(); }, weights_at(*run, mine), worker);
-            compute(*run, mine, weights, worker);
+            if (!is_published(mine)) compute(*run, mine, weights, worker);
             mine = early ? then : take();
         }
         if (order->done) {
             wait_until([&] { return first_unfinished() == nullptr; }, Ahead(), worker);
-            if (last && !order->told.exchange(true)) order->done();
+            if (last) order->tell();
         }
         order->kernel.leave();
     }
@@ -290,13 +299,16 @@ class Tasks {
     struct Worker {
         int64_t number, since, tasks = 0;
 
-        // ns that a task of this thread may take, at most: to look at the clock at each would make
-        // the CPU wait for the weights of the next.
-        int64_t patience() const { return PATIENCE_NS + 4 * (now_ns() - since) / most(tasks, 1); }
+        // By the mean: to look at the clock at each task would make the CPU wait for the weights.
+        int64_t patience() const {
+            return tasks ? PATIENCE_NS + 4 * (now_ns() - since) / tasks : LONG_PATIENCE_NS;
+        }
     };
 
-    // Everybody gets the same answer, or few would do the work of all.
+    // Everybody gets the same answer, or few would do the work of all. Who waits for long lets others
+    // have the core: perhaps the one who sends the rows.
     bool await_rows(Ahead weights) {
+        const int64_t came = now_ns();
         for (;;) {
             const int known = state.load(std::memory_order_acquire);
             if (known != AWAITED) return known == THERE;
@@ -308,7 +320,7 @@ class Tasks {
                 state.compare_exchange_strong(before, LATE);
             }
             weights.fetch(SOME_LINES);
-            rest();
+            rest_since(came);
         }
     }
 
@@ -316,7 +328,7 @@ class Tasks {
         Turn turn(weights, is_published(task));
         order->kernel.task(job, *run.own, run.phase, task - run.first, turn);
         if (turn.won) run.left.fetch_sub(1, std::memory_order_release);
-        ++worker.tasks;
+        if (run.phase > 0) ++worker.tasks;  // to pack is nothing beside the others
     }
 
     // Meanwhile the waiting thread fetches its own weights, so that the memory does not wait as
@@ -324,18 +336,16 @@ class Tasks {
     template <class Done>
     void wait_until(const Done& done, Ahead weights, Worker& worker) {
         if (done()) return;
-        const int64_t patience = worker.patience();
-        int64_t since = now_ns();
+        int64_t patience = worker.patience(), since = now_ns();
         while (!done()) {
             weights.fetch(SOME_LINES);
             const int64_t waited = now_ns() - since;
-            if (order->done && waited > patience) {
+            if (order->may_repeat() && waited > patience) {
                 compute_again(worker);
+                patience = worker.patience();
                 since = now_ns();
-            } else if (waited < SPIN_NS) {
-                rest();
             } else {
-                std::this_thread::yield();
+                rest_since(since);
             }
         }
     }
@@ -346,8 +356,8 @@ class Tasks {
         return nullptr;
     }
 
-    // One of the tasks that are not published in the first unfinished run. Whoever waits has taken a
-    // later task, or found none: so all of this run are taken, and all before it are done.
+    // One of the tasks that are not published in the first unfinished run; all runs before it are
+    // over. Most often all its tasks are taken, and who takes one later only finds it done.
     void compute_again(Worker& worker) {
         Run* run = first_unfinished();
         if (!run) return;

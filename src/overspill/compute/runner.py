@@ -100,7 +100,8 @@ class Runner:
             raise EngineError("the CPU's experts were closed; load the model again")
 
     def wait(self, order: Order) -> bool:
-        """Blocks until the order is done; False if the runner was closed before."""
+        """Blocks until the order is done and nobody reads its rows and weights any more, as
+        somebody may who was too slow; False if the runner was closed before."""
         if self._library is None or self._handle is None:
             return False
         return bool(self._library.overspill_runner_wait(self._handle, order.done, order.number))
