@@ -148,7 +148,7 @@ def test_a_thread_that_loses_its_core_holds_nobody_up(desk: Desk) -> None:
 def test_tasks_that_are_done_twice_change_no_bit(
     dtype: torch.dtype, rows: int, gated: bool, every: int
 ) -> None:
-    """As a GPU would, the test writes the next rows over these as soon as the flag is up, while
+    """As a GPU would, the test writes other rows over these as soon as the flag is up, while
     somebody may still be at a task of theirs."""
     desk = Desk(dtype, gated)
     segments = [
@@ -167,21 +167,28 @@ def test_tasks_that_are_done_twice_change_no_bit(
     try:
         with delayed_tasks(every, seconds=1e-3):
             for number in range(1, 31, 2):
-                x.copy_(torch.randn(x.shape))
-                dy.copy_(torch.randn(x.shape))
+                forward_x, backward_x, backward_dy = (
+                    torch.randn(x.shape).to(dtype) for _ in range(3)
+                )
                 first, second = desk.order(number), desk.order(number + 1)
+                x.copy_(forward_x)
                 desk.runner.forward(x, y, *kind, 4, first)
                 await_flag(first)
+                x.copy_(backward_x)
+                dy.copy_(backward_dy)
                 got_y = y.clone()
                 y.zero_()
                 desk.runner.backward(Rows(x, dy, weights, dx, dweights), *kind, 4, second)
                 await_flag(second)
+                x.fill_(torch.nan)
+                dy.fill_(torch.nan)
                 got = got_y, dx.clone(), dweights.clone()
                 for tensor in (dx, dweights):
                     tensor.zero_()
                 expected = torch.empty_like(x), torch.empty_like(x), torch.empty(3 * rows)
-                kernel_forward(x, expected[0], *kind, 1, BEST_ISA)
-                kernel_backward(Rows(x, dy, weights, *expected[1:]), *kind, 1, None, BEST_ISA)
+                kernel_forward(forward_x, expected[0], *kind, 1, BEST_ISA)
+                tensors = Rows(backward_x, backward_dy, weights, *expected[1:])
+                kernel_backward(tensors, *kind, 1, None, BEST_ISA)
                 for mine, theirs in zip(got, expected, strict=True):
                     assert torch.equal(mine, theirs)
                 assert desk.runner.wait(second)

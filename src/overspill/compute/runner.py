@@ -86,12 +86,9 @@ class Runner:
     ) -> None:
         """As `cpu_backward` without gradients of the weights. Routing weights are float32."""
         self._check(segments)
-        for weights_R in (
-            rows.row_weight_R,
-            rows.drow_weight_R,
-        ):  # a copy would be gone before it is used
+        for weights_R in (rows.row_weight_R, rows.drow_weight_R):
             assert weights_R.dtype == torch.float32
-            assert weights_R.is_contiguous()
+            assert weights_R.is_contiguous(), "a copy would be gone before it is used"
         kernel_backward(rows, segments, shape, threads, None, BEST_ISA, (self._handle, *order))
 
     def _check(self, segments: Sequence[Segment]) -> None:
