@@ -194,7 +194,8 @@ def spilled(
 ) -> Iterator[Engine]:
     """The model's engine. At the end everything is at rest and accounted for (unless a failure was
     meant: `idle` off), and no thread and no file is left."""
-    settings = dataclasses.replace(settings or Settings(), threads=1)
+    settings = settings or Settings()
+    settings = dataclasses.replace(settings, threads=settings.threads or 1)
     options = {**WHERE[where], **options}
     if options["mode"] == "disk":
         options["disk"] = disk

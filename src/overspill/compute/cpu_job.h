@@ -87,9 +87,10 @@ Ahead weights_of(const Job& job, const Segment& own, int phase, int64_t index) {
     return Ahead(out + first * row, 0, count * row, 1);
 }
 
-// For tests: every so many turns of all threads sleep for a while, as if the host had taken their core.
+// For tests: every so many turns of all threads sleep for a while, as if the host had taken their
+// core; and how many tasks were done again since that was said.
 struct Delays {
-    std::atomic<int64_t> every{0}, ns{0}, turns{0};
+    std::atomic<int64_t> every{0}, ns{0}, turns{0}, repeats{0};
 
     void maybe() {
         const int64_t each = every.load(std::memory_order_relaxed);

@@ -207,9 +207,12 @@ int overspill_runner_wait(void* runner, const uint32_t* done, uint32_t number) {
 // For tests: of all threads' goes at tasks every `every`th takes `ns` longer. 0: none.
 void overspill_delay_tasks(int64_t every, int64_t ns) {
     delays.ns = ns;
-    delays.turns = 0;
+    delays.turns = delays.repeats = 0;
     delays.every = every;
 }
+
+// For tests: how many tasks were done again since then.
+int64_t overspill_repeated_tasks() { return delays.repeats; }
 
 // Reads `bytes` once with all threads.
 uint64_t overspill_read(const void* from, int64_t bytes, int threads) {

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -180,14 +180,14 @@ def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 @contextlib.contextmanager
-def delayed_tasks(every: int, seconds: float) -> Iterator[None]:
+def delayed_tasks(every: int, seconds: float) -> Iterator[Callable[[], int]]:
     """For tests: of all threads' goes at tasks every so many takes longer, as if its core was lost
-    to somebody else."""
+    to somebody else. What it gives tells how many were done again by others."""
     library = cpu_library()
     assert library is not None
     library.overspill_delay_tasks(every, int(seconds * 1e9))
     try:
-        yield
+        yield lambda: int(library.overspill_repeated_tasks())
     finally:
         library.overspill_delay_tasks(0, 0)
 
@@ -221,6 +221,8 @@ def cpu_library() -> ctypes.CDLL | None:
     library.overspill_runner_wait.restype = ctypes.c_int
     library.overspill_delay_tasks.argtypes = _types("nn")
     library.overspill_delay_tasks.restype = None
+    library.overspill_repeated_tasks.argtypes = []
+    library.overspill_repeated_tasks.restype = ctypes.c_int64
     library.overspill_read.argtypes = _types("pni")
     library.overspill_read.restype = ctypes.c_uint64
     return library

@@ -237,8 +237,9 @@ class Tasks {
         std::vector<int64_t> missing;
         for (int64_t task = run->first; task < run->first + run->count; ++task)
             if (!is_published(task)) missing.push_back(task);
-        if (!missing.empty())
-            compute(*run, missing[worker.number % missing.size()], Ahead(), worker);
+        if (missing.empty()) return;
+        ++delays.repeats;
+        compute(*run, missing[worker.number % missing.size()], Ahead(), worker);
     }
 
     // Neighbours are published at about the same time, and so lie on different lines.
