@@ -91,6 +91,7 @@ Ahead weights_of(const Job& job, const Segment& own, int phase, int64_t index) {
 // core; and how many tasks were done again since that was said.
 struct Delays {
     std::atomic<int64_t> every{0}, ns{0}, turns{0}, repeats{0};
+    std::atomic<bool> may_repeat{true};  // off: to measure what doing tasks again is worth
 
     void maybe() {
         const int64_t each = every.load(std::memory_order_relaxed);

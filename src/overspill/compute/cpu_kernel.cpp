@@ -214,6 +214,9 @@ void overspill_delay_tasks(int64_t every, int64_t ns) {
 // For tests: how many tasks were done again since then.
 int64_t overspill_repeated_tasks() { return delays.repeats; }
 
+// To measure what doing tasks again is worth.
+void overspill_allow_repeats(int allowed) { delays.may_repeat = allowed != 0; }
+
 // Reads `bytes` once with all threads.
 uint64_t overspill_read(const void* from, int64_t bytes, int threads) {
     constexpr int64_t PIECE = 1 << 18;

@@ -221,6 +221,8 @@ def cpu_library() -> ctypes.CDLL | None:
     library.overspill_runner_wait.restype = ctypes.c_int
     library.overspill_delay_tasks.argtypes = _types("nn")
     library.overspill_delay_tasks.restype = None
+    library.overspill_allow_repeats.argtypes = _types("i")
+    library.overspill_allow_repeats.restype = None
     library.overspill_repeated_tasks.argtypes = []
     library.overspill_repeated_tasks.restype = ctypes.c_int64
     library.overspill_read.argtypes = _types("pni")

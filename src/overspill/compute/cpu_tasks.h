@@ -70,7 +70,7 @@ struct Order {
     std::atomic<bool> told{false};
     std::atomic<int> inside{0};  // threads that may read rows and weights
 
-    bool may_repeat() const { return done && !job.gradients; }
+    bool may_repeat() const { return done && !job.gradients && delays.may_repeat; }
 
     void tell() {
         if (done && !told.exchange(true)) done();
