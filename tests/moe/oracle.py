@@ -29,8 +29,8 @@ WHERE: dict[str, dict[str, Any]] = {
     "host with 2 slots": {"mode": "host", "slots": 2},
     "host with 5 slots": {"mode": "host", "slots": 5},
     "host with 12 slots": {"mode": "host", "slots": 12},
-    "disk behind 3 rows": {"mode": "disk", "slots": 3, "host_slots": 3},
-    "disk behind 9 rows": {"mode": "disk", "slots": 8, "host_slots": 9},
+    "disk behind 3 host slots": {"mode": "disk", "slots": 3, "host_slots": 3},
+    "disk behind 9 host slots": {"mode": "disk", "slots": 8, "host_slots": 9},
 }
 
 
@@ -177,9 +177,8 @@ def spilled_run(
     max_rows: int | None = None,
 ) -> Run:
     model = task.model()
-    with spilled(model, where, disk, settings) as engine:
-        if max_rows is not None:
-            engine.placement = dataclasses.replace(engine.placement, max_rows=max_rows)
+    settings = dataclasses.replace(settings or Settings(), max_rows=max_rows)
+    with spilled(model, where, disk, settings):
         return train(model, adamw(model, task), task)
 
 

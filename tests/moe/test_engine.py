@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from overspill.core.errors import OrderError
-from overspill.moe.streaming import StreamingEngine
+from overspill.moe.streaming.engine import StreamingEngine
 from tests.moe.oracle import Task, adamw, loss_of, spilled
 
 TASK = Task(n_layers=2, clip=0.5, micro_batches=2)
-PLACES = ["gpu", "host with 2 slots", "disk behind 3 rows"]
+PLACES = ["gpu", "host with 2 slots", "disk behind 3 host slots"]
 
 
 def norm(model: nn.Module) -> float:

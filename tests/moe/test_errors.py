@@ -28,7 +28,7 @@ from overspill.core.errors import (
 from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
-from overspill.moe.streaming import StreamingEngine
+from overspill.moe.streaming.engine import StreamingEngine
 from overspill.plan.budget import PROCESS
 from overspill.tiers.store import Part
 from tests.moe.oracle import (
@@ -44,8 +44,8 @@ from tests.moe.oracle import (
     weights_of,
 )
 
-STREAMED = ["host with 2 slots", "host with 12 slots", "disk behind 3 rows"]
-ONE_OF_EACH = ["gpu", "host with 2 slots", "disk behind 3 rows"]
+STREAMED = ["host with 2 slots", "host with 12 slots", "disk behind 3 host slots"]
+ONE_OF_EACH = ["gpu", "host with 2 slots", "disk behind 3 host slots"]
 TASK = Task(steps=6)
 CLIPPED = Task(steps=6, clip=0.5)
 
@@ -152,7 +152,7 @@ def test_zero_grad_with_clipping_drops_the_batch_as_if_it_never_was(
     assert losses == expected
 
 
-@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 rows"])
+@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])
 def test_zero_grad_drops_what_was_accumulated(where: str, tmp_path: Path) -> None:
     task = Task(steps=5, micro_batches=3)
     expected = _losses_without(task, where, tmp_path, skip=2)
@@ -328,12 +328,12 @@ def test_one_expert_with_a_nan_gradient_is_named(tmp_path: Path) -> None:
     ("kind", "where"),
     [
         ("upload", "host with 2 slots"),
-        ("upload", "disk behind 3 rows"),
+        ("upload", "disk behind 3 host slots"),
         ("download", "host with 5 slots"),
         ("optimizer", "host with 12 slots"),
-        ("optimizer", "disk behind 9 rows"),
-        ("ssd read", "disk behind 3 rows"),
-        ("ssd write", "disk behind 3 rows"),
+        ("optimizer", "disk behind 9 host slots"),
+        ("ssd read", "disk behind 3 host slots"),
+        ("ssd write", "disk behind 3 host slots"),
     ],
 )
 @pytest.mark.parametrize(("clip", "after"), [(None, 25), (0.5, 0)])
@@ -374,7 +374,7 @@ def _train_until_it_fails(
 
 def test_a_disk_file_that_was_cut_is_a_disk_error(tmp_path: Path) -> None:
     model = TASK.model()
-    with spilled(model, "disk behind 3 rows", tmp_path, idle=False) as engine:
+    with spilled(model, "disk behind 3 host slots", tmp_path, idle=False) as engine:
         optimizer = adamw(model, TASK)
         train_step(model, optimizer, next(TASK.batches()))
         engine.flush()
@@ -431,7 +431,7 @@ def test_a_value_that_cannot_be_right_is_named(options: dict[str, Any], names: s
 
 
 @pytest.mark.parametrize(
-    "options", [{"activations": "kep"}, {"pin_share": 1.5}, {"pin_share": -0.1}, {"threads": 0}]
+    "options", [{"activations": "kep"}, {"resident_share": 1.5}, {"resident_share": -0.1}, {"threads": 0}]
 )
 def test_settings_that_cannot_be_right_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
@@ -524,7 +524,7 @@ def test_a_disk_without_room_for_the_states_is_named_by_the_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = TASK.model()
-    with spilled(model, "disk behind 3 rows", tmp_path) as engine:
+    with spilled(model, "disk behind 3 host slots", tmp_path) as engine:
         before = weights_of(model)
         monkeypatch.setattr(os, "posix_fallocate", _no_space)
         with pytest.raises(DiskError, match="no room for"):

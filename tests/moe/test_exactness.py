@@ -14,7 +14,7 @@ import overspill
 from overspill.core.experts import ExpertId
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
-from overspill.moe.streaming import StreamingEngine
+from overspill.moe.streaming.engine import StreamingEngine
 from tests.moe.oracle import (
     N_EXPERTS,
     STARVED,
@@ -35,7 +35,7 @@ from tests.moe.oracle import (
 )
 
 STREAMED = [name for name in WHERE if name != "gpu"]
-ONE_OF_EACH = ["gpu", "host with 2 slots", "disk behind 3 rows"]
+ONE_OF_EACH = ["gpu", "host with 2 slots", "disk behind 3 host slots"]
 ROOMIER = [name for name in WHERE if name not in ONE_OF_EACH]
 
 TASKS = {
@@ -68,18 +68,18 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "waves off": {"waves": False},
     "updates not overlapped": {"overlap_updates": False},
     "uploads not overlapped": {"overlap_uploads": False},
-    "nothing pinned": {"pin_share": 0.0},
-    "half pinned": {"pin_share": 0.5},
+    "no resident experts": {"resident_share": 0.0},
+    "half of the slots resident": {"resident_share": 0.5},
     "all off": {
         "waves": False,
         "overlap_updates": False,
         "overlap_uploads": False,
-        "pin_share": 0.0,
+        "resident_share": 0.0,
     },
 }
 
 
-@pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 9 rows"])
+@pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 9 host slots"])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_every_switch_leaves_the_numbers_alone(switch: str, where: str, tmp_path: Path) -> None:
     task = Task(checkpoint=where.startswith("disk"), steps=10)
@@ -128,13 +128,13 @@ def test_where_an_expert_lives_changes_no_bit(where: str, tmp_path: Path) -> Non
     [
         ("host with 2 slots", Task()),
         ("host with 12 slots", Task()),
-        ("disk behind 3 rows", Task()),
-        ("disk behind 9 rows", Task()),
+        ("disk behind 3 host slots", Task()),
+        ("disk behind 9 host slots", Task()),
         ("host with 5 slots", Task(clip=0.5, top_k=1)),
-        ("disk behind 3 rows", Task(clip=0.5, top_k=1)),
+        ("disk behind 3 host slots", Task(clip=0.5, top_k=1)),
         ("host with 12 slots", Task(micro_batches=2, checkpoint=True, steps=8)),
-        ("disk behind 9 rows", Task(micro_batches=2, checkpoint=True, steps=8)),
-        ("disk behind 3 rows", Task(micro_batches=2, clip=0.5, starve=True, steps=8)),
+        ("disk behind 9 host slots", Task(micro_batches=2, checkpoint=True, steps=8)),
+        ("disk behind 3 host slots", Task(micro_batches=2, clip=0.5, starve=True, steps=8)),
     ],
 )
 def test_late_transfers_and_updates_change_no_bit(task: Task, where: str, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_late_transfers_and_updates_change_no_bit(task: Task, where: str, tmp_pa
 def test_one_kind_of_job_that_is_very_late_changes_nothing(kind: str, tmp_path: Path) -> None:
     task = Task(micro_batches=3, n_layers=2, steps=4)
     settings = Settings(inject=delays(seed=1, longest=0.03, only=kind))
-    run = spilled_run(task, "disk behind 9 rows", tmp_path, settings)
+    run = spilled_run(task, "disk behind 9 host slots", tmp_path, settings)
     assert_same_bits(run, still_run(task))
 
 
@@ -466,7 +466,7 @@ def test_a_state_dict_read_while_everything_moves_is_the_one_of_the_step(tmp_pat
     quiet, moving = [], []
     for snapshots, inject in ((quiet, None), (moving, delays(seed=2, longest=0.01))):
         model = task.model()
-        with spilled(model, "disk behind 9 rows", tmp_path, Settings(inject=inject)):
+        with spilled(model, "disk behind 9 host slots", tmp_path, Settings(inject=inject)):
             optimizer = adamw(model, task)
             for batches in task.batches():
                 train_step(model, optimizer, batches)
@@ -487,7 +487,7 @@ def test_flush_waits_for_uploads_too(tmp_path: Path) -> None:
             begun.set()
             assert go.wait(10)
 
-    with spilled(model, "disk behind 9 rows", tmp_path, Settings(inject=hold)) as engine:
+    with spilled(model, "disk behind 9 host slots", tmp_path, Settings(inject=hold)) as engine:
         optimizer = adamw(model, task)
         loss_of(model, next(task.batches())[0]).backward()
         go.clear()
@@ -508,7 +508,7 @@ def test_flush_waits_for_uploads_too(tmp_path: Path) -> None:
 def test_memory_of_each_tier_stays_as_it_was_taken(tmp_path: Path) -> None:
     task = Task(steps=4)
     model = task.model()
-    with spilled(model, "disk behind 9 rows", tmp_path) as engine:
+    with spilled(model, "disk behind 9 host slots", tmp_path) as engine:
         optimizer = adamw(model, task)
         taken = engine.bytes_by_tier()
         train(model, optimizer, task)
@@ -525,7 +525,7 @@ def test_pinned_are_the_busiest_of_the_last_step_and_evaluation_does_not_count(
 ) -> None:
     task = Task(micro_batches=2, checkpoint=checkpoint)
     model = task.model()
-    with spilled(model, "host with 12 slots", tmp_path, Settings(pin_share=0.4)) as engine:
+    with spilled(model, "host with 12 slots", tmp_path, Settings(resident_share=0.4)) as engine:
         assert isinstance(engine, StreamingEngine)
         optimizer = adamw(model, task)
         for batches in list(task.batches())[:3]:
@@ -613,7 +613,7 @@ def plain_bf16(task: Task) -> Run:
         ("gpu", None, torch.float32),
         ("gpu", 0.5, torch.bfloat16),
         ("host with 2 slots", None, torch.bfloat16),
-        ("disk behind 3 rows", 0.5, torch.float32),
+        ("disk behind 3 host slots", 0.5, torch.float32),
     ],
     ids=str,
 )
@@ -638,10 +638,10 @@ def test_bf16_weights_have_an_fp32_master(
 def test_bf16_states_run_on_after_loading(tmp_path: Path) -> None:
     task = Task(dtype=torch.bfloat16, steps=8, clip=0.5)
     model = task.model()
-    with spilled(model, "disk behind 3 rows", tmp_path):
+    with spilled(model, "disk behind 3 host slots", tmp_path):
         whole = train(model, adamw(model, task, state_dtype=torch.bfloat16), task)
     model = task.model()
-    with spilled(model, "disk behind 3 rows", tmp_path):
+    with spilled(model, "disk behind 3 host slots", tmp_path):
         optimizer = adamw(model, task, state_dtype=torch.bfloat16)
         for batches in list(task.batches())[:3]:
             train_step(model, optimizer, batches)
@@ -658,7 +658,7 @@ def test_bf16_states_run_on_after_loading(tmp_path: Path) -> None:
 def test_a_model_without_experts_on_hand_starts_as_one_with_them(tmp_path: Path) -> None:
     task = Task()
     model = GPTMoE(task.config, seed=1, meta_experts=True)
-    with spilled(model, "disk behind 3 rows", tmp_path) as engine:
+    with spilled(model, "disk behind 3 host slots", tmp_path) as engine:
         assert_same_bits(Run(weights=weights_of(model)), Run(weights=weights_of(task.model())))
         record = torch.empty(engine.shape.numel)
         engine.read_weights(ExpertId(1, 2), record)

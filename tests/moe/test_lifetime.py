@@ -104,7 +104,7 @@ def test_one_optimizer_at_a_time(where: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 rows"])
+@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])
 def test_a_backward_that_failed_half_way_is_not_added_to_the_next(
     where: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_closed_engine_says_so(where: str, tmp_path: Path) -> None:
                 call()
 
 
-@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 rows"])
+@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])
 def test_loaded_weights_are_the_masters_too(where: str, tmp_path: Path) -> None:
     task = Task(dtype=torch.bfloat16)
     model = task.model()

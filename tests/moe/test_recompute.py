@@ -32,7 +32,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 
-WHERE = ["gpu", "host with 2 slots", "disk behind 3 rows"]
+WHERE = ["gpu", "host with 2 slots", "disk behind 3 host slots"]
 
 
 def count_passes(engine: Engine) -> Counter[tuple[int, Phase]]:

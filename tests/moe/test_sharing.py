@@ -21,7 +21,7 @@ from overspill.moe.engine import Engine
 from overspill.moe.host_job import Job
 from overspill.moe.settings import Settings
 from overspill.moe.sharing import Choose, Present, Sharing
-from overspill.moe.streaming import StreamingEngine
+from overspill.moe.streaming.engine import StreamingEngine
 from overspill.transfer.lanes import Stamp
 from tests.moe.oracle import (
     N_EXPERTS,
@@ -98,7 +98,7 @@ def test_any_split_is_exact_under_delays(where: str, share: float, tmp_path: Pat
     assert_follows(run, plain_run(task))
 
 
-@pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 9 rows"])
+@pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 9 host slots"])
 def test_bf16_is_as_near_to_plain_training_as_without_a_split(where: str, tmp_path: Path) -> None:
     task = Task(steps=6, dtype=torch.bfloat16, lr=1e-3)
     alone = spilled_run(task, where, tmp_path)
@@ -251,7 +251,7 @@ def test_the_same_split_gives_the_same_bits(tmp_path: Path) -> None:
     task = Task(steps=6)
     runs = [
         shared_run(task, where, tmp_path, Settings(inject=delays(seed)), _odd)
-        for seed, where in enumerate(["host with 12 slots", "disk behind 9 rows"])
+        for seed, where in enumerate(["host with 12 slots", "disk behind 9 host slots"])
     ]
     assert_same_bits(*runs)
 
@@ -373,7 +373,7 @@ def test_a_layer_that_gave_the_cpu_nothing_is_not_likely_to() -> None:
     assert own.likely(1)
 
 
-@pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 9 rows"])
+@pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 9 host slots"])
 def test_the_runner_computes_what_is_not_learnt_and_lies_in_host_memory(
     where: str, tmp_path: Path
 ) -> None:
@@ -512,8 +512,8 @@ def test_rows_that_a_wave_has_left_are_there_for_the_cpu(
     model = task.model().eval()
     with torch.no_grad():
         expected = model(tokens).logits
-    options = {"host_slots": 2, "settings": Settings(pin_share=0.0)}
-    with spilled(model, "disk behind 3 rows", tmp_path, **options) as engine, torch.no_grad():
+    options = {"host_slots": 2, "settings": Settings(resident_share=0.0)}
+    with spilled(model, "disk behind 3 host slots", tmp_path, **options) as engine, torch.no_grad():
         force(engine, lambda counts, *_: frozenset([i for i, n in enumerate(counts) if n][-1:]))
         for _ in range(5):
             torch.testing.assert_close(model(tokens).logits, expected)

@@ -239,3 +239,22 @@ def _types(letters: str) -> list[Any]:
         "u": ctypes.c_uint32,
     }
     return [kinds[letter] for letter in letters]
+
+
+# temporary names
+ExpertRows, BackwardRows = Segment, Rows
+
+
+def cpu_isa() -> str | None:
+    name = cpu_kernel_name()
+    return None if name == "torch" else name
+
+
+def max_kernel_rows(dtype: torch.dtype, backward: bool) -> int:
+    from overspill.compute.cpu import most_rows
+
+    return most_rows(dtype, cpu_kernel_name(), backward)
+
+
+def why_unsupported(dtype: Any, shape: Any, activation: Any) -> str | None:
+    return None

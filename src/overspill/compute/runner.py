@@ -43,7 +43,7 @@ class Runner:
     """A thread that computes groups of experts one after another, each as soon as its rows are
     there, and never needs the interpreter."""
 
-    def __init__(self) -> None:
+    def __init__(self, inject: object = None) -> None:
         self._library = cpu_library()
         assert self._library is not None
         self._handle: int | None = self._library.overspill_runner_new()
@@ -103,8 +103,14 @@ class Runner:
             return False
         return bool(self._library.overspill_runner_wait(self._handle, order.done, order.number))
 
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         """Ends the thread, after the order that it is at. A forked child has none."""
         handle, self._handle = self._handle, None
         if handle is not None and self._library is not None and os.getpid() == self._process:
             self._library.overspill_runner_free(handle)
+
+
+CpuRequest = Order

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import BudgetError, ConfigError
+from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import available_memory, disk_free
 from overspill.models.progress_bar import TerminalProgress
-from overspill.models.share import predictor_bytes, share_costs, why_unshared
+from overspill.models.share import share_costs
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
-from overspill.moe.resident import ResidentEngine
+from overspill.moe.resident.engine import ResidentEngine
 from overspill.moe.settings import Settings
-from overspill.moe.streaming import StreamingEngine
+from overspill.moe.streaming.engine import StreamingEngine
 from overspill.plan.budget import ModelSizes, Placement, Wish, place
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
@@ -51,10 +52,6 @@ class ExpertLayer(Protocol):
 
     @property
     def engine(self) -> Engine | None: ...
-
-    @property
-    def gate(self) -> Tensor | None:
-        """The weight of its router, [E, D], if that is known."""
 
     def expert_parameters(self) -> Sequence[nn.Parameter]:
         """Those that will be released."""
@@ -93,7 +90,7 @@ class Budgets:
             mode=self.mode,
             slots=self.slots,
             host_slots=self.host_slots,
-            pin_share=self.settings.pin_share,
+            resident_share=self.settings.resident_share,
             keep_gradients=self.keep_gradients,
         )
 
@@ -174,14 +171,6 @@ def hand_over(
     wish = budgets.wish(where)
     sizes = _sizes(model, layers, layout)
     placement = place(sizes, wish)
-    if placement.mode != "gpu" and why_unshared(layout, where, budgets.settings) is None:
-        predictors = predictor_bytes(len(layers), layers[0].n_experts, layout, budgets.settings)
-        try:
-            placement = place(replace(sizes, dense=sizes.dense + predictors), wish)
-        except BudgetError:  # there is room for the experts without them
-            _log.info("no room for predictors (%s): history tells", format_size(predictors))
-            settings = replace(budgets.settings, lookahead=0)
-            budgets = replace(budgets, settings=settings)
     show = _shown(progress)
     try:
         engine = _engine(layers, layout, where, placement, budgets, show)
@@ -205,7 +194,6 @@ def hand_over(
         total = torch.cuda.get_device_properties(where).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, wish.gpu_memory / total), where)
     _close_with(engine, layers)
-    engine.gates = [layer.gate for layer in layers]
     model.overspill = engine  # type: ignore[assignment]
     if not quiet:
         print(engine.describe(), file=sys.stderr)
@@ -248,6 +236,7 @@ def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout
         dense,
         row,
         training,
+        trained=any(p.requires_grad for layer in layers for p in layer.expert_parameters()),
     )
 
 
@@ -296,7 +285,7 @@ def _engine(
 ) -> Engine:
     common = (
         len(layers),
-        layers[0].n_experts,
+        ExpertMap.whole(layers[0].n_experts),
         layout,
         device,
         placement,
@@ -321,7 +310,7 @@ def _fill(engine: Engine, layers: Sequence[ExpertLayer], progress: Progress | No
             for parameter in layers[expert.layer].expert_parameters():
                 parameter.data = parameter.data.new_empty(0)
 
-    engine.fill(fill)
+    engine.records.fill(fill)
 
 
 def counted(engine: Engine, progress: Progress | None) -> Callable[[], None]:
@@ -333,7 +322,7 @@ def counted(engine: Engine, progress: Progress | None) -> Callable[[], None]:
         with lock:
             done += engine.layout.weight_bytes
             if progress is not None:
-                progress("filling the store", done, engine.weights_bytes)
+                progress("filling the store", done, engine.records.weights_bytes)
 
     return tell
 

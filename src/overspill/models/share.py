@@ -8,7 +8,6 @@ from overspill.core.errors import BudgetError
 from overspill.hardware.machine import cpu_threads
 from overspill.hardware.profile import ExpertCosts
 from overspill.models.progress_bar import TerminalProgress
-from overspill.moe.predictor import PREDICTOR_COPIES
 from overspill.moe.settings import Settings
 from overspill.probe.known import known_costs
 from overspill.tiers.layout import RecordLayout
@@ -53,10 +52,3 @@ def share_costs(
             "all experts compute on %s: there was no memory free to measure one for the CPU", device
         )
         return None
-
-
-def predictor_bytes(n_layers: int, n_experts: int, layout: RecordLayout, settings: Settings) -> int:
-    """What predictors take on the compute device."""
-    if not settings.lookahead:
-        return 0
-    return n_layers * PREDICTOR_COPIES * n_experts * layout.shape.d_model * 4

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from overspill.compute.reference import moe_reference
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.moe.engine import Engine
-from overspill.moe.functions import routed_experts
+from overspill.moe.autograd import routed_experts
 from overspill.moe.init import expert_generator, init_expert_
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.router import Router
@@ -63,11 +63,6 @@ class MoE(nn.Module):
             self.init_expert(index, record)
             self.w_in[index].view(-1).copy_(record[: self.shape.in_numel])
             self.w_out[index].view(-1).copy_(record[self.shape.in_numel :])
-
-    @property
-    def gate(self) -> Tensor:
-        """What the tokens are multiplied with to find their experts, [E, D]."""
-        return self.router.weight
 
     def expert_parameters(self) -> list[nn.Parameter]:
         return [self.w_in, self.w_out]

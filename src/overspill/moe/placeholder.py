@@ -1,4 +1,4 @@
-"""What a model keeps of experts that were given away."""
+"""What a model keeps of experts that were offloaded."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ExpertPlaceholder(nn.Parameter):
     """Stands for the experts of one layer among the parameters of an offloaded model.
 
-    It has no elements; optimizer groups that hold it drive the experts of its layer.
+    It has no elements; optimizer groups that hold it apply to the experts of its layer.
     """
 
     engine: "Engine"
@@ -36,10 +36,12 @@ class ExpertPlaceholder(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradients that wait for step() as one number, so that a norm over the gradients of
-        `model.parameters()` is that of the plain model. They are elsewhere: setting or scaling
-        this changes nothing."""
-        return self.engine.waiting_norm(self.layer)
+        """The kept gradients as one number, so that a norm over the gradients of
+        `model.parameters()` is that of the plain model. Setting or scaling it has no effect."""
+        if not self.engine.can_train:
+            return None
+        norm = self.engine.training.waiting_norm(self.layer)
+        return None if norm is None else norm.to(self.engine.device)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -3,48 +3,49 @@
 from dataclasses import dataclass
 
 from overspill.core.errors import ConfigError
-from overspill.transfer.lanes import Inject
+from overspill.transfer.new_uploader import UPLOADERS
+from overspill.transfer.streams import Inject
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The switches of the engine; each technique can be turned off to see what it is worth."""
+    """The switches of the engine. Each technique can be turned off to measure what it gains."""
 
-    pin_share: float = 0.25
-    """Share of the slots that keep the busiest experts of the last step; 0 turns pinning off."""
+    resident_share: float = 0.25
+    """Share of the GPU slots that keep the busiest experts of the last step while experts are
+    trained; 0 turns it off."""
     overlap_updates: bool = True
     """Update an expert as soon as its gradient is complete, while backward goes on."""
     overlap_uploads: bool = True
     """Upload experts ahead of their computation, across layers."""
     waves: bool = True
-    """Compute experts that are resident together as one grouped product."""
+    """Compute experts that are on the GPU at the same time as one grouped product."""
     activations: str = "recompute"
     """Inside experts: "recompute" them in backward, or "keep" them from forward."""
-    cpu_experts: bool = True
-    """Let the CPU compute experts with few tokens where they lie, if by measured costs that is
-    faster than uploading them to a GPU."""
-    lookahead: int = 1
-    """How many layers ahead a predictor names the experts that will be needed, where the CPU takes
-    a share; 0 goes by the last passes alone."""
+    cpu_experts: bool = False
+    """Let the CPU compute frozen experts with few tokens where they lie, if by measured costs that
+    is faster than uploading them. Gains with frozen experts and some hundred tokens a batch."""
+    uploader: str = "auto"
+    """Who issues uploads: a "native" thread, a Python "thread", or "auto" for the faster one."""
+    max_rows: int | None = None
+    """Token rows that are computed at once on the device; left out: as many as the budget allows."""
     threads: int | None = None
-    """Threads of the CPU optimizer and of the CPU's experts; left out: all cores but four (they
-    drive GPU and disk), at least three quarters."""
+    """Threads of the CPU optimizer and of CPU experts; left out: all cores but four (they drive GPU
+    and disk), at least three quarters."""
     inject: Inject | None = None
-    """Called before each transfer and optimizer job; for tests."""
-
-    @property
-    def may_share(self) -> bool:
-        """What is kept of a forward lies in the order of its rows, and another split has others."""
-        return self.cpu_experts and self.activations != "keep"
+    """Called before each transfer, CPU task and optimizer job; for fault-injection tests."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.pin_share < 1:
-            raise ConfigError(f"pin_share={self.pin_share} must be at least 0 and below 1")
+        if not 0 <= self.resident_share < 1:
+            raise ConfigError(
+                f"resident_share={self.resident_share} must be at least 0 and below 1"
+            )
         if self.activations not in ("recompute", "keep"):
             raise ConfigError(f"activations={self.activations!r} must be 'recompute' or 'keep'")
-        if self.lookahead < 0:
-            raise ConfigError(f"lookahead={self.lookahead} must be 0 (off) or a number of layers")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(
-                f"threads={self.threads} must be at least 1; leave it out for all but a few"
-            )
+        if self.uploader not in UPLOADERS:
+            raise ConfigError(f"uploader={self.uploader!r} must be one of {', '.join(UPLOADERS)}")
+        for name, value in (("threads", self.threads), ("max_rows", self.max_rows)):
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"{name}={value} must be at least 1; leave it out for the default"
+                )

@@ -184,7 +184,7 @@ def _read(
     copy = torch.empty(size, dtype=engine.dtype)
     record = torch.empty(engine.shape.numel, dtype=engine.dtype)
     for index, position in owners:
-        engine.read_weights(ExpertId(placeholder.layer, index), record)
+        engine.records.read_weights(ExpertId(placeholder.layer, index), record)
         row = places(index)[position].row
         part = split_record(record, engine.shape)[position]
         (copy if row is None else copy[row]).copy_(part)
@@ -207,7 +207,7 @@ def _load(placeholder: ExpertPlaceholder, places: Places, given: dict[str, Tenso
                     part.copy_(value if place.row is None else value[place.row])
 
         if any(_has(given, place) for place in places(index)):
-            engine.write_weights(ExpertId(placeholder.layer, index), fill)
+            engine.records.write_weights(ExpertId(placeholder.layer, index), fill)
 
 
 def _has(given: dict[str, Tensor | Rows], place: Place) -> bool:

@@ -12,28 +12,46 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError, NonFiniteError
 from overspill.core.experts import ExpertId
 from overspill.hardware.machine import usable_cores
+from overspill.optim.gradient_norm import gradient_norm
 from overspill.optim.kernel import AdamHyper, RecordState, adamw_
 from overspill.tiers.layout import RecordLayout
+
+
+class ExpertTraining(Protocol):
+    """What the optimizer needs of a training step."""
+
+    def attach(self, rule: "AdamW", state_dtype: torch.dtype) -> None: ...
+    def steps(self, layer: int) -> int: ...
+    def set_steps(self, layer: int, steps: int) -> None: ...
+    def gradient_squares(self) -> float: ...
+    def step(self) -> None: ...
+    def discard(self) -> None: ...
+    def zero_grad(self) -> None: ...
+
+
+class StateRecords(Protocol):
+    """What the optimizer needs of the experts' records."""
+
+    def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None: ...
+    def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None: ...
 
 
 class ExpertEngine(Protocol):
     """What the optimizer needs of the engine."""
 
-    layout: RecordLayout
-    layer_steps: list[int]
-    n_layers: int
-    n_experts: int
-
+    @property
+    def training(self) -> ExpertTraining: ...
+    @property
+    def records(self) -> StateRecords: ...
+    @property
+    def layout(self) -> RecordLayout: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_experts(self) -> int: ...
     @property
     def overlap_updates(self) -> bool: ...
-    def attach(self, rule: "AdamW", state_dtype: torch.dtype) -> None: ...
-    def gradient_squares(self) -> float: ...
-    def step(self) -> None: ...
-    def discard(self) -> None: ...
-    def discard_pending(self) -> None: ...
     def flush(self) -> None: ...
-    def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None: ...
-    def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None: ...
 
 
 class AdamW(torch.optim.Optimizer):
@@ -84,7 +102,7 @@ class AdamW(torch.optim.Optimizer):
         planned = None if self._engine is None else self._engine.layout.state_dtype
         self.state_dtype = state_dtype or planned or torch.float32
         if self._engine is not None:
-            self._engine.attach(self, self.state_dtype)
+            self._engine.training.attach(self, self.state_dtype)
 
     @staticmethod
     def _find_engine(engines: list[ExpertEngine]) -> ExpertEngine | None:
@@ -92,7 +110,7 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError("one AdamW takes one offloaded model; give each model its own")
         return engines[0] if engines else None
 
-    # -- what the engine asks (moe.engine.UpdateRule) -------------------------------------
+    # -- what a training step asks (moe.training_step.UpdateRule) -------------------------
 
     @property
     def keep_gradients(self) -> bool:
@@ -107,10 +125,10 @@ class AdamW(torch.optim.Optimizer):
 
     def hyper(self, layer: int) -> AdamHyper | None:
         found = self._layers.get(layer)
-        if found is None or not found[0].requires_grad:
+        if found is None:
             return None
         assert self._engine is not None
-        return self._hyper(found[1], self._engine.layer_steps[layer] + 1)
+        return self._hyper(found[1], self._engine.training.steps(layer) + 1)
 
     def _hyper(self, group: dict[str, Any], step: int) -> AdamHyper:
         beta1, beta2 = group["betas"]
@@ -139,7 +157,7 @@ class AdamW(torch.optim.Optimizer):
         self._scale = self._clip()
         try:
             if self._engine is not None:
-                self._engine.step()
+                self._engine.training.step()
             for parameter, group in self._dense():
                 if parameter.grad is not None:
                     self._step_dense(parameter, group)
@@ -159,14 +177,11 @@ class AdamW(torch.optim.Optimizer):
         if self.max_grad_norm is None:
             return 1.0
         grads = [p.grad for p, _ in self._dense() if p.grad is not None]
-        squares = 0.0 if self._engine is None else self._engine.gradient_squares()
-        if grads:
-            norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
-            squares += float(norms.double().square().sum().item())
-        self.total_norm = math.sqrt(squares)
+        squares = 0.0 if self._engine is None else self._engine.training.gradient_squares()
+        self.total_norm = gradient_norm(grads, squares)
         if not math.isfinite(self.total_norm):
             if self._engine is not None:
-                self._engine.discard()
+                self._engine.training.discard()
             raise NonFiniteError(
                 f"the gradient norm is {self.total_norm}; nothing was updated. Lower the learning "
                 "rate, or skip this batch and go on"
@@ -196,15 +211,19 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         if self._engine is not None:
-            self._engine.discard_pending()
+            self._engine.training.zero_grad()
 
     # -- states ---------------------------------------------------------------------------
 
     @property
     def steps_taken(self) -> int:
         dense = [state["step"] for state in self.state.values() if "step" in state]
-        layers = [] if self._engine is None else self._engine.layer_steps
-        return int(max([0, *dense, *layers]))
+        return int(max([0, *dense, *self._layer_steps()]))
+
+    def _layer_steps(self) -> list[int]:
+        if self._engine is None:
+            return []
+        return [self._engine.training.steps(layer) for layer in range(self._engine.n_layers)]
 
     def expert_sections(self) -> list[tuple[str, torch.dtype]]:
         """Name and dtype of each optimizer state of an expert."""
@@ -214,11 +233,11 @@ class AdamW(torch.optim.Optimizer):
 
     def read_expert_state(self, expert: ExpertId, name: str, out: Tensor) -> None:
         assert self._engine is not None
-        self._engine.read_state(expert, name, out)
+        self._engine.records.read_state(expert, name, out)
 
     def write_expert_state(self, expert: ExpertId, name: str, value: Tensor) -> None:
         assert self._engine is not None
-        self._engine.write_state(expert, name, value)
+        self._engine.records.write_state(expert, name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; a layer's experts are one entry of stacked [E, numel] states. It copies them
@@ -229,7 +248,7 @@ class AdamW(torch.optim.Optimizer):
         self._engine.flush()
         numbers = self._parameter_numbers()
         for placeholder, _ in self._layers.values():
-            step = self._engine.layer_steps[placeholder.layer]
+            step = self._engine.training.steps(placeholder.layer)
             if step == 0:
                 continue  # as torch: what was not updated yet has no states
             entry: dict[str, Any] = {"step": step}
@@ -238,7 +257,9 @@ class AdamW(torch.optim.Optimizer):
                     self._engine.n_experts, self._engine.layout.shape.numel, dtype=dtype
                 )
                 for index in range(self._engine.n_experts):
-                    self._engine.read_state(ExpertId(placeholder.layer, index), name, stack[index])
+                    self._engine.records.read_state(
+                        ExpertId(placeholder.layer, index), name, stack[index]
+                    )
                 entry[name] = stack
             packed["state"][numbers[id(placeholder)]] = entry
         return packed
@@ -265,10 +286,10 @@ class AdamW(torch.optim.Optimizer):
     def _load_experts(self, layer: int, entry: dict[str, Any]) -> None:
         assert self._engine is not None
         self._engine.flush()
-        self._engine.layer_steps[layer] = int(entry["step"])
+        self._engine.training.set_steps(layer, int(entry["step"]))
         for name, _ in self.expert_sections():
             for index in range(self._engine.n_experts):
-                self._engine.write_state(ExpertId(layer, index), name, entry[name][index])
+                self._engine.records.write_state(ExpertId(layer, index), name, entry[name][index])
 
     def _numbered(self) -> list[tuple[int, Any]]:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -284,7 +305,7 @@ class AdamW(torch.optim.Optimizer):
             for key, value in self.state.get(parameter, {}).items():
                 flat[f"{number}.{key}"] = torch.as_tensor(value)
         if self._engine is not None:
-            flat["layer_steps"] = torch.tensor(self._engine.layer_steps)
+            flat["layer_steps"] = torch.tensor(self._layer_steps())
         return flat
 
     def load_dense_state_dict(self, flat: dict[str, Tensor]) -> None:
@@ -293,7 +314,8 @@ class AdamW(torch.optim.Optimizer):
         for name, value in flat.items():
             if name == "layer_steps":
                 assert self._engine is not None
-                self._engine.layer_steps[:] = value.tolist()
+                for layer, steps in enumerate(value.tolist()):
+                    self._engine.training.set_steps(layer, steps)
                 continue
             number, key = name.split(".", 1)
             parameter = numbered[int(number)]

@@ -21,8 +21,9 @@ class ModelSizes:
     weight_record: int
     state_record: int
     dense: int  # weights, gradients and optimizer states of everything that is not an expert
-    row_bytes: int  # activations of one token inside an expert, forward and backward
+    token_bytes: int  # activations of one token row inside an expert, forward and backward
     training: bool
+    trained: bool = True  # the experts are trained, not frozen
 
     @property
     def experts(self) -> int:
@@ -43,21 +44,21 @@ class Wish:
     mode: str = "auto"
     slots: int | None = None
     host_slots: int | None = None
-    pin_share: float = 0.25
+    resident_share: float = 0.25
     # whether gradients will have to wait, for clipping or accumulation; None: not known yet
     keep_gradients: bool | None = None
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything goes. `slots` = `banked` streaming slots + `pinned` slots."""
+    """Where everything goes. GPU `slots` = `banked` streaming slots + `resident` slots."""
 
     mode: str
     slots: int
-    pinned: int
-    home_rows: int
-    cache_rows: int
-    disk_rows: int
+    resident: int
+    home_slots: int
+    cache_slots: int
+    disk_slots: int
     ring: int  # gradient buffers
     max_rows: int  # rows of a wave
     host_memory: int  # the budget all of this keeps within
@@ -65,7 +66,7 @@ class Placement:
 
     @property
     def banked(self) -> int:
-        return self.slots - self.pinned
+        return self.slots - self.resident
 
 
 def place(model: ModelSizes, wish: Wish) -> Placement:
@@ -74,7 +75,7 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
         raise ConfigError(f"mode={wish.mode!r} is not one of {', '.join(MODES)}")
     free = wish.gpu_memory - model.dense
     # two experts, their gradients, as much again on its way to the host, and some tokens
-    floor = 6 * model.weight_record + _FEWEST_ROWS * model.row_bytes
+    floor = 6 * model.weight_record + _FEWEST_ROWS * model.token_bytes
     if free < floor:
         raise BudgetError(
             f"--gpu-memory {format_size(wish.gpu_memory)} is too small: the dense part of this "
@@ -82,16 +83,18 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
             f"{format_size(floor)}; give at least "
             f"{format_size((model.dense + floor) * 1.25, up=True)}"
         )
-    max_rows = max(_FEWEST_ROWS, free // 8 // model.row_bytes)
+    max_rows = max(_FEWEST_ROWS, free // 8 // model.token_bytes)
     mode = wish.mode if wish.mode != "auto" else _choose_mode(model, wish)
     if mode == "gpu":
         return _on_gpu(model, wish, max_rows)
     slots = _slots(model, wish, free)
-    pinned = max(0, min(int(slots * wish.pin_share), slots - 2))
+    # residents are chosen after training steps: without these the slots would stay empty
+    share = wish.resident_share if model.training and model.trained else 0.0
+    resident = max(0, min(int(slots * share), slots - 2))
     ring = min(model.experts, max(4, model.experts // 6)) if model.training else 0
     if mode == "host":
         row = _row(model, wish.keep_gradients is True)
-        if wish.host_slots is None and _host_rows(model, wish, ring, row) < model.experts:
+        if wish.host_slots is None and _host_slots(model, wish, ring, row) < model.experts:
             need = model.experts * row + ring * model.weight_record + PROCESS
             raise BudgetError(
                 f"--host-memory {format_size(wish.host_memory)} does not hold the experts, which "
@@ -100,7 +103,7 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
         return Placement(
             "host",
             slots,
-            pinned,
+            resident,
             model.experts,
             0,
             0,
@@ -109,7 +112,7 @@ def place(model: ModelSizes, wish: Wish) -> Placement:
             wish.host_memory,
             model.training,
         )
-    return _on_disk(model, wish, slots, pinned, ring, max_rows)
+    return _on_disk(model, wish, slots, resident, ring, max_rows)
 
 
 def _row(model: ModelSizes, keep: bool) -> int:
@@ -135,7 +138,7 @@ def _choose_mode(model: ModelSizes, wish: Wish) -> str:
     keep = wish.disk_free is not None if wish.keep_gradients is None else wish.keep_gradients
     if (
         wish.host_slots is None
-        and _host_rows(model, wish, ring, _row(model, keep)) >= model.experts
+        and _host_slots(model, wish, ring, _row(model, keep)) >= model.experts
     ):
         return "host"
     if wish.disk_free is not None:
@@ -176,20 +179,20 @@ def _slots(model: ModelSizes, wish: Wish, free: int) -> int:
     return max(2, min(fitting, 4 * model.n_experts, model.experts))
 
 
-def _host_rows(model: ModelSizes, wish: Wish, ring: int, row: int) -> int:
+def _host_slots(model: ModelSizes, wish: Wish, ring: int, row: int) -> int:
     free = wish.host_memory - PROCESS - ring * model.weight_record
     return max(0, free) // row
 
 
 def _on_disk(
-    model: ModelSizes, wish: Wish, slots: int, pinned: int, ring: int, max_rows: int
+    model: ModelSizes, wish: Wish, slots: int, resident: int, ring: int, max_rows: int
 ) -> Placement:
     if wish.disk_free is None:
         raise BudgetError("mode='disk' needs a folder; give --disk FOLDER on a fast local SSD")
     row = _row(model, wish.keep_gradients is not False)  # room for gradients unless none will wait
     rows = wish.host_slots
     if rows is None:
-        rows = _host_rows(model, wish, ring, row)
+        rows = _host_slots(model, wish, ring, row)
     rows = min(rows, model.experts)
     if rows < min(2, model.experts):
         raise BudgetError(
@@ -212,7 +215,7 @@ def _on_disk(
     return Placement(
         "disk",
         slots,
-        pinned,
+        resident,
         home,
         cache,
         spilled,

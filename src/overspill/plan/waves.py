@@ -1,4 +1,4 @@
-"""Waves: experts that are resident together compute together."""
+"""Waves: experts that are on the device at the same time compute together."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """An expert of the chunk being computed, as the wave policy sees it."""
+    """An expert of the chunk that is being computed."""
 
-    index: int  # in its layer
+    position: int  # in its layer
     slot: int
-    start: int  # its first row
-    rows: int  # tokens routed to it
-    here: bool  # its upload was issued
+    start: int  # its first token row
+    rows: int  # token rows routed to it
+    issued: bool  # its upload was issued
     arrived: bool  # its upload has ended
 
 
 def first_of_wave(pending: Sequence[Candidate], lead: int) -> int:
-    """Where in `pending`, which is in the order of indices, a wave with the one at `lead` begins:
-    at the first of the neighbours before it that have all arrived."""
+    """Where in `pending`, which is in the order of positions, a wave that contains the one at `lead`
+    begins: at the first of the neighbours before it that have all arrived."""
     while lead > 0 and pending[lead - 1].arrived and _near(pending[lead - 1], pending[lead]):
         lead -= 1
     return lead
@@ -28,17 +28,17 @@ def first_of_wave(pending: Sequence[Candidate], lead: int) -> int:
 def next_wave(pending: Sequence[Candidate], max_rows: int, waves: bool) -> int:
     """How many of `pending`, from the first on, compute as the next wave; at least one.
 
-    A wave is a run of neighbouring slots. It takes those that have arrived, so that it does not
-    wait for the last copy, and ends before `max_rows` rows, which bounds its activations.
+    A wave is a run of neighbouring slots. It contains those that have arrived, so that it does not
+    wait for the last copy, and at most `max_rows` token rows, which bounds its activations.
     """
     first = pending[0]
-    assert first.here
+    assert first.issued
     count, rows = 1, first.rows
     if not waves:
         return count
     for before, after in itertools.pairwise(pending):
         fits = rows + after.rows <= max_rows
-        if not (_near(before, after) and after.here and after.arrived and fits):
+        if not (_near(before, after) and after.issued and after.arrived and fits):
             break
         count += 1
         rows += after.rows
@@ -46,10 +46,10 @@ def next_wave(pending: Sequence[Candidate], max_rows: int, waves: bool) -> int:
 
 
 def _near(before: Candidate, after: Candidate) -> bool:
-    """Whether they lie in memory as they lie in their layer, and so do their rows: an expert in
-    between that was computed already must not be computed again."""
+    """Whether both their slots and their token rows are adjacent: an expert in between that was
+    computed already must not be computed again."""
     rows = before.start + before.rows == after.start
-    return rows and after.slot - before.slot == after.index - before.index
+    return rows and after.slot - before.slot == after.position - before.position
 
 
 def row_pieces(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from overspill.tiers.slab import Progress
-from overspill.transfer.lanes import Lane, Mark
+from overspill.transfer.streams import CopyStream, StreamEvent
 
 _Result = TypeVar("_Result")
 Copies = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
@@ -80,7 +80,7 @@ class Flow:
     """Copies on a lane for as long as the block lasts, some always in flight, as the loader makes
     them: what runs in the block runs beside them."""
 
-    def __init__(self, lane: Lane, copies: Copies) -> None:
+    def __init__(self, lane: CopyStream, copies: Copies) -> None:
         self._lane = lane
         self._copies = copies
         self._ends: list[float] = []
@@ -106,7 +106,7 @@ class Flow:
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
 
     def _run(self) -> None:
-        marks: deque[Mark] = deque()
+        marks: deque[StreamEvent] = deque()
         number = 0
         try:
             while not self._stop:

@@ -33,7 +33,7 @@ from overspill.probe.pool import Pool, cold_bytes, fill_with_noise
 from overspill.tiers.layout import ALIGN, RecordLayout
 from overspill.tiers.slab import HostSlab, Progress, device_slab
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Lane, Mark, compute_mark
+from overspill.transfer.streams import CopyStream, StreamEvent, record_event
 from overspill.transfer.mapped import on_device
 
 TOKENS = (1, 4, 16, 64, 256, 1024)
@@ -118,7 +118,7 @@ class _Bench:
         except BudgetError:
             self.records.close()  # what is pinned would stay so
             raise
-        self.lane = Lane("upload", device, Recorder(), None)
+        self.lane = CopyStream("upload", device, Recorder(), None)
         fill_with_noise(self.layout.weights(self.records.rows[0]), scale=0.02)
         self.records.rows[1:] = self.records.rows[0]
         self.slots.copy_(self.records.rows[: self.group])
@@ -306,7 +306,7 @@ class _Courier:
         self._sent, self._answer = (self._view(row, rows) for row in mapped)
         self._each = torch.arange(len(rows), device=device)
         self._result = torch.empty_like(rows, device=device)
-        self._orders: queue.SimpleQueue[Mark | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[StreamEvent | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="overspill-probe", daemon=True)
 
@@ -327,12 +327,12 @@ class _Courier:
     def send(self) -> None:
         rows = Permutation.on_host(self._ids, self._counts, {1}, self._device).row_token_R
         torch.index_select(self._tokens, 0, rows[self._counts[0] :], out=self._sent)
-        self._orders.put(compute_mark(self._device, spin=True))
+        self._orders.put(record_event(self._device, spin=True))
         failed = self._answers.get()
         if failed is not None:
             raise failed
         torch.index_select(self._answer, 0, self._each, out=self._result)
-        compute_mark(self._device, spin=True).wait()
+        record_event(self._device, spin=True).wait()
 
     def _work(self) -> None:
         while (arrived := self._orders.get()) is not None:

@@ -29,7 +29,7 @@ from overspill.probe.pool import Pool, cold_bytes
 from overspill.tiers.slab import Progress, device_slab
 from overspill.tiers.ssd import RecordFile, check_folder
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Lane
+from overspill.transfer.streams import CopyStream
 
 _SMALLEST_COPY = 64 << 10
 _BATCH = 4 << 20  # small copies are issued several at a time, or Python would be measured
@@ -103,8 +103,8 @@ class _Copying:
         self._pool = Pool(rows, row, pinned=device.type == "cuda")
         self._from, self._to = self._pool.rows.chunk(2)
         recorder = Recorder()
-        self._up = Lane("upload", device, recorder, None)
-        self._down = Lane("download", device, recorder, None)
+        self._up = CopyStream("upload", device, recorder, None)
+        self._down = CopyStream("download", device, recorder, None)
 
     def close(self) -> None:
         self._pool.close()

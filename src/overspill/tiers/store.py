@@ -1,10 +1,11 @@
-"""The store knows where each expert is: which host row, which disk row, what of it is valid, what
-has changed. It owns the slabs, the record files and the one lock that guards all of this."""
+"""The store knows where each expert is: its host slot, its disk slot, which of its parts are valid
+in host memory and which are newer than on disk. It owns the memory, the record files, the entries
+and the lock that guards them. Every change of an entry is a method here."""
 
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from enum import IntFlag
 from pathlib import Path
 from typing import Protocol
@@ -12,15 +13,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from overspill.core.errors import EngineError, OverspillError
+from overspill.core.errors import EngineError, OrderError, OverspillError
+from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.tiers.layout import ALIGN, RecordLayout
 from overspill.tiers.slab import HostSlab, Progress
 from overspill.tiers.ssd import RecordFile, check_folder
 
+WATCHDOG_SECONDS = 60.0
+
 
 class Part(IntFlag):
-    """What belongs to an expert, each in a slab and a record file of its own."""
+    """The parts of an expert, each in a slab and a record file of its own."""
 
     WEIGHTS = 1
     STATES = 2
@@ -28,155 +32,236 @@ class Part(IntFlag):
 
 
 class Reader(Protocol):
-    """A copy out of a host row that may still be running."""
+    """A copy out of a host slot that may still be running."""
 
     def done(self) -> bool: ...
 
 
+class _Issuing:
+    def done(self) -> bool:
+        return False
+
+
 class Entry:
-    """Where one expert is. Every field is read and changed under the store's lock."""
+    """Where one expert is. Fields are read under the store's lock and changed by the store only."""
 
     __slots__ = (
         "dirty",
-        "disk_row",
-        "have",
+        "disk_slot",
+        "holds",
+        "host_slot",
         "id",
         "io",
         "last_use",
         "number",
-        "queued",
-        "row",
         "stale",
         "upload",
+        "valid",
         "version",
     )
 
-    def __init__(self, id: ExpertId, number: int, row: int | None, disk_row: int | None) -> None:
+    def __init__(
+        self, id: ExpertId, number: int, host_slot: int | None, disk_slot: int | None
+    ) -> None:
         self.id = id
-        self.number = number  # place in layer-major order
-        self.row = row  # host row, None if only on disk
-        self.disk_row = disk_row  # None: lives in host memory for good
-        self.have = Part(0)  # valid in the host row
-        self.dirty = Part(0)  # newer in the host row than on disk
-        self.io = Part(0)  # being read or written now
-        self.stale = False  # its gradient is complete, its update is not: weights must not be read
-        self.queued = 0  # gradients on their way and updates to come: the row must stay
-        self.version = 0  # of the weights; a slot holding another version is out of date
-        self.upload: Reader | None = None  # the last copy that read the row
+        self.number = number  # layer * number of local experts + local position
+        self.host_slot = host_slot  # None: only on disk
+        self.disk_slot = disk_slot  # None: always in host memory
+        self.valid = Part(0)  # parts that are current in the host slot
+        self.dirty = Part(0)  # parts that are newer in the host slot than on disk
+        self.io = Part(0)  # parts being read or written
+        self.stale = False  # the gradient is complete, the update is not: do not read the weights
+        self.holds = 0  # users that need the expert to keep its host slot
+        self.version = 0  # of the weights; a GPU slot with another version is out of date
+        self.upload: Reader | None = None  # the last copy that reads the host slot
         self.last_use = 0
 
     @property
     def readable(self) -> bool:
-        """Whether its weights of now lie in a host row."""
-        return not self.stale and self.row is not None and bool(self.have & Part.WEIGHTS)
+        """Whether the current weights are in a host slot."""
+        return not self.stale and self.host_slot is not None and bool(self.valid & Part.WEIGHTS)
+
+    @property
+    def evictable(self) -> bool:
+        """Whether the host slot can be given to another expert."""
+        if self.dirty or self.io or self.holds:
+            return False
+        return self.upload is None or self.upload.done()
 
 
 class ExpertStore:
-    """Host rows and disk records of all experts.
+    """Host slots and disk records of all local experts.
 
-    `home_rows` experts, spread evenly over the layers, live in host memory for good. The others
-    live on disk and pass through `cache_rows` further host rows.
+    `home_slots` experts, spread evenly over the layers, always stay in host memory. The others are
+    on disk and pass through `cache_slots` further host slots.
     """
 
     def __init__(
         self,
         n_layers: int,
-        n_experts: int,
+        experts: ExpertMap,
         layout: RecordLayout,
-        home_rows: int,
-        cache_rows: int,
+        home_slots: int,
+        cache_slots: int,
         pinned: bool,
         disk: Path | None = None,
         progress: Progress | None = None,
+        watchdog_seconds: float = WATCHDOG_SECONDS,
     ) -> None:
         self.layout = layout
         self.pinned = pinned
-        self.progress = progress
-        self.n_experts = n_experts
-        count = n_layers * n_experts
-        self.home_rows = min(home_rows, count)
-        self.disk_rows = count - self.home_rows
-        self.cache_rows = min(cache_rows, self.disk_rows)
-        assert self.disk_rows == 0 or (disk is not None and self.cache_rows >= 1)
+        self.experts = experts
+        self.n_layers = n_layers
+        count = n_layers * experts.n_local
+        self.home_slots = min(home_slots, count)
+        self.disk_slots = count - self.home_slots
+        self.cache_slots = min(cache_slots, self.disk_slots)
+        assert self.disk_slots == 0 or (disk is not None and self.cache_slots >= 1)
         self.lock = threading.RLock()
-        # one lock, three doors: only those who can go on are woken
-        self.wake_main = threading.Condition(self.lock)
-        self.wake_loader = threading.Condition(self.lock)
-        self.wake_updates = threading.Condition(self.lock)
+        # three conditions on one lock, so that only threads that can go on are woken
+        self._main = threading.Condition(self.lock)
+        self._uploader = threading.Condition(self.lock)
+        self._updates = threading.Condition(self.lock)
+        self._changes = 0  # notifications so far; the watchdog takes them for progress
+        self._watchdog_seconds = watchdog_seconds
         self.error: BaseException | None = None
-        self.entries = self._number(n_layers, n_experts)
-        self.free_rows = list(range(self.home_rows, self.home_rows + self.cache_rows))
+        self.entries = self._number_entries()
+        self._cached: set[Entry] = set()  # experts on disk that have a host slot
+        self._free_slots = list(range(self.home_slots, self.home_slots + self.cache_slots))
+        self._uses = 0
+        self._closed = False
+        self._on_change: Callable[[], None] | None = None
+        self._progress = progress
         self.slabs: dict[Part, HostSlab] = {}
         self.files: dict[Part, RecordFile] = {}
         self._folder: Path | None = None
-        if disk is not None and self.disk_rows:
-            check_folder(disk, self.disk_rows * layout.weight_bytes)
+        if disk is not None and self.disk_slots:
+            check_folder(disk, self.disk_slots * layout.weight_bytes)
             self._folder = disk
         try:
-            # in the background, while the rows are filled
-            self.take(Part.WEIGHTS, background=True)
+            self.allocate(Part.WEIGHTS, background=True)  # pinned while the slots are filled
         except BaseException:
             self.close()  # leaves no file behind
             raise
 
-    def _number(self, n_layers: int, n_experts: int) -> list[Entry]:
-        entries, rows, disk_rows = [], 0, 0
-        count = n_layers * n_experts
+    def _number_entries(self) -> list[Entry]:
+        entries, in_host, on_disk = [], 0, 0
+        count = self.n_layers * self.experts.n_local
         for number in range(count):
-            id = ExpertId(*divmod(number, n_experts))
+            layer, position = divmod(number, self.experts.n_local)
+            id = ExpertId(layer, self.experts.global_id(position))
             # evenly spread, so that the disk is read at a steady rate through a step
-            at_home = (number + 1) * self.home_rows // count > rows
-            if at_home:
-                entries.append(Entry(id, number, rows, None))
-                rows += 1
+            if (number + 1) * self.home_slots // count > in_host:
+                entries.append(Entry(id, number, in_host, None))
+                in_host += 1
             else:
-                entries.append(Entry(id, number, None, disk_rows))
-                disk_rows += 1
+                entries.append(Entry(id, number, None, on_disk))
+                on_disk += 1
         return entries
 
-    def row_bytes(self, part: Part) -> int:
+    # -- memory ---------------------------------------------------------------------------
+
+    def part_bytes(self, part: Part) -> int:
         return self.layout.state_bytes if part == Part.STATES else self.layout.weight_bytes
 
-    def take(self, part: Part, background: bool = False) -> None:
-        """Takes the memory (and disk space) for `part` of every expert, once."""
-        if part in self.slabs:
-            return
-        name = part.name.lower() if part.name else "?"
-        rows = self.home_rows + self.cache_rows
-        if self._folder is not None:
-            size = self.row_bytes(part)
-            check_folder(self._folder, self.disk_rows * size)
-            # a name of its own: two jobs may share a disk folder
-            path = self._folder / f"overspill-{os.getpid()}-{uuid.uuid4().hex[:8]}-{name}.bin"
-            self.files[part] = RecordFile(path, self.disk_rows, size)
-        size = self.row_bytes(part)
-        self.slabs[part] = HostSlab(name, rows, size, self.pinned, self.progress, background)
-        for entry in self.entries:
-            if entry.disk_row is None:
-                entry.have |= part
+    def allocate(self, part: Part, background: bool = False) -> None:
+        """Allocates the memory and disk space for `part` of every expert, once."""
+        with self.lock:
+            if part in self.slabs:
+                return
+            name = part.name.lower() if part.name else "?"
+            size = self.part_bytes(part)
+            if self._folder is not None:
+                check_folder(self._folder, self.disk_slots * size)
+                # a unique name: two processes may share a disk folder
+                path = self._folder / f"overspill-{os.getpid()}-{uuid.uuid4().hex[:8]}-{name}.bin"
+                self.files[part] = RecordFile(path, self.disk_slots, size)
+            slots = self.home_slots + self.cache_slots
+            self.slabs[part] = HostSlab(name, slots, size, self.pinned, self._progress, background)
+            for entry in self.entries:
+                if entry.disk_slot is None:
+                    entry.valid |= part
 
     def set_state_dtype(self, dtype: torch.dtype) -> None:
-        """The dtype of the moments, known once the optimizer is there."""
+        """Sets the dtype of the moments, before their memory is allocated."""
         assert Part.STATES not in self.slabs
         self.layout = RecordLayout(self.layout.shape, self.layout.dtype, dtype)
 
-    def entry(self, id: ExpertId) -> Entry:
-        return self.at(id.layer, id.index)
+    def wait_allocated(self) -> None:
+        """Blocks until the memory of all slabs is allocated and pinned."""
+        for slab in self.slabs.values():
+            slab.settle()
 
-    def at(self, layer: int, index: int) -> Entry:
-        return self.entries[layer * self.n_experts + index]
+    def host_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs.values())
+
+    def disk_bytes(self) -> int:
+        return sum(file.nbytes for file in self.files.values())
+
+    # -- lookup ---------------------------------------------------------------------------
+
+    def entry(self, id: ExpertId) -> Entry:
+        return self.at(id.layer, self.experts.position(id.index))
+
+    def at(self, layer: int, position: int) -> Entry:
+        return self.entries[layer * self.experts.n_local + position]
+
+    def layer_entries(self, layer: int) -> list[Entry]:
+        first = layer * self.experts.n_local
+        return self.entries[first : first + self.experts.n_local]
+
+    def position(self, entry: Entry) -> int:
+        """The local position of an expert in its layer."""
+        return entry.number % self.experts.n_local
 
     def host(self, entry: Entry, part: Part) -> Tensor:
-        """The bytes of `part` in the expert's host row."""
-        assert entry.row is not None
-        return self.slabs[part][entry.row]
+        """The bytes of `part` in the expert's host slot."""
+        assert entry.host_slot is not None
+        return self.slabs[part][entry.host_slot]
 
     # -- waiting and failing --------------------------------------------------------------
 
-    def wait_main(self, ready: Callable[[], bool]) -> None:
-        """Blocks (under the lock) until `ready()`; raises if a worker has failed meanwhile."""
-        self.wake_main.wait_for(lambda: self.error is not None or ready())
-        self.raise_error()
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Blocks until `ready()`, which is called under the lock. Raises if a worker thread has
+        failed, or if nothing has changed for a minute: `what` says what was waited for."""
+        with self.lock:
+            while True:
+                seen = self._changes
+                done = self._main.wait_for(
+                    lambda: self.error is not None or ready(), self._watchdog_seconds
+                )
+                self.raise_error()
+                if done:
+                    return
+                if seen == self._changes:
+                    threads = ", ".join(
+                        sorted(t.name for t in threading.enumerate() if "overspill" in t.name)
+                    )
+                    raise EngineError(
+                        f"no progress for {self._watchdog_seconds:.0f} s while waiting for {what}; "
+                        f"running threads: {threads or 'none'}. Please report this as a bug"
+                    )
+
+    def wait_uploader(self) -> None:
+        """Called by the uploader's thread under the lock: sleeps until an entry has changed."""
+        self._uploader.wait()
+
+    def wait_updates(self) -> None:
+        """Called by the update thread under the lock: sleeps until there may be work."""
+        self._updates.wait()
+
+    def wake_main(self) -> None:
+        with self.lock:
+            self._changes += 1
+            self._main.notify_all()
+
+    def wake_uploader(self) -> None:
+        with self.lock:
+            self._uploader.notify_all()
+
+    def wake_updates(self) -> None:
+        with self.lock:
+            self._updates.notify_all()
 
     def raise_error(self) -> None:
         if self.error is not None:
@@ -187,86 +272,217 @@ class ExpertStore:
             ) from self.error
 
     def fail(self, error: BaseException) -> None:
-        """Records the first failure and wakes everybody, so that nobody waits for ever."""
+        """Records the first failure and wakes all threads."""
         with self.lock:
             if self.error is None:
                 self.error = error
-            self.notify_all()
+            self.wake_all()
 
-    def notify_all(self) -> None:
-        for door in (self.wake_main, self.wake_loader, self.wake_updates):
-            door.notify_all()
+    def wake_all(self) -> None:
+        self.wake_main()
+        self.wake_uploader()
+        self.wake_updates()
 
-    # -- whole records, when nothing moves ------------------------------------------------
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` under the lock whenever a change may let a disk transfer start."""
+        self._on_change = listener
+
+    def request_transfers(self) -> None:
+        """What is needed in host memory has changed: lets disk transfers start."""
+        with self.lock:
+            if self._on_change is not None:
+                self._on_change()
+
+    def _changed(self, entry: Entry) -> None:
+        if entry.disk_slot is not None:
+            self.request_transfers()
+
+    # -- users of a host slot ---------------------------------------------------------------
+
+    def hold(self, entry: Entry) -> None:
+        """Keeps the expert in its host slot until `release`."""
+        with self.lock:
+            entry.holds += 1
+
+    def release(self, entry: Entry) -> None:
+        with self.lock:
+            entry.holds -= 1
+            self._changed(entry)
+            self.wake_main()
+
+    def begin_upload(self, entry: Entry) -> None:
+        """Keeps the host slot while a copy out of it is being issued."""
+        with self.lock:
+            entry.upload = _Issuing()
+
+    def end_upload(self, entry: Entry, copy: Reader) -> None:
+        """The copy was issued: the slot is in use until `copy` is done."""
+        with self.lock:
+            entry.upload = copy
+
+    def upload_done(self, entry: Entry) -> None:
+        """The copy has ended; the host slot of an expert on disk may be reused."""
+        with self.lock:
+            self._changed(entry)
+
+    # -- gradients and updates --------------------------------------------------------------
+
+    def begin_update(self, entry: Entry) -> None:
+        """The expert's gradient is complete: its weights, here and on the GPU, are out of date
+        until `end_update`."""
+        with self.lock:
+            entry.stale = True
+            entry.version += 1
+
+    def end_update(self, entry: Entry) -> None:
+        """Weights and states in the host slot are new; the gradient is used up."""
+        with self.lock:
+            entry.stale = False
+            if entry.disk_slot is not None:
+                entry.dirty |= Part.WEIGHTS | Part.STATES
+                self._forget_gradient(entry)
+            self._changed(entry)
+            self.wake_uploader()
+
+    def keep_gradient(self, entry: Entry) -> None:
+        """The host slot holds a gradient that waits for more of it or for `step()`."""
+        with self.lock:
+            if entry.disk_slot is not None:
+                entry.valid |= Part.GRADS
+                entry.dirty |= Part.GRADS
+
+    def discard_gradients(self, kept: Collection[int]) -> None:
+        """Drops the gradients of the experts with these numbers. No update is pending: all weights
+        are current again."""
+        with self.lock:
+            for entry in self.entries:
+                if not entry.holds:
+                    entry.stale = False
+                if entry.number in kept and entry.disk_slot is not None:
+                    self._forget_gradient(entry)
+                    self._changed(entry)
+            self.wake_uploader()
+
+    def _forget_gradient(self, entry: Entry) -> None:
+        entry.valid &= ~Part.GRADS
+        entry.dirty &= ~Part.GRADS
+
+    # -- disk transfers ---------------------------------------------------------------------
+
+    def cached(self) -> Iterable[Entry]:
+        """Under the lock: the experts on disk that have a host slot."""
+        return self._cached
+
+    def touch(self, entry: Entry) -> None:
+        """Notes that the expert is needed, for the choice of the least recently used."""
+        with self.lock:
+            self._uses += 1
+            entry.last_use = self._uses
+
+    def assign_host_slot(self, entry: Entry, needed: Collection[Entry]) -> bool:
+        """Gives the expert a host slot: a free one, or that of the least recently used expert that
+        is not among the `needed` and not in use. False if there is none."""
+        with self.lock:
+            assert entry.host_slot is None
+            if not self._free_slots:
+                idle = [held for held in self._cached if held not in needed and held.evictable]
+                if not idle:
+                    return False
+                self._evict(min(idle, key=lambda held: held.last_use))
+            entry.host_slot = self._free_slots.pop()
+            entry.valid = Part(0)
+            self.touch(entry)
+            self._cached.add(entry)
+            return True
+
+    def _evict(self, entry: Entry) -> None:
+        assert entry.host_slot is not None
+        self._free_slots.append(entry.host_slot)
+        entry.host_slot, entry.valid, entry.upload = None, Part(0), None
+        self._cached.remove(entry)
+
+    def begin_io(self, entry: Entry, part: Part, write: bool) -> None:
+        with self.lock:
+            entry.io |= part
+            if write:
+                entry.dirty &= ~part  # now: an update during the write makes it dirty again
+
+    def end_io(self, entry: Entry, part: Part, write: bool) -> None:
+        with self.lock:
+            entry.io &= ~part
+            if not write:
+                entry.valid |= part
+            self._changed(entry)
+            self.wake_all()
+
+    # -- whole records, while nothing else uses them ------------------------------------------
 
     def read_part(self, entry: Entry, part: Part) -> Tensor:
-        """The bytes of `part`: the host row itself, or a copy from disk."""
-        if entry.row is not None and entry.have & part:
+        """The bytes of `part`: the host slot itself, or a copy from disk."""
+        if entry.host_slot is not None and entry.valid & part:
             return self.host(entry, part)
-        assert entry.disk_row is not None
+        assert entry.disk_slot is not None
         scratch = self._scratch(part)
-        self.files[part].read(entry.disk_row, scratch)
+        self.files[part].read(entry.disk_slot, scratch)
         return scratch
 
     def write_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
-        """Lets `fill` change the bytes of `part` in place, wherever they lie."""
+        """Lets `fill` change the bytes of `part` in place."""
         with self.lock:
-            # held throughout: nobody may read the old bytes or give the row away meanwhile
-            self.wait_main(lambda: not entry.io)
-            if entry.row is not None and entry.have & part:
+            # held throughout: the old bytes must not be read and the slot must not be reused
+            self.wait(lambda: not entry.io, f"disk transfers of expert {_name(entry)}")
+            if entry.host_slot is not None and entry.valid & part:
                 fill(self.host(entry, part))
-                if entry.disk_row is not None:
+                if entry.disk_slot is not None:
                     entry.dirty |= part
             else:
-                assert entry.disk_row is not None
+                assert entry.disk_slot is not None
                 scratch = self._scratch(part)
-                self.files[part].read(entry.disk_row, scratch)
+                self.files[part].read(entry.disk_slot, scratch)
                 fill(scratch)
-                self.files[part].write(entry.disk_row, scratch)
+                self.files[part].write(entry.disk_slot, scratch)
             if part == Part.WEIGHTS:
-                entry.version += 1  # what is on the device is of the past
-                self.wake_loader.notify()
-
-    def settle(self) -> None:
-        """Waits until the memory of all slabs is taken."""
-        for slab in self.slabs.values():
-            slab.settle()
+                entry.version += 1  # the copy on the GPU is out of date
+                self.wake_uploader()
 
     def set_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
-        """Lets `fill` set the bytes of `part` for the first time. Before anything else runs, so
-        without the lock: many threads may do it, each for experts of its own."""
-        if entry.row is not None and entry.have & part:
+        """Lets `fill` set the bytes of `part` for the first time. Without the lock, because nothing
+        else runs yet: several threads may do it, each for experts of its own."""
+        if entry.host_slot is not None and entry.valid & part:
             fill(self.host(entry, part))
             return
-        assert entry.disk_row is not None
+        assert entry.disk_slot is not None
         scratch = self._scratch(part)
         fill(scratch)
-        self.files[part].write(entry.disk_row, scratch)
+        self.files[part].write(entry.disk_slot, scratch)
 
     def _scratch(self, part: Part) -> Tensor:
-        size = self.row_bytes(part)
+        size = self.part_bytes(part)
         memory = torch.empty(size + ALIGN, dtype=torch.uint8)
-        skip = -memory.data_ptr() % ALIGN  # direct I/O wants an aligned buffer
+        skip = -memory.data_ptr() % ALIGN  # direct I/O needs an aligned buffer
         return memory[skip : skip + size]
 
-    # -- accounts -------------------------------------------------------------------------
-
-    def host_bytes(self) -> int:
-        return sum(slab.nbytes for slab in self.slabs.values())
-
-    def disk_bytes(self) -> int:
-        return sum(file.nbytes for file in self.files.values())
+    # -- end --------------------------------------------------------------------------------
 
     def check_conserved(self) -> None:
-        """When idle: every host row is either free or held by exactly one expert."""
+        """When idle: every host slot is either free or held by exactly one expert."""
         with self.lock:
-            held = [entry.row for entry in self.entries if entry.row is not None]
-            rows = sorted([*held, *self.free_rows])
-            assert rows == list(range(self.home_rows + self.cache_rows)), "host rows leaked"
-            assert not any(entry.io or entry.queued for entry in self.entries), "not idle"
+            held = [entry.host_slot for entry in self.entries if entry.host_slot is not None]
+            slots = sorted([*held, *self._free_slots])
+            assert slots == list(range(self.home_slots + self.cache_slots)), "host slots leaked"
+            assert not any(entry.io or entry.holds for entry in self.entries), "not idle"
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise OrderError("the engine is closed and its experts are gone; load the model again")
 
     def close(self) -> None:
+        self._closed = True
         for file in self.files.values():
             file.close()
         for slab in self.slabs.values():
             slab.close()
+
+
+def _name(entry: Entry) -> str:
+    return f"{entry.id.layer}.{entry.id.index}"

@@ -1,9 +1,9 @@
 """Copies and events through the CUDA driver itself.
 
-The loader issues thousands of copies a second beside the thread that launches kernels, and both
-need the interpreter's lock. Torch's `copy_` and events cost a tenth of a millisecond of it for each
-copy and give it away several times on the way, and every handover costs as much again. Here a copy
-is a pointer, a pointer and a size: a few microseconds, and the lock is only given away to wait.
+Copies are issued thousands of times a second beside the thread that launches kernels, and both need
+the interpreter's lock. Torch's `copy_` and events hold it for 0.1 ms per copy and release it several
+times, and each handover costs as much again. Calling the driver takes a few microseconds, and the
+lock is released only to wait.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ class Event(Protocol):
 
 
 def new_event(device: torch.device, blocking: bool) -> Event:
-    """Who waits for a `blocking` one sleeps instead of burning a core."""
+    """A thread that waits for a `blocking` event sleeps instead of polling."""
     driver = _driver()
     if driver is None:
         return torch.cuda.Event(blocking=blocking)
@@ -60,10 +60,10 @@ def copy_on(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> N
 
 
 def can_signal(stream: torch.cuda.Stream, address: int) -> bool:
-    """Whether the stream can write a number to pinned memory and wait for one there; tries it."""
+    """Whether the stream can write a value to pinned memory and wait for one there; tries it."""
     driver = _driver()
     if driver is None or driver.write_value is None or driver.wait_value is None:
-        _log.warning("this CUDA driver's streams cannot wait for the CPU: the host waits (slower)")
+        _log.warning("CPU experts are off: the CUDA driver lacks stream memory operations")
         return False
     with _entered(stream.device):
         codes = (
@@ -71,38 +71,38 @@ def can_signal(stream: torch.cuda.Stream, address: int) -> bool:
             driver.wait_value(stream.cuda_stream, address, 0, 0),
         )
     if any(codes):
-        _log.warning("streams cannot wait for the CPU here (error %s): the host waits", codes)
+        _log.warning("CPU experts are off: stream memory operations failed (error %s)", codes)
     return not any(codes)
 
 
 def signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
-    """Lets the stream write `number` to pinned memory when it has done all before."""
+    """Makes the stream write `number` to pinned memory after all work queued before."""
     driver = _driver()
     assert driver is not None
     assert driver.write_value is not None
     with _entered(stream.device):
-        driver.check(driver.write_value(stream.cuda_stream, address, number, 0), "write a number")
+        driver.check(driver.write_value(stream.cuda_stream, address, number, 0), "write a value")
 
 
 def await_signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
-    """Lets the stream wait until the number in pinned memory has come up to `number`."""
+    """Makes the stream wait until the value in pinned memory is at least `number`."""
     driver = _driver()
     assert driver is not None
     assert driver.wait_value is not None
     with _entered(stream.device):
         code = driver.wait_value(stream.cuda_stream, address, number, 0)
-    driver.check(code, "wait for a number")
+    driver.check(code, "wait for a value")
 
 
 class CallTable(ctypes.Structure):
-    """The driver's functions as porter.cpp calls them."""
+    """The driver's functions as upload_thread.cpp calls them."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("context", "copy", "wait", "write"))
 
 
-class PorterCalls:
-    """What a porter needs of the driver: copies, and numbers that one stream writes and another
-    waits for."""
+class CudaUploadCalls:
+    """What the upload thread needs of the driver: copies, and values that one stream writes and
+    another waits for."""
 
     pinned = True
 
@@ -114,7 +114,7 @@ class PorterCalls:
         self.stream = stream.cuda_stream
         context = ctypes.c_void_p()
         with _entered(stream.device):
-            driver.check(driver.current_context(ctypes.byref(context)), "tell its context")
+            driver.check(driver.current_context(ctypes.byref(context)), "return its context")
         self.context = context.value
         functions = driver.set_context, driver.copy, driver.stream_waits, driver.write_number
         table = CallTable(*(ctypes.cast(call, ctypes.c_void_p).value for call in functions))
@@ -122,17 +122,16 @@ class PorterCalls:
         self.table = ctypes.addressof(table)
 
     def stream_waits(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
-        """Lets the stream wait until the number in pinned memory has come up to `number`."""
+        """Makes the stream wait until the value in pinned memory is at least `number`."""
         with _entered(stream.device):
             code = self._wait_number(stream.cuda_stream, address, number, 0)
-        self._driver.check(code, "wait for a number")
+        self._driver.check(code, "wait for a value")
 
 
-def porter_calls(stream: torch.cuda.Stream) -> PorterCalls | None:
-    """None if this driver's streams do not write and wait for numbers of 64 bits; tries it."""
+def cuda_upload_calls(stream: torch.cuda.Stream) -> CudaUploadCalls | None:
+    """None if the driver lacks 64-bit stream memory operations; tries them."""
     driver = _driver()
     if driver is None or driver.write_number is None or driver.wait_number is None:
-        _log.warning("this CUDA driver's streams know no numbers: Python issues uploads (slower)")
         return None
     memory = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     there = stream.cuda_stream, memory.data_ptr(), 1, 0
@@ -140,13 +139,13 @@ def porter_calls(stream: torch.cuda.Stream) -> PorterCalls | None:
         refused = driver.write_number(*there) or driver.wait_number(*there)
     stream.synchronize()
     if refused:
-        _log.warning("streams know no numbers here (error %s): Python issues uploads", refused)
+        _log.warning("64-bit stream memory operations failed (error %s)", refused)
         return None
-    return PorterCalls(driver, stream)
+    return CudaUploadCalls(driver, stream)
 
 
 def event_handle(event: Event | None) -> int | None:
-    """What a porter waits for."""
+    """The driver's handle, for the upload thread."""
     assert event is None or isinstance(event, _DriverEvent)
     return None if event is None else event.handle
 
@@ -179,7 +178,7 @@ class _DriverEvent:
         code = self._driver.query(self._handle)
         if code == _NOT_READY:
             return False
-        self._driver.check(code, "ask for an event")
+        self._driver.check(code, "query an event")
         return True
 
     def synchronize(self) -> None:
@@ -192,8 +191,8 @@ class _DriverEvent:
 
 
 class _Driver:
-    """The calls we make. Those that return at once keep the interpreter's lock: to give it away and
-    get it back takes longer than they do."""
+    """The calls we make. Those that return at once keep the interpreter's lock: releasing it takes
+    longer than the call."""
 
     def __init__(self) -> None:
         at_once, waiting = ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1")
@@ -232,8 +231,8 @@ class _Driver:
 
 
 def _entered(device: torch.device) -> AbstractContextManager[object]:
-    """With the device's context, which the driver wants; the caller's device is his own again
-    afterwards. A thread has none before its first call to CUDA."""
+    """Makes the device's context current, and restores the caller's device afterwards. A thread has
+    no context before its first call to CUDA."""
     here = torch.cuda.current_device()
     if not getattr(_here, "bound", False):
         torch.cuda.set_device(here)

@@ -1,11 +1,10 @@
-"""Requests with priorities, carried out by worker threads; one not started can be dropped."""
+"""Worker threads that run jobs by priority."""
 
 import heapq
 import itertools
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from typing import TypeVar
 
 Priority = tuple[int, ...]
@@ -13,8 +12,8 @@ _Item = TypeVar("_Item")
 
 
 def run_all(job: Callable[[_Item], None], items: Iterable[_Item], workers: int) -> None:
-    """Runs `job` for every item, in order, in so many threads. The first failure ends it: what has
-    not started is dropped."""
+    """Runs `job` for every item, in order, in `workers` threads. After the first failure no further
+    job starts."""
     if workers == 1:
         for item in items:
             job(item)
@@ -28,36 +27,17 @@ def run_all(job: Callable[[_Item], None], items: Iterable[_Item], workers: int) 
             raise
 
 
-class RequestState(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-    DROPPED = "dropped"
-
-
-class Request:
-    """One job in a `RequestQueue`; lower priority tuples run first."""
-
-    __slots__ = ("name", "priority", "run", "state")
-
-    def __init__(self, name: str, priority: Priority, run: Callable[[], None]) -> None:
-        self.name = name
-        self.priority = priority
-        self.run = run
-        self.state = RequestState.WAITING
-
-
 class RequestQueue:
-    """Worker threads that always take the most urgent request.
+    """Worker threads that always take the most urgent job: the one with the lowest priority tuple,
+    and among equals the oldest.
 
-    An exception in a request stops nothing else; it goes to `on_error`, which tells whoever waits.
+    An exception in a job stops no other; it is passed to `on_error`.
     """
 
     def __init__(self, name: str, workers: int, on_error: Callable[[BaseException], None]) -> None:
-        self._heap: list[tuple[Priority, int, Request]] = []
-        self._order = itertools.count()  # equal priorities run first come, first served
+        self._heap: list[tuple[Priority, int, Callable[[], None]]] = []
+        self._order = itertools.count()
         self._changed = threading.Condition()
-        self._running = 0
         self._closed = False
         self._on_error = on_error
         self._threads = [
@@ -67,54 +47,27 @@ class RequestQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, name: str, priority: Priority, run: Callable[[], None]) -> Request:
-        request = Request(name, priority, run)
+    def submit(self, priority: Priority, job: Callable[[], None]) -> None:
         with self._changed:
             assert not self._closed, "submit after close"
-            heapq.heappush(self._heap, (priority, next(self._order), request))
+            heapq.heappush(self._heap, (priority, next(self._order), job))
             self._changed.notify()
-        return request
-
-    def drop(self, request: Request) -> bool:
-        """Withdraws a request that has not started; False if it runs already or is done."""
-        with self._changed:
-            if request.state is not RequestState.WAITING:
-                return False
-            request.state = RequestState.DROPPED
-            self._changed.notify_all()
-            return True
-
-    def wait_idle(self) -> None:
-        """Blocks until nothing waits and nothing runs."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._running == 0 and not self._pending())
-
-    def _pending(self) -> bool:
-        while self._heap and self._heap[0][2].state is RequestState.DROPPED:
-            heapq.heappop(self._heap)
-        return bool(self._heap)
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._pending())
-                if not self._pending():
+                self._changed.wait_for(lambda: self._closed or self._heap)
+                if not self._heap:
                     return
-                request = heapq.heappop(self._heap)[2]
-                request.state = RequestState.RUNNING
-                self._running += 1
+                job = heapq.heappop(self._heap)[2]
             try:
-                request.run()
-            except BaseException as error:  # whoever waits for the result must hear of it
+                job()
+            except BaseException as error:  # a thread may wait for the result
                 self._on_error(error)
-            finally:
-                with self._changed:
-                    request.state = RequestState.DONE
-                    self._running -= 1
-                    self._changed.notify_all()
+            del job
 
     def close(self) -> None:
-        """Finishes what is queued and ends the threads."""
+        """Finishes the queued jobs and ends the threads."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

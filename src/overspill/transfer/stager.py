@@ -1,27 +1,26 @@
-"""The stager brings experts that live on disk into host rows ahead of their use and writes back
-what changed. What is needed in which order is told by `needs`; the stager only carries it out."""
+"""The stager reads experts that are on disk into host slots ahead of their use and writes changed
+ones back. It is told what will be needed in which order, and only carries that out."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Inject
 from overspill.transfer.requests import RequestQueue
+from overspill.transfer.streams import Inject
 
-_KINDS = ("ssd read", "ssd write")
+_LANES = ("ssd read", "ssd write")
 
 Needs = Callable[[], Iterable[tuple[Entry, Part]]]
-"""Yields (expert, parts) in the order in which they will be wanted in host memory."""
+"""Yields (expert, parts) in the order in which they will be needed in host memory."""
 
 
 class Stager:
-    """Moves records between disk and the cache rows. All methods but the jobs run under the lock.
+    """Moves records between disk and the cache slots of host memory.
 
-    The rows hold the experts that are needed next, in order, as many as there are rows. A row is
-    given away when its expert is not among them, nothing of it is newer than the disk and nobody
-    reads it; the least recently used goes first.
+    The cache slots hold the experts that are needed next, in order, as many as there are slots. An
+    expert that is not among them gives its slot away once nothing of it is newer than the disk and
+    no copy reads it; the least recently used one goes first.
     """
 
     def __init__(
@@ -32,109 +31,79 @@ class Stager:
         recorder: Recorder,
         inject: Inject | None,
     ) -> None:
-        self.store = store
-        self.needs = needs
-        self.recorder = recorder
-        self.inject = inject
-        self._cached: set[Entry] = set()
-        self._tick = itertools.count(1)
+        self._store = store
+        self._needs = needs
+        self._recorder = recorder
+        self._inject = inject
         self._closed = False
-        # Pools of their own: a burst of write-backs must not stop the reads, and a disk that reads
-        # and writes at once moves more than one that does either.
+        # One queue each: many writes must not delay the reads, and a disk that reads and writes at
+        # once moves more bytes than one that does either.
         self._queues = {
-            kind: RequestQueue(kind.replace(" ", "-"), workers, store.fail) for kind in _KINDS
+            lane: RequestQueue(lane.replace(" ", "-"), workers, store.fail) for lane in _LANES
         }
+        store.on_change(self.pump)
 
     def pump(self) -> None:
         """Starts every read and write that can start now."""
-        with self.store.lock:
-            if self.store.error is not None or self._closed:
-                return
-            wanted = self._wanted()
-            for entry in self._cached:
-                if entry.dirty and entry not in wanted and not entry.queued and not entry.io:
-                    self._start(entry, entry.dirty, write=True, urgency=0)
-            for position, (entry, parts) in enumerate(wanted.items()):
-                missing = parts & ~entry.have & ~entry.io
-                if not missing:
-                    continue
-                if entry.row is None and not self._give_row(entry, wanted):
-                    break  # in order: a later expert must not take the row of a sooner one
-                self._start(entry, missing, write=False, urgency=position)
+        with self._store.lock:
+            if self._store.error is None and not self._closed:
+                self._start_transfers()
+
+    def _start_transfers(self) -> None:
+        wanted = self._wanted()
+        for entry in self._store.cached():
+            if entry.dirty and entry not in wanted and not entry.holds and not entry.io:
+                self._start(entry, entry.dirty, write=True, urgency=0)
+        for urgency, (entry, parts) in enumerate(wanted.items()):
+            missing = parts & ~entry.valid & ~entry.io
+            if not missing:
+                continue
+            if entry.host_slot is None and not self._store.assign_host_slot(entry, wanted):
+                break  # in order: a later expert must not take the slot of a sooner one
+            self._start(entry, missing, write=False, urgency=urgency)
 
     def _wanted(self) -> dict[Entry, Part]:
         wanted: dict[Entry, Part] = {}
-        for entry, parts in self.needs():
-            if entry.disk_row is None:
+        for entry, parts in self._needs():
+            if entry.disk_slot is None or entry in wanted:
                 continue
-            if entry not in wanted:
-                if len(wanted) == self.store.cache_rows:
-                    break
-                wanted[entry] = parts
-                if entry.row is not None:
-                    entry.last_use = next(self._tick)
+            if len(wanted) == self._store.cache_slots:
+                break
+            wanted[entry] = parts
+            if entry.host_slot is not None:
+                self._store.touch(entry)
         return wanted
 
-    def _give_row(self, entry: Entry, wanted: dict[Entry, Part]) -> bool:
-        if not self.store.free_rows:
-            idle = [
-                held
-                for held in self._cached
-                if held not in wanted
-                and not held.dirty
-                and not held.io
-                and not held.queued
-                and (held.upload is None or held.upload.done())
-            ]
-            if not idle:
-                return False
-            victim = min(idle, key=lambda held: held.last_use)
-            assert victim.row is not None
-            self.store.free_rows.append(victim.row)
-            victim.row, victim.have, victim.upload = None, Part(0), None
-            self._cached.remove(victim)
-        entry.row = self.store.free_rows.pop()
-        entry.have = Part(0)
-        entry.last_use = next(self._tick)
-        self._cached.add(entry)
-        return True
-
     def _start(self, entry: Entry, parts: Part, write: bool, urgency: int) -> None:
-        kind = "ssd write" if write else "ssd read"
+        lane = "ssd write" if write else "ssd read"
         for part in Part:
             if parts & part:
-                entry.io |= part
-                if write:
-                    # from here on: an update during the write makes it dirty again
-                    entry.dirty &= ~part
-                # the weights of an expert are wanted before its states: the upload waits for them
-                job = functools.partial(self._carry_out, entry, part, kind)
-                self._queues[kind].submit(kind, (urgency, int(part)), job)
+                self._store.begin_io(entry, part, write)
+                # weights before states: an upload waits for the weights
+                job = functools.partial(self._transfer, entry, part, lane)
+                self._queues[lane].submit((urgency, int(part)), job)
 
-    def _carry_out(self, entry: Entry, part: Part, kind: str) -> None:
-        if self.inject is not None:
-            self.inject(kind)
-        file, row = self.store.files[part], self.store.host(entry, part)
-        assert entry.disk_row is not None
-        self.recorder.add_bytes(kind, row.nbytes)
-        with self.recorder.span(kind, f"{part.name} {entry.id.layer}.{entry.id.index}", row.nbytes):
-            if kind == "ssd write":
-                file.write(entry.disk_row, row)
+    def _transfer(self, entry: Entry, part: Part, lane: str) -> None:
+        if self._inject is not None:
+            self._inject(lane)
+        write = lane == "ssd write"
+        file, memory = self._store.files[part], self._store.host(entry, part)
+        assert entry.disk_slot is not None
+        self._recorder.add_bytes(lane, memory.nbytes)
+        label = f"{part.name} {entry.id.layer}.{entry.id.index}"
+        with self._recorder.span(lane, label, memory.nbytes):
+            if write:
+                file.write(entry.disk_slot, memory)
             else:
-                file.read(entry.disk_row, row)
-        with self.store.lock:
-            entry.io &= ~part
-            if kind == "ssd read":
-                entry.have |= part
-            self.pump()
-            self.store.notify_all()
+                file.read(entry.disk_slot, memory)
+        self._store.end_io(entry, part, write)
 
     def idle(self) -> bool:
         """Under the lock: whether nothing is being read or written."""
-        return not any(entry.io for entry in self._cached)
+        return not any(entry.io for entry in self._store.cached())
 
     def close(self) -> None:
-        with self.store.lock:
-            self._closed = True  # what still ends must start nothing new
+        with self._store.lock:
+            self._closed = True  # transfers that end now must start no others
         for queue in self._queues.values():
             queue.close()

@@ -20,7 +20,7 @@ from overspill.models.huggingface.experts import (
     same_everywhere,
 )
 from overspill.moe.engine import Engine
-from overspill.moe.functions import routed_experts
+from overspill.moe.autograd import routed_experts
 from overspill.moe.placeholder import ExpertPlaceholder
 
 IMPLEMENTATION = "overspill"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.moe.functions import routed_experts
+from overspill.moe.autograd import routed_experts
 from overspill.moe.placeholder import ExpertPlaceholder
 
 Routing = tuple[Tensor, Tensor]

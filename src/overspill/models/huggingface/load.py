@@ -88,7 +88,7 @@ def load(
                 recipes.fill(expert, record)
                 tell()
 
-            engine.fill(fill_one, _readers(engine, recipes), on_host=True)
+            engine.records.fill(fill_one, _readers(engine, recipes), on_host=True)
 
         hand_over(model, layers, budgets, progress, quiet, fill)
     made.restore(model)

@@ -72,7 +72,8 @@ def save_pretrained(
     out = Path(save_directory).absolute()  # "." has no name
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     engine: Engine = model.overspill
-    engine.check_between_steps("saved")
+    if engine.can_train:
+        engine.training.check_between_steps("saved")
     engine.flush()
     _check_room(out, engine, model)
     try:
@@ -86,7 +87,7 @@ def save_pretrained(
             _write_experts(model, aside, shard_bytes, _free_stem(out))
             sync_all(aside)
             _move(aside, out)
-        engine.saved_to = out
+        engine.records.mark_saved(out)
     except (OSError, SafetensorError) as error:
         if isinstance(error, DiskError):
             raise
@@ -103,7 +104,7 @@ def _aside(out: Path) -> Path:
 
 def _check_room(out: Path, engine: Engine, model: Any) -> None:
     dense = sum(tensor.nbytes for tensor in dense_tensors(model).values())
-    need, free = engine.weights_bytes + dense, disk_free(out)
+    need, free = engine.records.weights_bytes + dense, disk_free(out)
     if need > free:
         raise DiskError(
             f"{out}: the checkpoint needs {format_size(need)}, the disk has {format_size(free)} "
@@ -140,7 +141,7 @@ class _Layer:
         """(name, offset, values) of one expert in the checkpoint."""
         engine = self.placeholder.engine
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)
-        engine.read_weights(ExpertId(self.placeholder.layer, index), record)
+        engine.records.read_weights(ExpertId(self.placeholder.layer, index), record)
         parts = split_record(record, engine.shape)
         for place, part in zip(self.places(index), parts, strict=True):
             yield from self._pieces_of(place, part, specs)

@@ -7,60 +7,62 @@ from torch import Tensor
 
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.store import ExpertStore
-from overspill.transfer.lanes import Lane, Mark
+from overspill.transfer.streams import CopyStream, StreamEvent
 
 
 class GradientRing:
-    """Pinned buffers that gradients pass through when they need not be kept.
+    """Pinned buffers for gradients that go straight into an update.
 
-    `take` blocks while all are in use: that is how a slow optimizer slows down a fast backward
-    instead of filling the memory.
+    `take` blocks while all are in use: a slow optimizer slows down a fast backward instead of
+    filling the memory.
     """
 
     def __init__(self, store: ExpertStore, buffers: HostSlab) -> None:
-        self.store = store
+        self._store = store
         self.buffers = buffers
         self._free = list(range(len(buffers)))
 
     def take(self) -> int:
-        with self.store.lock:
-            self.store.wait_main(lambda: bool(self._free))
+        with self._store.lock:
+            self._store.wait(lambda: bool(self._free), "a gradient buffer (update thread)")
             return self._free.pop()
 
     def give(self, index: int) -> None:
-        with self.store.lock:
+        with self._store.lock:
             self._free.append(index)
-            self.store.wake_main.notify_all()
+            self._store.wake_main()
 
     def check_conserved(self) -> None:
-        """When idle: every buffer is back."""
+        """When idle: every buffer is free."""
         assert sorted(self._free) == list(range(len(self.buffers))), "gradient buffers leaked"
 
 
 class Downloads:
-    """The lane that gradients leave on. Holds their device tensors until the copy has ended, and
-    never more than `limit` bytes of them: the device budget is hard."""
+    """The copy stream of gradients. Keeps their device tensors alive until the copy has ended, and
+    at most `limit` bytes of them: the GPU budget is hard."""
 
-    def __init__(self, lane: Lane, limit: int) -> None:
-        self.lane = lane
-        self.limit = limit
-        self._held: deque[tuple[Mark, list[Tensor]]] = deque()
-        # Whole allocations count: the gradient of one expert keeps that of its wave alive.
+    def __init__(self, stream: CopyStream, limit: int) -> None:
+        self._stream = stream
+        self._limit = limit
+        self._held: deque[tuple[StreamEvent, list[Tensor]]] = deque()
+        # whole allocations count: the gradient of one expert keeps that of its wave alive
         self._users: Counter[int] = Counter()
         self._bytes = 0
 
-    def send(self, pairs: Sequence[tuple[Tensor, Tensor]], name: str, after: Mark) -> Mark:
+    def send(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, after: StreamEvent
+    ) -> StreamEvent:
         sources = [source for _, source in pairs]
         self._count(sources, 1)
-        while self._held and (self._held[0][0].done() or self._bytes > self.limit):
+        while self._held and (self._held[0][0].done() or self._bytes > self._limit):
             self._release()
-        mark = self.lane.copy(pairs, name, after=[after])
-        self._held.append((mark, sources))
-        return mark
+        event = self._stream.copy(pairs, label, after=[after])
+        self._held.append((event, sources))
+        return event
 
     def _release(self) -> None:
-        mark, sources = self._held.popleft()
-        mark.wait()
+        event, sources = self._held.popleft()
+        event.wait()
         self._count(sources, -1)
 
     def _count(self, sources: list[Tensor], change: int) -> None:

@@ -2,10 +2,10 @@
 
 Two functions in a row. `_Entrance` saves the input and does the whole backward; `_Experts` computes
 the output and saves nothing (unless activations are kept). A recomputation under
-torch.utils.checkpoint stops at the last tensor saved, which is the entrance's: the experts' forward
+torch.utils.checkpoint stops at the last saved tensor, which is the entrance's: the experts' forward
 does not run a second time.
 
-Shapes: T tokens, D model, K top-k, R = T*K rows sorted by expert.
+Shapes: T tokens, D model, K top-k, R token rows sorted by expert.
 """
 
 from typing import Any
@@ -14,16 +14,9 @@ import torch
 from torch import Tensor
 
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
-from overspill.compute.permute import (
-    combine,
-    gather_rows,
-    row_weights,
-    sum_rows,
-    weights_grad,
-)
 from overspill.core.experts import Phase
 from overspill.moe.engine import Engine
-from overspill.moe.passes import LayerPass, Wave
+from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.popularity import rerouted
 from overspill.plan.waves import row_pieces
@@ -33,13 +26,12 @@ def routed_experts(
     placeholder: ExpertPlaceholder, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """Each token's weighted sum over its experts, [T, D]. Where the layer drops assignments (its
-    placeholder says so), an id of `n_experts` stands for no expert."""
+    placeholder says so), an id of `n_experts` means "no expert"."""
     layer_pass = LayerPass(
         placeholder.layer,
         trained=placeholder.requires_grad,
         drops=placeholder.drops,
         activation=placeholder.activation,
-        simulated=placeholder.source is not None,
     )
     if placeholder.source is not None and not _recomputing():
         expert_ids_TK = rerouted(placeholder.source, placeholder.layer, expert_ids_TK)
@@ -59,7 +51,7 @@ def _routed(
     # the placeholder is an input too: experts learn even where nothing below them does
     trained = any(tensor.requires_grad for tensor in (x_TD, weights_TK, placeholder))
     if torch.is_grad_enabled() and trained:
-        # told here: inside a Function's forward, torch says that gradients are off
+        # set here: inside a Function's forward, torch says that gradients are off
         layer_pass.training = True
         ticket = _Entrance.apply(x_TD, weights_TK, placeholder, engine, layer_pass)  # type: ignore[no-untyped-call]
         args = (x_TD.detach(), weights_TK.detach(), expert_ids_TK, engine, layer_pass)
@@ -102,7 +94,8 @@ class _Experts(torch.autograd.Function):
         engine: Engine,
         layer_pass: LayerPass,
     ) -> Tensor:
-        engine.open_pass(layer_pass)
+        if layer_pass.trained and engine.can_train:
+            engine.training.open_pass(layer_pass)
         keep = engine.settings.activations == "keep"
         y_TD = _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep)
         if layer_pass.kept is not None:
@@ -114,7 +107,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        saved = ctx.saved_tensors  # once: under a checkpoint it may not be asked for again
+        saved = ctx.saved_tensors  # once: under a checkpoint it can be read only once
         if saved:
             (ctx.layer_pass.kept,) = saved
         return dy_TD, None, None, None, None, None
@@ -128,28 +121,29 @@ def _forward(
     layer_pass: LayerPass,
     keep: bool,
 ) -> Tensor:
+    compute, dispatcher = engine.compute, engine.compute.dispatcher
+    if engine.can_train:
+        engine.training.check_forward(layer_pass.layer)
     # in a recomputation the layers that come next are those below
     phase = Phase.BACKWARD if _recomputing() else Phase.FORWARD
-    engine.route(layer_pass, x_TD, expert_ids_TK, phase)
-    permutation = layer_pass.permutation
-    assert permutation is not None
-    on_host = engine.host_forward(layer_pass, x_TD)
-    y_RD = x_TD.new_empty(permutation.n_rows, x_TD.shape[1])
+    compute.enter_forward(layer_pass, expert_ids_TK, phase, keep)
+    on_cpu = compute.cpu_forward(layer_pass, x_TD)
+    n_rows = layer_pass.rows.n_rows
+    y_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
     if keep:
-        layer_pass.kept = x_TD.new_empty(permutation.n_rows, engine.shape.in_rows)
-    for wave in engine.waves(layer_pass, phase):
-        for start, end, ends, counts in _pieces(wave, engine):
-            x_rows = gather_rows(x_TD, permutation, start, end)
+        layer_pass.kept = x_TD.new_empty(n_rows, engine.shape.in_rows)
+    for wave in compute.waves(layer_pass, phase):
+        for start, end, ends, counts in _pieces(wave, compute.max_rows):
+            x_rows = dispatcher.dispatch(layer_pass.rows, x_TD, start, end)
             args = (x_rows, wave.weights, engine.shape, ends, counts, layer_pass.activation)
             y_rows, hidden = wave_forward(*args)
             y_RD[start:end] = y_rows
             if layer_pass.kept is not None:
                 layer_pass.kept[start:end] = hidden
             del args, x_rows, y_rows, hidden
-    if on_host is not None:
-        on_host.take(y_RD)
-    y_RD[layer_pass.n_routed(permutation.n_rows) :] = 0
-    return combine(y_RD, weights_TK, permutation)
+    if on_cpu is not None:
+        on_cpu.take(y_RD)
+    return dispatcher.combine(layer_pass.rows, y_RD, weights_TK)
 
 
 def _recomputing() -> bool:
@@ -161,21 +155,21 @@ def _recomputing() -> bool:
 def _backward(
     x_TD: Tensor, weights_TK: Tensor, dy_TD: Tensor, engine: Engine, layer_pass: LayerPass
 ) -> tuple[Tensor, Tensor]:
-    need_dw = engine.begin_backward(layer_pass)
-    engine.reroute(layer_pass)
-    permutation = layer_pass.permutation
-    assert permutation is not None
+    compute, dispatcher = engine.compute, engine.compute.dispatcher
+    need_dw = layer_pass.trained and engine.training.begin_backward(layer_pass)
+    compute.enter_backward(layer_pass)
+    rows = layer_pass.rows
     dy_TD = dy_TD.contiguous()
-    dx_RD = x_TD.new_empty(permutation.n_rows, x_TD.shape[1])
-    drow_weight_R = weights_TK.new_empty(permutation.n_rows)
-    on_host = engine.host_backward(layer_pass, x_TD, dy_TD, weights_TK, need_dw)
-    for wave in engine.waves(layer_pass, Phase.BACKWARD):
+    dx_RD = x_TD.new_empty(rows.n_rows, x_TD.shape[1])
+    drow_weight_R = weights_TK.new_empty(rows.n_rows)
+    on_cpu = compute.cpu_backward(layer_pass, x_TD, dy_TD, weights_TK)
+    for wave in compute.waves(layer_pass, Phase.BACKWARD):
         total = grads = None
-        for start, end, ends, counts in _pieces(wave, engine):
+        for start, end, ends, counts in _pieces(wave, compute.max_rows):
             grads = wave_backward(
-                gather_rows(x_TD, permutation, start, end),
-                gather_rows(dy_TD, permutation, start, end),
-                row_weights(weights_TK, permutation, start, end),
+                dispatcher.dispatch(rows, x_TD, start, end),
+                dispatcher.dispatch(rows, dy_TD, start, end),
+                dispatcher.row_weights(rows, weights_TK, start, end),
                 wave.weights,
                 engine.shape,
                 ends,
@@ -188,22 +182,19 @@ def _backward(
             drow_weight_R[start:end] = grads.drow_weight_R
             total = grads if total is None else _add(total, grads)
         if need_dw and total is not None:
-            engine.deliver(layer_pass, wave, total.dw)
+            engine.training.deliver(layer_pass, wave, total.dw)
         del total, grads  # before the next wave computes, not after
     layer_pass.kept = None
-    if on_host is not None:
-        on_host.take(dx_RD, drow_weight_R)
-    engine.end_backward(layer_pass)
-    routed = layer_pass.n_routed(permutation.n_rows)
-    dx_RD[routed:] = 0
-    drow_weight_R[routed:] = 0
-    return sum_rows(dx_RD, permutation), weights_grad(drow_weight_R, permutation)
+    if on_cpu is not None:
+        on_cpu.take(dx_RD, drow_weight_R)
+    if need_dw:
+        engine.training.end_backward(layer_pass)
+    return dispatcher.combine_grads(rows, dx_RD, drow_weight_R)
 
 
-def _pieces(wave: Wave, engine: Engine) -> list[tuple[int, int, Tensor, list[int] | None]]:
-    """(first row, end, cumulative ends, counts) of a wave, whole or, where one expert alone has too
-    many rows for the workspace, in pieces."""
-    limit = engine.placement.max_rows
+def _pieces(wave: Wave, limit: int) -> list[tuple[int, int, Tensor, list[int] | None]]:
+    """(first row, end, cumulative ends, counts) of a wave, whole or, where one expert alone has
+    more token rows than the workspace holds, in pieces."""
     if wave.end - wave.start <= limit or wave.stop - wave.first > 1:
         return [(wave.start, wave.end, wave.ends, wave.counts)]
     pieces = row_pieces(wave.start, wave.end, limit)

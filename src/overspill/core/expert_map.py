@@ -1,0 +1,49 @@
+"""Which experts of a layer this process holds: global expert ids and local positions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ExpertMap:
+    """Maps the global expert ids that a router names to positions among the local experts.
+
+    Checkpoints, seeds and routers use global ids. Records, slots, counts and waves use positions.
+    With one process both are the same; with expert parallelism each process holds some of the ids.
+    """
+
+    n_global: int
+    local_ids: tuple[int, ...]
+    """The global id at each local position, in ascending order."""
+
+    @classmethod
+    def whole(cls, n_experts: int) -> "ExpertMap":
+        """All experts are local."""
+        return cls(n_experts, tuple(range(n_experts)))
+
+    @classmethod
+    def of(cls, n_global: int, local_ids: Sequence[int]) -> "ExpertMap":
+        ids = tuple(sorted(local_ids))
+        assert len(set(ids)) == len(ids), "an expert is listed twice"
+        assert all(0 <= id < n_global for id in ids), "an expert id is out of range"
+        return cls(n_global, ids)
+
+    @property
+    def n_local(self) -> int:
+        return len(self.local_ids)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.n_local == self.n_global
+
+    def global_id(self, position: int) -> int:
+        return self.local_ids[position]
+
+    def position(self, global_id: int) -> int:
+        """The local position of an expert; KeyError if another process holds it."""
+        if self.is_whole:
+            return global_id
+        try:
+            return self.local_ids.index(global_id)
+        except ValueError:
+            raise KeyError(f"expert {global_id} is not held by this process") from None

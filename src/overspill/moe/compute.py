@@ -1,0 +1,71 @@
+"""The compute side of the engine: what a forward pass through a layer needs, and nothing else."""
+
+import abc
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overspill.core.expert_map import ExpertMap
+from overspill.core.experts import ExpertShape, Phase
+from overspill.moe.dispatch import Dispatcher
+from overspill.moe.layer_pass import LayerPass, Wave
+
+
+class CpuWork(Protocol):
+    """Experts of a pass that the CPU is computing."""
+
+    def take(self, out_RD: Tensor, drow_weight_R: Tensor | None = None) -> None:
+        """Waits for them and writes their results into their rows: y, or in backward dx and the
+        gradients of the routing weights."""
+
+
+class ExpertCompute(abc.ABC):
+    """Brings experts to the device and computes them in waves.
+
+    Experts are named by their local positions; `dispatcher` maps the router's ids to them.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        experts: ExpertMap,
+        shape: ExpertShape,
+        device: torch.device,
+        dispatcher: Dispatcher,
+        max_rows: int,
+    ) -> None:
+        self.n_layers = n_layers
+        self.experts = experts
+        self.shape = shape
+        self.device = device
+        self.dispatcher = dispatcher
+        self.max_rows = max_rows  # token rows of a wave, which bound its activations
+
+    @abc.abstractmethod
+    def enter_forward(
+        self, layer_pass: LayerPass, expert_ids_TK: Tensor, phase: Phase, keep: bool
+    ) -> None:
+        """Begins a forward pass: orders the token rows and decides which side computes which
+        expert. `phase` is BACKWARD for the recomputation of a checkpoint; with `keep` the rows keep
+        their order until backward."""
+
+    @abc.abstractmethod
+    def enter_backward(self, layer_pass: LayerPass) -> None:
+        """Begins the backward of a pass; the CPU may get other experts than in forward."""
+
+    @abc.abstractmethod
+    def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
+        """Yields the layer's experts as they become available on the device. Compute a wave before
+        asking for the next."""
+
+    def cpu_forward(self, layer_pass: LayerPass, x_TD: Tensor) -> CpuWork | None:
+        """Starts the forward of the experts that the CPU computes, if there are any."""
+        return None
+
+    def cpu_backward(
+        self, layer_pass: LayerPass, x_TD: Tensor, dy_TD: Tensor, weights_TK: Tensor
+    ) -> CpuWork | None:
+        """Starts their backward."""
+        return None

@@ -1,0 +1,146 @@
+"""Dispatch: tokens become rows sorted by expert, and rows become tokens again.
+
+The dispatcher stands between the router and the engine. `LocalDispatcher` serves experts that are
+all in this process: rows are gathered as they are needed and nothing is exchanged.
+
+Shapes: T tokens, D model, E local experts, K top-k, R token rows.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from overspill.compute.permute import (
+    Permutation,
+    combine,
+    count_rows,
+    gather_rows,
+    row_weights,
+    sum_rows,
+    weights_grad,
+)
+from overspill.core.expert_map import ExpertMap
+from overspill.transfer.streams import to_host
+
+_FEW_ROWS = 8192  # are sorted on the host, where that takes less time than the launches
+
+
+@dataclass(eq=False)
+class RowOrder:
+    """How the assignments of one routing lie as token rows. Kept from forward to backward."""
+
+    n_rows: int
+    drops: bool
+    counts: list[int] | None = None  # rows of each local expert, if the host knows them
+    expert_ids_TK: Tensor | None = None  # to sort again; in host memory if there are few
+    last: frozenset[int] = frozenset()  # positions whose rows come after all others
+    sorted: Permutation | None = None
+
+    @property
+    def permutation(self) -> Permutation:
+        assert self.sorted is not None, "the rows have not been sorted"
+        return self.sorted
+
+    @property
+    def ends_E(self) -> Tensor:
+        return self.permutation.ends_E
+
+    @property
+    def n_routed(self) -> int:
+        """Rows that have an expert; rows without one come last."""
+        if not self.drops:
+            return self.n_rows
+        assert self.counts is not None
+        return sum(self.counts)
+
+
+class Dispatcher(Protocol):
+    """Rows of tokens sorted by local expert, whichever process the tokens are in."""
+
+    def route(
+        self, expert_ids_TK: Tensor, drops: bool, need_counts: bool, may_resort: bool
+    ) -> RowOrder:
+        """The order of the rows. With `need_counts` the host waits for the rows of each expert.
+        With `may_resort` the rows are sorted by the first call of `sort`, and may be sorted anew by
+        later ones."""
+
+    def sort(self, order: RowOrder, last: frozenset[int]) -> None:
+        """Sorts the rows by expert; those of the experts `last` come after all others."""
+
+    def dispatch(self, order: RowOrder, x_TD: Tensor, start: int, stop: int) -> Tensor:
+        """The token rows [start, stop), [stop - start, D]."""
+
+    def row_weights(self, order: RowOrder, weights_TK: Tensor, start: int, stop: int) -> Tensor:
+        """The routing weights of the rows [start, stop)."""
+
+    def combine(self, order: RowOrder, y_RD: Tensor, weights_TK: Tensor) -> Tensor:
+        """Each token's weighted sum over its rows, [T, D]."""
+
+    def combine_grads(
+        self, order: RowOrder, dx_RD: Tensor, drow_weight_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of the tokens [T, D] and of the routing weights [T, K]."""
+
+
+class LocalDispatcher:
+    """All experts are local: global ids are positions."""
+
+    def __init__(self, experts: ExpertMap, device: torch.device) -> None:
+        assert experts.is_whole, "experts of other processes need an exchanging dispatcher"
+        self._n_experts = experts.n_local
+        self._device = device
+
+    def route(
+        self, expert_ids_TK: Tensor, drops: bool, need_counts: bool, may_resort: bool
+    ) -> RowOrder:
+        order = RowOrder(expert_ids_TK.numel(), drops)
+        if may_resort:
+            self._count(order, expert_ids_TK)
+            return order
+        order.sorted = Permutation.build(expert_ids_TK, self._n_experts)
+        if need_counts or drops:
+            order.counts = to_host(order.sorted.counts_E).tolist()
+        return order
+
+    def _count(self, order: RowOrder, expert_ids_TK: Tensor) -> None:
+        if order.n_rows <= _FEW_ROWS:
+            ids_TK = to_host(expert_ids_TK.to(torch.int64))
+            counts = np.bincount(ids_TK.numpy().reshape(-1), minlength=self._n_experts)
+            order.counts = counts[: self._n_experts].tolist()
+            order.expert_ids_TK = ids_TK
+        else:
+            order.counts = to_host(count_rows(expert_ids_TK, self._n_experts)).tolist()
+            order.expert_ids_TK = expert_ids_TK
+
+    def sort(self, order: RowOrder, last: frozenset[int]) -> None:
+        if order.sorted is not None and order.last == last:
+            return
+        ids_TK, counts = order.expert_ids_TK, order.counts
+        assert ids_TK is not None
+        assert counts is not None
+        order.last = last
+        if ids_TK.device.type == "cpu":
+            order.sorted = Permutation.on_host(ids_TK, counts, last, self._device)
+        else:
+            order.sorted = Permutation.with_counts(ids_TK, counts, last)
+
+    def dispatch(self, order: RowOrder, x_TD: Tensor, start: int, stop: int) -> Tensor:
+        return gather_rows(x_TD, order.permutation, start, stop)
+
+    def row_weights(self, order: RowOrder, weights_TK: Tensor, start: int, stop: int) -> Tensor:
+        return row_weights(weights_TK, order.permutation, start, stop)
+
+    def combine(self, order: RowOrder, y_RD: Tensor, weights_TK: Tensor) -> Tensor:
+        y_RD[order.n_routed :] = 0
+        return combine(y_RD, weights_TK, order.permutation)
+
+    def combine_grads(
+        self, order: RowOrder, dx_RD: Tensor, drow_weight_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        dx_RD[order.n_routed :] = 0
+        drow_weight_R[order.n_routed :] = 0
+        permutation = order.permutation
+        return sum_rows(dx_RD, permutation), weights_grad(drow_weight_R, permutation)

@@ -1,0 +1,63 @@
+"""One pass of tokens through the experts of a layer, and the waves it is computed in."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from overspill.compute.activation import Activation
+from overspill.moe.dispatch import RowOrder
+
+
+class PendingBackward:
+    """Token of a forward whose backward is pending. It outlives its pass if the graph is freed."""
+
+
+@dataclass(eq=False)
+class LayerPass:
+    """One pass of tokens through one layer, from its forward to its backward."""
+
+    layer: int
+    training: bool = False  # a backward will follow
+    trained: bool = True  # the weights of the layer's experts need gradients
+    drops: bool = False  # an id of `n_experts` means "no expert"
+    activation: Activation | None = None
+    order: RowOrder | None = None
+    on_cpu: frozenset[int] = frozenset()  # positions of experts that the CPU computes
+    kept: Tensor | None = None  # pre-activations, if they are kept for backward
+    pending: PendingBackward = field(default_factory=PendingBackward)
+
+    @property
+    def rows(self) -> RowOrder:
+        assert self.order is not None, "the pass has not been routed"
+        return self.order
+
+    @property
+    def device_counts(self) -> list[int]:
+        """Token rows of each expert that the device computes."""
+        counts = self.rows.counts
+        assert counts is not None
+        if not self.on_cpu:
+            return counts
+        return [0 if position in self.on_cpu else n for position, n in enumerate(counts)]
+
+    @property
+    def cpu_rows(self) -> slice:
+        """The token rows of experts that the CPU computes: they are the last ones."""
+        counts = self.rows.counts
+        assert counts is not None
+        total = sum(counts)
+        return slice(total - sum(counts[position] for position in self.on_cpu), total)
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Neighbouring experts [first, stop) of a layer that compute together on token rows
+    [start, end)."""
+
+    first: int
+    stop: int
+    start: int
+    end: int
+    weights: Tensor
+    ends: Tensor
+    counts: list[int] | None

@@ -1,0 +1,173 @@
+"""Experts streamed from host memory and disk through slots of the compute device."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from overspill.core.experts import Phase
+from overspill.hardware.profile import ExpertCosts
+from overspill.moe.compute import CpuWork, ExpertCompute
+from overspill.moe.compute_trace import ComputeTrace
+from overspill.moe.dispatch import LocalDispatcher
+from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.moe.settings import Settings
+from overspill.moe.streaming.cpu_buffers import max_cpu_rows
+from overspill.moe.streaming.cpu_experts import CpuExperts, max_rows_per_expert
+from overspill.moe.streaming.cpu_split import CpuSplit, OnDevice
+from overspill.moe.streaming.slot_plan import SlotPlan
+from overspill.moe.streaming.step_cursor import StepCursor
+from overspill.moe.streaming.waves import WaveLimits, Waves
+from overspill.plan.budget import Placement
+from overspill.tiers.store import ExpertStore
+from overspill.trace.recorder import Recorder
+from overspill.transfer.new_uploader import new_uploader
+from overspill.transfer.streams import CopyStream
+
+
+class StreamingCompute(ExpertCompute):
+    """Uploads run ahead of compute along the known order of the step. With `costs` the CPU may
+    compute experts beside the device."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        slab: Tensor,
+        device: torch.device,
+        placement: Placement,
+        settings: Settings,
+        recorder: Recorder,
+        threads: int,
+        costs: ExpertCosts | None,
+    ) -> None:
+        dispatcher = LocalDispatcher(store.experts, device)
+        shape = store.layout.shape
+        max_rows = settings.max_rows or placement.max_rows
+        super().__init__(store.n_layers, store.experts, shape, device, dispatcher, max_rows)
+        self._store = store
+        self._settings = settings
+        self._recorder = recorder
+        self._threads = threads
+        self.cursor = StepCursor(store.n_layers, store.experts.n_local)
+        self.plan = SlotPlan(store.experts.n_local, placement)
+        self.trace = ComputeTrace(recorder, device)
+        upload = CopyStream("upload", device, recorder, settings.inject)
+        self.uploader = new_uploader(store, slab, upload, placement.slots, settings.uploader)
+        self.uploader.set_overlap(settings.overlap_uploads)
+        self.split = None if costs is None else self._new_split(costs)
+        self._cpu: CpuExperts | None = None
+        self._waves = Waves(
+            store, self.cursor, self.plan, self.split, self.uploader, self.trace, device
+        )
+
+    def _new_split(self, costs: ExpertCosts) -> CpuSplit:
+        layout = self._store.layout
+        split = CpuSplit(
+            self.cursor,
+            costs,
+            max_cpu_rows(layout.shape.d_model, layout.dtype),
+            lambda phase: max_rows_per_expert(layout.dtype, phase),
+            self._on_device,
+            lambda layer, position: self._store.at(layer, position).readable,
+        )
+        split.set_enabled(self._settings.cpu_experts)
+        return split
+
+    def _on_device(self, layer: int) -> OnDevice:
+        """Experts of a layer that are on the device or on their way."""
+        found = OnDevice(set(), set())
+        for position, slot in self.plan.slots(layer).items():
+            if self.uploader.is_issued(self._store.at(layer, position), slot):
+                used = self.uploader.was_used(slot)
+                (found.resident if used else found.uploaded).add(position)
+        return found
+
+    def enter_forward(
+        self, layer_pass: LayerPass, expert_ids_TK: Tensor, phase: Phase, keep: bool
+    ) -> None:
+        self._store.check_open()
+        resort = self._may_split(layer_pass, keep)
+        layer_pass.order = self.dispatcher.route(
+            expert_ids_TK, layer_pass.drops, need_counts=True, may_resort=resort
+        )
+        self._enter(layer_pass, phase)
+        self.trace.enter_experts()
+
+    def enter_backward(self, layer_pass: LayerPass) -> None:
+        self._store.check_open()
+        self._may_split(layer_pass, keep=layer_pass.kept is not None)
+        self._enter(layer_pass, Phase.BACKWARD)
+        self.trace.enter_experts()
+
+    def _may_split(self, layer_pass: LayerPass, keep: bool) -> bool:
+        """Whether the CPU may get experts of this pass: not where weight gradients are made, and
+        not with kept activations, which lie in the order of their rows."""
+        if self.split is None:
+            return False
+        trains = layer_pass.training and layer_pass.trained
+        with self._store.lock:
+            allowed = self.split.enter(not trains and not keep)
+            return allowed and self.split.likely(layer_pass.layer)
+
+    def _enter(self, layer_pass: LayerPass, phase: Phase) -> None:
+        rows = layer_pass.rows
+        assert rows.counts is not None
+        with self._store.lock:
+            self.cursor.enter(layer_pass.layer, phase, rows.counts, layer_pass.training)
+            if self.split is None or rows.expert_ids_TK is None:
+                return
+            layer_pass.on_cpu = self.split.decide(
+                layer_pass.layer, rows.counts, phase, layer_pass.on_cpu
+            )
+        self.dispatcher.sort(rows, layer_pass.on_cpu)
+
+    def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
+        settings = self._settings
+        limits = WaveLimits(settings.waves, settings.overlap_uploads, self.max_rows)
+        return self._waves.of(layer_pass, phase, limits)
+
+    def cpu_forward(self, layer_pass: LayerPass, x_TD: Tensor) -> CpuWork | None:
+        return self._cpu_experts().forward(layer_pass, x_TD) if layer_pass.on_cpu else None
+
+    def cpu_backward(
+        self, layer_pass: LayerPass, x_TD: Tensor, dy_TD: Tensor, weights_TK: Tensor
+    ) -> CpuWork | None:
+        if not layer_pass.on_cpu:
+            return None
+        return self._cpu_experts().backward(layer_pass, x_TD, dy_TD, weights_TK)
+
+    def _cpu_experts(self) -> CpuExperts:
+        """Made when the CPU gets its first experts."""
+        if self._cpu is None:
+            assert self.split is not None
+            with torch.inference_mode(False):  # the buffers outlive it
+                self._cpu = CpuExperts(
+                    self._store,
+                    self.cursor,
+                    self.dispatcher,
+                    self.split,
+                    self.device,
+                    self._threads,
+                    self._recorder,
+                    self._settings.inject,
+                )
+        return self._cpu
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Host memory of the buffers of CPU experts."""
+        return 0 if self._cpu is None else self._cpu.nbytes
+
+    def set_settings(self, settings: Settings) -> None:
+        self._settings = settings
+        self.uploader.set_overlap(settings.overlap_uploads)
+        if self.split is not None:
+            self.split.set_enabled(settings.cpu_experts)
+
+    def close(self) -> None:
+        self.uploader.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # no copy may still read memory that is freed
+        if self._cpu is not None:
+            self._cpu.close()
+        self._waves.close()

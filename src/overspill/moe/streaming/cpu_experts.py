@@ -1,0 +1,296 @@
+"""Experts that the CPU computes, where they lie in host memory, beside those of the GPU.
+
+Only token rows travel. Both sides see the same pinned buffers: the GPU writes rows there and reads
+results from there in its own kernels, so neither waits behind uploads on the link. A native
+`Runner` computes: the GPU's stream writes a number to memory when the rows are there, and waits for
+the runner's number in turn, while the interpreter continues.
+"""
+
+import ctypes
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overspill.compute.activation import Activation
+from overspill.compute.cpu_kernel import (
+    BackwardRows,
+    ExpertRows,
+    cpu_isa,
+    max_kernel_rows,
+    why_unsupported,
+)
+from overspill.compute.runner import CpuRequest, Runner
+from overspill.core.errors import EngineError
+from overspill.core.experts import ExpertShape, Phase
+from overspill.moe.compute import CpuWork
+from overspill.moe.dispatch import Dispatcher
+from overspill.moe.layer_pass import LayerPass
+from overspill.moe.streaming.cpu_buffers import CpuBuffers, max_cpu_rows
+from overspill.moe.streaming.cpu_split import CpuSplit
+from overspill.moe.streaming.step_cursor import StepCursor
+from overspill.tiers.slab import HostSlab
+from overspill.tiers.store import ExpertStore, Part
+from overspill.trace.recorder import Recorder
+from overspill.transfer.driver import await_signal, can_signal, signal
+from overspill.transfer.mapped import on_device
+from overspill.transfer.streams import Inject, Timestamp
+
+
+def why_no_cpu_experts(
+    dtype: torch.dtype, shape: ExpertShape, activation: Activation | None, on_disk: bool
+) -> str | None:
+    """Why the CPU cannot compute such experts; None if it can."""
+    if cpu_isa() is None:
+        return "there is no C++ compiler"
+    if on_disk:
+        return "experts on disk change their host slots"
+    return why_unsupported(dtype, shape, activation)
+
+
+def max_rows_per_expert(dtype: torch.dtype, phase: Phase) -> int:
+    return max_kernel_rows(dtype, phase is Phase.BACKWARD)
+
+
+@dataclass(eq=False)
+class CpuJob(CpuWork):
+    """The CPU experts of one pass. It does not hold the pass: freeing a graph must free it."""
+
+    owner: "CpuExperts"
+    number: int  # of the pass
+    layer: int
+    phase: Phase
+    rows: slice  # among the token rows of the pass
+    places: dict[int, tuple[int, int]]  # rows of each expert in the buffers
+    request: CpuRequest
+    traced: bool
+    sent: Timestamp | None = None
+    taken: Timestamp | None = None
+    seconds: float = 0.0
+
+    @property
+    def n_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def label(self) -> str:
+        return f"{self.phase.value} {self.layer}: {', '.join(map(str, self.places))}"
+
+    def follows(self, other: "CpuJob") -> bool:
+        """Whether it is the next layer's, in the same direction, and both have ended."""
+        if self.phase is not other.phase or self.number != other.number + 1:
+            return False
+        if abs(self.layer - other.layer) != 1:  # the first layer after the last: another batch
+            return False
+        return None not in (other.sent, other.taken, self.sent)
+
+    def take(self, out_RD: Tensor, drow_weight_R: Tensor | None = None) -> None:
+        self.owner.take(self, out_RD, drow_weight_R)
+
+
+class CpuExperts:
+    """The buffers and the runner."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        cursor: StepCursor,
+        dispatcher: Dispatcher,
+        split: CpuSplit,
+        device: torch.device,
+        threads: int,
+        recorder: Recorder,
+        inject: Inject | None,
+    ) -> None:
+        self._store = store
+        self._cursor = cursor
+        self._dispatcher = dispatcher
+        self._split = split
+        self._device = device
+        self._threads = threads
+        self._recorder = recorder
+        shape, dtype = store.layout.shape, store.layout.dtype
+        max_rows = max_cpu_rows(shape.d_model, dtype)
+        size = CpuBuffers.size(max_rows, shape.d_model, dtype)
+        self._slab = HostSlab("token rows", 1, size, store.pinned)
+        self._host = CpuBuffers.cut(self._slab[0], max_rows, shape.d_model, dtype)
+        mapped = on_device(self._slab[0], device)
+        self._mapped = CpuBuffers.cut(mapped, max_rows, shape.d_model, dtype)
+        self._indices = torch.arange(max_rows, device=device)
+        self._last_number = 0
+        self._records: dict[int, Tensor] = {}  # weights by expert number: views take time
+        self._running: deque[CpuJob] = deque()
+        self._last: CpuJob | None = None
+        self._last_finished: CpuJob | None = None
+        self._stream: torch.cuda.Stream | None = None  # of the last job
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            if not can_signal(stream, self._host.ready.data_ptr()):
+                raise EngineError(
+                    "CPU experts need stream memory operations, which the CUDA driver lacks; set "
+                    "cpu_experts=False"
+                )
+        self._runner = Runner(inject)
+        recorder.add_source(self._collect)
+
+    @property
+    def nbytes(self) -> int:
+        return self._slab.nbytes
+
+    def forward(self, layer_pass: LayerPass, x_TD: Tensor) -> CpuJob:
+        """Starts the forward of the pass's CPU experts."""
+        job = self._begin(layer_pass, Phase.FORWARD)
+        self._send(job, layer_pass, [(x_TD, self._mapped.x)])
+        return self._sent(job)
+
+    def backward(
+        self, layer_pass: LayerPass, x_TD: Tensor, dy_TD: Tensor, weights_TK: Tensor
+    ) -> CpuJob:
+        """Starts their backward."""
+        job = self._begin(layer_pass, Phase.BACKWARD)
+        self._send(job, layer_pass, [(x_TD, self._mapped.x), (dy_TD, self._mapped.dy)])
+        own = self._dispatcher.row_weights(
+            layer_pass.rows, weights_TK, job.rows.start, job.rows.stop
+        )
+        self._mapped.weights[: job.n_rows] = own.to(torch.float32)
+        return self._sent(job)
+
+    def take(self, job: CpuJob, out_RD: Tensor, drow_weight_R: Tensor | None) -> None:
+        """Waits for the job and writes its results into its rows."""
+        self._wait(job)
+        job.taken = Timestamp(self._device)
+        # a kernel reads the host's memory: a copy would wait behind the uploads
+        indices = self._indices[: job.n_rows]
+        torch.index_select(self._mapped.out, 0, indices, out=out_RD[job.rows])
+        if drow_weight_R is not None:
+            own = self._mapped.dweights.index_select(0, indices)
+            drow_weight_R[job.rows] = own.to(drow_weight_R.dtype)
+
+    def _begin(self, layer_pass: LayerPass, phase: Phase) -> CpuJob:
+        """Creates a job. The runner gets its request before the rows are there, to wake up."""
+        self._runner.check()
+        self._finish_last()
+        counts = layer_pass.rows.counts
+        assert counts is not None
+        positions = sorted(layer_pass.on_cpu)
+        ends = list(itertools.accumulate(counts[position] for position in positions))
+        places = dict(zip(positions, itertools.pairwise([0, *ends]), strict=True))
+        self._last_number = (self._last_number + 1) & 0xFFFFFFFF
+        flags = self._host.ready.data_ptr(), self._host.done.data_ptr()
+        job = CpuJob(
+            self,
+            self._cursor.passes,
+            layer_pass.layer,
+            phase,
+            layer_pass.cpu_rows,
+            places,
+            CpuRequest(*flags, self._last_number, (ctypes.c_int64 * 2)()),
+            self._recorder.enabled,
+        )
+        self._last = job
+        self._running.append(job)
+        self._submit(job)
+        return job
+
+    def _submit(self, job: CpuJob) -> None:
+        host, shape = self._host, self._store.layout.shape
+        common = self._expert_rows(job), shape, self._threads, job.request
+        if job.phase is Phase.FORWARD:
+            self._runner.forward(host.x, host.out, *common)
+        else:
+            rows = BackwardRows(host.x, host.dy, host.weights, host.out, host.dweights)
+            self._runner.backward(rows, *common)
+
+    def _expert_rows(self, job: CpuJob) -> list[ExpertRows]:
+        found = []
+        for position, place in job.places.items():
+            entry = self._store.at(job.layer, position)
+            record = self._records.get(entry.number)
+            if record is None:
+                record = self._store.layout.weights(self._store.host(entry, Part.WEIGHTS))
+                self._records[entry.number] = record
+            found.append(ExpertRows(record, *place))
+        return found
+
+    def _finish_last(self) -> None:
+        """The buffers belong to one job at a time: a job whose pass failed, or that ran on another
+        stream, must have ended."""
+        last = self._last
+        if last is not None and last.taken is None:
+            if last.sent is None:
+                self._sent(last)  # else it would wait for its rows for ever
+            self._wait(last)
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            if self._stream is not None and self._stream != stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
+    def _send(
+        self, job: CpuJob, layer_pass: LayerPass, pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        tokens = layer_pass.rows.permutation.row_token_R[job.rows]
+        for tensor, buffer in pairs:
+            torch.index_select(tensor.detach(), 0, tokens, out=buffer[: job.n_rows])
+
+    def _sent(self, job: CpuJob) -> CpuJob:
+        """The rows are in the buffers, or will be when the stream reaches this point."""
+        job.sent = Timestamp(self._device)
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            signal(stream, job.request.ready, job.request.number)
+        else:
+            self._host.ready.view(torch.int32).fill_(_signed(job.request.number))
+        self._collect()  # while the CPU is busy
+        return job
+
+    def _wait(self, job: CpuJob) -> None:
+        if self._device.type == "cuda":
+            # the stream waits, not the host
+            stream = torch.cuda.current_stream(self._device)
+            await_signal(stream, job.request.done, job.request.number)
+        elif not self._runner.wait(job.request):
+            raise EngineError("the engine was closed while the CPU computed experts")
+
+    def _collect(self) -> None:
+        """Notes the times of jobs that have ended. Any thread may call it."""
+        with self._store.lock:
+            while self._running:
+                start, end = self._running[0].request.times  # the end is written last
+                if not end:
+                    return
+                job = self._running.popleft()
+                if job.traced:
+                    size = len(job.places) * self._store.layout.weight_bytes
+                    self._recorder.past_span("cpu compute", job.label, start, end, size)
+                self._note(job, (end - start) / 1e9)
+
+    def _note(self, job: CpuJob, seconds: float) -> None:
+        counts = [stop - start for start, stop in job.places.values()]
+        job.seconds = seconds
+        before, self._last_finished = self._last_finished, job
+        self._split.note_job(job.phase, counts, seconds)
+        if before is not None and job.follows(before):
+            # the stream has passed all of these points: it wrote this job's rows after them
+            assert before.sent is not None
+            assert before.taken is not None
+            assert job.sent is not None
+            handover = before.sent.seconds_until(before.taken) - before.seconds
+            self._split.note_handover(handover)
+            self._split.note_gap(job.phase, max(0.0, before.taken.seconds_until(job.sent)))
+
+    def close(self) -> None:
+        """Ends the runner; after that nothing reads or writes the buffers."""
+        self._runner.close()
+        self._recorder.remove_source(self._collect)
+        self._mapped = self._host
+        self._records.clear()
+        self._slab.close()
+
+
+def _signed(number: int) -> int:
+    """The same 32 bits as a signed number."""
+    return number - (1 << 32) if number >= 1 << 31 else number

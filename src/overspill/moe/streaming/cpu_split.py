@@ -1,0 +1,211 @@
+"""Which experts of a pass the CPU computes: the plan of `plan.split`, fed with what the engine
+knows. Only where no weight gradients are made: frozen experts and inference."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from overspill.core.experts import Phase
+from overspill.hardware.profile import ExpertCosts
+from overspill.moe.streaming.step_cursor import StepCursor
+from overspill.plan.split import SplitCosts, pass_time, split
+
+_LEARNING_RATE = 0.2
+"""Weight of the newest measurement of a gap or a pace."""
+_DECAY = 0.995
+"""What is left of them after each pass without CPU experts: they are not measured then, and may
+come from a first pass, in which kernels were compiled, or from a time of other load."""
+_SLOWEST_PACE = 10.0
+_HANDOVER_GROWTH = 1.01
+"""How much longer the handover may seem to become from one pass to the next."""
+_SHORTEST_HANDOVER = 1e-5
+_AS_GOOD = 1.1
+"""A forward's split is kept for backward unless the best one is faster by more than this."""
+_CACHED_COUNTS = 4096
+
+
+class OnDevice(NamedTuple):
+    """Experts of a layer that are on the device or on their way."""
+
+    resident: set[int]  # from an earlier pass: they need no upload
+    uploaded: set[int]  # uploaded for the next pass
+
+
+class CpuSplit:
+    """Decides for the current pass by its routing, and for later ones by expected counts. Used
+    under the store's lock."""
+
+    def __init__(
+        self,
+        cursor: StepCursor,
+        costs: ExpertCosts,
+        max_rows: int,
+        max_rows_per_expert: Callable[[Phase], int],
+        on_device: Callable[[int], OnDevice],
+        readable: Callable[[int, int], bool],
+    ) -> None:
+        """`max_rows` bounds the token rows of a pass on the CPU, `max_rows_per_expert` those of one
+        expert; `readable(layer, position)` says whether an expert's weights are in host memory."""
+        self._cursor = cursor
+        self.costs = costs
+        self._max_rows = max_rows
+        self._max_rows_per_expert = max_rows_per_expert
+        self._on_device = on_device
+        self._readable = readable
+        self._enabled = True
+        self._allowed = False  # in the current pass
+        self._current: frozenset[int] = frozenset()
+        self._forward: dict[int, frozenset[int]] = {}  # the last forward's split of each layer
+        self._ahead: dict[int, tuple[Sequence[float], frozenset[int]]] = {}
+        self._costs: dict[Phase, SplitCosts] = {}
+        self._gaps: dict[Phase, float] = {}
+        self._paces: dict[Phase, float] = {}
+        self._handover = costs.round_trip
+
+    def set_enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
+
+    def enter(self, allowed: bool) -> bool:
+        """A pass begins; `allowed` is whether the CPU may compute experts in it. Returns whether it
+        may: who computes what depends on timing, so not under deterministic algorithms."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        self._allowed = allowed and self._enabled and not deterministic
+        self._current = frozenset()
+        return self._allowed
+
+    def likely(self, layer: int) -> bool:
+        """Whether the CPU is expected to get experts of the pass that is about to begin."""
+        if not self._allowed:
+            return False
+        counts, _ = self._cursor.expected(layer)
+        return counts is None or bool(self._plan(layer, counts, Phase.FORWARD))
+
+    def decide(
+        self, layer: int, counts: Sequence[int], phase: Phase, before: frozenset[int]
+    ) -> frozenset[int]:
+        """The experts of the current pass that the CPU computes: those of `before`, for which the
+        rows are sorted, unless others are clearly better."""
+        self._current = frozenset()
+        if self._allowed:
+            chosen = self._choose(layer, counts, phase, before)
+            self._current = frozenset(p for p in chosen if self._readable(layer, p))
+            if not self._current:
+                self._fade(phase)
+        if phase is Phase.FORWARD:
+            self._forward[layer] = self._current
+        return self._current
+
+    def _choose(
+        self, layer: int, counts: Sequence[int], phase: Phase, before: frozenset[int]
+    ) -> frozenset[int]:
+        present = self._on_device(layer)
+        costs = self._costs_of(phase)
+        limit = self._max_rows_per_expert(phase)
+        # an expert with too many rows for the CPU's kernel counts as uploaded
+        fixed = present.uploaded | {p for p, count in enumerate(counts) if count > limit}
+        best = split(counts, present.resident, costs, self._max_rows, fixed)
+        if not best or not before or before == best or not before.isdisjoint(fixed):
+            return best
+        times = [pass_time(counts, present.resident, on_cpu, costs) for on_cpu in (before, best)]
+        return before if times[0] <= _AS_GOOD * times[1] else best
+
+    def is_small(self, counts: Sequence[int], phase: Phase) -> bool:
+        """Whether these token rows take the GPU less time than an upload, beyond the launches: then
+        it may wait for all experts and compute them as one wave."""
+        times = self.costs.gpu_forward if phase is Phase.FORWARD else self.costs.gpu_backward
+        least = times(1)
+        return sum(times(count) - least for count in counts if count) < self.costs.load
+
+    def uploads(self, layer: int, positions: range) -> list[int]:
+        """Which of these experts of a layer are uploaded, and in which order."""
+        counts, _ = self._cursor.expected(layer)
+        busy = [position for position in self._cursor.busy(layer) if position in positions]
+        if counts is None or not self._allowed:
+            return busy
+        current = layer == self._cursor.here.layer
+        on_cpu = self._current if current else self._plan(layer, counts)
+        # the busiest first: if time runs out, the CPU is left with the others
+        rest = [position for position in busy if position not in on_cpu]
+        return sorted(rest, key=lambda p: (-counts[p], p)) if on_cpu else rest
+
+    def uploads_all(self, layer: int) -> bool:
+        """Whether every expert of a layer will certainly be uploaded: then nothing more urgent than
+        one of them can come."""
+        counts, _ = self._cursor.expected(layer)
+        if counts is None or min(counts) < 1:
+            return False
+        return not self._allowed or not self._plan(layer, counts)
+
+    def _plan(
+        self, layer: int, counts: Sequence[float], phase: Phase | None = None
+    ) -> frozenset[int]:
+        known = self._ahead.get(layer)
+        if known is None or known[0] is not counts:
+            phase = phase or self._cursor.next_phase(layer)
+            before: frozenset[int] = frozenset()
+            if phase is Phase.BACKWARD:  # the rows are sorted already
+                before = self._forward.get(layer, before)
+            whole = [round(count) for count in counts]
+            known = counts, self._choose(layer, whole, phase, before)
+            self._ahead[layer] = known
+        return known[1]
+
+    # -- measurements -------------------------------------------------------------------------
+
+    def note_gap(self, phase: Phase, seconds: float) -> None:
+        """The time from the end of a layer's experts until the CPU had rows of the next: only
+        uploads go on meanwhile."""
+        # beyond this the CPU gets nothing: how much more does not matter
+        seconds = min(seconds, 2 * self._cursor.n_local * self.costs.load)
+        before = self._gaps.get(phase, 0.0)  # the first one may include compilation
+        self._gaps[phase] = before + _LEARNING_RATE * (seconds - before)
+
+    def note_job(self, phase: Phase, counts: Sequence[int], seconds: float) -> None:
+        """How long the CPU took for experts with these token rows: the profile was measured on idle
+        cores."""
+        expected = sum(map(self._measured(phase).cpu, counts))
+        pace = min(_SLOWEST_PACE, seconds / expected)
+        before = self._paces.get(phase, 1.0)
+        self._paces[phase] = before + _LEARNING_RATE * (pace - before)
+
+    def note_handover(self, seconds: float) -> None:
+        """The time to the CPU and back, or longer where the GPU ended last: the shortest recent one
+        counts."""
+        slowest = min(self.costs.round_trip, _HANDOVER_GROWTH * self._handover)
+        self._handover = min(slowest, max(_SHORTEST_HANDOVER, seconds))
+
+    def _fade(self, phase: Phase) -> None:
+        if phase in self._gaps:
+            self._gaps[phase] *= _DECAY
+        if phase in self._paces:
+            self._paces[phase] += (1 - _DECAY) * (1 - self._paces[phase])
+
+    def _costs_of(self, phase: Phase) -> SplitCosts:
+        known, pace = self._measured(phase), self._paces.get(phase, 1.0)
+        return replace(
+            known,
+            cpu=lambda count: pace * known.cpu(count),
+            fixed=self._handover + self._gaps.get(phase, 0.0),
+        )
+
+    def _measured(self, phase: Phase) -> SplitCosts:
+        known = self._costs.get(phase)
+        if known is None:
+            known = self._costs[phase] = self._split_costs(phase)
+        return known
+
+    def _split_costs(self, phase: Phase) -> SplitCosts:
+        own = self.costs
+        cpu, gpu = own.cpu_forward, own.gpu_forward
+        if phase is Phase.BACKWARD:
+            cpu, gpu = own.cpu_backward, own.gpu_backward
+
+        @functools.lru_cache(_CACHED_COUNTS)  # asked for the same few numbers all the time
+        def cpu_beside(count: int) -> float:
+            return own.cpu_beside * cpu(count)
+
+        times = functools.lru_cache(_CACHED_COUNTS)(gpu)
+        return SplitCosts(own.load, own.load_beside, cpu_beside, times, fixed=0.0)

@@ -1,0 +1,42 @@
+"""How many token rows each expert of a layer is expected to get in its next pass."""
+
+import enum
+from collections.abc import Sequence
+
+from overspill.core.experts import Phase
+
+_DECAY = 0.5
+"""Weight of a pass relative to the one after it."""
+
+
+class CountSource(enum.Enum):
+    """Where expected counts come from."""
+
+    HISTORY = "by history"
+    ROUTING = "by routing"
+
+
+class ExpectedCounts:
+    """Before a forward the last passes tell what to expect; backward has the forward's routing."""
+
+    def __init__(self, n_layers: int) -> None:
+        self._routed: list[tuple[int, ...] | None] = [None] * n_layers
+        self._history: list[tuple[float, ...] | None] = [None] * n_layers
+
+    def observe(self, layer: int, counts: Sequence[int]) -> None:
+        """The routing of a forward."""
+        before = self._history[layer]
+        if before is None:
+            self._history[layer] = tuple(map(float, counts))
+        else:
+            pairs = zip(before, counts, strict=True)
+            self._history[layer] = tuple(_DECAY * old + (1 - _DECAY) * new for old, new in pairs)
+        self._routed[layer] = tuple(counts)
+
+    def expected(
+        self, layer: int, phase: Phase
+    ) -> tuple[Sequence[int] | Sequence[float] | None, CountSource]:
+        """The counts of the next pass through the layer; None if nothing is known."""
+        if phase is Phase.BACKWARD:
+            return self._routed[layer], CountSource.ROUTING
+        return self._history[layer], CountSource.HISTORY

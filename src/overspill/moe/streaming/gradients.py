@@ -1,0 +1,300 @@
+"""Gradients of streamed experts: from the device into a ring buffer and straight into the expert's
+update, or into the expert's own host slot, where they wait for more or for the global norm."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import BudgetError, NonFiniteError
+from overspill.core.sizes import format_size
+from overspill.moe.compute_trace import ComputeTrace
+from overspill.moe.gradient_sink import GradientSink
+from overspill.moe.layer_pass import Wave
+from overspill.moe.settings import Settings
+from overspill.moe.streaming.slot_plan import SlotPlan
+from overspill.moe.streaming.step_cursor import StepCursor
+from overspill.optim.gradient_norm import expert_squares
+from overspill.optim.kernel import AdamHyper
+from overspill.optim.updates import Update, Updates
+from overspill.plan.budget import PROCESS, Placement
+from overspill.tiers.slab import HostSlab, Progress
+from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.transfer.downloads import Downloads, GradientRing
+from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent, record_event
+
+_ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slots
+_RING_WHEN_KEPT = 8  # where gradients are kept, ring buffers only serve to accumulate
+
+
+class StreamingGradients(GradientSink):
+    """Copies gradients to host memory and starts the updates they complete."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        cursor: StepCursor,
+        plan: SlotPlan,
+        placement: Placement,
+        settings: Settings,
+        stream: CopyStream,
+        trace: ComputeTrace,
+        threads: int,
+        device: torch.device,
+        progress: Progress | None,
+    ) -> None:
+        self._store = store
+        self._cursor = cursor
+        self._plan = plan
+        self._placement = placement
+        self._settings = settings
+        self._trace = trace
+        self._threads = threads
+        self._device = device
+        self._progress = progress
+        self._recorder, self._inject = stream.recorder, stream.inject
+        on_device = min(_ON_DEVICE, placement.slots)
+        self._downloads = Downloads(stream, on_device * store.layout.weight_bytes)
+        count = len(store.entries)
+        self._squares = torch.zeros(count, pin_memory=device.type == "cuda")
+        self._ring: GradientRing | None = None
+        self._updates: Updates | None = None
+        self._kept: set[int] = set()  # experts whose host slot holds part of this step's gradient
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
+        self._store.check_open()
+        if Part.STATES not in self._store.slabs:
+            self._store.set_state_dtype(state_dtype)
+            self._store.allocate(Part.STATES)
+        if keep:
+            self._allocate_kept()
+        if self._ring is None:
+            count = self._placement.ring
+            count = min(_RING_WHEN_KEPT, count) if keep else count
+            size = self._store.layout.weight_bytes
+            pinned = self._store.pinned
+            slab = HostSlab("gradient buffers", count, size, pinned, self._progress)
+            self._ring = GradientRing(self._store, slab)
+            self._updates = Updates(
+                self._store,
+                self._squares,
+                self._ring,
+                self._threads,
+                self._recorder,
+                self._inject,
+            )
+
+    def _allocate_kept(self) -> None:
+        """Allocates memory for kept gradients, once."""
+        if Part.GRADS in self._store.slabs:
+            return
+        slots = self._store.home_slots + self._store.cache_slots
+        need = self.host_bytes() + slots * self._store.layout.weight_bytes + PROCESS
+        if need > self._placement.host_memory:
+            raise BudgetError(
+                f"gradients that wait for clipping or accumulation need --host-memory "
+                f"{format_size(need)} in all, it is {format_size(self._placement.host_memory)}; "
+                "raise it, offload with keep_gradients=True and a --disk folder, or train without "
+                "them (max_grad_norm=None)"
+            )
+        self._store.allocate(Part.GRADS)
+
+    def reset_states(self) -> None:
+        self.wait()
+        for entry in self._store.entries:
+            self._store.write_part(entry, Part.STATES, _zero)
+
+    def host_bytes(self) -> int:
+        """Host memory of all slabs."""
+        return self._store.host_bytes() + (0 if self._ring is None else self._ring.buffers.nbytes)
+
+    @property
+    def updates(self) -> Updates:
+        assert self._updates is not None, "no optimizer is attached"
+        return self._updates
+
+    @property
+    def ring(self) -> GradientRing:
+        assert self._ring is not None, "no optimizer is attached"
+        return self._ring
+
+    def waiting(self) -> list[tuple[Entry, Part]]:
+        """Under the lock: experts whose update waits for parts on disk."""
+        return [] if self._updates is None else list(self._updates.waiting())
+
+    # -- gradients --------------------------------------------------------------------------
+
+    def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
+        self._trace.end_wave()  # before the host may have to wait for a buffer
+        dw = [part.to(self._store.layout.dtype) for part in dw]
+        squares = expert_squares(dw)
+        made = record_event(self._device)  # the gradients are complete on the compute stream here
+        assert wave.counts is not None
+        for offset, count in enumerate(wave.counts):
+            if count:
+                position = wave.first + offset
+                entry = self._store.at(layer, position)
+                self._send(entry, [part[offset] for part in dw], squares[offset], made, hyper)
+                with self._store.lock:
+                    self._cursor.finish([position])
+
+    def _send(
+        self,
+        entry: Entry,
+        gradient: Sequence[Tensor],
+        square: Tensor,
+        made: StreamEvent,
+        hyper: AdamHyper | None,
+    ) -> None:
+        kept = entry.number in self._kept
+        if hyper is not None and not kept:
+            buffer, arrived = self._to_ring(entry, gradient, square, made)
+            self._store.begin_update(entry)
+            self.updates.submit(Update(entry, arrived, buffer, hyper=hyper))
+            return
+        self._allocate_kept()
+        if kept:
+            buffer, arrived = self._to_ring(entry, gradient, square, made)
+            self.updates.submit(Update(entry, arrived, buffer, accumulate=True))
+        else:
+            self._to_host_slot(entry, gradient, square, made)
+            self._kept.add(entry.number)
+
+    def _to_ring(
+        self, entry: Entry, gradient: Sequence[Tensor], square: Tensor, made: StreamEvent
+    ) -> tuple[int, StreamEvent]:
+        buffer = self.ring.take()
+        try:
+            memory = self.ring.buffers[buffer]
+            return buffer, self._download(entry, gradient, square, memory, made)
+        except BaseException:
+            self.ring.give(buffer)
+            raise
+
+    def _to_host_slot(
+        self, entry: Entry, gradient: Sequence[Tensor], square: Tensor, made: StreamEvent
+    ) -> None:
+        store = self._store
+        with store.lock:
+            store.request_transfers()
+            store.wait(lambda: entry.host_slot is not None, "a host slot (disk transfers)")
+            store.hold(entry)
+            memory = store.host(entry, Part.GRADS)
+            store.keep_gradient(entry)
+        try:
+            arrived = self._download(entry, gradient, square, memory, made)
+            self.updates.submit(Update(entry, arrived))  # holds the slot until it has arrived
+        finally:
+            store.release(entry)
+
+    def _download(
+        self,
+        entry: Entry,
+        gradient: Sequence[Tensor],
+        square: Tensor,
+        memory: Tensor,
+        made: StreamEvent,
+    ) -> StreamEvent:
+        flat = self._store.layout.weights(memory)
+        starts = self._store.layout.shape.starts
+        pairs = [
+            (flat[start : start + part.numel()], part.reshape(-1))
+            for start, part in zip(starts, gradient, strict=True)
+        ]
+        pairs.append((self._squares[entry.number], square))
+        return self._downloads.send(pairs, f"expert {entry.id.layer}.{entry.id.index}", made)
+
+    # -- a layer, a step --------------------------------------------------------------------
+
+    def complete_layer(
+        self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
+    ) -> None:
+        for position, entry in enumerate(self._store.layer_entries(layer)):
+            if hyper is None:
+                self._store.begin_update(entry)
+            elif counts is None or entry.number in self._kept or not counts[position]:
+                self._store.begin_update(entry)
+                self._update(entry, hyper)
+
+    def _update(self, entry: Entry, hyper: AdamHyper) -> None:
+        """Updates an expert with its kept gradient, or by decay."""
+        kept = entry.number in self._kept
+        self.updates.submit(Update(entry, COMPLETED, use_kept=kept, hyper=hyper))
+
+    def sum_of_squares(self) -> float:
+        self._store.check_open()
+        self._settle()
+        kept = sorted(self._kept)
+        return float(self._squares[kept].to(torch.float64).sum()) if kept else 0.0
+
+    def _settle(self) -> None:
+        """Waits until the step's gradients have left the device and are accumulated. Whether an
+        accumulated gradient is finite is known only then."""
+        self._downloads.wait()
+        if self._kept and self._updates is not None:
+            self._updates.wait_idle()
+
+    def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
+        self._settle()
+        for layer, hyper in sorted(kept.items()):
+            for entry in self._store.layer_entries(layer):
+                self._update(entry, hyper)
+        self._kept.clear()
+        with self._store.lock:
+            counts = self._cursor.end_step()
+            self._plan.choose_residents(counts, self._settings.resident_share > 0)
+        if not self._settings.overlap_updates:
+            self.updates.wait_idle()
+        self._check_finite()
+
+    def _check_finite(self) -> None:
+        """Updates have refused gradients that are not finite; this reports them."""
+        if torch.isfinite(self._squares).all():
+            return
+        self.updates.wait_idle()  # it reads the same numbers
+        bad = (~torch.isfinite(self._squares)).nonzero().flatten().tolist()
+        self._squares[bad] = 0.0
+        first = self._store.entries[bad[0]].id
+        raise NonFiniteError(
+            f"the gradient of {len(bad)} experts (first: layer {first.layer}, expert "
+            f"{first.index}) is NaN or infinite; they were not updated. Lower the learning "
+            "rate or set max_grad_norm, and go on from the last checkpoint"
+        )
+
+    def discard(self) -> None:
+        self._downloads.wait()
+        if self._updates is not None:
+            self._updates.wait_idle()  # a gradient that is being accumulated must not come later
+        self._store.discard_gradients(self._kept)
+        self._kept.clear()
+
+    def set_settings(self, settings: Settings) -> None:
+        self._settings = settings
+
+    # -- lifetime ---------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Waits until all gradients have arrived and all updates are done."""
+        self._downloads.wait()
+        if self._updates is not None:
+            self._updates.wait_idle()
+
+    def idle(self) -> bool:
+        """Under the lock: whether all updates are done."""
+        return self._updates is None or self._updates.idle()
+
+    def check_conserved(self) -> None:
+        if self._ring is not None:
+            self._ring.check_conserved()
+
+    def close(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
+        if self._ring is not None:
+            self._ring.buffers.close()
+
+
+def _zero(memory: Tensor) -> None:
+    memory.zero_()

@@ -1,0 +1,80 @@
+"""Which expert belongs in which GPU slot: banks that follow the step, and resident experts."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from overspill.plan.banks import Chunk, assign_banks, bank_size
+from overspill.plan.budget import Placement
+from overspill.plan.residents import LayerPosition, choose_residents, place_residents
+
+
+class PlannedChunk(NamedTuple):
+    """Experts of a layer that are to be in slots, in the order of need, with their slots."""
+
+    layer: int
+    positions: list[int]
+    slots: list[int]
+
+
+class SlotPlan:
+    """The planned content of the GPU slots. Used under the store's lock."""
+
+    def __init__(self, n_local: int, placement: Placement) -> None:
+        self.n_local = n_local
+        self.bank_size = bank_size(placement.banked, n_local)
+        n_banks = placement.banked // self.bank_size
+        self.n_parts = -(-n_local // self.bank_size)
+        self._banks: list[Chunk | None] = [None] * n_banks
+        self._residents: dict[LayerPosition, int] = {}
+        self._slots: dict[int, dict[int, int]] = {}  # by layer; cleared when an expert moves
+        self._resident_slots = range(n_banks * self.bank_size, placement.slots)
+
+    def positions(self, part: int) -> range:
+        """The experts in a part of a layer."""
+        return range(part * self.bank_size, min((part + 1) * self.bank_size, self.n_local))
+
+    def slots(self, layer: int) -> dict[int, int]:
+        """The slot of every expert of a layer that has one."""
+        known = self._slots.get(layer)
+        if known is not None:
+            return known
+        found: dict[int, int] = {}
+        for number, chunk in enumerate(self._banks):
+            if chunk is not None and chunk.layer == layer:
+                first = number * self.bank_size
+                found.update(
+                    (position, first + offset)
+                    for offset, position in enumerate(self.positions(chunk.part))
+                )
+        found.update((at.position, s) for at, s in self._residents.items() if at.layer == layer)
+        self._slots[layer] = found
+        return found
+
+    def follow(
+        self, needed: Iterable[Chunk], uploads: Callable[[int, range], Iterable[int]]
+    ) -> list[PlannedChunk]:
+        """Assigns the banks to the chunks that are needed next, and returns them in the order of
+        need. `uploads(layer, positions)` says which experts are uploaded, and in which order."""
+        before = self._banks
+        self._banks, order = assign_banks(before, needed)
+        if self._banks != before:
+            self._slots.clear()
+        planned = []
+        for chunk in order:
+            slots = self.slots(chunk.layer)
+            wanted = list(uploads(chunk.layer, self.positions(chunk.part)))
+            planned.append(PlannedChunk(chunk.layer, wanted, [slots[p] for p in wanted]))
+        return planned
+
+    def choose_residents(self, counts: Sequence[Sequence[int]], on: bool) -> None:
+        """Gives the resident slots to the busiest experts of the step that ends."""
+        chosen = choose_residents(counts, len(self._resident_slots) if on else 0)
+        self._residents = place_residents(chosen, self._residents, self._resident_slots)
+        self._slots.clear()
+
+    def check_conserved(self) -> None:
+        held = [chunk for chunk in self._banks if chunk is not None]
+        assert len(held) == len(set(held)), "a chunk is in two banks"
+        slots = list(self._residents.values())
+        assert len(slots) == len(set(slots)), "a slot has two resident experts"
+        assert set(slots) <= set(self._resident_slots), "a resident expert is in a bank"

@@ -1,0 +1,88 @@
+"""Where the step is and which experts come next."""
+
+from collections.abc import Iterator, Sequence
+
+from overspill.core.experts import Phase
+from overspill.moe.streaming.expected_counts import CountSource, ExpectedCounts
+from overspill.plan.banks import Chunk
+from overspill.plan.order import Position, upcoming
+
+
+class StepCursor:
+    """Follows the passes through the layers. Used under the store's lock; experts are named by
+    their local positions."""
+
+    def __init__(self, n_layers: int, n_local: int) -> None:
+        self.n_layers = n_layers
+        self.n_local = n_local
+        self.here = Position(0, Phase.FORWARD)
+        self.passes = 0  # passes through layers so far
+        self._training = True  # whether a backward follows the current forward
+        self._counts_ahead = ExpectedCounts(n_layers)
+        self._counts: Sequence[int] = [1] * n_local  # of the current pass
+        self._finished: set[int] = set()  # experts that the current pass is done with
+        self._step_counts = [[0] * n_local for _ in range(n_layers)]
+
+    def enter(self, layer: int, phase: Phase, counts: Sequence[int], training: bool) -> None:
+        """A pass through `layer` begins."""
+        self.passes += 1
+        self.here, self._counts, self._finished = Position(layer, phase), counts, set()
+        if phase is Phase.FORWARD:
+            self._training = training
+            self._counts_ahead.observe(layer, counts)
+            if training:
+                sums = zip(self._step_counts[layer], counts, strict=True)
+                self._step_counts[layer] = [a + b for a, b in sums]
+
+    def finish(self, positions: Sequence[int]) -> None:
+        """The current pass is done with these experts."""
+        self._finished.update(positions)
+
+    def end_step(self) -> list[list[int]]:
+        """Ends a training step; returns the token rows of each expert in it."""
+        counts = self._step_counts
+        self._step_counts = [[0] * self.n_local for _ in range(self.n_layers)]
+        return counts
+
+    def next_phase(self, layer: int) -> Phase:
+        """The direction of the layer's next (or current) pass."""
+        if layer == self.here.layer:
+            return self.here.phase
+        ahead = layer > self.here.layer
+        if self.here.phase is Phase.FORWARD:
+            return Phase.FORWARD if ahead or not self._training else Phase.BACKWARD
+        return Phase.FORWARD if ahead else Phase.BACKWARD
+
+    def expected(self, layer: int) -> tuple[Sequence[int] | Sequence[float] | None, CountSource]:
+        """The token rows of each expert in the layer's next pass, and how they are known."""
+        if layer == self.here.layer:
+            return self._counts, CountSource.ROUTING
+        return self._counts_ahead.expected(layer, self.next_phase(layer))
+
+    def busy(self, layer: int) -> list[int]:
+        """The experts of a layer that are expected to have tokens; all, if nothing is known."""
+        counts, _ = self.expected(layer)
+        if counts is None:
+            return list(range(self.n_local))
+        return [position for position, count in enumerate(counts) if count >= 0.5]
+
+    def chunks(self, part: int, n_parts: int, ahead: bool) -> Iterator[Chunk]:
+        """The chunk that is being computed, then (with `ahead`) all that follow."""
+        yield Chunk(self.here.layer, part)
+        for position in upcoming(self.here, self.n_layers, self._training) if ahead else ():
+            first = part + 1 if position == self.here else 0
+            for number in range(first, n_parts):
+                yield Chunk(position.layer, number)
+
+    def needed(self, with_states: bool) -> Iterator[tuple[int, int, bool]]:
+        """(layer, expert, whether its states are needed too) in the order of need. `with_states`:
+        experts are updated as soon as their backward is done, also those without tokens."""
+        for position in upcoming(self.here, self.n_layers, self._training):
+            states = with_states and position.phase is Phase.BACKWARD
+            busy = self.busy(position.layer)
+            # experts that only decay come last: the pass does not wait for them, and with few host
+            # slots they would displace the ones it waits for
+            idle = sorted(set(range(self.n_local)) - set(busy)) if states else []
+            for expert in busy + idle:
+                if position != self.here or expert not in self._finished:
+                    yield position.layer, expert, states

@@ -1,0 +1,156 @@
+"""The waves of a layer: experts that are on the device, or on their way, and compute together."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overspill.core.experts import Phase
+from overspill.moe.compute_trace import ComputeTrace
+from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.moe.streaming.cpu_split import CpuSplit
+from overspill.moe.streaming.expected_counts import CountSource
+from overspill.moe.streaming.slot_plan import PlannedChunk, SlotPlan
+from overspill.moe.streaming.step_cursor import StepCursor
+from overspill.plan.waves import Candidate, first_of_wave, next_wave
+from overspill.tiers.store import ExpertStore
+from overspill.transfer.streams import StreamEvent, record_event, wait_event
+from overspill.transfer.uploader import Target, Uploader
+
+
+class WaveLimits(NamedTuple):
+    """What a wave may be."""
+
+    grouped: bool  # several experts, or each by itself
+    overlap: bool  # upload ahead of the chunk that is being computed
+    max_rows: int
+
+
+class Waves:
+    """Tells the uploader what is needed next, and yields experts as they arrive."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        cursor: StepCursor,
+        plan: SlotPlan,
+        split: CpuSplit | None,
+        uploader: Uploader,
+        trace: ComputeTrace,
+        device: torch.device,
+    ) -> None:
+        self._store = store
+        self._cursor = cursor
+        self._plan = plan
+        self._split = split
+        self._uploader = uploader
+        self._trace = trace
+        self._device = device
+        self._slot_weights = store.layout.weights(uploader.slab)
+
+    def of(self, layer_pass: LayerPass, phase: Phase, limits: WaveLimits) -> Iterator[Wave]:
+        """A layer's experts, wave by wave; compute one before asking for the next."""
+        layer, counts = layer_pass.layer, layer_pass.device_counts
+        ends_E = layer_pass.rows.ends_E
+        starts = [0, *itertools.accumulate(counts)]
+        # experts on disk share few host slots: they cannot all be on their way at once
+        small = self._split is not None and self._split.is_small(counts, phase)
+        patient = small and not self._store.disk_slots
+        for part in range(self._plan.n_parts):
+            pending = [p for p in self._plan.positions(part) if counts[p]]
+            if pending:
+                pending = self._focus(part, limits.overlap)
+            while pending:
+                run, slots, events = self._await_wave(
+                    layer, pending, counts, starts, limits, patient
+                )
+                for event in events:
+                    wait_event(self._device, event)  # the compute stream itself, not the host
+                first, stop = run[0], run[-1] + 1
+                self._trace.begin_wave(f"{phase.value} {layer}.{first}-{stop - 1}")
+                yield Wave(
+                    first,
+                    stop,
+                    starts[first],
+                    starts[stop],
+                    self._slot_weights[slots[0] : slots[-1] + 1],
+                    _from_zero(ends_E[first:stop], starts[first]),
+                    counts[first:stop],
+                )
+                self._trace.end_wave()
+                used = record_event(self._device)  # a slot may be filled again after this
+                with self._store.lock:
+                    self._uploader.release(slots, used)
+                    self._cursor.finish(run)
+                    self._store.request_transfers()
+                pending = [position for position in pending if position not in run]
+        self._trace.leave_experts()
+
+    def _focus(self, part: int, ahead: bool) -> list[int]:
+        """Tells the uploader that this part is needed now, and what follows it. Returns its experts
+        in the order in which they are uploaded."""
+        with self._store.lock:
+            needed = self._cursor.chunks(part, self._plan.n_parts, ahead)
+            planned = self._plan.follow(needed, self._uploads)
+            self._uploader.set_targets(
+                list(itertools.chain.from_iterable(map(self._targets, planned)))
+            )
+            self._store.request_transfers()
+            return planned[0].positions
+
+    def _uploads(self, layer: int, positions: range) -> list[int]:
+        if self._split is not None:
+            return self._split.uploads(layer, positions)
+        return [position for position in self._cursor.busy(layer) if position in positions]
+
+    def _targets(self, chunk: PlannedChunk) -> Iterator[Target]:
+        counts, source = self._cursor.expected(chunk.layer)
+        certain = source is CountSource.ROUTING
+        if not certain and self._split is not None:
+            certain = self._split.uploads_all(chunk.layer)
+        elif not certain:
+            certain = counts is not None and min(counts) >= 1
+        for position, slot in zip(chunk.positions, chunk.slots, strict=True):
+            yield Target(self._store.at(chunk.layer, position), slot, source.value, certain)
+
+    def _await_wave(
+        self,
+        layer: int,
+        pending: Sequence[int],
+        counts: Sequence[int],
+        starts: Sequence[int],
+        limits: WaveLimits,
+        patient: bool,
+    ) -> tuple[list[int], list[int], list[StreamEvent]]:
+        """Blocks until the upload of the first available expert of `pending` was issued (`patient`:
+        of all), then takes those that may compute with it: (positions, slots, upload ends)."""
+        uploader = self._uploader
+        with self._store.lock:
+            self._store.request_transfers()  # host slots of passed experts are free now
+            slot_of = self._plan.slots(layer)
+        pairs = {p: (self._store.at(layer, p), slot_of[p]) for p in pending}
+        uploader.wait_issued(list(pairs.values()), every=patient)
+        with self._store.lock:
+            issued = {p for p in pending if uploader.is_issued(*pairs[p])}
+            order = sorted(pending)
+            candidates = []
+            for position in order:
+                slot, is_issued = slot_of[position], position in issued
+                arrived = is_issued and (patient or uploader.has_arrived(slot))
+                rows = starts[position], counts[position]
+                candidates.append(Candidate(position, slot, *rows, is_issued, arrived))
+            lead = next(position for position in pending if position in issued)
+            first = first_of_wave(candidates, order.index(lead))
+            number = next_wave(candidates[first:], limits.max_rows, limits.grouped)
+            run = order[first : first + number]
+            slots = list(range(slot_of[run[0]], slot_of[run[-1]] + 1))
+            return run, slots, uploader.end_events([slot_of[position] for position in run])
+
+    def close(self) -> None:
+        self._slot_weights = self._slot_weights.new_empty(0, self._slot_weights.shape[1])
+
+
+def _from_zero(ends: Tensor, start: int) -> Tensor:
+    return ends - start if start else ends

@@ -1,0 +1,272 @@
+"""The training step of the experts as a state machine.
+
+Each layer is in one state:
+
+    EMPTY ──begin_backward──▶ RUNNING ──end_backward──▶ PARTIAL    more of the gradient will come
+      ▲                         ▲  │                      │
+      │                         └──┼──begin_backward──────┘
+      │                            ├──end_backward──▶ COMPLETE     kept until step()
+      │                            └──end_backward──▶ UPDATED      updated during backward
+      └── step(): PARTIAL, COMPLETE and UPDATED; discard(): PARTIAL, COMPLETE and RUNNING
+
+A gradient is complete when its backward runs outside of `accumulate()` and no other forward of the
+layer waits for its backward. It is kept with clipping, or updates the experts at once.
+"""
+
+import enum
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import NonFiniteError, OrderError
+from overspill.moe.gradient_sink import GradientSink
+from overspill.moe.layer_pass import LayerPass, PendingBackward, Wave
+from overspill.moe.records import ExpertRecords
+from overspill.optim.gradient_norm import gradient_norm
+from overspill.optim.kernel import AdamHyper
+
+
+class LayerState(enum.Enum):
+    EMPTY = "no gradient"
+    RUNNING = "in its backward"
+    PARTIAL = "part of the gradient"
+    COMPLETE = "the whole gradient, kept until step()"
+    UPDATED = "updated during backward"
+
+
+class UpdateRule(Protocol):
+    """What a training step asks its optimizer."""
+
+    @property
+    def keep_gradients(self) -> bool:
+        """Whether updates wait for step(), because of clipping or without overlap."""
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether the current backward is not the last one of its step."""
+
+    def hyper(self, layer: int) -> AdamHyper | None:
+        """The numbers of the next update of a layer's experts; None if it does not have them."""
+
+
+class TrainingStep:
+    """Follows the backward passes of a step and tells the sink what to do with the gradients."""
+
+    def __init__(self, n_layers: int, sink: GradientSink, records: ExpertRecords) -> None:
+        self._sink = sink
+        self._records = records
+        self._rule: weakref.ref[UpdateRule] | None = None
+        self._states = [LayerState.EMPTY] * n_layers
+        self._steps = [0] * n_layers
+        # sets, because adding and removing is atomic and a graph may be freed in any thread
+        self._pending: list[set[PendingBackward]] = [set() for _ in range(n_layers)]
+        self._keeps = False  # whether this step's gradients are kept until step()
+        self._completing = False  # whether the running backward completes its layer's gradient
+        self._updated_with: dict[int, AdamHyper] = {}  # layers updated during backward
+
+    # -- the optimizer ----------------------------------------------------------------------
+
+    @property
+    def rule(self) -> UpdateRule | None:
+        """The optimizer, while something else holds it: the step must not keep it, and with it the
+        model, alive."""
+        return None if self._rule is None else self._rule()
+
+    def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> None:
+        """Follows `rule` from now on. An optimizer that replaces a deleted one starts from zero."""
+        if self.rule is not None and self.rule is not rule:
+            raise OrderError(
+                "the model has an optimizer already; use its parameter groups, or delete it first"
+            )
+        replaces = self._rule is not None
+        self._rule = weakref.ref(rule)
+        self._sink.attach(state_dtype, rule.keep_gradients)
+        if replaces:
+            self.discard()
+            self._sink.reset_states()
+            self._steps = [0] * len(self._steps)
+
+    def steps(self, layer: int) -> int:
+        """Updates of a layer so far, for the bias correction."""
+        return self._steps[layer]
+
+    def set_steps(self, layer: int, steps: int) -> None:
+        self._steps[layer] = steps
+
+    @property
+    def updates_at_once(self) -> bool:
+        """Whether a backward that runs now would update experts before step()."""
+        rule = self.rule
+        return rule is not None and not rule.keep_gradients and not rule.accumulating
+
+    # -- passes -----------------------------------------------------------------------------
+
+    def open_pass(self, layer_pass: LayerPass) -> None:
+        """A forward of trained experts whose backward will come, unless its graph is freed."""
+        pending = self._pending[layer_pass.layer]
+        pending.add(layer_pass.pending)
+        weakref.finalize(layer_pass, pending.discard, layer_pass.pending)
+
+    def check_forward(self, layer: int) -> None:
+        """A forward between a layer's backward and step() would use weights of neither step."""
+        if self._states[layer] in (LayerState.COMPLETE, LayerState.UPDATED):
+            raise OrderError(
+                "forward after backward without step(): call opt.step() after each backward (or, "
+                "with clipping, opt.zero_grad() to drop the gradients), or wrap the backward of "
+                "all micro-batches but the last in `with opt.accumulate():`"
+            )
+
+    def begin_backward(self, layer_pass: LayerPass) -> bool:
+        """Before the first wave of a layer's backward; whether weight gradients are needed."""
+        layer = layer_pass.layer
+        was_pending = layer_pass.pending in self._pending[layer]
+        self._pending[layer].discard(layer_pass.pending)
+        rule = self.rule
+        if rule is None:
+            raise OrderError(
+                "backward through offloaded experts needs their optimizer: create "
+                "overspill.AdamW(model, lr=...) before the first backward"
+            )
+        if not was_pending or self._states[layer] in (LayerState.COMPLETE, LayerState.UPDATED):
+            raise OrderError(
+                f"MoE layer {layer} got a second backward before step(), or one of a graph from "
+                "before step(); call opt.step() after each backward, or wrap all but the last in "
+                "`with opt.accumulate():`"
+            )
+        self._check_finished(layer)
+        hyper = rule.hyper(layer)
+        if hyper is None:
+            return False
+        self._states[layer] = LayerState.RUNNING
+        self._keeps = rule.keep_gradients
+        self._completing = not rule.accumulating and not self._pending[layer]
+        if self._completing and not self._keeps:
+            self._updated_with[layer] = hyper
+        return True
+
+    def deliver(self, layer_pass: LayerPass, wave: Wave, dw: Sequence[Tensor]) -> None:
+        """Takes the gradients of a wave."""
+        layer = layer_pass.layer
+        assert self._states[layer] is LayerState.RUNNING
+        with self._forgotten_if_not_finite():
+            self._sink.add(layer, wave, dw, self._updated_with.get(layer))
+
+    def end_backward(self, layer_pass: LayerPass) -> None:
+        """After the last wave of a layer's backward."""
+        layer = layer_pass.layer
+        if self._states[layer] is not LayerState.RUNNING:
+            return
+        if self._completing:
+            self._complete(layer, layer_pass.rows.counts, self._updated_with.get(layer))
+        else:
+            self._states[layer] = LayerState.PARTIAL
+
+    def _complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
+        with self._forgotten_if_not_finite():
+            self._sink.complete_layer(layer, counts, hyper)
+        self._states[layer] = LayerState.COMPLETE if hyper is None else LayerState.UPDATED
+
+    @contextmanager
+    def _forgotten_if_not_finite(self) -> Iterator[None]:
+        """A sink that raises NonFiniteError has updated nothing: the step starts over."""
+        try:
+            yield
+        except NonFiniteError:
+            self._forget()
+            raise
+
+    # -- the end of a step --------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Ends a step: kept gradients update the experts."""
+        rule = self.rule
+        assert rule is not None
+        for layer in range(len(self._states)):
+            self._check_finished(layer)
+        self._check_unchanged(rule)
+        self._records.mark_changed()
+        for layer, state in enumerate(self._states):
+            self._pending[layer].clear()  # a graph from before the step must not train after it
+            if state is LayerState.PARTIAL:
+                # a graph was freed, or every backward ran under accumulate()
+                self._complete(layer, None, None if self._keeps else rule.hyper(layer))
+        kept = {
+            layer: hyper
+            for layer, state in enumerate(self._states)
+            if state is LayerState.COMPLETE and (hyper := rule.hyper(layer)) is not None
+        }
+        updated = [n for n, state in enumerate(self._states) if state is not LayerState.EMPTY]
+        self._forget()
+        self._sink.end_step(kept)
+        for layer in updated:
+            self._steps[layer] += 1
+
+    def _check_finished(self, layer: int) -> None:
+        if self._states[layer] is LayerState.RUNNING:
+            remedy = (
+                "call opt.zero_grad() to drop the gradients"
+                if self._keeps
+                else "some experts were updated already: load the last checkpoint"
+            )
+            raise OrderError(f"a backward failed inside MoE layer {layer}; {remedy}")
+
+    def _check_unchanged(self, rule: UpdateRule) -> None:
+        """Dense parameters use the numbers at step(), experts those at backward."""
+        if self._has_gradients() and self._keeps != rule.keep_gradients:
+            raise OrderError(
+                "clipping (or overlap_updates) was switched between backward and step(); switch it "
+                "after step()"
+            )
+        for layer, hyper in self._updated_with.items():
+            if rule.hyper(layer) != hyper:
+                raise OrderError(
+                    "the learning rate (or another number of the optimizer) changed between "
+                    "backward and step(), when the experts had been updated; change it after "
+                    "step(), or set max_grad_norm, which updates them in step()"
+                )
+
+    def gradient_squares(self) -> float:
+        """Sum of squares of all expert gradients of this step; waits for them."""
+        return self._sink.sum_of_squares()
+
+    def waiting_norm(self, layer: int) -> Tensor | None:
+        """The norm of all kept gradients for the lowest layer that has one, None for the others."""
+        layers = [n for n, state in enumerate(self._states) if state is not LayerState.EMPTY]
+        if not self._keeps or layer != min(layers, default=None):
+            return None
+        return torch.tensor([gradient_norm((), self.gradient_squares())], dtype=torch.float32)
+
+    def discard(self) -> None:
+        """Drops the gradients of this step; the experts stay as they are."""
+        self._sink.discard()
+        self._forget()
+
+    def zero_grad(self) -> None:
+        """Drops kept gradients that were not used."""
+        if self._updated_with:
+            raise OrderError(
+                "zero_grad() after backward without step(): the experts were updated during "
+                "backward already; call step() first, or set max_grad_norm (or overlap_updates="
+                "False), which keeps gradients until step()"
+            )
+        if self._has_gradients():
+            self.discard()
+
+    def check_between_steps(self, what: str) -> None:
+        """Between backward and step() experts may be one update ahead of the dense parameters."""
+        if self._updated_with:
+            raise OrderError(
+                f"the model cannot be {what} between backward and step(): its experts were updated "
+                "during backward, the rest was not; call opt.step() first"
+            )
+
+    def _has_gradients(self) -> bool:
+        return any(state is not LayerState.EMPTY for state in self._states)
+
+    def _forget(self) -> None:
+        self._states = [LayerState.EMPTY] * len(self._states)
+        self._updated_with.clear()

@@ -1,0 +1,27 @@
+"""The global gradient norm."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def gradient_norm(dense: Sequence[Tensor], expert_squares: float) -> float:
+    """The 2-norm over dense gradients and experts, given the experts' sum of squares. Sums of
+    squares are float64, so that several processes can add theirs before the root."""
+    squares = expert_squares
+    if dense:
+        norms = torch.stack(torch._foreach_norm(list(dense), 2, dtype=torch.float32))
+        squares += float(norms.double().square().sum().item())
+    return math.sqrt(squares)
+
+
+def expert_squares(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of each expert's gradient, whose tensors are stacked in `parts`; float32,
+    and the same bits however many experts are stacked."""
+    squares = [
+        torch.linalg.vector_norm(part.flatten(1), dim=1, dtype=torch.float32).square()
+        for part in parts
+    ]
+    return torch.stack(squares).sum(0)

@@ -1,0 +1,132 @@
+"""Copy streams and their events: CUDA streams, or their CPU counterparts, where a copy has ended
+when the call returns. All waiting between compute and copies is expressed with these."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from overspill.trace.recorder import Recorder
+from overspill.transfer.driver import Event, copy_on, new_event
+
+Inject = Callable[[str], None]
+"""Called before every transfer, CPU task and optimizer job with its kind. Fault-injection tests
+sleep or raise here."""
+
+
+class StreamEvent:
+    """A point on a stream. Without an event (on a CPU) it has always completed."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: Event | None = None) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        """Blocks the calling thread until the stream has reached this point."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+COMPLETED = StreamEvent()
+
+
+class CopyStream:
+    """Copies in one direction, in order. `name` is their lane in the trace."""
+
+    def __init__(self, name: str, device: torch.device, recorder: Recorder, inject: Inject | None):
+        self.name = name
+        self.recorder = recorder
+        self.inject = inject
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run_inject(self) -> None:
+        """Calls the fault injection, if there is any, with this stream as the current one."""
+        if self.inject is None:
+            return
+        if self.stream is None:
+            self.inject(self.name)
+            return
+        with torch.cuda.stream(self.stream):  # it may put a delay there
+            self.inject(self.name)
+
+    def copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, after: Iterable[StreamEvent] = ()
+    ) -> StreamEvent:
+        """Copies (destination, source) pairs after the given events; returns the end event."""
+        size = sum(source.nbytes for _, source in pairs)
+        self.recorder.add_bytes(self.name, size)
+        stream = self.stream
+        if stream is None:
+            self.run_inject()
+            with self.recorder.span(self.name, label, size):
+                for destination, source in pairs:
+                    destination.copy_(source)
+            return COMPLETED
+        for event in after:
+            if event.event is not None:
+                event.event.wait(stream)
+        self.run_inject()
+        traced = self.recorder.enabled
+        start = torch.cuda.Event(enable_timing=True) if traced else None
+        if start is not None:
+            start.record(stream)
+        for destination, source in pairs:
+            copy_on(stream, destination, source)
+        if start is not None:
+            stop = torch.cuda.Event(enable_timing=True)
+            stop.record(stream)
+            self.recorder.device_span(self.name, label, start, stop, size)
+        # blocking: a thread that waits for it must not use a core that the optimizer needs
+        end = new_event(stream.device, blocking=True)
+        end.record(stream)
+        return StreamEvent(end)
+
+
+def record_event(device: torch.device, spin: bool = False) -> StreamEvent:
+    """Records an event on the current compute stream. A thread that waits for it sleeps, or with
+    `spin`, for short waits, polls."""
+    if device.type != "cuda":
+        return COMPLETED
+    event = new_event(device, blocking=not spin)
+    event.record(torch.cuda.current_stream(device))
+    return StreamEvent(event)
+
+
+def wait_event(device: torch.device, event: StreamEvent) -> None:
+    """Makes the current compute stream, not the host, wait for `event`."""
+    if event.event is not None:
+        event.event.wait(torch.cuda.current_stream(device))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copies a small tensor of the compute stream to pinned memory and waits for it."""
+    if tensor.device.type != "cuda":
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    record_event(tensor.device, spin=True).wait()
+    return copy
+
+
+class Timestamp:
+    """The time at which the current compute stream reaches this point; on a CPU, now."""
+
+    __slots__ = ("_event", "_seconds")
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def seconds_until(self, later: "Timestamp") -> float:
+        """Seconds between two timestamps that the stream has passed."""
+        if self._event is not None and later._event is not None:
+            return float(self._event.elapsed_time(later._event)) / 1e3
+        return later._seconds - self._seconds
