@@ -203,12 +203,12 @@ def _product(
     group, row, end = _tile_of_rows(m_tile, ends_ptr, n_groups, BLOCK_M, SEARCH)
     if row >= end:
         return
-    # Rows times strides, and weights of many groups, can pass 2^31; offsets inside a tile cannot.
-    row = row.to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    m_inside, n_inside = (row + m < end)[:, None], (n < N)[None, :]
+    m_inside, n_inside = (m < end - row)[:, None], (n < N)[None, :]
+    # Rows times strides, and weights of many groups, can pass 2^31; offsets inside a tile cannot.
+    row = row.to(tl.int64)
     a_ptrs = a_ptr + row * stride_ar + (m[:, None] * stride_ar + k[None, :] * stride_ak)
     w_ptrs = w_ptr + group.to(tl.int64) * stride_wg
     w_ptrs += k[:, None] * stride_wk + n[None, :] * stride_wn
