@@ -123,7 +123,9 @@ def test_waves_follow_autograd(layout: dict, device: str) -> None:
     case = Case.make("some without tokens", device=device, n_tokens=23, **layout)
     with grouped.forced("triton"):
         got = by_waves(case, (0, 1, N_EXPERTS), host_counts=False)
-    got.assert_close(by_autograd(case), rtol=1e-5, atol=1e-5)
+    # On a GPU the fused activation, with its approximate exponentials, is part of the wave.
+    tolerance = 1e-5 if device == "cpu" else 1e-4
+    got.assert_close(by_autograd(case), rtol=tolerance, atol=tolerance)
 
 
 @every_device
