@@ -13,6 +13,10 @@ import torch
 # Tiny tensors gain nothing from many threads, and the tests share the machine.
 torch.set_num_threads(min(2, len(os.sched_getaffinity(0))))
 
+# Without a GPU, Triton kernels run in its interpreter, which it chooses when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # GPU machines may have pytest alone; the property tests are then skipped by their own imports.
 with contextlib.suppress(ModuleNotFoundError):
     from hypothesis import settings

@@ -6,28 +6,21 @@ cumulative row counts inside the wave, `counts` the same on the host, not cumula
 
 A wave may hold a part of an expert's rows only: run it once for each part and add the dw.
 
-Two ways through: `grouped_mm`, one kernel for the wave, where the GPU has it; else a loop over the
-experts. The loop does everything expert by expert, the activation too, so an expert's results are
-the same bits in whatever wave it runs.
+A wave computes with grouped kernels, one for all its experts, or as a loop over the experts;
+`grouped.backend_for` chooses. The loop does everything expert by expert, the activation too, so an
+expert's results are the same bits in any wave.
 """
 
-import functools
 import itertools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from overspill.compute import grouped
 from overspill.compute.activation import Activation, Fused
 from overspill.core.experts import ExpertShape
-
-_log = logging.getLogger(__name__)
-
-# The kernel behind grouped_mm has one thread a group in its set-up block.
-_MAX_GROUPS = 1024
 
 
 @dataclass(frozen=True)
@@ -86,10 +79,11 @@ def wave_forward(
     """
     own = _Parameters.of(weights, shape)
     activation = activation or Fused(shape.gated)
-    if _grouped(x_RD, weights, shape):
-        hidden = _hidden_grouped(x_RD, own, ends)
+    backend = grouped.backend_for(x_RD, weights, shape)
+    if backend != "loop":
+        hidden = _hidden_grouped(backend, x_RD, own, ends)
         a_RH = activation.forward(hidden)
-        y_RD = F.grouped_mm(a_RH, own.w_out.transpose(1, 2), offs=ends)
+        y_RD = grouped.product(backend, a_RH, own.w_out.transpose(1, 2), ends)
         return _add_bias(y_RD, own.b_out, ends), hidden
     y_RD = torch.empty_like(x_RD)
     hidden = x_RD.new_empty(x_RD.shape[0], shape.in_rows)
@@ -121,13 +115,15 @@ def wave_backward(
     """
     own = _Parameters.of(weights, shape)
     activation = activation or Fused(shape.gated)
-    backward = _backward_grouped if _grouped(x_RD, weights, shape) else _backward_loop
-    return backward(
-        x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation
-    )
+    rest = (own, shape, ends, counts, hidden, need_dw, activation)
+    backend = grouped.backend_for(x_RD, weights, shape)
+    if backend == "loop":
+        return _backward_loop(x_RD, dy_RD, row_weight_R, *rest)
+    return _backward_grouped(backend, x_RD, dy_RD, row_weight_R, *rest)
 
 
 def _backward_grouped(
+    backend: grouped.Backend,
     x_RD: Tensor,
     dy_RD: Tensor,
     row_weight_R: Tensor,
@@ -141,8 +137,8 @@ def _backward_grouped(
 ) -> WaveGrads:
     recomputed = hidden is None
     if hidden is None:
-        hidden = _hidden_grouped(x_RD, own, ends)
-    da_RH = F.grouped_mm(dy_RD, own.w_out, offs=ends)
+        hidden = _hidden_grouped(backend, x_RD, own, ends)
+    da_RH = grouped.product(backend, dy_RD, own.w_out, ends)
     # A kept hidden may belong to a graph that is run backward again: only our own is overwritten.
     act = activation.backward(hidden, da_RH, row_weight_R, recomputed)
     del da_RH, hidden
@@ -154,16 +150,15 @@ def _backward_grouped(
         pairs = [(act.dh, x_RD), (dy_RD, act.weighted_RH)]  # w_in, w_out: rows, then columns
         if shape.transposed:
             pairs = [(columns, rows) for rows, columns in pairs]
-        dw = tuple(F.grouped_mm(rows.t(), columns, offs=ends) for rows, columns in pairs)
         if shape.bias:
             # a product with ones sums the rows of each expert, always in the same order
             ones = x_RD.new_ones(x_RD.shape[0], 8)
             weighted = (dy_RD * row_weight_R.unsqueeze(-1)).to(dy_RD.dtype)
-            sums = [F.grouped_mm(ones.t(), rows, offs=ends) for rows in (act.dh, weighted)]
-            dw += tuple(total[:, 0] for total in sums)
-        for grad in dw:
-            _zero_empty(grad, ends, counts)
-    dx_RD = F.grouped_mm(act.dh, own.w_in, offs=ends)
+            pairs += [(ones, act.dh), (ones, weighted)]
+        dw = tuple(grouped.weight_grad(backend, a, b, ends, counts) for a, b in pairs)
+        if shape.bias:
+            dw = (*dw[:2], *(total[:, 0] for total in dw[2:]))
+    dx_RD = grouped.product(backend, act.dh, own.w_in, ends)
     return WaveGrads(dx_RD, dw, drow_weight_R)
 
 
@@ -207,8 +202,10 @@ def _backward_loop(
     return WaveGrads(dx_RD, dw, drow_weight_R)
 
 
-def _hidden_grouped(x_RD: Tensor, own: _Parameters, ends: Tensor) -> Tensor:
-    hidden = F.grouped_mm(x_RD, own.w_in.transpose(1, 2), offs=ends)
+def _hidden_grouped(
+    backend: grouped.Backend, x_RD: Tensor, own: _Parameters, ends: Tensor
+) -> Tensor:
+    hidden = grouped.product(backend, x_RD, own.w_in.transpose(1, 2), ends)
     return _add_bias(hidden, own.b_in, ends)
 
 
@@ -235,52 +232,3 @@ def _expert_rows(ends: Tensor, counts: Sequence[int] | None) -> list[tuple[int, 
         (expert, slice(start, stop))
         for expert, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True))
     ]
-
-
-def _zero_empty(dw: Tensor, ends: Tensor, counts: Sequence[int] | None) -> None:
-    """Zeroes the gradients of experts without rows.
-
-    grouped_mm promises nothing there: on Hopper it writes zeros, on Blackwell it leaves garbage
-    (pytorch#172439).
-    """
-    if counts is None:
-        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
-        dw.masked_fill_(empty.view(-1, *[1] * (dw.dim() - 1)), 0)
-        return
-    for expert, count in enumerate(counts):
-        if count == 0:
-            dw[expert].zero_()
-
-
-def _grouped(x_RD: Tensor, weights: Tensor, shape: ExpertShape) -> bool:
-    """Whether one grouped_mm kernel can do this wave."""
-    if not x_RD.is_cuda or x_RD.shape[0] == 0:
-        return False
-    # The kernel loads 16 bytes at once: rows of matrices and records must begin on such a border.
-    aligned = (
-        shape.d_model % 8 == 0
-        and shape.d_hidden % 8 == 0
-        and weights.stride(0) % 8 == 0
-        and weights.data_ptr() % 16 == 0
-    )
-    ok = x_RD.dtype is torch.bfloat16 and _has_kernel(x_RD.device) and aligned
-    if not ok:
-        _say_loop(x_RD.dtype, aligned)
-    return ok and weights.shape[0] < _MAX_GROUPS
-
-
-@functools.cache
-def _has_kernel(device: torch.device) -> bool:
-    # Elsewhere grouped_mm is itself a loop over groups that first copies the ends to the host; ours
-    # is the same loop without that wait.
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-@functools.cache
-def _say_loop(dtype: torch.dtype, aligned: bool) -> None:
-    why = f"{dtype}" if aligned else "sizes that are not multiples of 8"
-    _log.warning(
-        "grouped_mm: not for %s on this GPU, experts of a wave run one by one (slower); "
-        "use bfloat16, sizes in multiples of 8 and a GPU of compute capability 9 or 10",
-        why,
-    )

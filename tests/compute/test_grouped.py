@@ -1,0 +1,46 @@
+"""Which backend computes the products of a wave."""
+
+import pytest
+import torch
+
+from overspill.compute import grouped
+from overspill.core.experts import ExpertShape
+
+
+def chosen(
+    dtype: torch.dtype, device: str, d_model: int = 16, n_rows: int = 5, n_experts: int = 2
+) -> grouped.Backend:
+    shape = ExpertShape(d_model, 32, gated=True)
+    x = torch.zeros(n_rows, d_model, dtype=dtype, device=device)
+    weights = torch.zeros(n_experts, shape.numel, dtype=dtype, device=device)
+    return grouped.backend_for(x, weights, shape)
+
+
+def test_the_cpu_loops_over_experts() -> None:
+    assert chosen(torch.bfloat16, "cpu") == "loop"
+    assert chosen(torch.float32, "cpu") == "loop"
+
+
+def test_a_forced_backend_holds_until_the_context_ends() -> None:
+    with grouped.forced("triton"):
+        assert chosen(torch.float32, "cpu") == "triton"
+        with grouped.forced("loop"):
+            assert chosen(torch.float32, "cpu") == "loop"
+        assert chosen(torch.float32, "cpu") == "triton"
+    with pytest.raises(ZeroDivisionError), grouped.forced("triton"):
+        raise ZeroDivisionError
+    assert chosen(torch.float32, "cpu") == "loop"
+
+
+@pytest.mark.gpu
+def test_a_gpu_uses_torch_where_it_can_and_triton_for_the_rest() -> None:
+    pytest.importorskip("triton")
+    major, _ = torch.cuda.get_device_capability()
+    if major < 8:
+        pytest.skip("no grouped kernels below compute capability 8")
+    assert chosen(torch.bfloat16, "cuda") == ("torch" if major in (9, 10) else "triton")
+    assert chosen(torch.bfloat16, "cuda", d_model=20) == "triton"
+    assert chosen(torch.bfloat16, "cuda", n_experts=1024) == "triton"
+    assert chosen(torch.float32, "cuda") == "triton"
+    assert chosen(torch.float64, "cuda") == "loop"
+    assert chosen(torch.bfloat16, "cuda", n_rows=0) == "loop"
