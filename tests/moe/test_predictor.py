@@ -14,7 +14,6 @@ import overspill.moe.predictor as predictor_module
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
-from overspill.moe.popularity import Simulated
 from overspill.moe.predictor import (
     LEARN_TOKENS,
     PREDICTOR_COPIES,
@@ -26,6 +25,7 @@ from overspill.moe.predictor import (
     token_accuracy,
 )
 from overspill.moe.router import Router
+from overspill.simulate import DrawnRouting
 
 CPU = torch.device("cpu")
 D, E, K = 24, 8, 2
@@ -139,7 +139,7 @@ def test_it_follows_a_gate_in_training() -> None:
 
 def test_counts_are_corrected_by_what_they_were_off() -> None:
     """Nothing in these tokens tells their experts, but some experts are popular."""
-    source = Simulated(1, E, K, 0.3)
+    source = DrawnRouting.with_imbalance(1, E, K, 0.3)
     predictor = Predictor(torch.randn(E, D), E, D, CPU)
     shares = K * torch.tensor(source.shares(0))
 
