@@ -61,9 +61,9 @@ class Sharing:
         self._here: frozenset[int] = frozenset()
         self._forward: dict[int, frozenset[int]] = {}  # of each layer, lately
         self._ahead: dict[int, tuple[Sequence[float], frozenset[int]]] = {}
-        self._costs: dict[tuple[Phase, bool], SplitCosts] = {}
+        self._costs: dict[Phase, SplitCosts] = {}
         self._gaps: dict[Phase, float] = {}
-        self._paces: dict[tuple[Phase, bool], float] = {}
+        self._paces: dict[Phase, float] = {}
         self._handover: float | None = None
 
     @property
@@ -72,10 +72,8 @@ class Sharing:
         is nothing for runs that are to repeat to the bit."""
         if not self.on or torch.are_deterministic_algorithms_enabled():
             return False
-        if self.costs is None:
-            return True
-        # the most that it could spare the link: a whole layer
-        return self._claim() < self.course.n_experts * self.costs.load
+        # the optimizer needs the cores when experts are trained
+        return self.costs is None or not self.trained
 
     def likely(self, layer: int) -> bool:
         """Whether the CPU will have a share in the pass that is about to begin, as far as is known
@@ -182,11 +180,10 @@ class Sharing:
         give now."""
         if self.costs is None:
             return
-        kind = phase, False
-        expected = sum(map(self._measured(kind).cpu, tokens))
+        expected = sum(map(self._measured(phase).cpu, tokens))
         pace = min(_SLOWEST, seconds / expected)
-        before = self._paces.get(kind, 1.0)
-        self._paces[kind] = before + _LEARN * (pace - before)
+        before = self._paces.get(phase, 1.0)
+        self._paces[phase] = before + _LEARN * (pace - before)
 
     def note_handover(self, seconds: float) -> None:
         """The way to the CPU and back, if not more: the least of late is believed."""
@@ -198,40 +195,31 @@ class Sharing:
     def _forget(self, phase: Phase) -> None:
         if phase in self._gaps:
             self._gaps[phase] *= _FORGET
-        kind = self._kind(phase)
-        if kind in self._paces:
-            self._paces[kind] += (1 - _FORGET) * (1 - self._paces[kind])
-
-    def _kind(self, phase: Phase) -> tuple[Phase, bool]:
-        """The direction, and whether gradients of weights are made."""
-        return phase, self.trained and phase is Phase.BACKWARD
+        if phase in self._paces:
+            self._paces[phase] += (1 - _FORGET) * (1 - self._paces[phase])
 
     def _costs_of(self, phase: Phase) -> SplitCosts:
         assert self.costs is not None
-        kind = self._kind(phase)
-        known, pace = self._measured(kind), self._paces.get(kind, 1.0)
+        known, pace = self._measured(phase), self._paces.get(phase, 1.0)
         handover = self.costs.round_trip if self._handover is None else self._handover
         return replace(
             known,
             cpu=lambda tokens: pace * known.cpu(tokens),
             fixed=handover + self._gaps.get(phase, 0.0),
-            claim=self._claim(),
         )
 
-    def _measured(self, kind: tuple[Phase, bool]) -> SplitCosts:
-        known = self._costs.get(kind)
+    def _measured(self, phase: Phase) -> SplitCosts:
+        known = self._costs.get(phase)
         if known is None:
-            known = self._costs[kind] = self._split_costs(*kind)
+            known = self._costs[phase] = self._split_costs(phase)
         return known
 
-    def _split_costs(self, phase: Phase, trained: bool) -> SplitCosts:
+    def _split_costs(self, phase: Phase) -> SplitCosts:
         assert self.costs is not None
         own = self.costs
         cpu, gpu = own.cpu_forward, own.gpu_forward
         if phase is Phase.BACKWARD:
             cpu, gpu = own.cpu_backward, own.gpu_backward
-            if trained:
-                cpu, gpu = own.cpu_train, own.gpu_train
 
         # asked for the same few numbers again and again, in a hurry
         @functools.lru_cache(_KNOWN)
@@ -240,9 +228,3 @@ class Sharing:
 
         times = functools.lru_cache(_KNOWN)(gpu)
         return SplitCosts(own.load, own.load_beside, cpu_beside, times, fixed=0.0)
-
-    def _claim(self) -> float:
-        """The optimizer updates every expert of a layer once in the time of its two passes."""
-        if not self.trained or self.costs is None:
-            return 0.0
-        return self.course.n_experts * self.costs.update_beside / 2
