@@ -23,7 +23,7 @@ from overspill.models.presets import get_preset
 from overspill.moe.engine import Engine
 from overspill.moe.functions import routed_experts
 from overspill.moe.layer import MoE
-from overspill.moe.popularity import Simulated, routed_by
+from overspill.simulate import DrawnRouting, routed_by
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
 
@@ -123,7 +123,7 @@ def frozen(args: argparse.Namespace) -> None:
     run = passes(model, 512)
     found = {}
     for zipf in (True, False):
-        source = Simulated(N_LAYERS, N_EXPERTS, TOP_K, g=0.4, seed=1, zipf=zipf)
+        source = DrawnRouting.with_imbalance(N_LAYERS, N_EXPERTS, TOP_K, g=0.4, seed=1, zipf=zipf)
         with routed_by(model, source):
             on, off = found[zipf] = in_turn(engine, run, args.rounds, each=3, warm=2)
             if args.timeline is not None and not zipf:
@@ -176,8 +176,10 @@ def sweep(args: argparse.Namespace) -> None:
         run = passes(model, tokens)
         row: dict[str, str] = {"tokens": f"{tokens:,}"}
         for g in (UNIFORM, *map(float, args.g.split(","))):
-            # two experts a token cannot be more uneven than one half; the paper's places may repeat
-            source = Simulated(N_LAYERS, N_EXPERTS, TOP_K, g=g, seed=1, repeat=g > 1 / TOP_K)
+            # two distinct experts a token limit G to one half; the paper allows repeated ones
+            source = DrawnRouting.with_imbalance(
+                N_LAYERS, N_EXPERTS, TOP_K, g=g, seed=1, repeat=g > 1 / TOP_K
+            )
             with routed_by(model, source):
                 on, off = in_turn(engine, run, args.rounds, each=1 if tokens > 8192 else 2)
             found = ratio(on, off)

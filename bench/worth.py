@@ -24,8 +24,8 @@ import overspill
 from overspill.compute.cpu_kernel import cpu_library
 from overspill.models.presets import get_preset
 from overspill.moe.layer import MoE
-from overspill.moe.popularity import Simulated, routed_by
 from overspill.moe.streaming import StreamingEngine
+from overspill.simulate import DrawnRouting, routed_by
 from overspill.transfer.driver import porter_calls
 from overspill.transfer.loader import Loader
 from overspill.transfer.ported import PortedLoader
@@ -143,7 +143,7 @@ def frozen(rounds: int, simulated: bool, share: float) -> dict[str | None, list[
         torch.cuda.synchronize()
 
     if simulated:
-        with routed_by(model, Simulated(16, 16, 2, g=0.4, seed=1)):
+        with routed_by(model, DrawnRouting.with_imbalance(16, 16, 2, g=0.4, seed=1)):
             found = in_rounds(model.overspill, there_and_back, rounds, warm=2, each=3)
     else:
         found = in_rounds(model.overspill, there_and_back, rounds, warm=2, each=3)

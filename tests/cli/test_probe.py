@@ -39,7 +39,7 @@ def test_tables_are_printed_and_the_second_time_it_is_known(
 ) -> None:
     assert app(TINY) == 0
     out = capsys.readouterr().out
-    for words in ("The machine", "One expert, ms", "tokens", "not asked: give --disk FOLDER"):
+    for words in ("The machine", "One expert, ms", "tokens", "not measured: give --disk FOLDER"):
         assert words in out
     for line in lacking(usable_cores(), cpu_kernel_name(), torch.cuda.is_available()):
         assert line in out

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,11 +90,17 @@ def test_changed_source_or_flags_is_another_library(
 
 
 @needs_compiler
-def test_damaged_library_is_built_again(tmp_path: Path, source: Path) -> None:
-    folder = native.cache_folder()
-    damaged = folder / f"answer-{native._key(source, native.find_compiler())}.so"
-    damaged.write_bytes(b"not a library")
-    assert _answer(native.load_library(source, "answer")) == 42
+def test_a_truncated_library_is_compiled_again(tmp_path: Path, source: Path) -> None:
+    """Loading it would end the process with a bus error."""
+    native.load_library(source, "answer")
+    (library,) = _libraries(tmp_path)
+    complete = library.read_bytes()
+    for length in (0, 31, 5000, len(complete) - 1):
+        _forget()
+        library.unlink()  # the loaded one stays mapped
+        library.write_bytes(complete[:length])
+        assert _answer(native.load_library(source, "answer")) == 42
+        assert library.read_bytes() == complete
 
 
 @needs_compiler
@@ -109,13 +116,71 @@ def test_processes_may_race(tmp_path: Path, source: Path) -> None:
     assert len(_libraries(tmp_path)) == 1
 
 
-@needs_compiler
-def test_unwritable_cache_falls_back_to_a_temporary_folder(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("no folder can be made in a file")
+@pytest.fixture
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, when the user's cache cannot be written."""
+    (tmp_path / "file").touch()
+    (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "temporary"
+
+
+@needs_compiler
+def test_without_a_cache_a_second_process_does_not_compile(
+    no_cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert _answer(native.load_library(source, "answer")) == 42
+    assert [folder.name for folder in no_cache.iterdir()] == [f"overspill-cache-{os.getuid()}"]
+    _forget()
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert _answer(native.load_library(source, "answer")) == 42
+
+
+def test_without_a_home_folder_there_is_a_cache(
+    no_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert native.cache_folder().parent == no_cache
+
+
+@pytest.mark.parametrize("kind", ["others may write", "a link", "a file"])
+def test_a_folder_that_others_may_have_filled_is_not_used(kind: str, no_cache: Path) -> None:
+    name = no_cache / f"overspill-cache-{os.getuid()}"
+    if kind == "a link":
+        (no_cache / "elsewhere").mkdir()
+        name.symlink_to(no_cache / "elsewhere")
+    elif kind == "a file":
+        name.touch()
+    else:
+        name.mkdir()
+        name.chmod(0o777)
+    assert native.cache_folder().name.startswith("overspill-tmp-")
+
+
+def test_a_temporary_folder_is_removed_at_exit(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / f"overspill-cache-{os.getuid()}").touch()
+    script = "from overspill.hardware.native import cache_folder; print(cache_folder())"
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    changes = {
+        "PYTHONPATH": path,
+        "XDG_CACHE_HOME": str(tmp_path / "file"),
+        "TMPDIR": str(tmp_path),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **changes},
+        capture_output=True,
+        text=True,
+    )
+    folder = Path(result.stdout.strip())
+    assert folder.parent == tmp_path
+    assert not folder.exists()
 
 
 @needs_compiler

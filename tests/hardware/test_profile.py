@@ -39,13 +39,9 @@ def some_costs(shape: ExpertShape = SHAPE, threads: int = 2) -> ExpertCosts:
         load_beside=0.4,
         cpu_forward=CURVE,
         cpu_backward=CURVE,
-        cpu_train=CURVE,
         cpu_beside=1.5,
         gpu_forward=CURVE,
         gpu_backward=CURVE,
-        gpu_train=CURVE,
-        update=0.2,
-        update_beside=0.3,
         round_trip=1e-4,
     )
 
@@ -56,12 +52,9 @@ def some_limits() -> MachineProfile:
         kernel="avx512",
         transfers=(Transfer(65536, 1e9, 2e9, 0.5e9, 0.6e9),),
         host_read=1e10,
-        host_read_beside=0.7e10,
-        upload_beside=0.9e9,
         ssd_read=None,
         ssd_write=None,
         matrix=None,
-        matrix_cpu=1e12,
     )
 
 
@@ -88,6 +81,18 @@ def test_the_profile_of_another_machine_or_version_is_not_trusted(
     path = write_profile(other, tmp_path / "profile.json")
     assert read_profile(path) == Profile(this_machine(), this_version())
     assert "is of quite another; measuring again" in caplog.text
+
+
+def test_a_profile_of_an_older_format_is_measured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = json.loads(json.dumps(dataclasses.asdict(some_profile())))
+    data["version"] = data["version"].replace("format 2", "format 1")
+    data["experts"][0]["cpu_train"] = data["experts"][0]["cpu_forward"]
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(data))
+    assert read_profile(path) == Profile(this_machine(), this_version())
+    assert "format 1; measuring again" in caplog.text
 
 
 def _damage(data: dict[str, Any], *keys: str | int, value: object) -> str:

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +46,6 @@ def machines(draw: st.DrawFn) -> SplitCosts:
         cpu=Curve((1, knee, 1000), cpu),
         gpu=Curve((1, knee, 1000), tuple(itertools.accumulate(gpu, max))),
         fixed=draw(st.floats(0, 1e-3)),
-        claim=draw(st.sampled_from([0.0, 0.0, 1e-4, 3e-2])),
     )
 
 
@@ -93,17 +91,6 @@ def test_what_is_on_the_device_computes_there() -> None:
     chosen = split(tokens, set(range(0, 16, 2)), LIKE_MEASURED)
     assert chosen <= set(range(1, 16, 2))
     assert not split(tokens, set(range(16)), LIKE_MEASURED)
-
-
-@pytest.mark.parametrize("claim", [5e-3, 20e-3])
-def test_where_the_optimizer_needs_the_cores_the_cpu_takes_nothing(claim: float) -> None:
-    tokens = [450, 440, *[10] * 14]
-    alone = pass_time(tokens, set(), set(), LIKE_MEASURED)
-    chosen = split(tokens, set(), replace(LIKE_MEASURED, claim=claim))
-    if claim > alone:
-        assert not chosen
-    else:
-        assert len(chosen) < len(split(tokens, set(), LIKE_MEASURED))
 
 
 @given(counts, st.sets(st.integers(0, 8)), machines())

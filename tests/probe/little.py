@@ -17,7 +17,7 @@ from overspill.probe.clock import Effort
 from overspill.probe.experts import measure_expert
 from overspill.probe.measure import measure_disk, measure_machine
 
-CURVES = ("cpu_forward", "cpu_backward", "cpu_train", "gpu_forward", "gpu_backward", "gpu_train")
+CURVES = ("cpu_forward", "cpu_backward", "gpu_forward", "gpu_backward")
 LITTLE = Effort(
     seconds=0.002,
     slow=0.02,
@@ -73,5 +73,4 @@ def assert_costs(costs: ExpertCosts) -> None:
         assert all(0 < seconds < math.inf for seconds in curve.seconds), name
         assert list(curve.seconds) == sorted(curve.seconds), name
     assert costs.load_beside >= costs.load
-    assert costs.update_beside >= costs.update
     assert costs.cpu_beside >= 1

@@ -1,7 +1,6 @@
 """On a GPU: figures that any one would give. No property tests here: they may not be installed."""
 
 import gc
-import itertools
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ def test_a_gpu_is_measured() -> None:
     assert largest.down > 1e9
     assert largest.up_both <= 1.1 * largest.up
     assert largest.up > 0.9 * limits.transfers[0].up
-    assert limits.host_read_beside is not None
-    assert limits.host_read_beside <= 1.2 * limits.host_read
     assert limits.matrix is not None
     assert limits.matrix > 1e12
 
@@ -40,6 +37,5 @@ def test_an_expert_is_measured_on_a_gpu(dtype: torch.dtype) -> None:
     assert costs.load_beside >= 0.9 * costs.load
     assert costs.gpu_forward.tokens == (*TOKENS, 4 * TOKENS[-1])
     assert costs.gpu_forward(1024) < costs.cpu_forward(1024)
-    for one, other in itertools.pairwise(("cpu_forward", "cpu_backward", "cpu_train")):
-        assert getattr(costs, one)(256) < 1.2 * getattr(costs, other)(256)
+    assert costs.cpu_forward(256) < 1.2 * costs.cpu_backward(256)
     assert 1e-5 < costs.round_trip < 2e-3

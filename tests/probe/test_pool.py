@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from overspill.probe import pool
-from overspill.probe.pool import Pool, cold_bytes, fill_with_noise, last_cache
+from overspill.probe.pool import BufferRing, cold_bytes, fill_with_noise, last_cache
 
 
-def test_rows_are_given_in_turn() -> None:
-    own = Pool(3, 100, pinned=False)
+def test_buffers_are_used_in_turn() -> None:
+    own = BufferRing(3, 100, pinned=False)
     given = [own.take().data_ptr() for _ in range(6)]
     assert given[:3] == given[3:]
     assert len(set(given)) == 3
@@ -46,7 +46,7 @@ def test_noise_fills_all_of_it(numel: int, dtype: torch.dtype) -> None:
     into = torch.full((numel,), torch.nan, dtype=dtype)
     before = torch.get_rng_state()
     fill_with_noise(into, 0.02)
-    assert torch.equal(torch.get_rng_state(), before), "who offloads a model draws from it too"
+    assert torch.equal(torch.get_rng_state(), before), "the global generator is the user's"
     assert into.isfinite().all()
     assert into.float().abs().max() < 0.2
     assert (into != 0).float().mean() > 0.9

@@ -1,10 +1,10 @@
-"""Compile a C++ file on first use, and keep the library for the next run.
+"""Compiles a C++ file on first use, and caches the library.
 
-A kernel here is one plain C-ABI file without dependencies, so a compiler call of some seconds, once
-on a machine, is all it needs: no build system, no torch headers. It is called through ctypes, which
-drops the GIL for the call, so a kernel runs beside Python.
+A kernel is one C-ABI file without dependencies: it needs no build system and no torch headers. It
+is called through ctypes, which releases the GIL during the call.
 """
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -15,6 +15,7 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -22,23 +23,23 @@ from pathlib import Path
 
 log = logging.getLogger("overspill")
 
-# No -march: kernels choose their instruction set at run time, so a cache in a home folder that
-# several machines share is right on each. math-errno would keep sqrt from being vectorised.
+# No -march: kernels choose their instruction set at run time, because several machines may share
+# the cache in a home folder. math-errno would prevent the vectorization of sqrt.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno")
 
-# Two threads that want the same kernel must not compile it twice; other processes are kept apart
-# by os.replace instead.
+# Keeps two threads from compiling the same kernel; processes rely on os.replace instead.
 _lock = threading.Lock()
+_HASH_BYTES = hashlib.sha256().digest_size
 
 
 class _BuildError(Exception):
-    """Why there is no library, in words for the one warning."""
+    """The reason for the warning."""
 
 
 def load_library(source: Path, name: str) -> ctypes.CDLL | None:
-    """The library compiled from `source`, or None, with one warning that names `name` and why.
+    """The library compiled from `source`; None, with one warning, if that fails.
 
-    The answer is kept for the life of the process.
+    The result is cached for the life of the process.
     """
     with _lock:
         return _load_library(source, name)
@@ -56,12 +57,8 @@ def _load_library(source: Path, name: str) -> ctypes.CDLL | None:
 def _build_and_open(source: Path, name: str) -> ctypes.CDLL:
     compiler = find_compiler()
     library = cache_folder() / f"{name}-{_key(source, compiler)}.so"
-    if library.exists():
-        try:
-            return ctypes.CDLL(str(library))
-        except OSError:
-            library.unlink(missing_ok=True)  # damaged; the compiler is here, so make it again
-    _compile(compiler, source, library)
+    if not _is_complete(library):
+        _compile(compiler, source, library)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -69,12 +66,12 @@ def _build_and_open(source: Path, name: str) -> ctypes.CDLL:
 
 
 def find_compiler() -> list[str]:
-    """The compiler command: CXX if it is set (as for make, then nothing else), or a usual name."""
+    """The compiler command: CXX if set (as in make), or a usual name."""
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
         command = shlex.split(chosen)
         if shutil.which(command[0]) is None:
-            raise _BuildError(f"the compiler CXX={chosen!r} is not there; correct or unset CXX")
+            raise _BuildError(f"the compiler CXX={chosen!r} was not found; correct or unset CXX")
         return command
     for usual in ("c++", "g++", "clang++"):
         if shutil.which(usual) is not None:
@@ -89,9 +86,9 @@ def _key(source: Path, compiler: list[str]) -> str:
 
 
 def _texts(source: Path) -> list[str]:
-    """The source and the headers of ours that it includes, and those that they include."""
+    """The source and all headers that it includes with quotes, directly or not."""
     files, texts = [source], []
-    for file in files:  # which grow
+    for file in files:  # grows in the loop
         texts.append(file.read_text())
         names = re.findall(r'^#include "(.+)"$', texts[-1], re.MULTILINE)
         headers = dict.fromkeys(file.parent / name for name in names)
@@ -101,45 +98,78 @@ def _texts(source: Path) -> list[str]:
 
 @functools.cache
 def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "overspill"
+    """The user's cache, or a folder of this user among the temporary files if it is not writable.
+    The last resort is a temporary folder that is removed at exit."""
     try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(root) / "overspill"
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder  # only an attempt tells: access rights say nothing of a full disk
+        with tempfile.TemporaryFile(dir=folder):  # access rights do not reveal a full disk
+            return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        fallback = _own_temporary_folder()
+        log.info("no writable cache folder (%s); compiled kernels go to %s", error, fallback)
+        return fallback
+
+
+def _own_temporary_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"overspill-cache-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        # libraries of a folder that another user can write must not be loaded
+        private = status.st_uid == os.getuid() and not status.st_mode & 0o077
+        if stat.S_ISDIR(status.st_mode) and private:
+            return folder
     except OSError as error:
-        instead = Path(tempfile.mkdtemp(prefix="overspill-"))
-        log.info("%s is not writable (%s); compiled kernels go to %s", folder, error, instead)
-        return instead
+        log.info("%s cannot be used: %s", folder, error)
+    temporary = Path(tempfile.mkdtemp(prefix="overspill-tmp-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
 
 
 def _compile(compiler: list[str], source: Path, library: Path) -> None:
-    """Written aside and renamed, so another process sees a whole library or none."""
-    handle, aside = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".tmp")
+    """Compiles to a temporary file, appends its hash, and renames it when it is on disk: other
+    processes, also after a power failure, find a complete library or none."""
+    handle, temporary = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".tmp")
     os.close(handle)
     try:
-        command = [*compiler, *FLAGS, str(source), "-o", aside]
+        command = [*compiler, *FLAGS, str(source), "-o", temporary]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise _BuildError(f"{shlex.join(compiler)} failed: {_first_error(result.stderr)}")
-        os.replace(aside, library)
+        digest = hashlib.sha256(Path(temporary).read_bytes()).digest()
+        with open(temporary, "ab") as file:
+            file.write(digest)  # ELF loaders ignore what follows the last section
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, library)
     except OSError as error:
         raise _BuildError(f"{shlex.join(compiler)} could not run: {error}") from error
     finally:
-        Path(aside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _is_complete(library: Path) -> bool:
+    """Whether the cached library matches its hash: loading a truncated one kills the process."""
+    try:
+        data = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(data[:-_HASH_BYTES]).digest() == data[-_HASH_BYTES:]
 
 
 @functools.cache
 def has_triton(what: str) -> bool:
-    """Whether Triton is there to compile GPU kernels; says once for each `what` if it is not."""
+    """Whether Triton is installed; logs once for each `what` if not."""
     if importlib.util.find_spec("triton") is not None:
         return True
-    log.warning("%s: triton is not installed, torch operations take over (slower)", what)
+    log.warning("%s: triton is not installed; using torch operations (slower)", what)
     return False
 
 
 def _first_error(stderr: str) -> str:
-    """The line that says what is wrong; collect2's only says that the linker said so before."""
+    """The line with the error; that of collect2 only refers to the linker's."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = (line for line in lines if " error: " in line and not line.startswith("collect2:"))
     return next(errors, lines[0] if lines else "no message")

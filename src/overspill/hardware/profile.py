@@ -1,7 +1,7 @@
-"""What this machine was measured to do, as plain data, and the file that keeps it.
+"""Measurements of this machine, and the file that stores them.
 
-`overspill.probe` measures; the planners read. A profile belongs to one machine and one version: of
-any other it is not trusted, and measured again.
+`overspill.probe` measures; the planners read. A profile of another machine or version is measured
+again.
 """
 
 import bisect
@@ -15,34 +15,34 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from overspill.core.experts import ExpertShape
 from overspill.hardware.machine import gpu, total_memory, usable_cores
 from overspill.hardware.native import cache_folder
 
 _log = logging.getLogger("overspill")
-_FORMAT = 1
-_Record = TypeVar("_Record", "ExpertShape", "Transfer", "MachineProfile", "ExpertCosts")
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over tokens, as measured at some numbers of tokens; straight lines in between."""
+    """Seconds by number of tokens, interpolated linearly between measured points."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.seconds):
-            raise ValueError(f"{len(self.tokens)} numbers of tokens, {len(self.seconds)} times")
+            raise ValueError(f"{len(self.tokens)} token counts for {len(self.seconds)} times")
         if list(self.tokens) != sorted({*self.tokens}) or self.tokens[0] < 1:
-            raise ValueError(f"the numbers of tokens must rise from 1 or more: {self.tokens}")
+            raise ValueError(f"token counts must be at least 1 and rise: {self.tokens}")
         if not all(math.isfinite(time) and time >= 0 for time in self.seconds):
-            raise ValueError(f"not all of these are times: {self.seconds}")
+            raise ValueError(f"times must be finite and at least 0: {self.seconds}")
 
     def __call__(self, tokens: int) -> float:
-        """No tokens cost nothing; beyond the last point time grows as between the last two."""
+        """0 without tokens; beyond the last point the last segment is extended."""
         if tokens <= 0:
             return 0.0
         if tokens <= self.tokens[0] or len(self.tokens) == 1:
@@ -54,34 +54,26 @@ class Curve:
 
 @dataclass(frozen=True)
 class ExpertCosts:
-    """What one expert of a shape and dtype costs here, in seconds."""
+    """Times of one expert of a shape and dtype on this machine, in seconds."""
 
     shape: ExpertShape
     dtype: str
     threads: int
-    """Cores that compute experts and run the optimizer."""
+    """Cores that compute experts."""
     load: float
-    """Upload of its weights, nothing else going on."""
+    """Upload of its weights on an otherwise idle machine."""
     load_beside: float
     """The same while the CPU computes experts."""
     cpu_forward: Curve
     cpu_backward: Curve
-    """Gradients of the tokens only, pre-activations recomputed."""
-    cpu_train: Curve
-    """Gradients of the weights too."""
+    """Gradients of the tokens only, with pre-activations recomputed."""
     cpu_beside: float
-    """How many times longer all of these take while uploads go on."""
+    """Factor by which CPU times grow during uploads."""
     gpu_forward: Curve
     gpu_backward: Curve
     """As cpu_backward."""
-    gpu_train: Curve
-    """As cpu_train."""
-    update: float
-    """The optimizer's pass over it."""
-    update_beside: float
-    """The same while uploads go on."""
     round_trip: float
-    """Handing a few tokens to the CPU and their results back, whatever is computed."""
+    """Passing a few tokens to the CPU and their results back, without computing."""
 
 
 @dataclass(frozen=True)
@@ -98,29 +90,24 @@ class Transfer:
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """The machine itself, whatever runs on it. None: it has no such thing, or it was not asked."""
+    """Bandwidths and compute rates. None: there is no such device, or it was not requested."""
 
     cores: int
-    """Cores that were measured with: those that compute experts."""
+    """Cores used by the measurements."""
     kernel: str
     """Instruction set of the CPU kernels."""
     transfers: tuple[Transfer, ...]
     host_read: float
     """Bytes a second that these cores together read from host memory."""
-    host_read_beside: float | None
-    """The same while uploads go on, …"""
-    upload_beside: float | None
-    """… and what is left of the uploads then."""
     ssd_read: float | None
     ssd_write: float | None
     matrix: float | None
-    """bf16 operations a second of a large matrix product on the GPU."""
-    matrix_cpu: float | None
+    """Operations a second of a large bf16 matrix product on the GPU."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """All that is known of this machine."""
+    """All measurements of one machine."""
 
     machine: str
     version: str
@@ -134,15 +121,15 @@ class Profile:
         return None
 
     def with_costs(self, costs: ExpertCosts) -> "Profile":
-        """With these instead of what was known of the same experts."""
+        """Replaces the costs of the same kind of expert."""
         key = (costs.shape, costs.dtype, costs.threads)
         others = [e for e in self.experts if (e.shape, e.dtype, e.threads) != key]
         return dataclasses.replace(self, experts=(*others, costs))
 
 
 def this_machine(device: str = "cuda") -> str:
-    """In words: all that makes figures of one machine worthless on another. One whose GPU is not
-    used, with `device` "cpu", is one without."""
+    """A description of the hardware that measurements depend on. With `device` "cpu" the machine
+    counts as one without a GPU."""
     card = None if device == "cpu" else gpu()
     name = "no GPU" if card is None else f"{card.name} with {card.memory >> 20} MiB"
     memory = f"{round(total_memory() / 2**30)} GiB"
@@ -150,14 +137,14 @@ def this_machine(device: str = "cuda") -> str:
 
 
 def this_version() -> str:
-    """In words: all of the software that the figures depend on."""
+    """A description of the software that measurements depend on."""
     import torch
 
     try:
         own = f"overspill {metadata.version('overspill')}"
     except metadata.PackageNotFoundError:
         own = "overspill from its sources"
-    # what is being worked on keeps its version, but not its kernels
+    # during development the kernels change while the version does not
     package = Path(__file__).parents[1]
     sources = sorted([*package.glob("*/*.cpp"), *package.glob("*/*.h")])
     kernels = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:8]
@@ -165,34 +152,37 @@ def this_version() -> str:
 
 
 def profile_file(machine: str | None = None) -> Path:
-    """A file for each machine: a home folder may be shared by several."""
+    """One file per machine: several may share a home folder."""
     key = hashlib.sha256((machine or this_machine()).encode()).hexdigest()[:12]
     return cache_folder() / f"profile-{key}.json"
 
 
 def read_profile(path: Path | None = None, machine: str | None = None) -> Profile:
-    """What is known of this machine; empty if nothing is, or if the file tells of another machine
-    or version or cannot be read, which is said."""
+    """The stored profile of this machine. It is empty, with a warning, if the file is of another
+    machine or version or cannot be read; and without one if there is no file."""
     empty = Profile(machine or this_machine(), this_version())
     path = path or profile_file(empty.machine)
     try:
-        known = _from_json(json.loads(path.read_text()))
+        data = json.loads(path.read_text())
+        for expected, stored in (
+            (empty.machine, data["machine"]),
+            (empty.version, data["version"]),
+        ):
+            if stored != expected:
+                _log.warning("the profile %s is of %s; measuring again", path, stored)
+                return empty
+        known: Profile = _parse(Profile, data)
     except FileNotFoundError:
         return empty
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         _log.warning("the profile %s cannot be read (%r); measuring again", path, error)
-        return empty
-    if known.machine != empty.machine:
-        _log.warning("the profile %s is of %s; measuring again", path, known.machine)
-        return empty
-    if known.version != empty.version:
-        _log.warning("the profile %s is of %s; measuring again", path, known.version)
         return empty
     return known
 
 
 def write_profile(profile: Profile, path: Path | None = None) -> Path:
-    """Written aside and renamed, so another process reads a whole profile or the old one."""
+    """Writes to a temporary file and renames it, so that other processes never read a partial
+    profile."""
     path = path or profile_file(profile.machine)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}.part")
@@ -204,43 +194,24 @@ def write_profile(profile: Profile, path: Path | None = None) -> Path:
     return path
 
 
-def _from_json(data: dict[str, Any]) -> Profile:
-    limits = data["limits"]
-    if limits is not None:
-        transfers = tuple(_checked(Transfer(**row)) for row in limits["transfers"])
-        limits = _checked(MachineProfile(**{**limits, "transfers": transfers}))
-    experts = tuple(_expert_costs(row) for row in data["experts"])
-    return Profile(data["machine"], data["version"], limits, experts)
-
-
-def _expert_costs(row: dict[str, Any]) -> ExpertCosts:
-    curves = {
-        name: Curve(tuple(value["tokens"]), tuple(value["seconds"]))
-        for name, value in row.items()
-        if isinstance(value, dict) and "tokens" in value
-    }
-    shape = _checked(ExpertShape(**row["shape"]))
-    return _checked(ExpertCosts(**{**row, **curves, "shape": shape}))
-
-
-def _checked(record: _Record) -> _Record:
-    """As it is; ValueError if a field is of another kind or no measurement can have given it."""
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        if field.type == float | None and value is None:
-            continue
-        if field.type in (float, float | None):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            right = is_number and math.isfinite(value) and value > 0
-        elif field.type is int:
-            right = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        elif isinstance(field.type, type):
-            right = isinstance(value, field.type)
-        else:
-            right = True  # the tuple of transfers, made from checked ones
-        if not right:
-            raise ValueError(f"{field.name} cannot be {value!r}")
-    return record
+def _parse(kind: Any, value: Any) -> Any:
+    """`value` from JSON as a `kind`; ValueError if it has another type or is not positive."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _parse(args[0], value)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_parse(args[0], item) for item in value)
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        if value.keys() == hints.keys():
+            fields = {name: _parse(hint, value[name]) for name, hint in hints.items()}
+            return kind(**fields)  # type: ignore[operator]
+    if kind in (int, float) and isinstance(value, int | kind) and not isinstance(value, bool):
+        if 0 < value < math.inf:
+            return kind(value)
+    elif kind in (str, bool) and isinstance(value, kind):
+        return value
+    raise ValueError(f"{value!r} is not a valid {getattr(kind, '__name__', kind)}")
 
 
 def _cpu_model() -> str:

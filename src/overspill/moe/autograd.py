@@ -18,7 +18,6 @@ from overspill.core.experts import Phase
 from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.placeholder import ExpertPlaceholder
-from overspill.moe.popularity import rerouted
 from overspill.plan.waves import row_pieces
 
 
@@ -33,8 +32,8 @@ def routed_experts(
         drops=placeholder.drops,
         activation=placeholder.activation,
     )
-    if placeholder.source is not None and not _recomputing():
-        expert_ids_TK = rerouted(placeholder.source, placeholder.layer, expert_ids_TK)
+    if not _recomputing():
+        expert_ids_TK = placeholder.reroute(expert_ids_TK)
     with torch.autocast(x_TD.device.type, enabled=False):  # experts compute in their own dtype
         return _routed(placeholder, x_TD, expert_ids_TK, weights_TK, layer_pass)
 

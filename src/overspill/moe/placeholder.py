@@ -1,43 +1,83 @@
-"""What a model keeps of experts that were offloaded."""
+"""The parameter that takes the place of a layer's experts in an offloaded model."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from overspill.compute.activation import Activation
-from overspill.core.errors import OrderError
-from overspill.moe.popularity import RoutingSource
+from overspill.core.errors import ConfigError, OrderError
+from overspill.core.routing import RoutingSource
 
 if TYPE_CHECKING:
     from overspill.moe.engine import Engine
+    from overspill.moe.state_dict import Places
 
 
 class ExpertPlaceholder(nn.Parameter):
-    """Stands for the experts of one layer among the parameters of an offloaded model.
+    """Represents the experts of one layer among the parameters of an offloaded model.
 
-    It has no elements; optimizer groups that hold it apply to the experts of its layer.
+    It has no elements. An optimizer group that contains it updates the experts of its layer.
     """
 
     engine: "Engine"
     layer: int
-    keeper: object  # while any placeholder holds it, the engine stays open
-    activation: Activation | None = None  # None: GELU or gated SiLU, by the experts' shape
-    places: Any = None  # where the tensors of an expert lie in the plain model, if it is not ours
-    drops = False  # whether a token may have fewer experts than its routing has places
-    source: RoutingSource | None = None  # routes instead of the model's own router, if it is set
+    keeper: object  # the engine stays open while any placeholder refers to it
+    activation: Activation | None  # None: GELU or gated SiLU, by the shape of the experts
+    places: "Places | None"  # locations of an expert's tensors in a Hugging Face model
+    drops: bool  # whether the router may drop assignments
     is_expert_placeholder = True
+    _source: RoutingSource | None
 
-    def __new__(cls, engine: "Engine", layer: int) -> "ExpertPlaceholder":
+    def __new__(
+        cls,
+        engine: "Engine",
+        layer: int,
+        activation: Activation | None = None,
+        places: "Places | None" = None,
+        drops: bool = False,
+    ) -> "ExpertPlaceholder":
         data = torch.empty(0, dtype=engine.dtype, device=engine.device)
         self = torch.Tensor._make_subclass(cls, data, True)
         self.engine, self.layer = engine, layer
+        self.activation, self.places, self.drops = activation, places, drops
+        self._source = None
         return self
 
     @property
+    def source(self) -> RoutingSource | None:
+        """What selects experts instead of the model's router; None: the router does."""
+        return self._source
+
+    @contextmanager
+    def routed_by(self, source: RoutingSource) -> Iterator[None]:
+        """Within the block, `source` selects the experts of this layer's tokens."""
+        if source.n_layers < self.engine.n_layers:
+            raise _mismatch("MoE layers", source.n_layers, self.engine.n_layers)
+        if source.n_experts != self.engine.n_experts:
+            raise _mismatch("experts per layer", source.n_experts, self.engine.n_experts)
+        previous, self._source = self._source, source
+        try:
+            yield
+        finally:
+            self._source = previous
+
+    def reroute(self, expert_ids_TK: Tensor) -> Tensor:
+        """The expert ids of the routing source; without one, those of the router."""
+        if self._source is None:
+            return expert_ids_TK
+        n_tokens, top_k = expert_ids_TK.shape
+        if top_k != self._source.top_k:
+            raise _mismatch("experts per token", self._source.top_k, top_k)
+        return self._source(self.layer, n_tokens, expert_ids_TK.device)
+
+    @property
     def grad(self) -> Tensor | None:
-        """The kept gradients as one number, so that a norm over the gradients of
-        `model.parameters()` is that of the plain model. Setting or scaling it has no effect."""
+        """The norm of the gradients that wait for step(), so that a norm over the gradients of
+        `model.parameters()` equals that of the plain model. The gradients are stored elsewhere:
+        scaling this tensor has no effect."""
         if not self.engine.can_train:
             return None
         norm = self.engine.training.waiting_norm(self.layer)
@@ -52,3 +92,9 @@ class ExpertPlaceholder(nn.Parameter):
         raise OrderError(
             "an offloaded model cannot be copied: its experts exist once, in the store"
         )
+
+
+def _mismatch(what: str, has: int, wants: int) -> ConfigError:
+    return ConfigError(
+        f"the routing source has {has} {what}, the model {wants}; give one made for the model"
+    )

@@ -1,6 +1,6 @@
-"""The names and shapes of a plain model in state dicts, though its experts are with an engine."""
+"""State dicts of offloaded models, with the names and shapes of the plain model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,16 +10,20 @@ from overspill.core.errors import BudgetError
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import available_memory
-from overspill.moe.late_tensor import LateTensor
+from overspill.moe.lazy_tensor import LazyTensor
 from overspill.moe.placeholder import ExpertPlaceholder
 
 
 class Place(NamedTuple):
-    """Where one tensor of an expert lies in the plain model."""
+    """Where the plain model has one tensor of an expert."""
 
     name: str
-    row: int | None
-    """Its row in a stack of all experts; None: the tensor is this expert's alone."""
+    expert: int | None
+    """The expert's index in a stack of all experts; None: the tensor is this expert's alone."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The expert's part of the plain model's tensor `name`."""
+        return tensor if self.expert is None else tensor[self.expert]
 
 
 Places = Callable[[int], Sequence[Place]]
@@ -30,35 +34,35 @@ def stacked(names: Sequence[str]) -> Places:
     return lambda index: [Place(name, index) for name in names]
 
 
-class Rows:
-    """Stands in a state dict for a stack of experts that came in pieces, any of which may be
-    missing."""
+class PartialStack:
+    """Stands in a state dict for a stack of experts of which some pieces are given."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = torch.Size(shape)
         self._pieces: dict[int, list[tuple[int, Tensor]]] = {}
 
-    def add(self, row: int, start: int, piece: Tensor) -> None:
-        """`piece` is what expert `row` has from its own row `start` on."""
-        self._pieces.setdefault(row, []).append((start, piece))
+    def add(self, expert: int, start: int, piece: Tensor) -> None:
+        """`piece` are the rows of the expert's tensor from `start` on."""
+        self._pieces.setdefault(expert, []).append((start, piece))
 
     @property
     def complete(self) -> bool:
-        came = sum(piece.numel() for row in self._pieces.values() for _, piece in row)
-        return came == self.shape.numel()
+        given = sum(piece.numel() for pieces in self._pieces.values() for _, piece in pieces)
+        return given == self.shape.numel()
 
-    def __contains__(self, row: int | None) -> bool:
-        return row in self._pieces
+    def __contains__(self, expert: int | None) -> bool:
+        return expert in self._pieces
 
-    def write(self, row: int, part: Tensor) -> None:
-        for start, piece in self._pieces.get(row, ()):
+    def write(self, expert: int, part: Tensor) -> None:
+        """Copies the pieces of an expert into its tensor."""
+        for start, piece in self._pieces.get(expert, ()):
             part[start : start + len(piece)].copy_(piece)
 
 
-def show_experts(module: nn.Module, attribute: str, places: Places, late: bool = False) -> None:
-    """Lets `module.state_dict()` hold the experts' tensors in the place of the placeholder
-    `attribute`, and `load_state_dict` take them. They are copies, made when they are asked for;
-    with `late`, when somebody looks at their numbers."""
+def show_experts(module: nn.Module, attribute: str, places: Places, lazy: bool = False) -> None:
+    """Makes `module.state_dict()` contain the experts' tensors instead of the placeholder
+    `attribute`, and `load_state_dict` accept them. They are copies; with `lazy` they are made on
+    first use."""
 
     def save(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
@@ -66,7 +70,7 @@ def show_experts(module: nn.Module, attribute: str, places: Places, late: bool =
         placeholder: ExpertPlaceholder = getattr(module, attribute)
         del state_dict[prefix + attribute]
         for name, tensor in _tensors(placeholder, places).items():
-            state_dict[prefix + name] = tensor if late else tensor.detach()
+            state_dict[prefix + name] = tensor if lazy else tensor.detach()
 
     def load(
         module: nn.Module,
@@ -79,11 +83,11 @@ def show_experts(module: nn.Module, attribute: str, places: Places, late: bool =
         error_msgs: list[str],
     ) -> None:
         placeholder: ExpertPlaceholder = getattr(module, attribute)
-        expected = _sizes(placeholder, places)
+        expected = stack_sizes(placeholder, places)
         given = {
             name: state_dict.pop(prefix + name) for name in expected if prefix + name in state_dict
         }
-        state_dict[prefix + attribute] = placeholder  # torch shall find what it looks for
+        state_dict[prefix + attribute] = placeholder  # torch expects a value for every parameter
         wrong = [
             f"size mismatch for {prefix}{name}: {tuple(value.shape)} is not {expected[name]}"
             for name, value in given.items()
@@ -91,11 +95,7 @@ def show_experts(module: nn.Module, attribute: str, places: Places, late: bool =
         ]
         error_msgs += wrong
         if strict:
-            missing_keys += [
-                prefix + name
-                for name in expected
-                if name not in given or (isinstance(given[name], Rows) and not given[name].complete)
-            ]
+            missing_keys += [prefix + name for name in expected if not _complete(given.get(name))]
         if given and not wrong:
             _load(placeholder, places, given)
 
@@ -112,10 +112,8 @@ def split_record(record: Tensor, shape: ExpertShape) -> list[Tensor]:
 
 
 def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that a state_dict holds but the experts, under the same names.
-
-    `state_dict()` itself would copy every expert into memory at once.
-    """
+    """The state dict without the experts. `state_dict()` itself would copy all experts into
+    memory."""
     dense: dict[str, Tensor] = {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -128,41 +126,51 @@ def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dense
 
 
+def placeholders(model: nn.Module) -> Iterator[tuple[str, ExpertPlaceholder, Places]]:
+    """The path of each module of a Hugging Face model whose experts are offloaded."""
+    for path, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if isinstance(parameter, ExpertPlaceholder) and parameter.places is not None:
+                yield path, parameter, parameter.places
+
+
 def expert_sizes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors that `show_experts` shows, by their names in the model's state
-    dict."""
+    """The shapes of all expert tensors in the state dict of a Hugging Face model."""
     return {
         f"{path}.{name}": size
-        for path, module in model.named_modules()
-        for parameter in module._parameters.values()
-        if isinstance(parameter, ExpertPlaceholder) and parameter.places is not None
-        for name, size in _sizes(parameter, parameter.places).items()
+        for path, placeholder, places in placeholders(model)
+        for name, size in stack_sizes(placeholder, places).items()
     }
 
 
-def _sizes(placeholder: ExpertPlaceholder, places: Places) -> dict[str, tuple[int, ...]]:
+def stack_sizes(placeholder: ExpertPlaceholder, places: Places) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's expert tensors in the plain model."""
     engine = placeholder.engine
     return {
-        place.name: size if place.row is None else (engine.n_experts, *size)
+        place.name: size if place.expert is None else (engine.n_experts, *size)
         for index in range(engine.n_experts)
         for place, size in zip(places(index), engine.shape.sizes, strict=True)
     }
 
 
-def _tensors(placeholder: ExpertPlaceholder, places: Places) -> dict[str, LateTensor]:
-    """The experts' tensors as the plain model has them, to be read from the engine."""
+def _complete(value: Tensor | PartialStack | None) -> bool:
+    return value.complete if isinstance(value, PartialStack) else value is not None
+
+
+def _tensors(placeholder: ExpertPlaceholder, places: Places) -> dict[str, LazyTensor]:
+    """The experts' tensors of the plain model, read from the engine on first use."""
     owners: dict[str, list[tuple[int, int]]] = {}
     for index in range(placeholder.engine.n_experts):
         for position, place in enumerate(places(index)):
             owners.setdefault(place.name, []).append((index, position))
 
-    def tensor(name: str, size: tuple[int, ...]) -> LateTensor:
+    def tensor(name: str, size: tuple[int, ...]) -> LazyTensor:
         def read() -> Tensor:
             return _read(placeholder, places, size, owners[name])
 
-        return LateTensor(size, placeholder.engine.dtype, read)
+        return LazyTensor(size, placeholder.engine.dtype, read)
 
-    return {name: tensor(name, size) for name, size in _sizes(placeholder, places).items()}
+    return {name: tensor(name, size) for name, size in stack_sizes(placeholder, places).items()}
 
 
 def _read(
@@ -171,13 +179,13 @@ def _read(
     size: tuple[int, ...],
     owners: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """One tensor; `owners` are the experts it is of and its position among their tensors."""
+    """One tensor; `owners` are its experts and its position in their records."""
     engine = placeholder.engine
     need, free = torch.Size(size).numel() * engine.dtype.itemsize, available_memory()
     if need > free:
         raise BudgetError(
-            f"a state dict copies experts, {format_size(need)} for one tensor of layer "
-            f"{placeholder.layer}, and {format_size(free)} is free; overspill.save(model, folder) "
+            f"a state dict copies experts: one tensor of layer {placeholder.layer} needs "
+            f"{format_size(need)}, and {format_size(free)} is free; overspill.save(model, folder) "
             "streams them"
         )
     engine.flush()
@@ -185,13 +193,14 @@ def _read(
     record = torch.empty(engine.shape.numel, dtype=engine.dtype)
     for index, position in owners:
         engine.records.read_weights(ExpertId(placeholder.layer, index), record)
-        row = places(index)[position].row
         part = split_record(record, engine.shape)[position]
-        (copy if row is None else copy[row]).copy_(part)
+        places(index)[position].of(copy).copy_(part)
     return copy
 
 
-def _load(placeholder: ExpertPlaceholder, places: Places, given: dict[str, Tensor | Rows]) -> None:
+def _load(
+    placeholder: ExpertPlaceholder, places: Places, given: dict[str, Tensor | PartialStack]
+) -> None:
     engine = placeholder.engine
     engine.flush()
     for index in range(engine.n_experts):
@@ -200,16 +209,16 @@ def _load(placeholder: ExpertPlaceholder, places: Places, given: dict[str, Tenso
             parts = split_record(record, engine.shape)
             for place, part in zip(places(index), parts, strict=True):
                 value = given.get(place.name)
-                if isinstance(value, Rows):
-                    assert place.row is not None
-                    value.write(place.row, part)
+                if isinstance(value, PartialStack):
+                    assert place.expert is not None
+                    value.write(place.expert, part)
                 elif value is not None:
-                    part.copy_(value if place.row is None else value[place.row])
+                    part.copy_(place.of(value))
 
         if any(_has(given, place) for place in places(index)):
             engine.records.write_weights(ExpertId(placeholder.layer, index), fill)
 
 
-def _has(given: dict[str, Tensor | Rows], place: Place) -> bool:
+def _has(given: dict[str, Tensor | PartialStack], place: Place) -> bool:
     value = given.get(place.name)
-    return place.row in value if isinstance(value, Rows) else value is not None
+    return place.expert in value if isinstance(value, PartialStack) else value is not None

@@ -5,8 +5,7 @@ its time stays below the time that uploading the others takes. Here every cost i
 cut is put where the slowest of the resources is done first.
 
 The resources work side by side, and each pass through a layer keeps each of them busy for a time:
-the link with uploads, the GPU with its experts, the cores with theirs. In training the cores also
-owe the optimizer its time (`claim`); where that is the longest already, the CPU has none to give.
+the link with uploads, the GPU with its experts, the cores with theirs.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -30,8 +29,6 @@ class SplitCosts:
     gpu: Callable[[int], float]
     fixed: float
     """Handing tokens to the CPU and their results back."""
-    claim: float = 0.0
-    """What the optimizer needs of the cores in the time of this pass."""
 
 
 def pass_time(
@@ -42,9 +39,9 @@ def pass_time(
     busy = [index for index, count in enumerate(tokens) if count]
     rest = [index for index in busy if index not in on_cpu]
     load = costs.load_beside if on_cpu else costs.load
-    cpu = costs.claim
+    cpu = 0.0
     if on_cpu:
-        cpu += costs.fixed + sum(costs.cpu(tokens[index]) for index in on_cpu)
+        cpu = costs.fixed + sum(costs.cpu(tokens[index]) for index in on_cpu)
     uploads = load * sum(index not in resident for index in rest)
     return max(cpu, uploads, sum(costs.gpu(tokens[index]) for index in rest))
 
@@ -65,8 +62,8 @@ def split(
     absent = [i for i in every if i not in resident and i not in uploaded]
     sums = _Sums(tokens, resident, costs)
     uploads, gpu = costs.load * sums.uploads, sums.gpu
-    idle = max(costs.claim, uploads, gpu)
-    if costs.claim + costs.fixed >= _WORTH * idle:
+    idle = max(uploads, gpu)
+    if costs.fixed >= _WORTH * idle:
         return nothing
     ranked = sorted(absent, key=lambda index: (tokens[index], index))
     found, seconds = _cut(sums, ranked, max_rows)
@@ -91,7 +88,7 @@ class _Sums:
         self.times = {count: (costs.cpu(count), costs.gpu(count)) for count in set(tokens)}
         self.uploads = sum(bool(n) and i not in resident for i, n in enumerate(tokens))
         self.gpu = sum(self.times[count][1] for count in tokens if count)
-        self.cpu = costs.claim + costs.fixed
+        self.cpu = costs.fixed
         self.rows = 0
 
     def move(self, index: int, sign: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Measures this machine; what is known of it is asked of `known_costs`."""
+"""Measures this machine. `known_costs` reads or measures the costs of an expert."""
 
 from overspill.probe.known import known_costs
 

@@ -1,10 +1,11 @@
-"""How long things take: medians of repeats, each in a box of time, and copies that go on beside."""
+"""Timing: medians of repeated calls within a time limit, and copies in the background."""
 
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,26 +18,26 @@ _Result = TypeVar("_Result")
 Copies = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 """The (destination, source) pairs of the n-th copy."""
 
-_LEAST = 3
-_MANY_BOXES = 6
+_MIN_REPEATS = 3
+_MAX_LIMITS = 6  # after so many time limits fewer repeats are enough
 _IN_FLIGHT = 3
-_ENOUGH = 5
+_MIN_COPIES = 5
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to spend on a measurement; tests take less."""
+    """How much time and memory a measurement takes; tests use less."""
 
     seconds: float = 0.05
-    """The box of time for one figure."""
+    """Time limit of one measurement."""
     slow: float = 0.3
-    """Seconds that a point of a curve may take before the curve is cut short."""
+    """Seconds of one point after which a curve is cut short."""
     cold: int | None = None
-    """Bytes to go round in, so that no cache holds what is next; None: by the caches of here."""
+    """Bytes to cycle through, so that no cache holds the next expert; None: by the cache sizes."""
     largest_copy: int = 64 << 20
     largest_matrix: int = 8192
     disk: int = 1 << 30
-    """Bytes written to a disk and read again, at most."""
+    """Most bytes written to a disk and read again."""
 
 
 def always() -> bool:
@@ -44,27 +45,27 @@ def always() -> bool:
 
 
 def repeat(
-    job: Callable[[], _Result], box: float, enough: Callable[[], bool] = always
+    job: Callable[[], _Result], limit: float, enough: Callable[[], bool] = always
 ) -> list[_Result]:
-    """What `job` returns, again and again: until the box is over and `enough` says so, and at least
-    three times unless that takes many boxes."""
+    """Calls `job` until the time limit is over and `enough()` holds, and at least three times
+    unless that takes much longer than the limit. Returns the results."""
     results: list[_Result] = []
     began = time.perf_counter()
     while True:
         results.append(job())
-        boxes = (time.perf_counter() - began) / box
-        if boxes >= 1 and enough() and (len(results) >= _LEAST or boxes >= _MANY_BOXES):
+        limits = (time.perf_counter() - began) / limit
+        if limits >= 1 and enough() and (len(results) >= _MIN_REPEATS or limits >= _MAX_LIMITS):
             return results
 
 
 def seconds_of(
     job: Callable[[], object],
-    box: float,
+    limit: float,
     enough: Callable[[], bool] = always,
     warm_up: bool = True,
 ) -> float:
-    """The median time of a call. The first one starts threads and compiles kernels: not counted,
-    if there is to be a `warm_up`."""
+    """The median time of a call; with `warm_up` after one call that is not counted, since it may
+    start threads and compile kernels."""
 
     def timed() -> float:
         began = time.perf_counter()
@@ -73,12 +74,11 @@ def seconds_of(
 
     if warm_up:
         job()
-    return statistics.median(repeat(timed, box, enough))
+    return statistics.median(repeat(timed, limit, enough))
 
 
-class Flow:
-    """Copies on a lane for as long as the block lasts, some always in flight, as the loader makes
-    them: what runs in the block runs beside them."""
+class BackgroundCopies:
+    """Copies on a lane while the block runs, several in flight, as the uploader issues them."""
 
     def __init__(self, lane: CopyStream, copies: Copies) -> None:
         self._lane = lane
@@ -86,23 +86,23 @@ class Flow:
         self._ends: list[float] = []
         self._stop = False
 
-    def __enter__(self) -> "Flow":
+    def __enter__(self) -> "BackgroundCopies":
         pool = ThreadPoolExecutor(1, thread_name_prefix="overspill-probe")
         self._running: Future[None] = pool.submit(self._run)
-        pool.shutdown(wait=False)  # once it has done this
+        pool.shutdown(wait=False)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop = True
-        self._running.result()  # also raises what went wrong there
+        self._running.result()  # raises the errors of the thread
 
     def enough(self) -> bool:
-        """Whether enough copies have ended to tell their time, or none will."""
-        return len(self._ends) >= _ENOUGH or self._running.done()
+        """Whether enough copies have ended to measure their time, or none will."""
+        return len(self._ends) >= _MIN_COPIES or self._running.done()
 
     @property
     def seconds(self) -> float:
-        """Time of one copy, from the end of one to the end of the next."""
+        """Time between the ends of two copies."""
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
 
     def _run(self) -> None:
@@ -116,30 +116,21 @@ class Flow:
                     marks.popleft().wait()
                     self._ends.append(time.perf_counter())
         finally:
-            for mark in marks:  # the memory may go when the block has ended
+            for mark in marks:  # the memory may be freed after the block
                 mark.wait()
 
 
-def flow_seconds(flow: Flow, box: float) -> float:
-    """Time of one of its copies with nothing else going on."""
-    with flow:
-        repeat(_rest, box, flow.enough)
-    return flow.seconds
-
-
-def both_seconds(one: Flow, other: Flow, box: float) -> tuple[float, float]:
-    """The same for two that go on together."""
-    with one, other:
-        repeat(_rest, box, lambda: one.enough() and other.enough())
-    return one.seconds, other.seconds
-
-
-def _rest() -> None:
-    time.sleep(0.001)
+def copy_seconds(limit: float, *flows: BackgroundCopies) -> list[float]:
+    """Time of a copy of each, when all run at once and nothing else does."""
+    with ExitStack() as stack:
+        for flow in flows:
+            stack.enter_context(flow)
+        repeat(lambda: time.sleep(0.001), limit, lambda: all(flow.enough() for flow in flows))
+    return [flow.seconds for flow in flows]
 
 
 class Steps:
-    """Tells `progress` which of so many measurements has begun."""
+    """Reports to `progress` which of `total` measurements runs."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress = progress

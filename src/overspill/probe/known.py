@@ -1,4 +1,4 @@
-"""What is known of this machine: read from its profile, or measured and written there."""
+"""The profile of this machine: read from its file, or measured and written there."""
 
 import logging
 from dataclasses import replace
@@ -30,13 +30,12 @@ def known_costs(
     threads: int,
     progress: Progress | None = None,
 ) -> ExpertCosts:
-    """What an expert costs on this machine; measured in a few seconds the first time."""
+    """The costs of an expert on this machine; the first time they are measured in a few seconds."""
     return Known(device, threads).costs(shape, dtype, progress)
 
 
 class Known:
-    """The profile of this machine with `threads` cores at work. `again`: nothing in it is taken
-    as known."""
+    """The profile of this machine for `threads` cores. `again`: ignores stored measurements."""
 
     def __init__(self, device: torch.device, threads: int, again: bool = False) -> None:
         self._device = device
@@ -46,7 +45,7 @@ class Known:
         self.file = profile_file(machine)
         self.profile = read_profile(self.file, machine)
         self.measured = False
-        """Whether anything had to be."""
+        """Whether anything was measured."""
 
     def costs(
         self, shape: ExpertShape, dtype: torch.dtype, progress: Progress | None = None
@@ -59,8 +58,8 @@ class Known:
         return costs
 
     def limits(self, disk: Path | None = None, progress: Progress | None = None) -> MachineProfile:
-        """Those of the disk too if a folder on it is given, and then always measured: nobody knows
-        whether it was this disk before."""
+        """With the bandwidths of the disk of a folder, which are always measured: the stored ones
+        may be of another disk."""
         known = self.profile.limits
         if known is None or known.cores != self._threads or self._again:
             limits = measure_machine(self._device, self._threads, disk, progress)
@@ -80,12 +79,12 @@ class Known:
         try:
             write_profile(profile, self.file)
         except OSError as error:
-            _log.warning("the profile %s cannot be written (%s) and is not kept", self.file, error)
+            _log.warning("the profile %s cannot be written (%s)", self.file, error)
             return
         if is_temporary(self.file):
-            _log.warning("there is no folder to keep the profile in; it is gone after this process")
+            _log.warning("no cache folder is writable: the profile is lost at exit")
 
 
 def is_temporary(file: Path) -> bool:
-    """Whether the cache folder is one for this process only, because the usual is not writable."""
-    return file.parent.name != "overspill"
+    """Whether the profile is in a folder that is removed at exit."""
+    return file.parent.name.startswith("overspill-tmp-")

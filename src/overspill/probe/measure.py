@@ -1,4 +1,4 @@
-"""What the machine itself can do: its links, its memory, its disk, its matrix products."""
+"""Measures the machine: link, memory and disk bandwidth, and matrix products."""
 
 import itertools
 import os
@@ -16,28 +16,27 @@ from overspill.compute.cpu_kernel import cpu_kernel_name, read_bandwidth
 from overspill.hardware.machine import disk_free
 from overspill.hardware.profile import MachineProfile, Transfer
 from overspill.probe.clock import (
+    BackgroundCopies,
     Copies,
     Effort,
-    Flow,
     Steps,
-    both_seconds,
-    flow_seconds,
+    copy_seconds,
     repeat,
     seconds_of,
 )
-from overspill.probe.pool import Pool, cold_bytes
+from overspill.probe.pool import BufferRing, cold_bytes
 from overspill.tiers.slab import Progress, device_slab
 from overspill.tiers.ssd import RecordFile, check_folder
 from overspill.trace.recorder import Recorder
 from overspill.transfer.streams import CopyStream
 
 _SMALLEST_COPY = 64 << 10
-_BATCH = 4 << 20  # small copies are issued several at a time, or Python would be measured
+_BATCH = 4 << 20  # several small copies are issued at a time, so that Python is not the limit
 _SMALLEST_MATRIX = 256
 _LONG_PRODUCT = 0.1
-_DISK_ROW = 16 << 20
+_DISK_BLOCK = 16 << 20
 _DISK_WORKERS = 4  # as many as the engine has for each direction
-_DISK_SECONDS = 30  # boxes of time
+_DISK_LIMITS = 30  # a disk needs so many times longer than other measurements
 
 
 def measure_machine(
@@ -47,25 +46,20 @@ def measure_machine(
     progress: Progress | None = None,
     effort: Effort | None = None,
 ) -> MachineProfile:
-    """The limits that everything else is held against. Without a GPU, `device` is the CPU and
-    copies are those within host memory that take their place."""
+    """Without a GPU, `device` is the CPU, and copies are those within host memory."""
     effort = effort or Effort()
     sizes = _copy_sizes(effort.largest_copy)
-    steps = Steps(progress, len(sizes) + 3 + (device.type == "cuda") + (disk is not None))
-    with torch_threads(threads), closing(_Copying(device, effort)) as copying:
+    steps = Steps(progress, len(sizes) + 1 + (device.type == "cuda") + (disk is not None))
+    with torch_threads(threads), closing(_CopyBench(device, effort)) as copying:
         transfers = []
         for size in sizes:
             steps.begin(f"copies of {size >> 10} KiB")
             transfers.append(copying.transfer(size))
         steps.begin("host memory")
         host_read = copying.host_read(threads)
-        steps.begin("host memory beside uploads")
-        read_beside, upload_beside = copying.host_read_beside(threads)
-        steps.begin("matrix products on the CPU")
-        matrix_cpu = matrix_rate(torch.device("cpu"), effort)
         matrix = None
         if device.type == "cuda":
-            steps.begin("matrix products on the GPU")
+            steps.begin("matrix products")
             matrix = matrix_rate(device, effort)
     ssd_read, ssd_write = None, None
     if disk is not None:
@@ -77,12 +71,9 @@ def measure_machine(
         kernel=cpu_kernel_name(),
         transfers=tuple(transfers),
         host_read=host_read,
-        host_read_beside=read_beside,
-        upload_beside=upload_beside,
         ssd_read=ssd_read,
         ssd_write=ssd_write,
         matrix=matrix,
-        matrix_cpu=matrix_cpu,
     )
 
 
@@ -91,17 +82,17 @@ def _copy_sizes(largest: int) -> list[int]:
     return list(sizes) or [largest]
 
 
-class _Copying:
+class _CopyBench:
     """Two halves of pinned memory, one to upload from and one to download to."""
 
     def __init__(self, device: torch.device, effort: Effort) -> None:
         self._effort = effort
-        row = effort.largest_copy
+        size = effort.largest_copy
         cold = cold_bytes() if effort.cold is None else effort.cold
-        rows = 2 * max(1, cold // row // 2)
-        self._uploaded, self._downloaded = device_slab(2, row, device)
-        self._pool = Pool(rows, row, pinned=device.type == "cuda")
-        self._from, self._to = self._pool.rows.chunk(2)
+        count = 2 * max(1, cold // size // 2)
+        self._uploaded, self._downloaded = device_slab(2, size, device)
+        self._pool = BufferRing(count, size, pinned=device.type == "cuda")
+        self._from, self._to = self._pool.all.chunk(2)
         recorder = Recorder()
         self._up = CopyStream("upload", device, recorder, None)
         self._down = CopyStream("download", device, recorder, None)
@@ -110,35 +101,24 @@ class _Copying:
         self._pool.close()
 
     def transfer(self, size: int) -> Transfer:
-        box, moved = self._effort.seconds, _batch(size) * size
-        up = moved / flow_seconds(self._uploads(size), box)
-        down = moved / flow_seconds(self._downloads(size), box)
-        both = both_seconds(self._uploads(size), self._downloads(size), box)
-        return Transfer(size, up, down, moved / both[0], moved / both[1])
+        limit, moved = self._effort.seconds, _batch(size) * size
+        (up,) = copy_seconds(limit, self._uploads(size))
+        (down,) = copy_seconds(limit, self._downloads(size))
+        up_both, down_both = copy_seconds(limit, self._uploads(size), self._downloads(size))
+        return Transfer(size, moved / up, moved / down, moved / up_both, moved / down_both)
 
     def host_read(self, threads: int) -> float:
-        return statistics.median(repeat(self._reader(threads), self._effort.seconds))
+        flat = self._pool.all.view(-1)
+        rates = repeat(lambda: read_bandwidth(flat, threads), self._effort.seconds)
+        return statistics.median(rates)
 
-    def host_read_beside(self, threads: int) -> tuple[float, float]:
-        """Bytes a second of the cores and of the uploads beside them."""
-        size = self._effort.largest_copy
-        with self._uploads(size) as uploads:
-            rates = repeat(self._reader(threads), self._effort.seconds, uploads.enough)
-        return statistics.median(rates), _batch(size) * size / uploads.seconds
+    def _uploads(self, size: int) -> BackgroundCopies:
+        pieces, target = self._from.reshape(-1, size), self._uploaded[:size]
+        return BackgroundCopies(self._up, _in_turn(lambda n: (target, pieces[n]), len(pieces)))
 
-    def _reader(self, threads: int) -> Callable[[], float]:
-        flat = self._pool.rows.view(-1)
-        return lambda: read_bandwidth(flat, threads)
-
-    def _uploads(self, size: int) -> Flow:
-        pieces = self._from.reshape(-1, size)
-        return Flow(self._up, _in_turn(lambda n: (self._uploaded[:size], pieces[n]), len(pieces)))
-
-    def _downloads(self, size: int) -> Flow:
-        pieces = self._to.reshape(-1, size)
-        return Flow(
-            self._down, _in_turn(lambda n: (pieces[n], self._downloaded[:size]), len(pieces))
-        )
+    def _downloads(self, size: int) -> BackgroundCopies:
+        pieces, source = self._to.reshape(-1, size), self._downloaded[:size]
+        return BackgroundCopies(self._down, _in_turn(lambda n: (pieces[n], source), len(pieces)))
 
 
 def _in_turn(pair: Callable[[int], tuple[Tensor, Tensor]], pieces: int) -> Copies:
@@ -151,7 +131,7 @@ def _batch(size: int) -> int:
 
 
 def matrix_rate(device: torch.device, effort: Effort) -> float:
-    """The best rate of a bf16 product of square matrices that get larger, until one takes long."""
+    """The best rate over bf16 products of square matrices of growing size."""
     best, size = 0.0, min(_SMALLEST_MATRIX, effort.largest_matrix)
     while size <= effort.largest_matrix and _fits(size, device):
         a, b = torch.randn(2, size, size, device=device).to(torch.bfloat16)
@@ -171,44 +151,44 @@ def matrix_rate(device: torch.device, effort: Effort) -> float:
 
 
 def _fits(size: int, device: torch.device) -> bool:
-    """Never a reason to stop before the smallest: nothing would be known then."""
+    """The smallest size is always measured."""
     if device.type != "cuda" or size <= _SMALLEST_MATRIX:
         return True
     return 16 * size**2 < torch.cuda.mem_get_info(device)[0] // 2
 
 
 def measure_disk(folder: Path, effort: Effort | None = None) -> tuple[float, float]:
-    """Bytes a second (read, written) past the cache, by as many workers as the engine has."""
+    """Bytes a second (read, write) with direct I/O, by as many workers as the engine has."""
     effort = effort or Effort()
-    rows = max(_DISK_WORKERS, min(effort.disk, disk_free(folder) // 4) // _DISK_ROW)
-    check_folder(folder, rows * _DISK_ROW)
-    file = RecordFile(folder / f"probe-{os.getpid()}", rows, _DISK_ROW)
+    blocks = max(_DISK_WORKERS, min(effort.disk, disk_free(folder) // 4) // _DISK_BLOCK)
+    check_folder(folder, blocks * _DISK_BLOCK)
+    file = RecordFile(folder / f"probe-{os.getpid()}", blocks, _DISK_BLOCK)
     try:
-        with closing(Pool(_DISK_WORKERS, _DISK_ROW, pinned=False)) as pool:
-            pool.rows.random_()  # some disks make zeros disappear
-            box = _DISK_SECONDS * effort.seconds
-            written, write = _disk_rate(file.write, pool.rows, rows, box)
-            # only what was written: the rest of the file is known to be empty and never read
-            _, read = _disk_rate(file.read, pool.rows, written, box)
+        with closing(BufferRing(_DISK_WORKERS, _DISK_BLOCK, pinned=False)) as pool:
+            pool.all.random_()  # some disks compress zeros
+            limit = _DISK_LIMITS * effort.seconds
+            written, write = _disk_rate(file.write, pool.all, blocks, limit)
+            # unwritten blocks would be read without disk access
+            _, read = _disk_rate(file.read, pool.all, written, limit)
     finally:
         file.close()
     return read, write
 
 
 def _disk_rate(
-    move: Callable[[int, Tensor], None], buffers: Tensor, rows: int, box: float
+    move: Callable[[int, Tensor], None], buffers: Tensor, blocks: int, limit: float
 ) -> tuple[int, float]:
-    """How many rows, from the first on, were moved until the box was over, and bytes a second."""
+    """How many blocks, from the first on, were moved within the time limit, and bytes a second."""
     began = time.perf_counter()
     turn = itertools.count()
 
     def work(buffer: Tensor) -> int:
         moved = 0
-        # every worker moves one at least; next() on a count is one step, so no row comes twice
-        while (row := next(turn)) < rows:
-            move(row, buffer)
+        # each worker moves at least one block; next() is atomic, so no block is moved twice
+        while (block := next(turn)) < blocks:
+            move(block, buffer)
             moved += 1
-            if time.perf_counter() - began > box:
+            if time.perf_counter() - began > limit:
                 break
         return moved
 
@@ -219,7 +199,7 @@ def _disk_rate(
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Torch's own products on so many cores as everything else."""
+    """Sets the number of threads of torch."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

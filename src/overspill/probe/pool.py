@@ -1,4 +1,4 @@
-"""Memory to measure with: so much of it that no cache holds what comes next."""
+"""Memory for measurements, larger than the caches."""
 
 from pathlib import Path
 
@@ -15,35 +15,36 @@ _LEAST, _MOST = 256 << 20, 1 << 30
 _PATTERN = 1 << 20
 
 
-class Pool:
-    """Rows of host memory, given in turn."""
+class BufferRing:
+    """Host buffers, used in turn."""
 
-    def __init__(self, rows: int, row_bytes: int, pinned: bool) -> None:
-        self._slab = HostSlab("measuring", rows, round_up(row_bytes, ALIGN), pinned)
+    def __init__(self, count: int, size: int, pinned: bool) -> None:
+        self._slab = HostSlab("measuring", count, round_up(size, ALIGN), pinned)
         self._next = 0
 
     def close(self) -> None:
         self._slab.close()
 
     def take(self) -> Tensor:
-        """The row that was given longest ago."""
-        row = self._slab[self._next]
+        """The next buffer."""
+        buffer = self._slab[self._next]
         self._next = (self._next + 1) % len(self._slab)
-        return row
+        return buffer
 
     @property
-    def rows(self) -> Tensor:
+    def all(self) -> Tensor:
+        """[count, size] bytes."""
         return self._slab.rows
 
 
 def cold_bytes() -> int:
-    """Three times the last cache, within what may be taken for a moment."""
+    """Three times the last-level cache, at most an eighth of the free memory."""
     wanted = min(max(_LEAST, 3 * last_cache()), _MOST)
     return min(wanted, available_memory() // 8)
 
 
 def last_cache(folder: Path = _CACHES) -> int:
-    """Bytes of the largest cache of a core; 0 where the system does not tell."""
+    """Bytes of the largest cache of a core; 0 if unknown."""
     sizes = [0]
     for file in folder.glob("index*/size"):
         text = file.read_text().strip()
@@ -53,11 +54,11 @@ def last_cache(folder: Path = _CACHES) -> int:
 
 
 def fill_with_noise(into: Tensor, scale: float) -> None:
-    """Small random numbers of its dtype: zeros would be faster than weights on some machines, and
-    numbers too small to be normal slower. A million of them, over and over."""
+    """Fills with a repeated pattern of random numbers: on some machines zeros are faster than
+    weights, and denormal numbers slower."""
     flat = into.view(-1)
     size = min(_PATTERN, flat.numel())
-    own = torch.Generator().manual_seed(0)  # whoever offloads a model has his own in use
+    own = torch.Generator().manual_seed(0)  # the global generator is the user's
     pattern = (torch.randn(size, generator=own) * scale).to(into.dtype)
     whole = flat.numel() // size
     flat[: whole * size].view(whole, size).copy_(pattern)

@@ -54,9 +54,9 @@ def catch_gradients(model: Any) -> dict[str, Tensor]:
     def catch(layer: int, number: int, parts: Any) -> None:
         path, places = placeholders[layer]
         for place, part in zip(places(number), parts, strict=True):
-            shape = part.shape if place.row is None else (engine.n_experts, *part.shape)
+            shape = part.shape if place.expert is None else (engine.n_experts, *part.shape)
             whole = caught.setdefault(f"{path}.{place.name}", torch.zeros(shape))
-            mine = whole if place.row is None else whole[place.row]
+            mine = place.of(whole)
             mine += part
 
     def watch(layer_pass: LayerPass, wave: Wave, dw: Any) -> None:

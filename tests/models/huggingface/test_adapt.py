@@ -179,7 +179,7 @@ def test_lora_leaves_the_experts_alone(tmp_path: Path) -> None:
 def test_half_precision_is_for_inference_only(tmp_path: Path) -> None:
     plain = make_model(MIXTRAL).half()
     plain.save_pretrained(tmp_path / "a")
-    with pytest.raises(ConfigError, match=r"float16 are not trained.*'bfloat16'"):
+    with pytest.raises(ConfigError, match=r"float16 cannot be trained.*'bfloat16'"):
         overspill.load(tmp_path / "a", **budgets("host", tmp_path))
     model = overspill.load(tmp_path / "a", train=False, **budgets("host", tmp_path))
     assert model.overspill.dtype == torch.float16

@@ -46,7 +46,7 @@ def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
 
 
 def test_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere is not there; give the folder") as error:
+    with pytest.raises(ConfigError, match=r"nowhere does not exist; give the folder") as error:
         load(tmp_path / "nowhere")
     one_line(error)
 
@@ -108,7 +108,7 @@ def test_pickles_are_refused_with_the_command_that_converts_them(folder: Path) -
 def test_no_weights(folder: Path) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         load(folder)
 
 
@@ -145,14 +145,14 @@ def change_tensor(folder: Path, ending: str, value: torch.Tensor | None) -> str:
 @pytest.mark.parametrize("ending", ["experts.1.w1.weight", "experts.0.w2.weight"])
 def test_expert_that_is_missing(folder: Path, ending: str) -> None:
     change_tensor(folder, ending, None)
-    with pytest.raises(CheckpointError, match=r"holds 3 of the 4 experts"):
+    with pytest.raises(CheckpointError, match=r"contains 3 of the 4 experts"):
         load(folder)
 
 
 def test_all_experts_but_one_missing(folder: Path) -> None:
     for number in (1, 2, 3):
         change_tensor(folder, f"layers.1.block_sparse_moe.experts.{number}.w2.weight", None)
-    with pytest.raises(CheckpointError, match=r"holds 1 of the 4 experts"):
+    with pytest.raises(CheckpointError, match=r"contains 1 of the 4 experts"):
         load(folder)
 
 
@@ -161,7 +161,7 @@ def test_layer_without_experts(folder: Path) -> None:
         folder,
         num_hidden_layers=json.loads((folder / "config.json").read_text())["num_hidden_layers"] + 1,
     )
-    with pytest.raises(CheckpointError, match=r"holds nothing for model\.layers\.\d"):
+    with pytest.raises(CheckpointError, match=r"contains nothing for model\.layers\.\d"):
         load(folder)
 
 
@@ -189,7 +189,7 @@ def test_index_that_names_what_is_not_there(folder: Path) -> None:
     content = json.loads(index.read_text())
     content["weight_map"]["ghost"] = sorted(content["weight_map"].values())[0]
     index.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"names ghost, which .* does not hold"):
+    with pytest.raises(CheckpointError, match=r"names ghost, which .* does not contain"):
         load(folder)
 
 

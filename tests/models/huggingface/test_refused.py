@@ -77,7 +77,7 @@ def test_layers_that_share_their_experts_are_refused() -> None:
 def test_a_parameter_that_experts_do_not_have_is_refused() -> None:
     model = mixtral()
     model.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ConfigError, match="has a parameter scale"):
+    with pytest.raises(ConfigError, match="has an unknown parameter scale"):
         overspill.offload(model, device="cpu", quiet=True)
 
 

@@ -1,5 +1,5 @@
-"""Finds the experts of a Hugging Face model, and makes a model whose experts were given away
-behave as its users expect."""
+"""Finds the experts of a Hugging Face model, and adapts an offloaded model: its experts, its
+loss, `num_parameters`, `to`, `save_pretrained` and `load_state_dict`."""
 
 import functools
 import weakref
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.models.huggingface import loss, state
-from overspill.models.huggingface.dictionaries import NLLB, SWITCH, Style
+from overspill.models.huggingface.dictionaries import NLLB, SWITCH, DictionaryStyle
 from overspill.models.huggingface.experts import (
     PLACEHOLDER,
     DictionaryExperts,
     HuggingFaceExperts,
     StackedExperts,
-    same_everywhere,
+    check_uniform,
 )
 from overspill.moe.engine import Engine
 from overspill.moe.autograd import routed_experts
@@ -25,7 +25,7 @@ from overspill.moe.placeholder import ExpertPlaceholder
 
 IMPLEMENTATION = "overspill"
 
-_DICTIONARIES: dict[str, Style] = {
+_DICTIONARIES: dict[str, DictionaryStyle] = {
     "SwitchTransformersExperts": SWITCH,
     "NllbMoeExperts": NLLB,
 }
@@ -40,21 +40,20 @@ _COUNTS = (
 
 
 def find_experts(model: Any) -> list[HuggingFaceExperts]:
-    """The experts modules of a model, lowest first. What Overspill cannot run as it is meant is
-    refused here by name, before anything is moved."""
+    """The experts modules of a model, lowest first. Raises for experts that Overspill cannot
+    compute exactly, before anything is moved."""
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     found: list[HuggingFaceExperts] = []
     for path, module in model.named_modules():
         if hasattr(module, PLACEHOLDER) and module is not model:
             raise ConfigError("the model is offloaded already; offload it once")
+        block = model.get_submodule(path.rpartition(".")[0])
         if all(hasattr(module, name) for name in _INTERFACE):
-            found.append(StackedExperts(path, module, std))
+            found.append(StackedExperts(path, module, block, std))
         elif style := _DICTIONARIES.get(type(module).__name__):
-            found.append(DictionaryExperts(path, module, style, std))
-    for layer in found:
-        layer.block = model.get_submodule(layer.path.rpartition(".")[0])
+            found.append(DictionaryExperts(path, module, block, style, std))
     _refuse_others(model, found)
-    same_everywhere(found)
+    check_uniform(found)
     if model.training:
         _check_dtype(found[0].dtype)
         for layer in found:
@@ -66,14 +65,14 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(
-            f"experts of {dtype} are not trained; give dtype='bfloat16' or 'float32' to "
+            f"experts of {dtype} cannot be trained; give dtype='bfloat16' or 'float32' to "
             "overspill.load (or convert the model before overspill.offload), or load it for "
             "inference: train=False"
         )
 
 
 def _refuse_others(model: Any, found: Sequence[HuggingFaceExperts]) -> None:
-    """Nothing is run dense in silence: experts of another make are an error."""
+    """Raises if there are experts of an unknown kind: they would silently stay on the GPU."""
     name = f"{model.config.model_type} ({type(model).__name__})"
     text = model.config.get_text_config()
     counts = {getattr(text, count, None) for count in _COUNTS}
@@ -92,14 +91,14 @@ def _refuse_others(model: Any, found: Sequence[HuggingFaceExperts]) -> None:
 
 
 def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
-    """After the experts were given away: lets the model call the engine and answer for them."""
+    """Makes a model whose experts were given away call the engine."""
     register()
     if isinstance(layers[0], StackedExperts):
         model.set_experts_implementation(IMPLEMENTATION)
     loss.install(model)
     state.accept_checkpoint_names(model)
-    # instance attributes, so that the class stays the one the user knows; they know the model
-    # weakly, so that it goes when nobody else holds it
+    # instance attributes keep the user's class; they refer to the model weakly, so that it is
+    # freed with its last reference
     own = weakref.ref(model)
     plain = type(model)
     model.num_parameters = functools.partial(_num_parameters, own, plain.num_parameters)
@@ -109,7 +108,7 @@ def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
 
 
 def register() -> None:
-    """Makes `experts_implementation="overspill"` known to transformers."""
+    """Registers `experts_implementation="overspill"` with transformers."""
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(IMPLEMENTATION, _experts_forward)
@@ -121,8 +120,8 @@ def _experts_forward(
     placeholder: ExpertPlaceholder | None = getattr(module, PLACEHOLDER, None)
     if placeholder is None:
         raise OrderError(
-            f"{type(module).__name__} is set to experts_implementation='overspill', and its "
-            "experts are its own; call overspill.offload(model) or overspill.load(path)"
+            f"{type(module).__name__} has experts_implementation='overspill', but its experts are "
+            "not offloaded; call overspill.offload(model) or overspill.load(path)"
         )
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1]).to(placeholder.engine.dtype)
     top_k = top_k_index.shape[-1]
@@ -138,7 +137,7 @@ def _num_parameters(
     only_trainable: bool = False,
     exclude_embeddings: bool = False,
 ) -> int:
-    """As transformers counts, wherever the experts live."""
+    """As transformers counts, with the offloaded experts."""
     model = own()
     engine: Engine = model.overspill
     placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
@@ -152,8 +151,8 @@ def _num_parameters(
 def _checked_apply(
     own: Callable[[], Any], plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """`.to()`, `.half()` and the like come here. Moving the dense part away from the experts would
-    leave a model that cannot run: said before anything has moved."""
+    """Called by `.to()`, `.half()` and similar methods. Raises if they would change the device or
+    dtype, since the experts cannot follow."""
     model = own()
     engine: Engine = model.overspill
     probe = function(torch.empty(0, dtype=engine.dtype, device=engine.device))

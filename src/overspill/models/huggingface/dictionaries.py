@@ -1,7 +1,7 @@
-"""Switch and NLLB: dictionaries of experts with routing of their own kind.
+"""Switch and NLLB: experts in module dictionaries.
 
-Both hand their experts a routing in a form of their own; what it means is taken from what their
-eager code does with it, not from what it is called. Shapes: T tokens, D model, E experts.
+Each passes the routing to its experts in its own form, which is read here as the eager code of
+transformers reads it. Shapes: T tokens, D model, E experts, K top-k.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ Routing = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Style:
-    """What differs between the two."""
+class DictionaryStyle:
+    """The differences between the two."""
 
     linears: tuple[str, str]
     bias: bool
     read: Callable[[Tensor, Tensor, int], Routing]
     dropouts: tuple[str, ...]
-    """Fields of the config that put dropout inside experts."""
+    """Config fields of the dropout inside experts."""
 
 
 def read_switch(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
@@ -37,41 +37,40 @@ def read_switch(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
 
 
 def read_nllb(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
-    """Place j of a token's row [E] goes to the expert numbered by its *value*, with weight j.
+    """Element j of a token's row of `selected` [T, E] is an expert id, with weight j.
 
-    The router gives a one-hot mask, so the values are 0 and 1, and those two experts do all the
-    work. That is what transformers computes (5.17 to 5.22), and so do we. Places with the same
-    expert are added up: an expert sees a token once.
+    The router passes a one-hot mask, so the ids are 0 and 1, and only these two experts compute.
+    This is what transformers (5.17 to 5.22) does. Weights of the same expert are added up.
     """
     ids_TE = selected.long()
     total_TE = torch.zeros_like(weights).scatter_add(1, ids_TE, weights)
-    here_TE = torch.zeros_like(ids_TE).scatter(1, ids_TE, 1)
-    top_k = int(here_TE.sum(1).max()) if len(here_TE) else 1
-    here_TK, ids_TK = here_TE.topk(top_k, dim=1)
+    used_TE = torch.zeros_like(ids_TE).scatter(1, ids_TE, 1)
+    top_k = int(used_TE.sum(1).max()) if len(used_TE) else 1
+    used_TK, ids_TK = used_TE.topk(top_k, dim=1)
     weights_TK = total_TE.gather(1, ids_TK)
-    return torch.where(here_TK > 0, ids_TK, n_experts), weights_TK
+    return torch.where(used_TK > 0, ids_TK, n_experts), weights_TK
 
 
-SWITCH = Style(("wi", "wo"), False, read_switch, ("dropout_rate",))
-NLLB = Style(("fc1", "fc2"), True, read_nllb, ("activation_dropout", "moe_token_dropout"))
+SWITCH = DictionaryStyle(("wi", "wo"), False, read_switch, ("dropout_rate",))
+NLLB = DictionaryStyle(("fc1", "fc2"), True, read_nllb, ("activation_dropout", "moe_token_dropout"))
 STYLES = {"switch_transformers": SWITCH, "nllb-moe": NLLB}
 
 
 def dropouts_inside_experts(config: Any) -> dict[str, float]:
-    """Fields of a model's config that put dropout inside its experts, with what they should be to
-    train it here."""
+    """Config fields of dropout inside experts that are in use, with the value that training
+    requires."""
     style = STYLES.get(config.model_type)
     return {name: 0.0 for name in style.dropouts if getattr(config, name)} if style else {}
 
 
 class HostedDictionary(nn.ModuleDict):
-    """The class of an experts dictionary once its experts are with an engine."""
+    """The class of an experts dictionary whose experts are offloaded."""
 
-    style: Style
+    style: DictionaryStyle
     overspill: ExpertPlaceholder
 
     @staticmethod
-    def of(style: Style) -> type["HostedDictionary"]:
+    def of(style: DictionaryStyle) -> type["HostedDictionary"]:
         return _HostedSwitch if style is SWITCH else _HostedNllb
 
     def forward(self, hidden_states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ class HostedDictionary(nn.ModuleDict):
         fraction: Any = getattr(self, "moe_token_dropout", 0)
         if fraction and not self.training:
             weights_TK = weights_TK * (1 - fraction)
-        # a dropped token's weight must not learn from an expert it did not see
+        # the routing weight of a dropped token gets no gradient
         weights_TK = torch.where(ids_TK < engine.n_experts, weights_TK, 0)
         x_TD = hidden_states.to(engine.dtype)
         return routed_experts(self.overspill, x_TD, ids_TK, weights_TK).to(hidden_states.dtype)

@@ -1,7 +1,7 @@
 """The experts of one layer of a Hugging Face model, as `offload` sees them.
 
-Two kinds: modules that go through transformers' experts interface, with stacked parameters whose
-layout is read off the module, and the dictionaries of experts of Switch and NLLB.
+Two kinds: modules that go through transformers' experts interface, with stacked parameters, and
+the module dictionaries of Switch and NLLB.
 """
 
 import abc
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from overspill.compute.activation import Activation, Differentiated, Fused
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
-from overspill.models.huggingface.dictionaries import HostedDictionary, Style
+from overspill.models.huggingface.dictionaries import DictionaryStyle, HostedDictionary
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.state_dict import Place, Places, show_experts, split_record, stacked
@@ -25,12 +25,16 @@ PLACEHOLDER = "overspill"
 
 
 class HuggingFaceExperts(abc.ABC):
-    """One experts module; `places` says where its tensors lie in the plain model."""
+    """One experts module; `places` are relative to it."""
+
+    drops = False
+    """Whether the router may drop assignments."""
 
     def __init__(
         self,
         path: str,
         module: nn.Module,
+        block: nn.Module,
         places: Places,
         shape: ExpertShape,
         n_experts: int,
@@ -39,14 +43,12 @@ class HuggingFaceExperts(abc.ABC):
         self.path = path
         self.module = module
         self.places = places
-        """Where the tensors of an expert are, below the module."""
         self.shape = shape
         self.n_experts = n_experts
-        self.std = std
-        self.block: nn.Module | None = None
-        """What holds the experts and their router."""
+        self._std = std
+        self._block = block  # contains the experts and their router
         first = self.expert_parameters()[0]
-        self._dtype, self._trained = first.dtype, first.requires_grad
+        self.dtype, self._trained = first.dtype, first.requires_grad
 
     @property
     def experts(self) -> ExpertPlaceholder:
@@ -55,12 +57,10 @@ class HuggingFaceExperts(abc.ABC):
 
     @property
     def gate(self) -> Tensor | None:
-        """The weight of the router, if it is plain to see: the one matrix beside the experts that
-        leads from a token to a number for each of them."""
-        if self.block is None:
-            return None
+        """The weight of the router, [E, D]; None if several parameters of the block, or none, have
+        that shape."""
         size = (self.n_experts, self.shape.d_model)
-        found = [p for p in self.block.parameters() if tuple(p.shape) == size]
+        found = [p for p in self._block.parameters() if tuple(p.shape) == size]
         return found[0] if len(found) == 1 else None
 
     @property
@@ -68,17 +68,9 @@ class HuggingFaceExperts(abc.ABC):
         placeholder = getattr(self.module, PLACEHOLDER, None)
         return None if placeholder is None else placeholder.engine
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def drops(self) -> bool:
-        return False
-
     @abc.abstractmethod
     def activation(self) -> Activation:
-        """What lies between the two matrices."""
+        """The function between the two matrices."""
 
     def expert_parameters(self) -> list[nn.Parameter]:
         names = {place.name: None for i in range(self.n_experts) for place in self.places(i)}
@@ -86,43 +78,37 @@ class HuggingFaceExperts(abc.ABC):
         return [own[name] for name in names if name in own]
 
     def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """The module's own weights; where it has none, initial ones as transformers draws them:
-        normal, biases zero."""
+        """Writes the module's weights; without any, initial ones as transformers draws them:
+        normal, and zeros for biases."""
         own = dict(self.module.named_parameters())
         parts = split_record(record, self.shape)
         for place, part in zip(self.places(index), parts, strict=True):
             value = own.get(place.name)
-            if value is None or value.is_meta:
-                self._draw(part, device)
+            if value is not None and not value.is_meta:
+                part.copy_(place.of(value).detach())
+            elif part.dim() == 1:
+                part.zero_()
             else:
-                part.copy_((value if place.row is None else value[place.row]).detach())
-
-    def _draw(self, part: Tensor, device: torch.device) -> None:
-        if part.dim() == 1:
-            part.zero_()
-            return
-        part.copy_(torch.empty_like(part, device=device).normal_(0.0, self.std))
+                part.copy_(torch.empty_like(part, device=device).normal_(0.0, self._std))
 
     @abc.abstractmethod
     def strip(self) -> None:
-        """Releases the parameters; nothing stands for them yet."""
+        """Removes the parameters."""
 
     def give_away(self, engine: Engine, layer: int) -> None:
-        activation = self.activation()  # may need what is stripped
+        """The engine has the weights: replaces the parameters by a placeholder."""
+        activation = self.activation()  # before strip(): it may use the parameters
         self.strip()
-        placeholder = ExpertPlaceholder(engine, layer)
-        placeholder.activation = activation
-        placeholder.drops = self.drops
-        placeholder.places = self.places
+        placeholder = ExpertPlaceholder(engine, layer, activation, self.places, self.drops)
         placeholder.requires_grad_(self._trained)
         self.module.register_parameter(PLACEHOLDER, placeholder)
-        show_experts(self.module, PLACEHOLDER, self.places, late=True)
+        show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
 
 
 class StackedExperts(HuggingFaceExperts):
-    """Experts behind transformers' interface: [E, ...] parameters, in any of its layouts."""
+    """Experts of transformers' interface: [E, ...] parameters, in any of its layouts."""
 
-    def __init__(self, path: str, module: Any, std: float) -> None:
+    def __init__(self, path: str, module: Any, block: nn.Module, std: float) -> None:
         self.gated = bool(module.has_gate)
         inward = "gate_up_proj" if self.gated else "up_proj"
         self.names = [inward, "down_proj"]
@@ -136,10 +122,10 @@ class StackedExperts(HuggingFaceExperts):
         shape = ExpertShape(d_model, d_hidden, self.gated, module.has_bias, module.is_transposed)
         if tuple(w_out.shape[1:]) != shape.sizes[1]:
             raise ConfigError(
-                f"{path}: down_proj is {list(w_out.shape)}, which does not lead back to the "
+                f"{path}: down_proj of shape {list(w_out.shape)} does not lead back to the "
                 f"{d_model} inputs of {inward}; such experts are not supported"
             )
-        super().__init__(path, module, stacked(self.names), shape, n_experts, std)
+        super().__init__(path, module, block, stacked(self.names), shape, n_experts, std)
 
     def _check(self, path: str, module: Any) -> None:
         kind = type(module).__name__
@@ -147,80 +133,84 @@ class StackedExperts(HuggingFaceExperts):
             raise ConfigError(f"{path} ({kind}) has a norm after each expert: not supported")
         if getattr(module, "_is_expert_parallel", False):
             raise ConfigError(f"{path} ({kind}) is split over ranks: load it without a tp_plan")
-        known = set(self.names)
-        foreign = [name for name, _ in module.named_parameters() if name not in known]
-        if foreign:
-            raise ConfigError(
-                f"{path} ({kind}) has a parameter {foreign[0]} that experts do not usually have: "
-                "not supported"
-            )
+        for name, _ in module.named_parameters():
+            if name not in self.names:
+                raise ConfigError(f"{path} ({kind}) has an unknown parameter {name}: not supported")
 
     def activation(self) -> Activation:
-        """The fused kernels where the module computes just that, else its own function."""
+        """A fused kernel if the module computes the same function, else the module's function."""
         from transformers.integrations import moe
 
         own: Any = self.module
-        if self.gated:
-            plain = type(own)._apply_gate is moe._default_apply_gate
-            if plain and own.is_concatenated and _is(own.act_fn, nn.functional.silu):
-                return Fused(gated=True)
-            apply_gate = weakref.WeakMethod(own._apply_gate)  # the module will hold this in turn
+        if not self.gated:
+            return _plain_activation(own.act_fn)
+        plain = type(own)._apply_gate is moe._default_apply_gate
+        if plain and own.is_concatenated and _is(own.act_fn, nn.functional.silu):
+            return Fused(gated=True)
+        apply_gate = weakref.WeakMethod(own._apply_gate)  # the module will refer to this
 
-            def gate(h: Tensor) -> Tensor:
-                method = apply_gate()
-                assert method is not None
-                gated: Tensor = method(h)
-                return gated
+        def gate(h: Tensor) -> Tensor:
+            method = apply_gate()
+            assert method is not None
+            gated: Tensor = method(h)
+            return gated
 
-            return Differentiated(gate)
-        if _is(own.act_fn, nn.functional.gelu):
-            return Fused(gated=False)
-        return Differentiated(own.act_fn)
+        return Differentiated(gate)
 
     def strip(self) -> None:
         for name in self.names:
             if name in self.module._parameters:
                 delattr(self.module, name)
-        # nothing is left that transformers should initialize
+        # transformers must not initialize a module without parameters
         self.module._is_hf_initialized = True  # type: ignore[assignment]
 
 
+def _plain_activation(function: Any) -> Activation:
+    if _is(function, nn.functional.gelu):
+        return Fused(gated=False)
+    return Differentiated(function)
+
+
 def _is(activation: Any, function: Any) -> bool:
-    """Whether an activation module computes just that function."""
-    near, far = torch.linspace(-4, 4, 33), torch.linspace(-64, 64, 33)  # some clip what is far
+    """Whether an activation module computes exactly that function."""
+    near, far = torch.linspace(-4, 4, 33), torch.linspace(-64, 64, 33)  # some clip large values
     probe = torch.cat((near, far)).double()
     return torch.equal(activation(probe), function(probe))
 
 
 class DictionaryExperts(HuggingFaceExperts):
-    """Experts that are modules of their own in a dictionary: Switch and NLLB."""
+    """Experts that are separate modules in a dictionary: Switch and NLLB."""
 
-    def __init__(self, path: str, module: nn.ModuleDict, style: Style, std: float) -> None:
+    drops = True  # tokens beyond an expert's capacity
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.ModuleDict,
+        block: nn.Module,
+        style: DictionaryStyle,
+        std: float,
+    ) -> None:
         self.style = style
         self.keys = tuple(key for key in module if key.startswith("expert_"))
         first: Any = module[self.keys[0]]
         self._function = first.act
+        self._dropouts = {first.dropout.p, getattr(getattr(module, "token_dropout", None), "p", 0)}
         w_in = getattr(first, style.linears[0]).weight
         shape = ExpertShape(w_in.shape[1], w_in.shape[0], gated=False, bias=style.bias)
-        super().__init__(path, module, _one_by_one(self.keys, style), shape, len(self.keys), std)
-        self._dropouts = {first.dropout.p, getattr(getattr(module, "token_dropout", None), "p", 0)}
-
-    @property
-    def drops(self) -> bool:
-        return True  # beyond their capacity
+        places = _separate(self.keys, style)
+        super().__init__(path, module, block, places, shape, len(self.keys), std)
 
     def check_trainable(self) -> None:
         if any(self._dropouts):
             fields = ", ".join(f"{name}=0" for name in self.style.dropouts)
             raise ConfigError(
-                f"{self.path} has dropout inside its experts, which Overspill does not compute in "
+                f"{self.path} has dropout inside its experts, which Overspill does not support in "
                 f"training; load it with {fields} (or for inference)"
             )
 
     def activation(self) -> Activation:
-        if _is(self._function, nn.functional.gelu):
-            return Fused(gated=False)
-        return Differentiated(self._function)
+        return _plain_activation(self._function)
 
     def strip(self) -> None:
         assert isinstance(self.module, nn.ModuleDict)
@@ -234,21 +224,15 @@ class DictionaryExperts(HuggingFaceExperts):
         self.module.__class__ = HostedDictionary.of(self.style)
 
 
-def _one_by_one(keys: Sequence[str], style: Style) -> Places:
+def _separate(keys: Sequence[str], style: DictionaryStyle) -> Places:
+    """Not a method: the module refers to this, and must not refer to itself."""
     kinds = ("weight", "bias") if style.bias else ("weight",)
-
-    def places(index: int) -> list[Place]:
-        return [
-            Place(f"{keys[index]}.{linear}.{kind}", None)
-            for kind in kinds
-            for linear in style.linears
-        ]
-
-    return places
+    tails = [f"{linear}.{kind}" for kind in kinds for linear in style.linears]
+    return lambda index: [Place(f"{keys[index]}.{tail}", None) for tail in tails]
 
 
-def same_everywhere(layers: Sequence[HuggingFaceExperts]) -> None:
-    """An engine has one kind of expert."""
+def check_uniform(layers: Sequence[HuggingFaceExperts]) -> None:
+    """Raises unless all layers have the same kind and number of experts, none of them shared."""
     first = layers[0]
     owners: dict[int, str] = {}
     for layer in layers:
@@ -257,7 +241,6 @@ def same_everywhere(layers: Sequence[HuggingFaceExperts]) -> None:
                 raise ConfigError(
                     f"{owners[id(parameter)]} and {layer.path} share their experts: not supported"
                 )
-    for layer in layers[1:]:
         if (layer.shape, layer.n_experts, layer.dtype) != (
             first.shape,
             first.n_experts,

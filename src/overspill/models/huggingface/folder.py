@@ -1,4 +1,4 @@
-"""A checkpoint folder of Hugging Face: found, checked as a whole, its tensors by name."""
+"""A checkpoint folder of Hugging Face: finds it, checks it, reads its tensors by name."""
 
 import json
 import os
@@ -22,15 +22,14 @@ _CONVERT = (
 
 
 def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
-    """The local folder of a checkpoint; a repository of the hub is downloaded (or found in the
-    cache of downloads)."""
+    """The local folder of a checkpoint; a repository of the hub is downloaded, unless cached."""
     path = Path(path_or_repo).expanduser()
     if path.is_dir():
         return path
     name = str(path_or_repo)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ConfigError(
-            f"{name} is not there; give the folder of a checkpoint or a repository like "
+            f"{name} does not exist; give the folder of a checkpoint or a repository like "
             "mistralai/Mixtral-8x7B-v0.1"
         )
     from huggingface_hub import snapshot_download
@@ -41,7 +40,7 @@ def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
                 name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
             )
         )
-    except Exception as error:  # no network, no such repository, no right to it
+    except Exception as error:  # no network, no such repository, no access
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"{name} is neither a folder nor a repository that can be downloaded ({reason})"
@@ -49,7 +48,7 @@ def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
 
 
 def read_config(folder: Path) -> Any:
-    """The model's config, refused if it says that the weights are quantized."""
+    """The model's config. Raises if the weights are quantized."""
     from transformers import AutoConfig
 
     if not (folder / CONFIG).is_file():
@@ -59,7 +58,7 @@ def read_config(folder: Path) -> Any:
         )
     try:
         config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # an unknown model_type, or JSON that is none
+    except Exception as error:  # an unknown model_type, or invalid JSON
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder / CONFIG} cannot be used: {reason}") from error
     quantized = getattr(config, "quantization_config", None)
@@ -74,7 +73,7 @@ def read_config(folder: Path) -> Any:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """No warnings and no progress bars of transformers."""
+    """Suppresses warnings and progress bars of transformers."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -89,7 +88,7 @@ def silence() -> Iterator[None]:
 
 
 class CheckpointFolder:
-    """The tensors of all shards. Every shard is looked at before the first tensor is read."""
+    """The tensors of all shards. Every shard is checked before the first tensor is read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -116,11 +115,11 @@ class CheckpointFolder:
             if name not in self.specs:
                 raise CheckpointError(
                     f"{self.folder / INDEX} names {name}, which {index and index[name]} does not "
-                    "hold; download them again"
+                    "contain; download them again"
                 )
 
     def _index(self) -> Mapping[str, str] | None:
-        """Tensor → file, or None where there is one file only."""
+        """Tensor → file, or None if there is only one file."""
         if (self.folder / INDEX).is_file():
             try:
                 found: Mapping[str, str] = json.loads((self.folder / INDEX).read_text())[
@@ -136,20 +135,20 @@ class CheckpointFolder:
         if any((self.folder / name).exists() for name in _PICKLES):
             command = _CONVERT.format(folder=self.folder, model=self._architecture())
             raise CheckpointError(
-                f"{self.folder} holds pickled weights (.bin), which can run any code; Overspill "
+                f"{self.folder} has pickled weights (.bin), which can run any code; Overspill "
                 f"reads safetensors only. If you trust it, convert it with: {command}"
             )
         raise CheckpointError(
-            f"{self.folder} holds neither {SINGLE} nor {INDEX}; download its weights"
+            f"{self.folder} has neither {SINGLE} nor {INDEX}; download its weights"
         )
 
     def _architecture(self) -> str:
-        """The class that the config names; encoder-decoders are no causal language models."""
+        """The class that the config names; it may be an encoder-decoder."""
         named = json.loads((self.folder / CONFIG).read_text()).get("architectures")
         return str(named[0]) if named else "AutoModelForCausalLM"
 
     def read(self, name: str, offset: int, out: Tensor) -> None:
-        """Fills `out` from element `offset` of tensor `name` on, in the dtype of `out`."""
+        """Fills `out`, in its dtype, with the elements of tensor `name` from `offset` on."""
         reader, dtype = self._home[name], self.specs[name].dtype
         if out.dtype == dtype and out.is_contiguous() and not out.is_cuda:
             reader.read_piece(name, offset, out)

@@ -1,9 +1,9 @@
-"""A GPT-MoE as the Mixtral it is: the same arithmetic under other names.
+"""A GPT-MoE as a Mixtral: the same arithmetic with other tensor names.
 
 With gated experts in every layer and normalized routing weights, `GPTMoE` computes what
-`MixtralForCausalLM` computes, rotary positions (halves of a head) included, so every tensor of one
-is a run of elements in a tensor of the other. Names are those of the published Mixtral: one tensor
-per matrix of an expert, read by every version of transformers and by what serves such models.
+`MixtralForCausalLM` computes, so every tensor of the Mixtral is a contiguous part of a tensor of
+the GPT-MoE. The names are those of the published Mixtral, with one tensor per matrix of an expert,
+which every version of transformers and the serving engines read.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from overspill.models.config import GPTConfig
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a tensor of the Mixtral lies among those of the GPT-MoE."""
+    """Where the GPT-MoE has a tensor of the Mixtral."""
 
     source: str
     offset: int
-    """In elements, from the source's first one."""
+    """In elements of the source."""
     shape: tuple[int, ...]
 
     @property
@@ -29,7 +29,7 @@ class Piece:
 
 
 def check_exportable(config: GPTConfig) -> None:
-    """Raise for a model that no class of transformers computes."""
+    """Raises for a model that no class of transformers computes."""
     needs = "Hugging Face has no class for a model with"
     if not config.gated:
         raise ConfigError(f"{needs} GELU experts (gated=False); train with --gated to export")
@@ -38,8 +38,7 @@ def check_exportable(config: GPTConfig) -> None:
             f"{needs} dense layers between MoE layers (moe_every={config.moe_every}); train with "
             "--moe-every 1 to export"
         )
-    # Mixtral always normalizes. With one expert per token all its weights would be 1, and here
-    # they are the probability, which is 1 only where there is a single expert.
+    # Mixtral always normalizes: with one expert per token its weights are 1, here the probability.
     if config.top_k == 1 and config.n_experts > 1:
         raise ConfigError(
             f"{needs} one expert per token, weighted by its probability (top_k=1); train with "
@@ -69,13 +68,13 @@ def mixtral_config(config: GPTConfig, dtype: str, separator: int | None) -> dict
         "max_position_embeddings": config.max_seq,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "rope_theta": config.rope_theta,  # where readers older than transformers 5 look
+        "rope_theta": config.rope_theta,  # read by versions before transformers 5
         "sliding_window": None,
         "attention_dropout": 0.0,
         "num_local_experts": config.n_experts,
         "num_experts_per_tok": config.top_k,
-        # Theirs is a mean over layers of a loss that is top_k where the load is even; ours a sum of
-        # losses that are 1.
+        # Mixtral averages over layers a loss that is top_k for an even load; GPT-MoE sums losses
+        # that are 1.
         "router_aux_loss_coef": config.balance_coef * config.n_layers / config.top_k,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": None,
@@ -105,14 +104,14 @@ def _layer_tensors(config: GPTConfig, block: str, layer: str) -> dict[str, Piece
         f"{layer}.post_attention_layernorm.weight": Piece(f"{block}.feed_norm.weight", 0, (d,)),
         f"{moe}.gate.weight": Piece(f"{block}.moe.router.weight", 0, (n_experts, d)),
     }
-    for place, name in enumerate("qkv"):
+    for position, name in enumerate("qkv"):
         tensors[f"{layer}.self_attn.{name}_proj.weight"] = Piece(
-            f"{block}.attention.qkv.weight", place * d * d, (d, d)
+            f"{block}.attention.qkv.weight", position * d * d, (d, d)
         )
     h, matrix = config.d_hidden, config.d_hidden * d
     for index in range(n_experts):
         expert = f"{moe}.experts.{index}"
-        # w_in is gate rows, then up rows.
+        # w_in consists of the gate rows, then the up rows.
         tensors[f"{expert}.w1.weight"] = Piece(f"{block}.moe.w_in", 2 * index * matrix, (h, d))
         tensors[f"{expert}.w3.weight"] = Piece(
             f"{block}.moe.w_in", (2 * index + 1) * matrix, (h, d)

@@ -1,4 +1,4 @@
-"""`overspill.save`: a plain Hugging Face checkpoint again, experts streamed one at a time."""
+"""`overspill.save`: writes a plain Hugging Face checkpoint, one expert at a time."""
 
 import itertools
 import json
@@ -16,11 +16,17 @@ from overspill.core.errors import ConfigError, DiskError
 from overspill.core.experts import ExpertId
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import disk_free
-from overspill.models.huggingface.experts import PLACEHOLDER
 from overspill.models.huggingface.folder import INDEX, SINGLE, silence
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
-from overspill.moe.state_dict import Place, Places, dense_tensors, split_record
+from overspill.moe.state_dict import (
+    Place,
+    Places,
+    dense_tensors,
+    placeholders,
+    split_record,
+    stack_sizes,
+)
 from overspill.tiers.aside import sync, sync_all, temporary_folder
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 from overspill.transfer.requests import run_all
@@ -33,15 +39,15 @@ _WRITERS = 4
 def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _SHARD) -> None:
     """Writes `model` as a checkpoint that transformers loads without Overspill.
 
-    The layout is that of the checkpoint the model came from. A model with `peft` adapters writes
-    those, as `peft` does. Complete or not there: everything is written aside and then renamed.
+    The layout is that of the original checkpoint. For a model with `peft` adapters only these are
+    written, as `peft` does. The checkpoint is written to a temporary folder and then renamed.
     """
-    if hasattr(model, "get_base_model"):  # peft: the adapters are the result
+    if hasattr(model, "get_base_model"):  # peft
         model.save_pretrained(out)
     elif not hasattr(model, "save_pretrained"):
         raise ConfigError(
-            f"{type(model).__name__} is no model of transformers; `overspill export RUN OUT` makes "
-            "a Hugging Face checkpoint of what `overspill train` has trained"
+            f"{type(model).__name__} is not a model of transformers; `overspill export RUN OUT` "
+            "makes a Hugging Face checkpoint of a run of `overspill train`"
         )
     else:
         model.save_pretrained(out, max_shard_size=max_shard_size)
@@ -54,7 +60,7 @@ def save_pretrained(
     state_dict: dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> None:
-    """`model.save_pretrained` of a model whose experts are with an engine."""
+    """`model.save_pretrained` of an offloaded model."""
     refused = {
         "state_dict": state_dict is not None,
         "push_to_hub": kwargs.get("push_to_hub"),
@@ -64,8 +70,8 @@ def save_pretrained(
     for flag, asked in refused.items():
         if asked:
             raise ConfigError(
-                f"save_pretrained({flag}) is not supported for an offloaded model; save it to a "
-                "folder without, and load that with transformers for the rest"
+                f"save_pretrained({flag}) is not supported for an offloaded model; save it without "
+                "and load that with transformers"
             )
     from safetensors import SafetensorError
 
@@ -78,7 +84,7 @@ def save_pretrained(
     _check_room(out, engine, model)
     try:
         with temporary_folder(_aside(out)) as aside:
-            # ties, names, config and generation settings of the dense part are transformers' own
+            # transformers writes the dense part, with its ties, names and configs
             dense = dense_tensors(model)
             with silence():
                 type(model).save_pretrained(
@@ -98,7 +104,7 @@ def save_pretrained(
 
 
 def _aside(out: Path) -> Path:
-    """In the folder itself if it is there: it may be a link or a mount, its parent another disk."""
+    """Inside the folder if it exists: as a link or a mount it may be on another disk."""
     return out / ".tmp-checkpoint" if out.is_dir() else out.parent / f".tmp-{out.name}"
 
 
@@ -113,29 +119,23 @@ def _check_room(out: Path, engine: Engine, model: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """The experts of one layer and how they are called in the checkpoint."""
+class _LayerExperts:
+    """The experts of one layer, under their names in the checkpoint."""
 
-    placeholder: ExpertPlaceholder
-    path: str
-    places: Places
     model: Any
+    path: str
+    placeholder: ExpertPlaceholder
+    places: Places
 
     def specs(self) -> dict[str, TensorSpec]:
-        """All tensors of the layer's experts in the checkpoint, in its layout."""
-        engine, specs = self.placeholder.engine, {}
-        sizes = {
-            f"{self.path}.{place.name}": size if place.row is None else (engine.n_experts, *size)
-            for index in range(engine.n_experts)
-            for place, size in zip(self.places(index), engine.shape.sizes, strict=True)
-        }
+        """All expert tensors of the layer in the layout of the checkpoint."""
+        dtype = self.placeholder.engine.dtype
         stacks = {
-            name: torch.empty(size, dtype=engine.dtype, device="meta")
-            for name, size in sizes.items()
+            f"{self.path}.{name}": torch.empty(size, dtype=dtype, device="meta")
+            for name, size in stack_sizes(self.placeholder, self.places).items()
         }
-        for name, tensor in _reverted(self.model, stacks).items():
-            specs[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
-        return specs
+        reverted = _reverted(self.model, stacks)
+        return {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in reverted.items()}
 
     def pieces(self, index: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, int, Tensor]]:
         """(name, offset, values) of one expert in the checkpoint."""
@@ -150,21 +150,21 @@ class _Layer:
         self, place: Place, part: Tensor, specs: dict[str, TensorSpec]
     ) -> Iterator[tuple[str, int, Tensor]]:
         name = f"{self.path}.{place.name}"
-        if place.row is None:
+        if place.expert is None:
             for key, value in _reverted(self.model, {name: part}).items():
                 yield key, 0, value
             return
-        # a stack of one expert, converted like the whole one: its tensors are those of expert 0
+        # converted as a stack of one expert, whose names are those of expert 0
         order = list(specs)
         for key, value in _reverted(self.model, {name: part.unsqueeze(0)}).items():
-            if specs[key].numel == value.numel():  # experts one by one: follow each other
-                yield order[order.index(key) + place.row], 0, value
+            if specs[key].numel == value.numel():  # separate experts, in consecutive order
+                yield order[order.index(key) + place.expert], 0, value
             else:
-                yield key, place.row * value.numel(), value
+                yield key, place.expert * value.numel(), value
 
 
 def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The names and layout of the checkpoint that the model came from."""
+    """The tensors with the names and layout of the original checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion
 
     stand_in: Any = _WithExperts(model, tensors)
@@ -173,7 +173,7 @@ def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _WithExperts:
-    """A model that still has the experts' parameters, for converters that look at their shapes."""
+    """A model that has the experts' parameters, for converters that read their shapes."""
 
     def __init__(self, model: Any, tensors: dict[str, Tensor]) -> None:
         self._model, self._tensors = model, tensors
@@ -185,20 +185,12 @@ class _WithExperts:
         return self._tensors[name]
 
 
-def _layers(model: Any) -> list[_Layer]:
-    found = []
-    for path, module in model.named_modules():
-        placeholder = module._parameters.get(PLACEHOLDER)
-        if isinstance(placeholder, ExpertPlaceholder):
-            found.append(_Layer(placeholder, path, placeholder.places, model))
-    return found
-
-
 def _write_experts(model: Any, folder: Path, shard_bytes: int, stem: str) -> None:
     """Adds the experts to a folder that holds the dense part, and an index over both."""
     weight_map = _dense_files(folder)
     dense = sorted(set(weight_map.values()))
-    plans = [(layer, layer.specs()) for layer in _layers(model)]
+    layers = [_LayerExperts(model, *found) for found in placeholders(model)]
+    plans = [(layer, layer.specs()) for layer in layers]
     shards = _cut([specs for _, specs in plans], shard_bytes)
     count = len(dense) + len(shards)
     renamed = {name: _shard_name(stem, number, count) for number, name in enumerate(dense, 1)}
@@ -218,11 +210,11 @@ def _write_experts(model: Any, folder: Path, shard_bytes: int, stem: str) -> Non
 
 def _write_shards(
     folder: Path,
-    plans: Sequence[tuple[_Layer, dict[str, TensorSpec]]],
+    plans: Sequence[tuple[_LayerExperts, dict[str, TensorSpec]]],
     shards: dict[str, dict[str, TensorSpec]],
     files: dict[str, str],
 ) -> None:
-    """Layer by layer; a file is closed when all of it is written."""
+    """Writes layer by layer, and closes each file after its last layer."""
     writers: dict[str, StreamWriter] = {}
     left = {name: len(specs) for name, specs in shards.items()}
     try:
@@ -231,7 +223,7 @@ def _write_shards(
                 if file not in writers:
                     writers[file] = StreamWriter(folder / file, shards[file], {"format": "pt"})
 
-            def write(index: int, layer: _Layer = layer, specs: Any = specs) -> None:
+            def write(index: int, layer: _LayerExperts = layer, specs: Any = specs) -> None:
                 for key, offset, value in layer.pieces(index, specs):
                     writers[files[key]].write_piece(key, offset, value.contiguous())
 
@@ -261,7 +253,7 @@ def _cut(layers: Sequence[dict[str, TensorSpec]], shard_bytes: int) -> list[dict
 
 
 def _dense_files(folder: Path) -> dict[str, str]:
-    """Tensor → file of what transformers has written."""
+    """Tensor → file of the dense part."""
     if (folder / INDEX).is_file():
         found: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
         return found
@@ -279,15 +271,15 @@ def _shard_name(stem: str, number: int, count: int) -> str:
 
 
 def _free_stem(out: Path) -> str:
-    """How the new shards' names begin: as those of no shard that is there, because a checkpoint
-    must stay whole until the index names the new one."""
+    """A prefix for the new shards that no existing shard has: an old checkpoint must stay complete
+    until the index names the new one."""
     stems = itertools.chain(["model"], (f"model-{number}" for number in itertools.count(2)))
     return next(s for s in stems if not any(out.glob(f"{s}-?????-of-?????.safetensors")))
 
 
 def _move(aside: Path, out: Path) -> None:
-    """Into place: as a whole where nothing was there, else file by file. The index comes last, and
-    what it no longer names goes after that: whenever this is killed, one checkpoint is whole."""
+    """Renames the folder, or its files if `out` exists: the index last, and after it the old shards
+    are removed. So a checkpoint is complete at any moment."""
     if not out.exists():
         os.rename(aside, out)
         sync(out.parent)
@@ -304,5 +296,5 @@ def _move(aside: Path, out: Path) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    """Of a checkpoint, not a file of the user's that is merely called alike."""
+    """Whether a file is one of a checkpoint, not a user's file with a similar name."""
     return name == SINGLE or bool(re.fullmatch(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors", name))

@@ -1,4 +1,4 @@
-"""A transformers model without its experts: what is loaded or drawn by transformers itself."""
+"""A transformers model without its experts, which transformers itself loads or initializes."""
 
 import re
 from typing import Any
@@ -9,12 +9,12 @@ from overspill.models.huggingface.experts import DictionaryExperts, HuggingFaceE
 
 
 class Skeleton:
-    """A class that makes models of `plain` and takes their experts' parameters out as soon as they
-    are there. transformers makes models on the meta device first: no memory is taken for them."""
+    """Makes a subclass of `plain` whose models lose their experts' parameters in the constructor.
+    transformers constructs models on the meta device, so these never take memory."""
 
     def __init__(self, plain: Any, train: bool) -> None:
         self.layers: list[HuggingFaceExperts] = []
-        """The experts modules of the model that was made, in which nothing is left."""
+        """The experts modules of the constructed model, without parameters."""
         self._plain = plain
         skeleton = self
 
@@ -33,19 +33,19 @@ class Skeleton:
                     *(rf"{re.escape(layer.path)}\." for layer in skeleton.layers),
                 }
 
-        # transformers looks a model's conversions up by these names
+        # transformers looks up a model's weight conversions by these names
         Made.__module__ = plain.__module__
         Made.__name__, Made.__qualname__ = plain.__name__, plain.__qualname__
         self.model_class: Any = Made
 
     def restore(self, model: Any) -> None:
-        """Makes the model one of its plain class again."""
+        """Gives the model its original class."""
         del model._keys_to_ignore_on_load_unexpected
         model.__class__ = self._plain
 
 
 def model_class(config: Any) -> Any:
-    """The class that a checkpoint's config names, with its head."""
+    """The model class, with its head, that a config names."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
@@ -56,7 +56,7 @@ def model_class(config: Any) -> Any:
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise ConfigError(
-        f"{config.model_type} ({', '.join(config.architectures or ['no architecture named'])}) is "
-        "not a language model that this version of transformers has; update transformers, or see "
-        "the family table in the docs"
+        f"{config.model_type} ({', '.join(config.architectures or ['no architecture'])}) is not a "
+        "language model of this version of transformers; update transformers, or see the family "
+        "table in the docs"
     )

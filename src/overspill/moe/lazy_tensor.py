@@ -1,4 +1,4 @@
-"""Tensors that are read when somebody looks at their numbers, and not before."""
+"""Tensors whose values are read on first use."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +9,15 @@ from torch.utils._pytree import tree_map
 
 _ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_meta", "nbytes")
 _METHODS = ("size", "dim", "numel", "element_size", "is_floating_point")
-_KNOWN = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}
-_KNOWN |= {getattr(Tensor, name) for name in _METHODS}
-"""What can be told without reading."""
+_METADATA = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}
+_METADATA |= {getattr(Tensor, name) for name in _METHODS}
 
 
-class LateTensor(Tensor):
-    """Has its size and dtype at once; its numbers come from `read`, once, at first use.
+class LazyTensor(Tensor):
+    """Has its size and dtype at once; `read` gives its values, once, on first use.
 
-    A state dict of such tensors costs nothing to those who want its names: transformers asks every
-    model for them before it loads shards, and peft before it saves adapters.
+    A state dict of lazy tensors makes names and shapes available at no cost: transformers requests
+    them before it loads shards, and peft before it saves adapters.
     """
 
     _read: Callable[[], Tensor]
@@ -27,16 +26,16 @@ class LateTensor(Tensor):
     @staticmethod
     def __new__(
         cls, size: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]
-    ) -> "LateTensor":
+    ) -> "LazyTensor":
         cpu = torch.device("cpu")
-        self: LateTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=cpu)
+        self: LazyTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=cpu)
         self._read, self._value = read, None
         return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What Python code does with the tensor."""
-        if func in _KNOWN:
+        """Operations called from Python."""
+        if func in _METADATA:
             known: Any = super().__torch_function__
             return known(func, types, args, kwargs or {})
         return _with_values(func, args, kwargs)
@@ -45,7 +44,7 @@ class LateTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What torch itself does with it."""
+        """Operations called from C++."""
         return _with_values(func, args, kwargs)
 
 
@@ -54,7 +53,7 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _value_of(thing: Any) -> Any:
-    if not isinstance(thing, LateTensor):
+    if not isinstance(thing, LazyTensor):
         return thing
     if thing._value is None:
         thing._value = thing._read()

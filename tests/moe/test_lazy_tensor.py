@@ -1,4 +1,4 @@
-"""A tensor that is read when it is used is, in use, the tensor it stands for."""
+"""A lazy tensor behaves like the tensor it reads."""
 
 import copy
 import io
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from overspill.moe.late_tensor import LateTensor
+from overspill.moe.lazy_tensor import LazyTensor
 
 VALUE = torch.arange(6.0).view(2, 3)
 
@@ -25,13 +25,13 @@ class Source:
         return VALUE.clone()
 
 
-def late() -> tuple[LateTensor, Source]:
+def lazy() -> tuple[LazyTensor, Source]:
     source = Source()
-    return LateTensor((2, 3), torch.float32, source), source
+    return LazyTensor((2, 3), torch.float32, source), source
 
 
-def test_what_it_is_can_be_told_without_reading() -> None:
-    tensor, source = late()
+def test_metadata_needs_no_read() -> None:
+    tensor, source = lazy()
     assert isinstance(tensor, Tensor)
     assert (tensor.shape, tensor.dtype, tensor.device) == ((2, 3), torch.float32, VALUE.device)
     assert (tensor.ndim, tensor.dim(), tensor.size(1), tensor.numel()) == (2, 2, 3, 6)
@@ -73,15 +73,15 @@ USES: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("use", USES)
-def test_in_use_it_is_what_it_stands_for(use: Callable[[Any], Any]) -> None:
-    tensor, _ = late()
+def test_every_use_gives_the_values(use: Callable[[Any], Any]) -> None:
+    tensor, _ = lazy()
     made = use(tensor)
     assert torch.equal(made, VALUE)
     assert torch.equal(tensor, VALUE)
 
 
 def test_it_is_read_once() -> None:
-    tensor, source = late()
+    tensor, source = lazy()
     address = tensor.data_ptr()
     tensor.add_(1)
     assert torch.equal(tensor, VALUE + 1)
@@ -89,7 +89,7 @@ def test_it_is_read_once() -> None:
 
 
 def test_safetensors_writes_it(tmp_path: Path) -> None:
-    save_file({"a": late()[0], "b": late()[0]}, tmp_path / "file.safetensors")
+    save_file({"a": lazy()[0], "b": lazy()[0]}, tmp_path / "file.safetensors")
     written = load_file(tmp_path / "file.safetensors")
     assert torch.equal(written["a"], VALUE)
     assert torch.equal(written["b"], VALUE)

@@ -1,0 +1,18 @@
+"""The interface of routing that replaces a model's routers."""
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RoutingSource(Protocol):
+    """Gives the expert ids of tokens in place of the routers of a model."""
+
+    n_layers: int
+    n_experts: int
+    top_k: int
+
+    def __call__(self, layer: int, n_tokens: int, device: "torch.device") -> "torch.Tensor":
+        """Expert ids [T, K], int64, of the next tokens of a layer. Does not synchronize with the
+        device."""

@@ -1,0 +1,96 @@
+"""transformers' weight conversions: from the names and layouts of checkpoints to those of a model.
+
+A checkpoint may hold experts one by one or stacked, under other names, or transposed. transformers
+has rules for each family: renamings, and converters that make a tensor of the model from several
+tensors of a checkpoint.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Sources:
+    """The checkpoint tensors that one tensor of the model is made of."""
+
+    converter: Any = None
+    keys: dict[str, list[str]] = field(default_factory=dict)
+    """By source pattern of the converter, in natural order; without a converter, under ""."""
+
+    @property
+    def merges(self) -> bool:
+        """Whether the converter only stacks experts and concatenates their parts."""
+        kinds = [type(op).__name__ for op in self.converter.operations]
+        dims = [getattr(op, "dim", None) for op in self.converter.operations]
+        return (kinds, dims) in (
+            (["MergeModulelist"], [0]),
+            (["MergeModulelist", "Concatenate"], [0, 1]),
+        )
+
+    def parts(self, expert: int) -> list[str]:
+        """The tensors of one expert, where each has its own."""
+        patterns = [p for p in self.converter.source_patterns if p in self.keys]
+        return [self.keys[pattern][expert] for pattern in patterns]
+
+    def add(self, key: str, pattern: str | None, converters: Mapping[str, Any]) -> None:
+        if pattern is not None:
+            self.converter = converters[pattern]
+        self.keys.setdefault(pattern or "", []).append(key)
+
+    def convert(
+        self,
+        target: str,
+        tensors: Iterable[tuple[str, str, Tensor]],
+        shape: tuple[int, ...],
+        config: Any,
+    ) -> dict[str, Tensor]:
+        """Runs the converter on (key, pattern, tensor); `shape` is that of the target."""
+        converter = deepcopy(self.converter)
+        for key, pattern, tensor in tensors:
+            converter.add_tensor(target, key, pattern, tensor)
+        made = converter.convert(target, model=_Target(shape), config=config)
+        return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
+
+
+class _Target:
+    """Takes the place of the model in converters that read the shape of their target."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(self._shape, device="meta")
+
+
+Renamer = Callable[[str], list[tuple[str, str | None]]]
+
+
+def renamer(model: Any, extra: set[str]) -> tuple[Renamer, Mapping[str, Any]]:
+    """A function from a name in a checkpoint to (name in the model, pattern of its converter), and
+    the converters by pattern. `extra` are names of parameters that the model no longer has."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
+    names = dict.fromkeys([*(n for n, _ in model.named_parameters()), *extra], True)
+    names.update(dict.fromkeys((n for n, _ in model.named_buffers()), True))
+    prefix = model.base_model_prefix
+
+    def rename(key: str) -> list[tuple[str, str | None]]:
+        target, pattern = rename_source_key(key, renamings, converters, prefix, names)
+        if target not in names and key in names:
+            target, pattern = rename_source_key(key, [], [], prefix, names)
+        if pattern is None:
+            return [(target, None)]
+        first, *others = by_pattern[pattern].target_patterns
+        return [(target.replace(first, name), pattern) for name in (first, *others)]
+
+    return rename, by_pattern

@@ -1,0 +1,32 @@
+"""Simulated routing in a real model."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol, cast
+
+from torch import nn
+
+from overspill.core.errors import ConfigError
+from overspill.core.routing import RoutingSource
+
+
+class _RoutedLayer(Protocol):
+    """What is used of an `ExpertPlaceholder`."""
+
+    def routed_by(self, source: RoutingSource) -> AbstractContextManager[None]: ...
+
+
+@contextmanager
+def routed_by(model: nn.Module, source: RoutingSource) -> Iterator[None]:
+    """Within the block, `source` selects the experts of an offloaded model; the routing weights
+    remain those of the model's routers."""
+    layers = [p for p in model.parameters() if getattr(p, "is_expert_placeholder", False)]
+    if not layers:
+        raise ConfigError(
+            "the model has no offloaded experts whose routing could be replaced; call "
+            "overspill.offload(model) first"
+        )
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(cast(_RoutedLayer, layer).routed_by(source))
+        yield

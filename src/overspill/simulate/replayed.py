@@ -1,0 +1,80 @@
+"""Recorded routing, replayed token by token.
+
+Shapes: T tokens, L layers, K top-k.
+"""
+
+import zipfile
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from overspill.core.errors import ConfigError
+
+
+class ReplayedRouting:
+    """The recorded routing of a model, repeated from the start when it ends.
+
+    Each layer has its own position: the n-th token of every layer is the same token of the trace.
+    """
+
+    def __init__(
+        self,
+        experts_TLK: Tensor,
+        n_experts: int | None = None,
+        offsets: Sequence[int] | None = None,
+    ) -> None:
+        """`offsets` are the starts of the sequences, and the end of the last."""
+        if experts_TLK.dim() != 3 or experts_TLK.numel() == 0:
+            raise ConfigError(
+                f"a trace is [tokens, layers, top_k], not of shape {list(experts_TLK.shape)}"
+            )
+        n_tokens, self.n_layers, self.top_k = experts_TLK.shape
+        highest = int(experts_TLK.max())
+        self.n_experts = highest + 1 if n_experts is None else n_experts
+        if highest >= self.n_experts or int(experts_TLK.min()) < 0:
+            raise ConfigError(
+                f"the trace contains expert {highest}, beyond n_experts={self.n_experts}; give at "
+                f"least {highest + 1}"
+            )
+        self.offsets = [0, n_tokens] if offsets is None else list(offsets)
+        rising = all(a <= b for a, b in pairwise(self.offsets))
+        if not rising or self.offsets[:1] != [0] or self.offsets[-1:] != [n_tokens]:
+            raise ConfigError(f"offsets must rise from 0 to {n_tokens}, the tokens of the trace")
+        self._trace_LTK = experts_TLK.transpose(0, 1).contiguous()
+        self._on_device: dict[torch.device, Tensor] = {}
+        self._next = [0] * self.n_layers
+
+    @classmethod
+    def from_npz(cls, path: Path | str, n_experts: int | None = None) -> "ReplayedRouting":
+        """A file with `experts` [tokens, layers, top_k] and the `offsets` of its sequences."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                experts, offsets = file["experts"], file["offsets"]
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            raise ConfigError(
+                f"{path} is not a recorded routing ({error}); give an .npz with `experts` "
+                "[tokens, layers, top_k] and `offsets`"
+            ) from error
+        if experts.dtype.kind not in "ui":
+            raise ConfigError(f"`experts` in {path} is {experts.dtype}; it must be whole numbers")
+        # the whole trace is kept on the device, so ids take one byte where that is enough
+        ids = torch.from_numpy(experts.astype(np.uint8 if experts.max(initial=0) < 256 else "i8"))
+        return cls(ids, n_experts, offsets.tolist())
+
+    def __call__(self, layer: int, n_tokens: int, device: torch.device) -> Tensor:
+        if device not in self._on_device:
+            self._on_device[device] = self._trace_LTK.to(device)
+        trace_TK = self._on_device[device][layer]
+        start, length = self._next[layer], trace_TK.shape[0]
+        self._next[layer] = (start + n_tokens) % length
+        tokens = torch.arange(start, start + n_tokens, device=device) % length
+        return trace_TK.index_select(0, tokens).long()
+
+    def sequence(self, index: int) -> Tensor:
+        """The trace of one sequence, [T, L, K] int64, as the constructor takes it."""
+        start, end = self.offsets[:-1][index], self.offsets[1:][index]
+        return self._trace_LTK[:, start:end].transpose(0, 1).long()
