@@ -16,7 +16,7 @@ from overspill.moe.settings import Settings
 EVERYTHING = Settings()
 SWITCHES = {
     "everything on": EVERYTHING,
-    "without expert pinning": replace(EVERYTHING, pin_share=0.0),
+    "without resident experts": replace(EVERYTHING, resident_share=0.0),
     "without optimizer overlap": replace(EVERYTHING, overlap_updates=False),
     "without upload overlap": replace(EVERYTHING, overlap_uploads=False),
     "without waves": replace(EVERYTHING, waves=False),

@@ -114,7 +114,7 @@ def limit(engine: Engine, dense: int, tokens: int, rounds: int, disk: float | No
         "PCIe, every expert up twice a micro-batch": rounds * experts * 4 / PCIE,
     }
     if disk is not None:
-        spilled = engine.placement.disk_rows
+        spilled = engine.placement.disk_slots
         record = engine.layout.weight_bytes + engine.layout.state_bytes
         times["disk, spilled records read and written once"] = 2 * spilled * record / disk
     source, seconds = max(times.items(), key=lambda item: item[1])

@@ -81,13 +81,11 @@ def main() -> None:
     before = resident_memory()
     start = time.perf_counter()
     # what an expert costs is measured once on a machine, and is no part of loading
-    settings = overspill.Settings(cpu_experts=False)
     model = overspill.load(
         checkpoint,
         "40GiB",
         mode="host",
         train=args.train,
-        settings=settings,
         progress=progress,
         quiet=True,
     )
@@ -95,7 +93,7 @@ def main() -> None:
     engine = model.overspill
     size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     fill = marks["filling the store ends"] - marks["filling the store begins"]
-    filled = engine.weights_bytes * (1 - 1 / (engine.n_layers * engine.n_experts))
+    filled = engine.records.weights_bytes * (1 - 1 / (engine.n_layers * engine.n_experts))
     for name, at in marks.items():
         print(f"{at - start:7.2f} s {name}")
     print(f"all of it: {took:.2f} s for {size / 1e9:.1f} GB", flush=True)

@@ -1,8 +1,7 @@
-"""CPU and GPU share the experts: what the CPU's share is worth, on and off in turn.
+"""CPU experts beside the GPU, on and off in turn; the GPU alone uses all of its slots.
 
 PYTHONPATH=src python3 bench/split.py frozen --timeline timelines
 PYTHONPATH=src python3 bench/split.py sweep
-PYTHONPATH=src python3 bench/split.py w1
 """
 
 import argparse
@@ -15,14 +14,13 @@ from pathlib import Path
 import torch
 from record import Limit, Metric, metric, write_record
 from torch import Tensor, nn
-from workload import Work, build, optimize, steps
 
 import overspill
 from overspill.hardware.profile import ExpertCosts
-from overspill.models.presets import get_preset
+from overspill.moe.autograd import routed_experts
 from overspill.moe.engine import Engine
-from overspill.moe.functions import routed_experts
 from overspill.moe.layer import MoE
+from overspill.moe.streaming.compute import StreamingCompute
 from overspill.simulate import DrawnRouting, routed_by
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
@@ -104,9 +102,9 @@ def ratio(on: Sequence[float], off: Sequence[float]) -> Metric:
 
 
 def costs_of(engine: Engine) -> ExpertCosts:
-    costs = engine.sharing.costs
-    assert costs is not None
-    return costs
+    assert isinstance(engine.compute, StreamingCompute)
+    assert engine.compute.split is not None
+    return engine.compute.split.costs
 
 
 def limit(costs: ExpertCosts) -> Limit:
@@ -198,34 +196,9 @@ def sweep(args: argparse.Namespace) -> None:
     engine.close()
 
 
-def w1(args: argparse.Namespace) -> None:
-    model = build(get_preset("w1"), overspill.Settings(cpu_experts=True), gpu_memory="12GiB")
-    engine = model.overspill
-    optimizer = optimize(model)
-    run = steps(model, optimizer, Work(16))
-
-    def step() -> None:
-        next(run)
-        torch.cuda.synchronize()
-
-    on, off = in_turn(engine, step, args.rounds)
-    metrics = {
-        "speedup": ratio(on, off),
-        "shared": metric([16 * 1024 / s for s in on], "tokens/s"),
-        "gpu_alone": metric([16 * 1024 / s for s in off], "tokens/s"),
-    }
-    config = {
-        "row": "W1 training steps of 16×1024 tokens, with the share switched on",
-        "show": ["shared", "gpu_alone"],
-        "rounds": args.rounds,
-    }
-    write_record("split-w1", config, metrics, None, args.out)
-    engine.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=("frozen", "sweep", "w1"))
+    parser.add_argument("work", choices=("frozen", "sweep"))
     parser.add_argument("--gpu-memory", default="24GiB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", default="128,512,2048,8192,32768", help="of the sweep")
@@ -233,7 +206,7 @@ def main() -> None:
     parser.add_argument("--timeline", type=Path, default=None, help="folder for a timeline")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    {"frozen": frozen, "sweep": sweep, "w1": w1}[args.work](args)
+    {"frozen": frozen, "sweep": sweep}[args.work](args)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 from record import Limit, metric, write_record
 
+from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import device_slab
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Lane
-from overspill.transfer.loader import Loader, Target
-from overspill.transfer.ported import new_loader
+from overspill.transfer.new_uploader import new_uploader
+from overspill.transfer.streams import CopyStream
+from overspill.transfer.uploader import Target, Uploader
 
 N_EXPERTS = 48
 
@@ -31,17 +32,18 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda")
     layout = RecordLayout(ExpertShape(1024, 4096, gated=False), torch.bfloat16)
-    store = ExpertStore(1, N_EXPERTS, layout, N_EXPERTS, 0, pinned=True)
-    store.settle()
+    store = ExpertStore(1, ExpertMap.whole(N_EXPERTS), layout, N_EXPERTS, 0, pinned=True)
+    store.wait_allocated()
     recorder = Recorder(device=device)
     slab = device_slab(N_EXPERTS, layout.weight_bytes, device)
-    loader = new_loader(store, slab, Lane("upload", device, recorder, None), N_EXPERTS)
+    stream = CopyStream("upload", device, recorder, None)
+    uploader = new_uploader(store, slab, stream, N_EXPERTS)
     recorder.start()
     waits, arrivals, rates = [], [], []
     numbers = random.Random(1)
     for _ in range(args.trials):
         recorder.clear()
-        wait, arrival, rate = trial(store, loader, recorder, numbers)
+        wait, arrival, rate = trial(store, uploader, recorder, numbers)
         waits.append(wait)
         arrivals.append(arrival)
         rates.append(rate)
@@ -63,24 +65,25 @@ def main() -> None:
     }
     limit = Limit(1.0, "copies", "one copy of a record")
     write_record("urgent-load", config, metrics, limit, args.out)
-    loader.close()
+    uploader.close()
     store.close()
 
 
 def trial(
-    store: ExpertStore, loader: Loader, recorder: Recorder, numbers: random.Random
+    store: ExpertStore, uploader: Uploader, recorder: Recorder, numbers: random.Random
 ) -> tuple[float, float, float]:
     """(seconds from the request to its copy's start, to its end, bytes a second of the others)."""
     with store.lock:
-        for entry in store.entries:
-            entry.version += 1  # all of them have to be uploaded again
+        for entry in store.entries:  # all of them have to be uploaded again
+            store.begin_update(entry)
+            store.end_update(entry)
         background = [Target(e, e.number, "background") for e in store.entries[1:]]
-        loader.set_targets(background)
+        uploader.set_targets(background)
     time.sleep(2e-3 + numbers.random() * 5e-3)  # in the midst of them
     with store.lock:
         asked = time.perf_counter_ns()
-        loader.set_targets([Target(store.entries[0], 0, "urgent"), *background])
-    loader.settle()
+        uploader.set_targets([Target(store.entries[0], 0, "urgent"), *background])
+    uploader.wait_idle()
     torch.cuda.synchronize()
     spans = recorder.spans()
     urgent = [span for span in spans if span.name.endswith("urgent")]

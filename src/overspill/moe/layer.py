@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from overspill.compute.reference import moe_reference
 from overspill.core.experts import ExpertId, ExpertShape
-from overspill.moe.engine import Engine
 from overspill.moe.autograd import routed_experts
+from overspill.moe.engine import Engine
 from overspill.moe.init import expert_generator, init_expert_
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.router import Router

@@ -28,7 +28,7 @@ class Settings:
     uploader: str = "auto"
     """Who issues uploads: a "native" thread, a Python "thread", or "auto" for the faster one."""
     max_rows: int | None = None
-    """Token rows that are computed at once on the device; left out: as many as the budget allows."""
+    """Token rows that are computed at once on the device; left out: what the budget allows."""
     threads: int | None = None
     """Threads of the CPU optimizer and of CPU experts; left out: all cores but four (they drive GPU
     and disk), at least three quarters."""

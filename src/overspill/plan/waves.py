@@ -18,7 +18,7 @@ class Candidate:
 
 
 def first_of_wave(pending: Sequence[Candidate], lead: int) -> int:
-    """Where in `pending`, which is in the order of positions, a wave that contains the one at `lead`
+    """Where in `pending`, which is ordered by position, a wave that contains the one at `lead`
     begins: at the first of the neighbours before it that have all arrived."""
     while lead > 0 and pending[lead - 1].arrived and _near(pending[lead - 1], pending[lead]):
         lead -= 1

@@ -29,8 +29,8 @@ from overspill.probe.pool import BufferRing, cold_bytes, fill_with_noise
 from overspill.tiers.layout import ALIGN, RecordLayout
 from overspill.tiers.slab import HostSlab, Progress, device_slab
 from overspill.trace.recorder import Recorder
-from overspill.transfer.streams import CopyStream, StreamEvent, record_event
 from overspill.transfer.mapped import on_device
+from overspill.transfer.streams import CopyStream, StreamEvent, record_event
 
 TOKENS = (1, 4, 16, 64, 256, 1024)
 _GROUP = 4

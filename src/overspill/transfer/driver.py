@@ -1,9 +1,9 @@
 """Copies and events through the CUDA driver itself.
 
 Copies are issued thousands of times a second beside the thread that launches kernels, and both need
-the interpreter's lock. Torch's `copy_` and events hold it for 0.1 ms per copy and release it several
-times, and each handover costs as much again. Calling the driver takes a few microseconds, and the
-lock is released only to wait.
+the interpreter's lock. Torch's `copy_` and events hold it for 0.1 ms per copy and release it
+several times, and each handover costs as much again. Calling the driver takes a few microseconds,
+and the lock is released only to wait.
 """
 
 import ctypes

@@ -19,8 +19,8 @@ from overspill.models.huggingface.experts import (
     StackedExperts,
     check_uniform,
 )
-from overspill.moe.engine import Engine
 from overspill.moe.autograd import routed_experts
+from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 
 IMPLEMENTATION = "overspill"

@@ -23,6 +23,7 @@ from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.new_uploader import new_uploader
 from overspill.transfer.streams import CopyStream
+from overspill.transfer.uploader import Uploader
 
 
 class StreamingCompute(ExpertCompute):
@@ -40,6 +41,7 @@ class StreamingCompute(ExpertCompute):
         threads: int,
         costs: ExpertCosts | None,
     ) -> None:
+        """`slab` is the memory of the GPU slots."""
         dispatcher = LocalDispatcher(store.experts, device)
         shape = store.layout.shape
         max_rows = settings.max_rows or placement.max_rows
@@ -51,14 +53,18 @@ class StreamingCompute(ExpertCompute):
         self.cursor = StepCursor(store.n_layers, store.experts.n_local)
         self.plan = SlotPlan(store.experts.n_local, placement)
         self.trace = ComputeTrace(recorder, device)
-        upload = CopyStream("upload", device, recorder, settings.inject)
-        self.uploader = new_uploader(store, slab, upload, placement.slots, settings.uploader)
-        self.uploader.set_overlap(settings.overlap_uploads)
+        self._slab = slab
+        self._upload_stream = CopyStream("upload", device, recorder, settings.inject)
         self.split = None if costs is None else self._new_split(costs)
         self._cpu: CpuExperts | None = None
-        self._waves = Waves(
-            store, self.cursor, self.plan, self.split, self.uploader, self.trace, device
-        )
+        self.uploader, self._waves = self._start_uploads()
+
+    def _start_uploads(self) -> tuple[Uploader, Waves]:
+        store, slab, stream = self._store, self._slab, self._upload_stream
+        uploader = new_uploader(store, slab, stream, len(slab), self._settings.uploader)
+        uploader.set_overlap(self._settings.overlap_uploads)
+        planned = self.cursor, self.plan, self.split
+        return uploader, Waves(store, *planned, uploader, self.trace, self.device)
 
     def _new_split(self, costs: ExpertCosts) -> CpuSplit:
         layout = self._store.layout
@@ -159,7 +165,11 @@ class StreamingCompute(ExpertCompute):
         return 0 if self._cpu is None else self._cpu.nbytes
 
     def set_settings(self, settings: Settings) -> None:
-        self._settings = settings
+        """While nothing is being computed or transferred."""
+        before, self._settings = self._settings, settings
+        if settings.uploader != before.uploader:
+            self.uploader.close()
+            self.uploader, self._waves = self._start_uploads()
         self.uploader.set_overlap(settings.overlap_uploads)
         if self.split is not None:
             self.split.set_enabled(settings.cpu_experts)
@@ -171,3 +181,4 @@ class StreamingCompute(ExpertCompute):
         if self._cpu is not None:
             self._cpu.close()
         self._waves.close()
+        self._slab = self._slab.new_empty(0)
