@@ -1,242 +1,280 @@
-"""The runner gives the bits of `cpu_forward` and `cpu_backward`, whenever its rows come."""
+"""The runner gives the bits of the direct calls, whenever its token rows become ready."""
 
 import ctypes
+import os
 import random
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from overspill.compute.cpu import cpu_backward, cpu_forward
 from overspill.compute.cpu_kernel import (
-    BEST_ISA,
-    Rows,
-    Segment,
-    cpu_kernel_name,
-    delayed_tasks,
+    BackwardRows,
+    ExpertRows,
+    cpu_isa,
     kernel_backward,
     kernel_forward,
 )
-from overspill.compute.runner import Order, Runner
+from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
-from tests.compute.groups import BF16
+from tests.compute.groups import Group, Results, compute, every_dtype, gated_or_not
+
+pytestmark = pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
 
 
-class Desk:
-    """A runner, the two flags, and a group of experts to compute."""
+class Flags:
+    """The two flags of a runner's requests."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, gated: bool = True) -> None:
-        if cpu_kernel_name() == "torch":
-            pytest.skip("there is no compiler, so no runner")
-        self.shape = ExpertShape(24, 40, gated=gated)
-        generator = torch.Generator().manual_seed(3)
-        records = torch.randn(3, self.shape.numel, generator=generator).mul_(0.1).to(dtype)
-        self.segments = [Segment(records[i], 5 * i, 5 * i + 5) for i in range(3)]
-        self.x = torch.randn(15, 24, generator=generator).to(dtype)
-        self.dy = torch.randn(15, 24, generator=generator).to(dtype)
-        self.weights = torch.rand(15, generator=generator)
-        self.flags = torch.zeros(2, dtype=torch.int32)
-        self.runner = Runner()
+    def __init__(self) -> None:
+        self._flags = torch.zeros(2, dtype=torch.int32)
 
-    def order(self, number: int) -> Order:
-        there = self.flags.data_ptr()
-        return Order(there, there + 4, number & 0xFFFFFFFF, (ctypes.c_int64 * 2)())
+    def request(self, number: int) -> CpuRequest:
+        ready = self._flags.data_ptr()
+        return CpuRequest(ready, ready + 4, number & 0xFFFFFFFF, (ctypes.c_int64 * 2)())
 
-    def rows_are_there(self, number: int) -> None:
-        self.flags[0] = number
+    def fill(self, number: int) -> None:
+        self._flags.fill_(number)
+
+    def set_ready(self, number: int) -> None:
+        self._flags[0] = number
+
+    def await_done(self, number: int) -> None:
+        """As a GPU does: looks at the flag only."""
+        while int(self._flags[1]) != number:
+            time.sleep(20e-6)
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.runner.close()
+def flags() -> Flags:
+    return Flags()
 
 
-def test_the_runner_computes_the_same_bits_once_its_rows_are_there(desk: Desk) -> None:
-    expected, got = torch.empty_like(desk.x), torch.zeros_like(desk.x)
-    cpu_forward(desk.x, expected, desk.segments, desk.shape, None, 2)
-    order = desk.order(1)
-    desk.runner.forward(desk.x, got, desk.segments, desk.shape, 2, order)
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    runner = Runner()
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group.make(ExpertShape(64, 96, gated=True), (5, 5, 5))
+
+
+def test_requests_wait_for_their_rows_and_give_the_same_bits(
+    runner: Runner, flags: Flags, group: Group
+) -> None:
+    y, dx, drow_weight = torch.zeros_like(group.x), torch.zeros_like(group.x), torch.zeros(15)
+    forward, backward = flags.request(1), flags.request(2)
+    args = group.experts, group.shape, 2
+    runner.forward(group.x, y, *args, forward)
+    rows = BackwardRows(group.x, group.dy, group.row_weight, dx, drow_weight)
+    runner.backward(rows, *args, backward)
     time.sleep(0.02)
-    assert not got.any(), "nobody said that the rows are there"
-    desk.rows_are_there(1)
-    assert desk.runner.wait(order)
-    assert torch.equal(got, expected)
-    start, end = order.times
-    assert 0 < start <= end <= time.perf_counter_ns()
+    assert not y.any(), "the rows are not ready"
+    flags.set_ready(1)
+    assert runner.wait(forward)
+    assert not dx.any(), "the rows of the second request are not ready"
+    flags.set_ready(2)
+    assert runner.wait(backward)
+    Results(y, dx, drow_weight).assert_equal(compute(group))
+    for request in (forward, backward):
+        begin, end = request.times
+        assert 0 < begin <= end <= time.perf_counter_ns()
 
 
-def test_the_runner_computes_backward_too(desk: Desk) -> None:
-    tensors = desk.x, desk.dy, desk.weights
-    expected, got = [(torch.zeros(15, 24), torch.zeros(15)) for _ in range(2)]
-    cpu_backward(*tensors, *expected, desk.segments, desk.shape, None, 2)
-    order = desk.order(1)
-    desk.rows_are_there(1)
-    desk.runner.backward(Rows(*tensors, *got), desk.segments, desk.shape, 2, order)
-    assert desk.runner.wait(order)
-    for one, other in zip(got, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("first", [1, -3])  # the second goes round
-def test_orders_are_carried_out_one_after_another(desk: Desk, first: int) -> None:
-    desk.flags.fill_(first - 1)
-    outs = [torch.zeros_like(desk.x) for _ in range(6)]
-    orders = [desk.order(first + i) for i in range(6)]
-    for out, order in zip(outs, orders, strict=True):
-        desk.runner.forward(desk.x, out, desk.segments, desk.shape, 3, order)
-    for i, order in enumerate(orders):
-        desk.rows_are_there(first + i)
-        assert desk.runner.wait(order)
+@pytest.mark.parametrize("first", [1, -3])  # the second wraps around
+def test_requests_are_computed_one_after_another(
+    runner: Runner, flags: Flags, group: Group, first: int
+) -> None:
+    flags.fill(first - 1)
+    outs = [torch.zeros_like(group.x) for _ in range(6)]
+    requests = [flags.request(first + i) for i in range(6)]
+    for out, request in zip(outs, requests, strict=True):
+        runner.forward(group.x, out, group.experts, group.shape, 3, request)
+    for i, request in enumerate(requests):
+        flags.set_ready(first + i)
+        assert runner.wait(request)
         assert outs[i].any()
         assert not any(out.any() for out in outs[i + 1 :])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@every_dtype
+@pytest.mark.parametrize("count", [1, 16])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_rows_may_come_at_any_moment(dtype: torch.dtype, rows: int, threads: int) -> None:
-    """Threads wait for 0.2 ms and then go away: before, meanwhile, just then, and after."""
-    desk = Desk(dtype)
-    delays = random.Random(rows + threads)
-    segments = [
-        Segment(part.record, rows * i, rows * (i + 1)) for i, part in enumerate(desk.segments)
-    ]
-    try:
-        for number in range(1, 41):
-            x = torch.zeros(3 * rows, 24, dtype=dtype)
-            got, expected = torch.zeros_like(x), torch.empty_like(x)
-            order = desk.order(number)
-            desk.runner.forward(x, got, segments, desk.shape, threads, order)
-            until = time.perf_counter() + delays.choice(
-                [0, 1e-4, delays.uniform(1.8e-4, 2.4e-4), 2e-3]
-            )
-            while time.perf_counter() < until:
-                pass
-            x.copy_(torch.randn(x.shape))
-            desk.rows_are_there(number)
-            assert desk.runner.wait(order)
-            cpu_forward(x, expected, segments, desk.shape, None, threads)
-            assert torch.equal(got, expected)
-    finally:
-        desk.runner.close()
-
-
-def test_a_thread_that_loses_its_core_holds_nobody_up(desk: Desk) -> None:
-    expected, got = torch.empty_like(desk.x), torch.zeros_like(desk.x)
-    cpu_forward(desk.x, expected, desk.segments, desk.shape, None, 2)
-    order = desk.order(1)
-    desk.rows_are_there(1)
-    lost = 2.0  # seconds
-    with delayed_tasks(every=15, seconds=lost):  # of some 30 tasks
-        begin = time.perf_counter()
-        desk.runner.forward(desk.x, got, desk.segments, desk.shape, 3, order)
-        assert desk.runner.wait(order)
-        assert time.perf_counter() - begin > lost, "whoever waits may free the rows then"
-    start, end = order.times
-    assert end - start < 0.5 * lost * 1e9, "others did its task"
-    assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("rows", [1, 5, 20, 60])  # by vectors, tiles, and more than share dx
-@pytest.mark.parametrize("gated", [False, True])
-def test_tasks_that_are_done_twice_change_no_bit(
-    dtype: torch.dtype, rows: int, gated: bool
+def test_rows_may_become_ready_at_any_moment(
+    runner: Runner, flags: Flags, dtype: torch.dtype, count: int, threads: int
 ) -> None:
-    """As a GPU would, the test writes other rows over these as soon as the flag is up, while
-    somebody may still be at a task of theirs."""
-    desk = Desk(dtype, gated)
-    segments = [
-        Segment(part.record, rows * i, rows * (i + 1)) for i, part in enumerate(desk.segments)
-    ]
-    segments.insert(1, Segment(desk.segments[0].record, rows, rows))  # an expert without tokens
-    x, dy, y, dx = (torch.zeros(3 * rows, 24, dtype=dtype) for _ in range(4))
-    weights, dweights = torch.rand(3 * rows), torch.zeros(3 * rows)
-    kind = segments, desk.shape
-
-    def await_flag(order: Order) -> None:
-        desk.rows_are_there(order.number)
-        while int(desk.flags[1]) != order.number:
+    """Threads wait for 0.2 ms and then sleep: the rows come before, meanwhile, just then, after."""
+    group = Group.make(ExpertShape(32, 64, True), (count,) * 3, dtype)
+    chance = random.Random(count + threads)
+    args = group.experts, group.shape, threads
+    for number in range(1, 21):
+        x = torch.zeros_like(group.x)
+        got, expected = torch.zeros_like(x), torch.empty_like(x)
+        request = flags.request(number)
+        runner.forward(x, got, *args, request)
+        moments = 0, 1e-4, chance.uniform(1.8e-4, 2.4e-4), 2e-3
+        until = time.perf_counter() + chance.choice(moments)
+        while time.perf_counter() < until:
             pass
-
-    try:
-        with delayed_tasks(every=9, seconds=0.01) as repeated:
-            for number in range(1, 21, 2):
-                forward_x, backward_x, backward_dy = (
-                    torch.randn(x.shape).to(dtype) for _ in range(3)
-                )
-                first, second = desk.order(number), desk.order(number + 1)
-                x.copy_(forward_x)
-                desk.runner.forward(x, y, *kind, 4, first)
-                await_flag(first)
-                x.copy_(backward_x)
-                dy.copy_(backward_dy)
-                got_y = y.clone()
-                y.zero_()
-                desk.runner.backward(Rows(x, dy, weights, dx, dweights), *kind, 4, second)
-                await_flag(second)
-                x.fill_(torch.nan)
-                dy.fill_(torch.nan)
-                got = got_y, dx.clone(), dweights.clone()
-                for tensor in (dx, dweights):
-                    tensor.zero_()
-                expected = torch.empty_like(x), torch.empty_like(x), torch.empty(3 * rows)
-                kernel_forward(forward_x, expected[0], *kind, 1, BEST_ISA)
-                tensors = Rows(backward_x, backward_dy, weights, *expected[1:])
-                kernel_backward(tensors, *kind, 1, None, BEST_ISA)
-                for mine, theirs in zip(got, expected, strict=True):
-                    assert torch.equal(mine, theirs)
-                assert desk.runner.wait(second)
-                assert not any(tensor.any() for tensor in (y, dx, dweights)), "written too late"
-            assert repeated() > 0
-    finally:
-        desk.runner.close()
+        x.copy_(torch.randn(x.shape))
+        flags.set_ready(number)
+        assert runner.wait(request)
+        kernel_forward(x, expected, *args)
+        assert torch.equal(got, expected)
 
 
-def test_a_runner_can_be_closed_while_somebody_is_at_a_task_that_others_have_done(
-    desk: Desk,
+@every_dtype
+@gated_or_not
+@pytest.mark.parametrize("count", [1, 20, 60])  # vectors, tiles, and more rows than share dx
+def test_delayed_threads_neither_read_nor_write_after_done(
+    flags: Flags, dtype: torch.dtype, gated: bool, count: int
 ) -> None:
-    got, order = torch.zeros_like(desk.x), desk.order(1)
-    desk.rows_are_there(1)
-    lost = 0.5
-    with delayed_tasks(every=15, seconds=lost):
-        begin = time.perf_counter()
-        desk.runner.forward(desk.x, got, desk.segments, desk.shape, 3, order)
-        while int(desk.flags[1]) != 1:
-            pass
-        desk.runner.close()
-        assert time.perf_counter() - begin > lost, "it ends with its threads"
+    """As a GPU would, the test overwrites the rows as soon as the flag is raised."""
+    group = Group.make(ExpertShape(32, 160, gated), (count, 0, count), dtype)
+    chance = random.Random(count)
+    runner = Runner(lambda _: time.sleep(chance.choice((0.0, 0.0, 1e-4, 1e-3))))
+    x, dy, y, dx = (torch.zeros_like(group.x) for _ in range(4))
+    drow_weight = torch.zeros_like(group.row_weight)
+    rows = BackwardRows(x, dy, group.row_weight, dx, drow_weight)
+    args = group.experts, group.shape
+    for number in range(1, 7, 2):
+        inputs = [torch.randn(x.shape).to(dtype) for _ in range(3)]
+        x.copy_(inputs[0])
+        runner.forward(x, y, *args, 4, flags.request(number))
+        flags.set_ready(number)
+        flags.await_done(number)
+        x.copy_(inputs[1])
+        dy.copy_(inputs[2])
+        got_y = y.clone()
+        y.zero_()
+        runner.backward(rows, *args, 4, flags.request(number + 1))
+        flags.set_ready(number + 1)
+        flags.await_done(number + 1)
+        x.fill_(torch.nan)
+        dy.fill_(torch.nan)
+        got = Results(got_y, dx.clone(), drow_weight.clone())
+        dx.zero_()
+        drow_weight.zero_()
+        expected = Results(*(torch.empty_like(t) for t in (x, x, drow_weight)))
+        kernel_forward(inputs[0], expected.y, *args, 1)
+        tensors = *inputs[1:], group.row_weight, expected.dx, expected.drow_weight
+        kernel_backward(BackwardRows(*tensors), *args, 1)
+        got.assert_equal(expected)
+        assert not any(t.any() for t in (y, dx, drow_weight)), "written after done"
+    runner.close()
+    assert not any(t.any() for t in (y, dx, drow_weight)), "written after done"
 
 
-def test_a_runner_can_be_closed_while_it_waits_for_rows() -> None:
-    desk = Desk()
-    out = torch.zeros_like(desk.x)
-    desk.runner.forward(desk.x, out, desk.segments, desk.shape, 2, desk.order(1))
-    desk.runner.close()
+def test_a_failure_in_inject_completes_the_request_and_is_raised_once(
+    flags: Flags, group: Group
+) -> None:
+    failures = iter([RuntimeError("injected")])
+
+    def inject(where: str) -> None:
+        assert where == "cpu"
+        for failure in failures:
+            raise failure
+
+    runner, y, request = Runner(inject), torch.zeros_like(group.x), flags.request(1)
+    runner.forward(group.x, y, group.experts, group.shape, 2, request)
+    flags.set_ready(1)
+    with pytest.raises(RuntimeError, match="injected"):
+        runner.wait(request)
+    assert torch.equal(y, compute(group).y)
+    runner.check()
+    assert runner.wait(request)
+    runner.close()
+
+
+def test_a_request_without_rows_is_done_when_it_is_ready(
+    runner: Runner, flags: Flags, group: Group
+) -> None:
+    request = flags.request(1)
+    experts = [ExpertRows(group.experts[0].record, 0, 0)]
+    runner.forward(group.x, torch.empty_like(group.x), experts, group.shape, 2, request)
+    time.sleep(0.005)
+    assert request.times[1] == 0
+    flags.set_ready(1)
+    assert runner.wait(request)
+
+
+def test_close_ends_a_runner_that_waits_for_rows_and_its_waiters(
+    flags: Flags, group: Group
+) -> None:
+    runner, out, request = Runner(), torch.zeros_like(group.x), flags.request(1)
+    runner.forward(group.x, out, group.experts, group.shape, 2, request)
+    time.sleep(0.005)
+    runner.close()
+    assert not runner.wait(request)
     assert not out.any()
-
-
-@pytest.mark.parametrize("seen", [False, True])
-def test_a_closed_runner_takes_no_orders(seen: bool) -> None:
-    desk = Desk()
-    desk.runner.close()
-    desk.rows_are_there(1 if seen else 0)
-    out = torch.zeros_like(desk.x)
     with pytest.raises(EngineError, match="closed"):
-        desk.runner.forward(desk.x, out, desk.segments, desk.shape, 2, desk.order(1))
-    assert not out.any()
+        runner.forward(group.x, out, group.experts, group.shape, 2, request)
 
 
-def test_the_runner_takes_what_the_kernel_is_faster_at() -> None:
-    if cpu_kernel_name() == "torch":
-        pytest.skip("there is no compiler, so no runner")
-    shape = ExpertShape(8, 8, gated=False)
-    kind = torch.bfloat16, shape, None
-    assert Runner.takes([1, 8], *kind, backward=False)
-    assert not Runner.takes([1, 100_000], *kind, backward=False)
-    biased = ExpertShape(8, 8, gated=False, bias=True)
-    assert not Runner.takes([1], torch.bfloat16, biased, None, backward=False)
+def test_close_finishes_the_request_that_is_being_computed(flags: Flags, group: Group) -> None:
+    started = threading.Event()
+
+    def inject(_: str) -> None:
+        started.set()
+        time.sleep(0.002)
+
+    runner, out, request = Runner(inject), torch.zeros_like(group.x), flags.request(1)
+    flags.set_ready(1)
+    runner.forward(group.x, out, group.experts, group.shape, 3, request)
+    assert started.wait(10)
+    runner.close()
+    assert torch.equal(out, compute(group).y)
+
+
+FORK = """
+import ctypes, os, sys, torch
+from overspill.compute.cpu_kernel import ExpertRows, kernel_forward
+from overspill.compute.runner import CpuRequest, Runner
+from overspill.core.errors import EngineError
+from overspill.core.experts import ExpertShape
+
+shape = ExpertShape(64, 256, gated=False)
+record, x = torch.randn(shape.numel), torch.randn(4, 64)
+flags = torch.tensor([9, 0], dtype=torch.int32)
+
+def forward(runner, number):
+    y = torch.empty_like(x)
+    ready = flags.data_ptr()
+    request = CpuRequest(ready, ready + 4, number, (ctypes.c_int64 * 2)())
+    runner.forward(x, y, [ExpertRows(record, 0, 4)], shape, 3, request)
+    assert runner.wait(request)
+    return y
+
+def direct():
+    y = torch.empty_like(x)
+    kernel_forward(x, y, [ExpertRows(record, 0, 4)], shape, 3)
+    return y
+
+runner = Runner()
+y = forward(runner, 1)
+assert torch.equal(direct(), y)
+child = os.fork()
+if child == 0:  # without the native threads
+    assert torch.equal(direct(), y)
+    try:
+        forward(runner, 2)
+    except EngineError:
+        runner.close()
+        sys.exit(0 if torch.equal(forward(Runner(), 2), y) else 3)
+    sys.exit(4)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert torch.equal(forward(runner, 2), y)
+runner.close()
+"""
+
+
+def test_a_forked_child_computes_with_a_runner_of_its_own() -> None:
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60, env=path)

@@ -1,42 +1,60 @@
-"""The C++ kernel for experts on the cores, `cpu_kernel.cpp`: loaded, and called with tensors.
+"""The C++ kernel that computes experts on the CPU, `cpu_kernel.cpp`, called with tensors.
 
-`kernel_forward` and `kernel_backward` compute what they are given: `cpu` decides who takes what.
+One call computes a group: some experts of a layer, each with its token rows. Rows and results are
+host tensors, and weights are read where they are stored. Results are rounded where those of the GPU
+are: after each product and after the activation. Weights get no gradients.
 
-Shapes: R rows sorted by expert, D model.
+Shapes: R token rows sorted by expert, D model.
 """
 
-import contextlib
 import ctypes
 import functools
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overspill.compute.activation import Activation, Fused
 from overspill.core.experts import ExpertShape
 from overspill.hardware.native import load_library
 
-log = logging.getLogger("overspill")
+ISA_NAMES = ("generic", "avx2", "avx512", "amx")  # in the order of cpu_isa.h
+_BEST_ISA = -1
 
-BEST_ISA = -1
-ISA_NAMES = ("generic", "avx2", "avx512", "amx")  # in cpu_kernel.cpp's order
-_NO_RUNNER = (None, None, 0, None, None)
+# Token rows of an expert up to which the kernel pays: (forward, backward). Measured against torch
+# with the same instruction set, on one core, for 1024×4096 and gated 2048×768: here both are equal,
+# below it the kernel is faster. With bf16 and neither AVX-512 nor AMX it is 3 to 40 times faster at
+# any number of rows; there the scratch memory sets the limit. Constants, because results must not
+# depend on timing.
+_MAX_ROWS = {
+    torch.bfloat16: {
+        "generic": (512, 512),
+        "avx2": (512, 512),
+        "avx512": (64, 32),
+        "amx": (256, 512),
+    },
+    torch.float32: {
+        "generic": (16, 16),
+        "avx2": (8, 8),
+        "avx512": (16, 16),
+        "amx": (16, 16),
+    },
+}
 
 
-class Segment(NamedTuple):
-    """One expert of a group: its flat record in host memory and its rows [start, stop)."""
+class ExpertRows(NamedTuple):
+    """One expert of a group: its flat record in host memory and its token rows [start, stop)."""
 
     record: Tensor
     start: int
     stop: int
 
 
-class Rows(NamedTuple):
-    """The rows of a group in backward: two that are read, the weights, two that are written."""
+class BackwardRows(NamedTuple):
+    """The tensors of a group in backward: inputs, routing weights (float32), and results."""
 
     x_RD: Tensor
     dy_RD: Tensor
@@ -45,216 +63,170 @@ class Rows(NamedTuple):
     drow_weight_R: Tensor
 
 
-def cpu_kernel_name() -> str:
-    """What computes experts on the CPU: a name of ISA_NAMES, or "torch" without a compiler."""
+def cpu_isa() -> str | None:
+    """The best instruction set of ISA_NAMES that this CPU has; None without a compiler."""
     library = cpu_library()
-    return "torch" if library is None else _best_isa_name(library)
+    return None if library is None else str(library.overspill_cpu_isa().decode())
+
+
+def why_unsupported(
+    dtype: torch.dtype, shape: ExpertShape, activation: Activation | None
+) -> str | None:
+    """Why the kernel does not compute such experts; None if it does."""
+    if cpu_library() is None:
+        return "no C++ compiler"
+    reasons = [
+        f"{dtype}" if dtype not in _MAX_ROWS else "",
+        "biases" if shape.bias else "",
+        "transposed weights" if shape.transposed else "",
+        ""
+        if activation is None or isinstance(activation, Fused)
+        else "activations other than GELU and gated SiLU",
+    ]
+    return ", ".join(reason for reason in reasons if reason) or None
+
+
+def max_kernel_rows(dtype: torch.dtype, backward: bool) -> int:
+    """Token rows of one expert up to which the kernel is at least as fast as torch; 0 without it."""
+    isa = cpu_isa()
+    return 0 if isa is None else _MAX_ROWS[dtype][isa][backward]
 
 
 def kernel_forward(
     x_RD: Tensor,
     y_RD: Tensor,
-    segments: Sequence[Segment],
+    experts: Sequence[ExpertRows],
     shape: ExpertShape,
     threads: int,
-    isa: int,
-    later: tuple[Any, ...] | None = None,
+    isa: str | None = None,
 ) -> None:
-    """Computes at once, or with `later`, a runner and the fields of its order, by that runner."""
-    _check(x_RD, y_RD, segments, shape, threads)
-    library = cpu_library()
-    assert library is not None
-    group = _group(segments, shape, x_RD.dtype)
-    when = _later(later)
-    library.overspill_experts_forward(*_base(x_RD), *_base(y_RD), *group, threads, isa, *when)
+    """Writes the outputs of the experts' token rows into `y_RD`, without routing weights.
+
+    Computes in the calling thread and a thread pool of it. `isa` selects one of ISA_NAMES instead
+    of the best."""
+    loaded_library().overspill_compute(group_args(x_RD, y_RD, experts, shape, threads, isa))
 
 
 def kernel_backward(
-    rows: Rows,
-    segments: Sequence[Segment],
+    rows: BackwardRows,
+    experts: Sequence[ExpertRows],
     shape: ExpertShape,
     threads: int,
-    gradients: Sequence[Tensor] | None,
-    isa: int,
-    later: tuple[Any, ...] | None = None,
-) -> list[float]:
-    """The same for backward; the squares of the gradients are zeros without gradients."""
-    x_RD, dy_RD, row_weight_R, dx_RD, drow_weight_R = rows
-    _check(x_RD, dx_RD, segments, shape, threads)
-    _check(x_RD, dy_RD, segments, shape, threads)
-    for gradient in gradients or ():
-        assert gradient.dtype == x_RD.dtype
-        assert gradient.is_contiguous()
-        assert gradient.numel() == shape.numel
-    weight_R = row_weight_R.to(torch.float32).contiguous()
-    direct = drow_weight_R.dtype == torch.float32 and drow_weight_R.is_contiguous()
-    dweight_R = drow_weight_R if direct else torch.empty_like(weight_R)
-    squares = (ctypes.c_double * len(segments))()
-    library = cpu_library()
-    assert library is not None
-    library.overspill_experts_backward(
-        *_base(x_RD),
-        *_base(dy_RD),
-        weight_R.data_ptr(),
-        *_base(dx_RD),
-        dweight_R.data_ptr(),
-        *_group(segments, shape, x_RD.dtype),
-        None if gradients is None else _pointers(gradients),
-        squares,
-        threads,
-        isa,
-        *_later(later),
-    )
-    if not direct:
-        for _, start, stop in segments:
-            drow_weight_R[start:stop] = dweight_R[start:stop]
-    return list(squares)
+    isa: str | None = None,
+) -> None:
+    """Writes the gradients of sum(row_weight * y * dy) into `dx_RD` and `drow_weight_R`."""
+    args = group_args(rows.x_RD, rows.dx_RD, experts, shape, threads, isa, rows)
+    loaded_library().overspill_compute(args)
 
 
 def read_bandwidth(tensor: Tensor, threads: int) -> float:
-    """Bytes a second at which `threads` threads read `tensor`, the best of three passes.
+    """Bytes per second at which `threads` threads read `tensor`, the best of three passes.
 
     It measures memory only if the tensor is much larger than the caches: 1.5 GB or more.
     """
     library = cpu_library()
     flat = tensor.contiguous().view(-1).view(torch.uint8)
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
     best = float("inf")
     for _ in range(4):  # the first one starts the threads
         start = time.perf_counter()
         if library is None:
-            flat[: flat.numel() // 8 * 8].view(torch.int64).sum()
+            words.sum()
         else:
-            library.overspill_read(flat.data_ptr(), flat.numel(), threads)
+            library.overspill_read(words.data_ptr(), words.numel(), threads)
         best = min(best, time.perf_counter() - start)
     return flat.numel() / best
 
 
-def _check(
-    x_RD: Tensor, other_RD: Tensor, segments: Sequence[Segment], shape: ExpertShape, threads: int
-) -> None:
+class GroupArgs(ctypes.Structure):
+    """`GroupArgs` of cpu_group.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "dy", "out", "row_weight", "drow_weight")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "dy_stride", "out_stride")),
+        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("records", "starts", "stops")),
+        *((name, ctypes.c_int64) for name in ("count", "d", "h")),
+        *((name, ctypes.c_int32) for name in ("gated", "backward", "bf16", "threads", "isa")),
+    )
+
+
+def group_args(
+    x_RD: Tensor,
+    out_RD: Tensor,
+    experts: Sequence[ExpertRows],
+    shape: ExpertShape,
+    threads: int,
+    isa: str | None = None,
+    backward: BackwardRows | None = None,
+) -> GroupArgs:
+    """The checked arguments of a native call; valid as long as the tensors exist."""
     assert threads >= 1
-    for rows in (x_RD, other_RD):
+    assert isa is None or ISA_NAMES.index(isa) <= ISA_NAMES.index(cpu_isa() or "")
+    for rows in (x_RD, out_RD) if backward is None else (x_RD, out_RD, backward.dy_RD):
         assert rows.dtype == x_RD.dtype
         assert rows.device.type == "cpu"
         assert rows.shape == (x_RD.shape[0], shape.d_model)
         assert rows.stride(1) == 1 or shape.d_model == 1
-    for record, start, stop in segments:
+    for record, start, stop in experts:
         assert record.dtype == x_RD.dtype
         assert record.device.type == "cpu"
         assert record.is_contiguous()
         assert record.numel() >= shape.numel
         assert 0 <= start <= stop <= x_RD.shape[0]
-
-
-def _base(rows: Tensor) -> tuple[int, int]:
-    return rows.data_ptr(), rows.stride(0)
-
-
-def _group(
-    segments: Sequence[Segment], shape: ExpertShape, dtype: torch.dtype
-) -> tuple[object, ...]:
-    """The arguments that describe a group and its experts."""
-    numbers = ctypes.c_int64 * len(segments)
-    return (
-        _pointers([segment.record for segment in segments]),
-        numbers(*(segment.start for segment in segments)),
-        numbers(*(segment.stop for segment in segments)),
-        len(segments),
-        shape.d_model,
-        shape.d_hidden,
-        shape.gated,
-        dtype == torch.bfloat16,
+    numbers = ctypes.c_int64 * len(experts)
+    args = GroupArgs(
+        x=x_RD.data_ptr(),
+        out=out_RD.data_ptr(),
+        x_stride=x_RD.stride(0),
+        out_stride=out_RD.stride(0),
+        records=numbers(*(expert.record.data_ptr() for expert in experts)),
+        starts=numbers(*(expert.start for expert in experts)),
+        stops=numbers(*(expert.stop for expert in experts)),
+        count=len(experts),
+        d=shape.d_model,
+        h=shape.d_hidden,
+        gated=shape.gated,
+        bf16=x_RD.dtype == torch.bfloat16,
+        threads=threads,
+        isa=_BEST_ISA if isa is None else ISA_NAMES.index(isa),
     )
+    if backward is not None:
+        for weight_R in (backward.row_weight_R, backward.drow_weight_R):
+            assert weight_R.dtype == torch.float32
+            assert weight_R.is_contiguous()
+            assert weight_R.shape == x_RD.shape[:1]
+        args.backward = True
+        args.dy, args.dy_stride = backward.dy_RD.data_ptr(), backward.dy_RD.stride(0)
+        args.row_weight = backward.row_weight_R.data_ptr()
+        args.drow_weight = backward.drow_weight_R.data_ptr()
+    return args
 
 
-def _later(later: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """The arguments for a runner: (runner, there, number, done, times)."""
-    if later is None:
-        return _NO_RUNNER
-    runner, there, done, number, times = later
-    return runner, there, number, done, times
-
-
-def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-
-
-@contextlib.contextmanager
-def delayed_tasks(every: int, seconds: float) -> Iterator[Callable[[], int]]:
-    """For tests: of all threads' goes at tasks every so many takes longer, as if its core was lost
-    to somebody else. What it gives tells how many were done again by others."""
+def loaded_library() -> ctypes.CDLL:
     library = cpu_library()
-    assert library is not None
-    library.overspill_delay_tasks(every, int(seconds * 1e9))
-    try:
-        yield lambda: int(library.overspill_repeated_tasks())
-    finally:
-        library.overspill_delay_tasks(0, 0)
-
-
-@functools.cache
-def _best_isa_name(library: ctypes.CDLL) -> str:
-    return str(library.overspill_cpu_isa().decode())
+    assert library is not None, "see why_unsupported()"
+    return library
 
 
 @functools.cache
 def cpu_library() -> ctypes.CDLL | None:
-    """The compiled kernel with its signatures; None without a compiler, which is said once."""
+    """The compiled kernel with its signatures; None without a compiler, which is logged once."""
     library = load_library(Path(__file__).with_name("cpu_kernel.cpp"), "cpu-experts")
     if library is None:
-        log.warning("CPU experts run as torch operations, several times slower for few tokens")
         return None
-    library.overspill_cpu_isa.argtypes = []
-    library.overspill_cpu_isa.restype = ctypes.c_char_p
-    rows, group = "pn", "pppnnnii"
-    later = "ppupp"
-    library.overspill_experts_forward.argtypes = _types(rows + rows + group + "ii" + later)
-    library.overspill_experts_forward.restype = None
-    backward = rows + rows + "p" + rows + "p" + group + "ppii" + later
-    library.overspill_experts_backward.argtypes = _types(backward)
-    library.overspill_experts_backward.restype = None
-    library.overspill_runner_new.argtypes = []
-    library.overspill_runner_new.restype = ctypes.c_void_p
-    library.overspill_runner_free.argtypes = _types("p")
-    library.overspill_runner_free.restype = None
-    library.overspill_runner_wait.argtypes = _types("ppu")
-    library.overspill_runner_wait.restype = ctypes.c_int
-    library.overspill_delay_tasks.argtypes = _types("nn")
-    library.overspill_delay_tasks.restype = None
-    library.overspill_allow_repeats.argtypes = _types("i")
-    library.overspill_allow_repeats.restype = None
-    library.overspill_repeated_tasks.argtypes = []
-    library.overspill_repeated_tasks.restype = ctypes.c_int64
-    library.overspill_read.argtypes = _types("pni")
-    library.overspill_read.restype = ctypes.c_uint64
-    return library
-
-
-def _types(letters: str) -> list[Any]:
-    """p: a pointer, n: a size, i: an int, u: one without a sign."""
-    kinds = {
-        "p": ctypes.c_void_p,
-        "n": ctypes.c_int64,
-        "i": ctypes.c_int,
-        "u": ctypes.c_uint32,
+    pointer, number = ctypes.c_void_p, ctypes.c_uint32
+    args = ctypes.POINTER(GroupArgs)
+    times = ctypes.POINTER(ctypes.c_int64)
+    signatures = {
+        "cpu_isa": (ctypes.c_char_p, []),
+        "compute": (None, [args]),
+        "read": (ctypes.c_uint64, [pointer, ctypes.c_int64, ctypes.c_int]),
+        "runner_new": (pointer, []),
+        "runner_free": (None, [pointer]),
+        "runner_submit": (None, [pointer, args, pointer, pointer, number, times, pointer]),
+        "runner_wait": (ctypes.c_int, [pointer, pointer, number]),
     }
-    return [kinds[letter] for letter in letters]
-
-
-# temporary names
-ExpertRows, BackwardRows = Segment, Rows
-
-
-def cpu_isa() -> str | None:
-    name = cpu_kernel_name()
-    return None if name == "torch" else name
-
-
-def max_kernel_rows(dtype: torch.dtype, backward: bool) -> int:
-    from overspill.compute.cpu import most_rows
-
-    return most_rows(dtype, cpu_kernel_name(), backward)
-
-
-def why_unsupported(dtype: Any, shape: Any, activation: Any) -> str | None:
-    return None
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"overspill_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library

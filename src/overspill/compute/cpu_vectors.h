@@ -1,7 +1,12 @@
-// Products by vectors of the compiler, compiled once for each instruction set.
+// Matrix products with compiler vectors, compiled once per instruction set.
+//
+//     nt  C = W X^T  weight rows with token rows; both are contiguous along the sum
+//     nn  C = A B    token rows with weight rows; the sum runs over the weight rows
 #pragma once
 
-#include "cpu_numbers.h"
+#include <type_traits>
+
+#include "cpu_math.h"
 
 namespace {
 
@@ -11,14 +16,7 @@ struct Vectors {
     typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 };
 
-template <int LANES>
-INLINE typename Vectors<LANES>::Floats load_vector(const float* from) {
-    typename Vectors<LANES>::Floats vector;
-    std::memcpy(&vector, from, sizeof vector);
-    return vector;
-}
-
-// Halves are added until one is left, all in registers.
+// Adds halves until one value is left.
 template <int LANES>
 INLINE float sum(typename Vectors<LANES>::Floats vector) {
     typename Vectors<LANES / 2>::Floats halves[2];
@@ -31,79 +29,53 @@ __attribute__((always_inline)) inline float sum<2>(Vectors<2>::Floats vector) {
     return vector[0] + vector[1];
 }
 
-// What a load along the sum gives: one vector of floats, or the even and the odd ones of twice as
-// many bf16, which costs a shift and a mask where a conversion in order would need shuffles.
+// Consecutive numbers in registers: one vector of floats, or the even and the odd elements of twice
+// as many bf16. That takes a shift and a mask, where a conversion in order would need shuffles.
 template <class T, int LANES>
-struct Along;
+struct Elements {
+    using Floats = typename Vectors<LANES>::Floats;
+    static constexpr int PARTS = sizeof(T) == 2 ? 2 : 1;
+    static constexpr int64_t SIZE = PARTS * LANES;
+    Floats part[PARTS];
 
-template <int LANES>
-struct Along<float, LANES> {
-    static constexpr int64_t SIZE = LANES;
-    typename Vectors<LANES>::Floats value;
-    Along() = default;
-    explicit __attribute__((always_inline)) Along(const float* from)
-        : value(load_vector<LANES>(from)) {}
-    __attribute__((always_inline)) void add(const Along& other,
-                                            typename Vectors<LANES>::Floats& total) const {
-        total += value * other.value;
-    }
-    // to += the sum of Q rows, each times its factor
-    template <int Q>
-    static __attribute__((always_inline)) void add_scaled(const Along* row, const float* factors,
-                                                          float* to) {
-        auto total = load_vector<LANES>(to);
-        for (int q = 0; q < Q; ++q) total += factors[q] * row[q].value;
-        std::memcpy(to, &total, sizeof total);
-    }
-    static __attribute__((always_inline)) void order(const float* sums, float* to) {
-        std::memcpy(to, sums, SIZE * 4);
-    }
-};
-
-template <int LANES>
-struct Along<uint16_t, LANES> {
-    static constexpr int64_t SIZE = 2 * LANES;
-    typename Vectors<LANES>::Floats even, odd;
-    Along() = default;
-    explicit __attribute__((always_inline)) Along(const uint16_t* from) {
+    Elements() = default;
+    explicit __attribute__((always_inline)) Elements(const T* from) {
         typename Vectors<LANES>::Bits bits;
         std::memcpy(&bits, from, sizeof bits);
-        even = (typename Vectors<LANES>::Floats)(bits << 16);
-        odd = (typename Vectors<LANES>::Floats)(bits & 0xffff0000u);
+        part[0] = (Floats)(PARTS == 2 ? bits << 16 : bits);
+        if constexpr (PARTS == 2) part[1] = (Floats)(bits & 0xffff0000u);
     }
-    __attribute__((always_inline)) void add(const Along& other,
-                                            typename Vectors<LANES>::Floats& total) const {
-        total += even * other.even;
-        total += odd * other.odd;
+
+    __attribute__((always_inline)) void add_product(const Elements& other, Floats& total) const {
+        for (int i = 0; i < PARTS; ++i) total += part[i] * other.part[i];
     }
-    // Sums of even and of odd columns lie apart.
+
+    // to += sum over Q rows of factor * row; sums of even and of odd columns are stored separately.
     template <int Q>
-    static __attribute__((always_inline)) void add_scaled(const Along* row, const float* factors,
+    static __attribute__((always_inline)) void add_scaled(const Elements* row, const float* factors,
                                                           float* to) {
-        auto evens = load_vector<LANES>(to), odds = load_vector<LANES>(to + LANES);
-        for (int q = 0; q < Q; ++q) {
-            evens += factors[q] * row[q].even;
-            odds += factors[q] * row[q].odd;
+        for (int i = 0; i < PARTS; ++i) {
+            Floats total;
+            std::memcpy(&total, to + i * LANES, sizeof total);
+            for (int q = 0; q < Q; ++q) total += factors[q] * row[q].part[i];
+            std::memcpy(to + i * LANES, &total, sizeof total);
         }
-        std::memcpy(to, &evens, sizeof evens);
-        std::memcpy(to + LANES, &odds, sizeof odds);
     }
-    // Such sums, in the order of columns.
+
+    // Brings such sums into the order of the columns.
     static __attribute__((always_inline)) void order(const float* __restrict sums,
                                                      float* __restrict to) {
 #pragma omp simd
-        for (int i = 0; i < LANES; ++i) {
-            to[2 * i] = sums[i];
-            to[2 * i + 1] = sums[LANES + i];
-        }
+        for (int i = 0; i < LANES; ++i)
+            for (int j = 0; j < PARTS; ++j) to[PARTS * i + j] = sums[j * LANES + i];
     }
 };
 
-// to (+)= sums, in the order of columns.
+// to (+)= sums, brought into the order of the columns.
 template <class T, int LANES>
-INLINE void put_in_order(const float* __restrict sums, int64_t columns, float* __restrict to,
+INLINE void store_in_order(const float* __restrict sums, int64_t columns, float* __restrict to,
                          bool add) {
-    using Vector = Along<T, LANES>;
+    using Vector = Elements<T, LANES>;
     const int64_t whole = columns / Vector::SIZE * Vector::SIZE;
     alignas(64) float ordered[BLOCK];
     for (int64_t n = 0; n < whole; n += Vector::SIZE) Vector::order(sums + n, ordered + n);
@@ -114,28 +86,28 @@ INLINE void put_in_order(const float* __restrict sums, int64_t columns, float* _
         std::memcpy(to, ordered, columns * 4);
 }
 
-// Weights that will be used next: from here on, in each of some streams.
+// Weights to prefetch: from `from` on in each of some streams.
 template <class T>
-struct Soon {
+struct Upcoming {
     const T* from;
     int64_t streams;
 };
 
-// W rows of weights, `apart` rows from each other, with M rows of tokens; c[w * apart][m].
+// W weight rows, `apart` rows from each other, with M token rows: c[w * apart][m].
 template <class T, int LANES, int W, int M>
 INLINE void nt_block(const T* weights, int64_t apart, const T* tokens, int64_t token_stride,
-                     int64_t k, float* c, int64_t c_stride, Soon<T> soon) {
-    using Vector = Along<T, LANES>;
+                     int64_t k, float* c, int64_t c_stride, Upcoming<T> upcoming) {
+    using Vector = Elements<T, LANES>;
     typename Vectors<LANES>::Floats total[W][M] = {};
     int64_t at = 0;
     for (; at + Vector::SIZE <= k; at += Vector::SIZE) {
-        for (int64_t i = 0; i < soon.streams; ++i)
-            __builtin_prefetch(soon.from + i * apart * k + at, 0, 2);
+        for (int64_t i = 0; i < upcoming.streams; ++i)
+            __builtin_prefetch(upcoming.from + i * apart * k + at, 0, 2);
         Vector token[M];
         for (int m = 0; m < M; ++m) token[m] = Vector(tokens + m * token_stride + at);
         for (int w = 0; w < W; ++w) {
             const Vector weight(weights + w * apart * k + at);
-            for (int m = 0; m < M; ++m) weight.add(token[m], total[w][m]);
+            for (int m = 0; m < M; ++m) weight.add_product(token[m], total[w][m]);
         }
     }
     for (int w = 0; w < W; ++w) {
@@ -148,36 +120,37 @@ INLINE void nt_block(const T* weights, int64_t apart, const T* tokens, int64_t t
     }
 }
 
-// As `nt_block` with `count` tokens, up to M.
+// As `nt_block`, for `count` tokens, at most M.
 template <class T, int LANES, int W, int M>
 INLINE void nt_some(const T* weights, int64_t apart, const T* tokens, int64_t token_stride,
-                    int64_t count, int64_t k, float* c, int64_t c_stride, Soon<T> soon) {
+                    int64_t count, int64_t k, float* c, int64_t c_stride, Upcoming<T> upcoming) {
     if constexpr (M > 1) {
         if (count < M)
             return nt_some<T, LANES, W, M - 1>(weights, apart, tokens, token_stride, count, k, c,
-                                               c_stride, soon);
+                                               c_stride, upcoming);
     }
-    nt_block<T, LANES, W, M>(weights, apart, tokens, token_stride, k, c, c_stride, soon);
+    nt_block<T, LANES, W, M>(weights, apart, tokens, token_stride, k, c, c_stride, upcoming);
 }
 
-// c[row][token] = weights [rows, k] times tokens [count, k], W rows and M tokens at a time. The rows
-// at work are far apart, so that each goes on in the next: few long streams, which the CPU's
-// prefetchers follow over the borders of rows and pages, with help where the tokens take one turn.
-// If they take several, the next rows come from memory meanwhile.
+// c[row][token] = weights [rows, k] times tokens [count, k], W rows and M tokens at a time. The W
+// rows are `apart` rows from each other, so that each continues in the next one: few long streams,
+// which the hardware prefetchers follow across rows and pages. If all tokens are done in one pass,
+// software prefetches help; if they take several passes, these fetch the next rows.
 template <class T, int LANES, int W, int M>
 INLINE void nt_streams(const T* weights, int64_t rows, const T* tokens, int64_t token_stride,
                        int64_t count, int64_t k, float* c, int64_t c_stride) {
-    const int64_t apart = rows / W, turns = pieces(count, M), share = pieces(W, most(turns, 1));
+    const int64_t apart = rows / W, passes = pieces(count, M), share = pieces(W, most(passes, 1));
     for (int64_t row = 0; row < apart; ++row) {
         const T* here = weights + row * k;
-        for (int64_t turn = 0; turn < turns; ++turn) {
-            const int64_t m = turn * M, first = least(W, share * turn);
-            Soon<T> soon{here + IN_FLIGHT / W * LINE / int64_t(sizeof(T)), W};
-            if (turns > 1)
-                soon = {here + (first * apart + 1) * k,
+        for (int64_t pass = 0; pass < passes; ++pass) {
+            const int64_t m = pass * M, first = least(W, share * pass);
+            Upcoming<T> upcoming{here + IN_FLIGHT / W * LINE / int64_t(sizeof(T)), W};
+            if (passes > 1)
+                upcoming = {here + (first * apart + 1) * k,
                         row + 1 < apart ? least(share, W - first) : 0};
             nt_some<T, LANES, W, M>(here, apart, tokens + m * token_stride, token_stride,
-                                    least(M, count - m), k, c + row * c_stride + m, c_stride, soon);
+                                    least(M, count - m), k, c + row * c_stride + m, c_stride,
+                                    upcoming);
         }
     }
     for (int64_t row = apart * W; row < rows; ++row)
@@ -186,9 +159,9 @@ INLINE void nt_streams(const T* weights, int64_t rows, const T* tokens, int64_t 
                                      k, c + row * c_stride + m, c_stride, {nullptr, 0});
 }
 
-constexpr int STREAMS = 8;  // with one token or two
+constexpr int STREAMS = 8;  // with one or two tokens
 
-// As many sums as there are registers for. A sum does not depend on who is summed beside it.
+// As many sums as there are registers. A sum does not depend on what is summed beside it.
 template <class T, int LANES>
 INLINE void nt_body(const T* weights, int64_t rows, const T* tokens, int64_t token_stride,
                     int64_t count, int64_t k, float* c, int64_t c_stride) {
@@ -200,11 +173,11 @@ INLINE void nt_body(const T* weights, int64_t rows, const T* tokens, int64_t tok
         nt_streams<T, LANES, 4, M>(weights, rows, tokens, token_stride, count, k, c, c_stride);
 }
 
-// sums[p] += the sum over Q rows of b of factors[p][q] b[q], in the order in which Along loads.
+// sums[p] += sum over Q rows of factors[p][q] b[q], in the order in which Elements loads.
 template <class T, int LANES, int Q>
 INLINE void nn_rows(const float* factors, int64_t rows, const T* b, int64_t b_stride,
                     int64_t columns, float* sums) {
-    using Vector = Along<T, LANES>;
+    using Vector = Elements<T, LANES>;
     for (int64_t n = 0; n + Vector::SIZE <= columns; n += Vector::SIZE) {
         Vector row[Q];
         for (int q = 0; q < Q; ++q) row[q] = Vector(b + q * b_stride + n);
@@ -217,16 +190,16 @@ INLINE void nn_rows(const float* factors, int64_t rows, const T* b, int64_t b_st
                 sums[p * BLOCK + n] += factors[p * Q + q] * load(b + q * b_stride + n);
 }
 
-// c[p][n] (+)= sum over q of a(p, q) b[q][n], where a(p, q) lies at a[p * a_row + q * a_step].
-// b is read along its rows, some at a time, and each is converted once for up to P rows of c, whose
-// sums stay in the first cache. Meanwhile as much of `then` is fetched.
+// c[p][n] (+)= sum over q of a[p][q] b[q][n]. b is read along its rows, Q at a time, and converted
+// once for up to P rows of c, whose sums stay in the L1 cache. Meanwhile `next` is prefetched if it
+// is not null, as many lines as b has.
 template <class T, int LANES>
-INLINE void nn_body(const T* a, int64_t a_row, int64_t a_step, int64_t rows, const T* b,
-                    int64_t b_stride, int64_t depth, int64_t columns, float* c, int64_t c_stride,
-                    bool add, Ahead* then) {
+INLINE void nn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int64_t b_stride,
+                    int64_t depth, int64_t columns, float* c, int64_t c_stride, bool add,
+                    Prefetch* next) {
     constexpr int64_t P = 32, Q = 8;
     alignas(64) float factors[P * Q], sums[P * BLOCK];
-    for (int64_t chunk = 0; chunk == 0 || chunk < depth; chunk += CHUNK) {
+    for (int64_t chunk = 0; chunk < depth; chunk += CHUNK) {
         const int64_t stop = least(depth, chunk + CHUNK);
         for (int64_t left = 0; left < columns; left += BLOCK) {
             const int64_t width = least(BLOCK, columns - left);
@@ -237,55 +210,43 @@ INLINE void nn_body(const T* a, int64_t a_row, int64_t a_step, int64_t rows, con
                     constexpr int N = decltype(size)::value;
                     for (int64_t p = 0; p < count; ++p)
                         for (int64_t i = 0; i < N; ++i)
-                            factors[p * N + i] = load(a + (top + p) * a_row + (q + i) * a_step);
+                            factors[p * N + i] = load(a + (top + p) * a_stride + q + i);
                     nn_rows<T, LANES, N>(factors, count, b + q * b_stride + left, b_stride, width,
                                          sums);
                 };
                 int64_t q = chunk;
                 for (; q + Q <= stop; q += Q) {
-                    if (top == 0 && then) then->fetch(Q * width * int64_t(sizeof(T)) / LINE);
+                    if (top == 0 && next) next->fetch(Q * width * int64_t(sizeof(T)) / LINE);
                     step(std::integral_constant<int, Q>(), q);
                 }
                 for (; q + 4 <= stop; q += 4) step(std::integral_constant<int, 4>(), q);
                 for (; q < stop; ++q) step(std::integral_constant<int, 1>(), q);
                 for (int64_t p = 0; p < count; ++p)
-                    put_in_order<T, LANES>(sums + p * BLOCK, width,
-                                           c + (top + p) * c_stride + left, add || chunk > 0);
+                    store_in_order<T, LANES>(sums + p * BLOCK, width,
+                                             c + (top + p) * c_stride + left, add || chunk > 0);
             }
         }
     }
 }
 
-// What is compiled for each instruction set; all the rest calls these.
-#define DEFINE_ISA(NAME, TARGET, LANES)                                                            \
-    template <class T>                                                                             \
-    struct NAME {                                                                                  \
-        TARGET static void nt(const T* weights, int64_t rows, const T* tokens,                     \
-                              int64_t token_stride, int64_t count, int64_t k, float* c,            \
-                              int64_t c_stride) {                                                  \
-            nt_body<T, LANES>(weights, rows, tokens, token_stride, count, k, c, c_stride);         \
-        }                                                                                          \
-        TARGET static void nn(const T* a, int64_t a_row, int64_t a_step, int64_t rows, const T* b, \
-                              int64_t b_stride, int64_t depth, int64_t columns, float* c,          \
-                              int64_t c_stride, bool add, Ahead* then = nullptr) {                 \
-            nn_body<T, LANES>(a, a_row, a_step, rows, b, b_stride, depth, columns, c, c_stride,    \
-                              add, then);                                                          \
-        }                                                                                          \
-        TARGET static void activate(float* h, const float* up, int64_t count) {                    \
-            activate_body<T>(h, up, count);                                                        \
-        }                                                                                          \
-        TARGET static float activate_backward(const float* h, const float* up, const float* da,    \
-                                              float weight, int64_t count, T* dh, T* dup,          \
-                                              T* weighted) {                                       \
-            return activate_backward_body<T>(h, up, da, weight, count, dh, dup, weighted);         \
-        }                                                                                          \
-        TARGET static double put(const float* from, int64_t from_stride, int64_t rows,             \
-                                 int64_t columns, T* to, int64_t to_stride) {                      \
-            return put_body<T>(from, from_stride, rows, columns, to, to_stride);                   \
-        }                                                                                          \
-        TARGET static void add(float* total, const float* more, int64_t count) {                   \
-            add_body(total, more, count);                                                          \
-        }                                                                                          \
+// The functions that are compiled for each instruction set; all other code calls these.
+#define FOR_ISA(NAME, TARGET, BODY)                 \
+    template <class... Args>                        \
+    TARGET static auto NAME(Args... args) {         \
+        return BODY(args...);                       \
+    }
+#define DEFINE_ISA(NAME, TARGET, LANES)                                         \
+    template <class T>                                                          \
+    struct NAME {                                                               \
+        FOR_ISA(nt, TARGET, (nt_body<T, LANES>))                                \
+        FOR_ISA(nn, TARGET, (nn_body<T, LANES>))                                \
+        FOR_ISA(activate, TARGET, activate_body<T>)                             \
+        FOR_ISA(activate_backward, TARGET, activate_backward_body<T>)           \
+        FOR_ISA(store_rows, TARGET, store_rows_body<T>)                         \
+        FOR_ISA(add, TARGET, add_body)                                          \
+        TARGET static uint64_t read(const uint64_t* from, int64_t count) {      \
+            return read_body(from, count);                                      \
+        }                                                                       \
     };
 
 DEFINE_ISA(Generic, , 4)
@@ -293,14 +254,5 @@ DEFINE_ISA(Generic, , 4)
 DEFINE_ISA(Avx2, TARGET_AVX2, 8)
 DEFINE_ISA(Avx512, TARGET_AVX512, 16)
 #endif
-
-// to[column][row] = from[row][column]
-template <class P>
-INLINE void transpose(const P* from, int64_t from_stride, int64_t rows, int64_t columns, P* to,
-                      int64_t to_stride) {
-    for (int64_t column = 0; column < columns; ++column)
-        for (int64_t row = 0; row < rows; ++row)
-            to[column * to_stride + row] = from[row * from_stride + column];
-}
 
 }  // namespace

@@ -1,116 +1,118 @@
 """A native thread that computes groups of experts while the interpreter does something else.
 
-Shapes: R rows sorted by expert, D model.
+Shapes: R token rows sorted by expert, D model.
 """
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from overspill.compute.activation import Activation
-from overspill.compute.cpu import kernel_takes, most_rows
 from overspill.compute.cpu_kernel import (
-    BEST_ISA,
-    Rows,
-    Segment,
-    cpu_kernel_name,
-    cpu_library,
-    kernel_backward,
-    kernel_forward,
+    BackwardRows,
+    ExpertRows,
+    GroupArgs,
+    group_args,
+    loaded_library,
 )
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
 
 
-class Order(NamedTuple):
-    """When a `Runner` begins, and how it tells that it has ended. Both flags are 32-bit numbers in
-    memory, and so may be written and awaited by a GPU; they count up and go round."""
+class CpuRequest(NamedTuple):
+    """When a `Runner` starts a group and how it signals the end. Both flags are 32-bit numbers in
+    memory, so a GPU can write and await them; they count up and wrap around."""
 
-    there: int
-    """Address of the flag that comes up to `number` when the rows are there."""
+    ready: int
+    """Address of the flag that reaches `number` when the token rows are ready."""
     done: int
-    """Address of the flag that comes up to it when they are computed."""
+    """Address of the flag that reaches `number` when the results are complete."""
     number: int
-    times: ctypes.Array[ctypes.c_int64]
-    """Begin and end, of time.perf_counter_ns; both zero until then."""
+    times: "ctypes.Array[ctypes.c_int64]"
+    """Begin and end, as time.perf_counter_ns(); both zero until then. The end is written last."""
 
 
 class Runner:
-    """A thread that computes groups of experts one after another, each as soon as its rows are
-    there, and never needs the interpreter."""
+    """A thread that computes groups of experts one after another, each as soon as its token rows
+    are ready. It does not need the GIL.
 
-    def __init__(self, inject: object = None) -> None:
-        self._library = cpu_library()
-        assert self._library is not None
+    `inject("cpu")` is for fault-injection tests. Native threads call it at the start of each
+    request and before each task; it may sleep. An exception that it raises is stored: the request
+    is completed, because a GPU may wait for its flag, and the next call of a method raises it.
+    """
+
+    def __init__(self, inject: Callable[[str], None] | None = None) -> None:
+        self._library = loaded_library()
+        self._inject = inject
+        self._failure: BaseException | None = None
+        # Kept here: the native threads call it until close().
+        self._callback = None if inject is None else ctypes.CFUNCTYPE(None)(self._call_inject)
         self._handle: int | None = self._library.overspill_runner_new()
         self._process = os.getpid()
-
-    @staticmethod
-    def takes(
-        rows: Sequence[int],
-        dtype: torch.dtype,
-        shape: ExpertShape,
-        activation: Activation | None,
-        backward: bool,
-    ) -> bool:
-        """Whether the kernel computes experts with so many rows each, all of them."""
-        name = cpu_kernel_name()
-        if name == "torch" or not kernel_takes(dtype, shape, activation):
-            return False
-        return max(rows) <= most_rows(dtype, name, backward)
 
     def forward(
         self,
         x_RD: Tensor,
         y_RD: Tensor,
-        segments: Sequence[Segment],
+        experts: Sequence[ExpertRows],
         shape: ExpertShape,
         threads: int,
-        order: Order,
+        request: CpuRequest,
     ) -> None:
-        """As `cpu_forward`, when the rows are there; returns at once."""
-        self._check(segments)
-        kernel_forward(x_RD, y_RD, segments, shape, threads, BEST_ISA, (self._handle, *order))
+        """As `kernel_forward`, once the rows are ready; returns at once. The caller keeps the
+        tensors until the request is done."""
+        self._submit(group_args(x_RD, y_RD, experts, shape, threads), request)
 
     def backward(
         self,
-        rows: Rows,
-        segments: Sequence[Segment],
+        rows: BackwardRows,
+        experts: Sequence[ExpertRows],
         shape: ExpertShape,
         threads: int,
-        order: Order,
+        request: CpuRequest,
     ) -> None:
-        """As `cpu_backward` without gradients of the weights. Routing weights are float32."""
-        self._check(segments)
-        for weights_R in (rows.row_weight_R, rows.drow_weight_R):
-            assert weights_R.dtype == torch.float32
-            assert weights_R.is_contiguous(), "a copy would be gone before it is used"
-        kernel_backward(rows, segments, shape, threads, None, BEST_ISA, (self._handle, *order))
-
-    def _check(self, segments: Sequence[Segment]) -> None:
-        assert segments, "nothing to compute is done before its rows are there"
-        if self._handle is None:
-            raise EngineError("the CPU's experts were closed; load the model again")
-
-    def wait(self, order: Order) -> bool:
-        """Blocks until the order is done and nobody reads its rows and weights any more, as
-        somebody may who was too slow; False if the runner was closed before."""
-        if self._library is None or self._handle is None:
-            return False
-        return bool(self._library.overspill_runner_wait(self._handle, order.done, order.number))
+        """As `kernel_backward`, once the rows are ready; returns at once."""
+        args = group_args(rows.x_RD, rows.dx_RD, experts, shape, threads, backward=rows)
+        self._submit(args, request)
 
     def check(self) -> None:
-        pass
+        """Raises the stored exception of `inject`, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def wait(self, request: CpuRequest) -> bool:
+        """Blocks until the request is done; False if the runner was closed before."""
+        if not self._alive():
+            return False
+        done = self._library.overspill_runner_wait(self._handle, request.done, request.number)
+        self.check()
+        return bool(done)
 
     def close(self) -> None:
-        """Ends the thread, after the order that it is at. A forked child has none."""
-        handle, self._handle = self._handle, None
-        if handle is not None and self._library is not None and os.getpid() == self._process:
+        """Ends the thread after the request that it computes, and discards the others."""
+        alive, handle, self._handle = self._alive(), self._handle, None
+        if alive:
             self._library.overspill_runner_free(handle)
 
+    def _submit(self, args: GroupArgs, request: CpuRequest) -> None:
+        self.check()
+        if not self._alive():
+            raise EngineError("the CPU runner was closed, or is another process's; load the model")
+        ready, done, number, times = request
+        self._library.overspill_runner_submit(
+            self._handle, args, ready, done, number, times, self._callback
+        )
 
-CpuRequest = Order
+    def _alive(self) -> bool:
+        """A forked child does not have the thread."""
+        return self._handle is not None and os.getpid() == self._process
+
+    def _call_inject(self) -> None:
+        assert self._inject is not None
+        try:
+            self._inject("cpu")
+        except BaseException as error:
+            self._failure = error

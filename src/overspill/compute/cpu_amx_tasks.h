@@ -1,0 +1,106 @@
+// Tasks with AMX tiles.
+#pragma once
+
+#include "cpu_amx.h"
+#include "cpu_vector_tasks.h"
+
+namespace {
+
+#if HAVE_AMX
+
+using Avx512Bf16 = Avx512<uint16_t>;
+
+struct TileProducts : Avx512Bf16 {
+    using Weight = uint16_t;
+
+    static int64_t room_bytes() { return NN_ROOM_BYTES; }
+    static const uint16_t* dy(const Group&, const ExpertRows& own) { return own.dy; }
+    static int64_t dy_stride(const Group& group) { return group.d; }
+
+    static void nn(const uint16_t* a, int64_t a_stride, int64_t rows, const uint16_t* b,
+                   int64_t b_stride, int64_t depth, int64_t columns, float* c, int64_t c_stride,
+                   bool add, char* room, Prefetch* next, int64_t lines) {
+        nn_tiles(a, a_stride, rows / TILE, b, b_stride, depth, columns, c, c_stride, add, room,
+                 next, lines);
+    }
+
+    // The pre-activations [R, BLOCK] of `count` hidden units.
+    static void hidden(const Group& group, const ExpertRows& own, const uint16_t* weights,
+                       int64_t count, float* to, const BlockArrays<uint16_t>& arrays,
+                       Prefetch& next) {
+        const int64_t rows = own.padded_rows();
+        nt_tiles(weights, count, group.d, own.x_tiles, rows / TILE, arrays.c, rows, next);
+        for (int64_t row = 0; row < rows; row += TILE)
+            for (int64_t i = 0; i < count; i += TILE)
+                transpose_tile(arrays.c + i * rows + row, rows, to + row * BLOCK + i, BLOCK);
+    }
+};
+
+// Packs 16 token rows: x for nt, and in backward dy for nn.
+TARGET_AMX void pack_task(const Group& group, const ExpertRows& own, int64_t index) {
+    const int64_t first = index * TILE, rows = least(TILE, own.rows - first), d = group.d;
+    const uint16_t* x = rows_of<uint16_t>(group.x, group.x_stride, own) + first * group.x_stride;
+    pack_tiles(x, group.x_stride, rows, d, own.x_tiles + first * d * 2);
+    if (!group.backward) return;
+    const uint16_t* dy = rows_of<uint16_t>(group.dy, group.dy_stride, own);
+    for (int64_t row = first; row < first + rows; ++row)
+        std::memcpy(own.dy + row * d, dy + row * group.dy_stride, d * 2);
+    std::memset(own.dy + (first + rows) * d, 0, (TILE - rows) * d * 2);
+}
+
+// The activation of some hidden units, packed for the second nt.
+TARGET_AMX void hidden_task_amx(const Group& group, const ExpertRows& own, int64_t index,
+                                Prefetch& next) {
+    const int64_t rows = own.padded_rows(), k = group.d, unit = index * group.hidden_per_task;
+    const int64_t count = least(group.hidden_per_task, group.h - unit), size = count * rows;
+    float* c = reinterpret_cast<float*>(task_scratch.take(group.gates() * size * 4));
+    for (int64_t gate = 0; gate < group.gates(); ++gate)
+        nt_tiles(w_in<uint16_t>(own) + (gate * group.h + unit) * k, count, k, own.x_tiles,
+                 rows / TILE, c + gate * size, rows, next);
+    Avx512Bf16::activate(c, group.gated ? c + size : nullptr, size);
+    for (int64_t row = 0; row < rows; row += TILE) {
+        char* to = own.a + row * group.h * 2 + unit / 2 * LINE;
+        for (int64_t i = 0; i < count; i += 2, to += LINE) {
+            const float* even = c + i * rows + row;
+            const __m512i low = _mm512_srli_epi32(_mm512_loadu_si512(even), 16);
+            const __m512i high = _mm512_loadu_si512(even + rows);
+            _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaau, low, high));
+        }
+    }
+}
+
+// Some columns of y.
+TARGET_AMX void output_task_amx(const Group& group, const ExpertRows& own, int64_t index,
+                                Prefetch& next) {
+    const int64_t rows = own.padded_rows(), k = group.h, first = index * group.output_per_task;
+    const int64_t count = least(group.output_per_task, group.d - first);
+    float* c = reinterpret_cast<float*>(task_scratch.take(count * rows * 4));
+    nt_tiles(w_out<uint16_t>(group, own) + first * k, count, k, own.a, rows / TILE, c, rows, next);
+    uint16_t* y = out_rows<uint16_t>(group, own) + first;
+    for (int64_t row = 0; row < rows; row += TILE) {
+        for (int64_t i = 0; i < count; i += TILE) {
+            alignas(64) float tile[TILE * TILE];
+            transpose_tile(c + i * rows + row, rows, tile, TILE);
+            Avx512Bf16::store_rows(tile, TILE, least(TILE, own.rows - row), TILE,
+                                   y + row * group.out_stride + i, group.out_stride);
+        }
+    }
+}
+
+void amx_task(const Group& group, const ExpertRows& own, int phase, int64_t index,
+              Prefetch& next) {
+    if (!own.packed)
+        vector_task<uint16_t, Avx512Bf16>(group, own, phase, index, next);
+    else if (phase == PACK)
+        pack_task(group, own, index);
+    else if (!group.backward)
+        phase == HIDDEN ? hidden_task_amx(group, own, index, next)
+                        : output_task_amx(group, own, index, next);
+    else
+        phase == HIDDEN ? backward_block<TileProducts>(group, own, index, next)
+                        : dx_task<TileProducts>(group, own, index);
+}
+
+#endif  // HAVE_AMX
+
+}  // namespace

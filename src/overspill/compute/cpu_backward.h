@@ -1,0 +1,104 @@
+// Backward tasks, with the matrix products as a template parameter: vectors or AMX tiles.
+#pragma once
+
+#include "cpu_group.h"
+
+namespace {
+
+// The arrays of one block: token rows (padded for AMX) of BLOCK hidden units.
+template <class T>
+struct BlockArrays {
+    float *da, *h, *up, *c;
+    T *dh, *dup;
+    char* room;  // for the products
+
+    BlockArrays(int64_t rows, int64_t c_size, int64_t room_bytes) {
+        const int64_t size = rows * BLOCK;
+        char* at = task_scratch.take(size * (12 + 2 * int64_t(sizeof(T))) + c_size * 4 +
+                                     room_bytes + 8 * LINE);
+        da = cut_array<float>(at, size);
+        h = cut_array<float>(at, size);
+        up = cut_array<float>(at, size);
+        c = cut_array<float>(at, c_size);
+        dh = cut_array<T>(at, size);
+        dup = cut_array<T>(at, size);
+        room = at;
+    }
+};
+
+// From h, up and da to dh and dup, and to the block's shares of the routing weights' gradients.
+template <class Products, class T>
+void activate_block(const Group& group, const ExpertRows& own, int64_t index, int64_t count,
+                    const BlockArrays<T>& arrays) {
+    for (int64_t row = 0; row < own.rows; ++row) {
+        const int64_t at = row * BLOCK;
+        own.weight_shares[index * own.rows + row] = Products::activate_backward(
+            arrays.h + at, group.gated ? arrays.up + at : nullptr, arrays.da + at,
+            group.row_weight[own.start + row], count, arrays.dh + at,
+            arrays.dup + at);
+    }
+}
+
+// One block of hidden units. With few token rows it also computes the block's share of dx, while
+// the rows of w_in are in the cache; else it stores dh for `dx_task`.
+template <class Products>
+void backward_block(const Group& group, const ExpertRows& own, int64_t index, Prefetch& next) {
+    using T = typename Products::Weight;
+    const int64_t unit = index * BLOCK, count = least(BLOCK, group.h - unit), d = group.d;
+    const int64_t rows = own.padded_rows(), share = own.rows * d;
+    const BlockArrays<T> arrays(rows, rows * most(BLOCK, d), Products::room_bytes());
+    Prefetch out = output_weights(group, own, unit, count);
+    Products::nn(Products::dy(group, own), Products::dy_stride(group), rows,
+                 w_out<T>(group, own) + unit, group.h, d, count, arrays.da, BLOCK, false,
+                 arrays.room, &out, STEP);
+    for (int64_t gate = 0; gate < group.gates(); ++gate)
+        Products::hidden(group, own, w_in<T>(own) + (gate * group.h + unit) * d, count,
+                         gate ? arrays.up : arrays.h, arrays, next);
+    activate_block<Products>(group, own, index, count, arrays);
+    for (int64_t gate = 0; gate < group.gates(); ++gate) {
+        const T* dh = gate ? arrays.dup : arrays.dh;
+        if (group.shares_dx(own)) {
+            Products::nn(dh, BLOCK, rows, w_in<T>(own) + (gate * group.h + unit) * d, d, count, d,
+                         arrays.c, d, gate > 0, arrays.room, &next, TILE / 2);
+            continue;
+        }
+        T* to = reinterpret_cast<T*>(own.dh) + gate * rows * group.h + unit;
+        for (int64_t row = 0; row < own.rows; ++row)
+            std::memcpy(to + row * group.h, dh + row * BLOCK, count * sizeof(T));
+    }
+    // A copy, without the rows that pad c: they could be most of the bytes.
+    if (group.shares_dx(own)) std::memcpy(own.dx_shares + index * share, arrays.c, share * 4);
+}
+
+// BLOCK columns of dx; the first task also adds up the gradients of the routing weights.
+template <class Products>
+void dx_task(const Group& group, const ExpertRows& own, int64_t index) {
+    using T = typename Products::Weight;
+    const int64_t rows = own.padded_rows(), d = group.d, h = group.h;
+    const int64_t first = index * BLOCK, width = least(BLOCK, d - first);
+    char* at = task_scratch.take(rows * BLOCK * 4 + Products::room_bytes());
+    float* c = cut_array<float>(at, rows * BLOCK);
+    if (group.shares_dx(own)) {
+        std::memset(c, 0, rows * BLOCK * 4);
+        for (int64_t row = 0; row < own.rows; ++row) {
+            const float* share = own.dx_shares + row * d + first;
+            for (int64_t block = 0; block < group.blocks(); ++block)
+                Products::add(c + row * BLOCK, share + block * own.rows * d, width);
+        }
+    } else {
+        for (int64_t gate = 0; gate < group.gates(); ++gate)
+            Products::nn(reinterpret_cast<const T*>(own.dh) + gate * rows * h, h, rows,
+                         w_in<T>(own) + gate * h * d + first, d, h, width, c, BLOCK, gate > 0, at,
+                         nullptr, 0);
+    }
+    Products::store_rows(c, BLOCK, own.rows, width, out_rows<T>(group, own) + first,
+                         group.out_stride);
+    for (int64_t row = 0; index == 0 && row < own.rows; ++row) {
+        float total = 0.0f;
+        for (int64_t block = 0; block < group.blocks(); ++block)
+            total += own.weight_shares[block * own.rows + row];
+        group.drow_weight[own.start + row] = total;
+    }
+}
+
+}  // namespace

@@ -1,0 +1,120 @@
+// A group of experts to compute: their weights, their token rows, and the tasks of one expert.
+#pragma once
+
+#include "cpu_common.h"
+
+namespace {
+
+// Up to this many token rows every block of hidden units writes its own share of dx, so w_in is
+// read from memory once. With more rows the shares are more bytes than a second read of w_in.
+constexpr int64_t MAX_SHARED_DX_ROWS = 48;
+constexpr int64_t MAX_PREFETCH = 512 << 10;  // bytes of w_in: must fit the L2 cache
+constexpr int64_t ROWS_AHEAD = 32;           // distance at which rows of w_out are prefetched
+
+// Arguments of a call, mirrored by `_Group` in cpu_kernel.py. Strides count elements.
+struct GroupArgs {
+    const void *x, *dy;       // [R, D]; dy in backward only
+    void* out;                // [R, D]: y in forward, dx in backward
+    const float* row_weight;  // [R], backward only, as the next
+    float* drow_weight;
+    int64_t x_stride, dy_stride, out_stride;
+    const void* const* records;     // of each expert
+    const int64_t *starts, *stops;  // its token rows
+    int64_t count;                  // experts
+    int64_t d, h;
+    int32_t gated, backward, bf16, threads, isa;
+};
+
+// One expert with its token rows, and its arrays in the scratch memory of the group.
+struct ExpertRows {
+    const void* record;
+    int64_t start, rows;
+    bool packed;                     // computed with AMX tiles
+    char* x_tiles = nullptr;         // AMX: x, packed for nt
+    char* a = nullptr;               // forward: the activation; AMX: packed for nt
+    uint16_t* dy = nullptr;          // AMX: dy, padded
+    char* dh = nullptr;              // dh of all blocks, unless the blocks write shares of dx
+    float* dx_shares = nullptr;      // [blocks, R, D]
+    float* weight_shares = nullptr;  // [blocks, R]: of the gradient of the routing weights
+
+    int64_t padded_rows() const { return packed ? padded(rows, TILE) : rows; }
+};
+
+struct Group : GroupArgs {
+    int64_t weight_bytes = 0;                          // of one weight
+    int64_t hidden_per_task = 0, output_per_task = 0;  // weight rows of a forward task
+
+    int64_t gates() const { return gated ? 2 : 1; }
+    int64_t blocks() const { return pieces(h, BLOCK); }
+    bool shares_dx(const ExpertRows& own) const { return own.rows <= MAX_SHARED_DX_ROWS; }
+    const char* w_out_bytes(const ExpertRows& own) const {
+        return static_cast<const char*>(own.record) + gates() * h * d * weight_bytes;
+    }
+};
+
+template <class T>
+INLINE const T* w_in(const ExpertRows& own) {
+    return static_cast<const T*>(own.record);
+}
+template <class T>
+INLINE const T* w_out(const Group& group, const ExpertRows& own) {
+    return reinterpret_cast<const T*>(group.w_out_bytes(own));
+}
+template <class T>
+INLINE const T* rows_of(const void* base, int64_t stride, const ExpertRows& own) {
+    return static_cast<const T*>(base) + own.start * stride;
+}
+template <class T>
+INLINE T* out_rows(const Group& group, const ExpertRows& own) {
+    return static_cast<T*>(group.out) + own.start * group.out_stride;
+}
+
+// The phases of an expert. Each one needs all tasks of the one before.
+enum Phase {
+    PACK,    // AMX only: packs 16 token rows
+    HIDDEN,  // forward: some hidden units; backward: a block of hidden units
+    OUTPUT,  // forward: some columns of y; backward: some columns of dx
+};
+constexpr int PHASES = 3;
+
+int64_t task_count(const Group& group, const ExpertRows& own, int phase) {
+    if (phase == PACK) return own.packed ? pieces(own.rows, TILE) : 0;
+    if (group.backward) return phase == HIDDEN ? group.blocks() : pieces(group.d, BLOCK);
+    return phase == HIDDEN ? pieces(group.h, group.hidden_per_task)
+                           : pieces(group.d, group.output_per_task);
+}
+
+// The contiguous weights that a task reads first.
+Prefetch first_weights(const Group& group, const ExpertRows& own, int phase, int64_t index) {
+    if (phase == PACK || (group.backward && phase == OUTPUT)) return Prefetch();
+    if (phase == HIDDEN) {
+        const int64_t size = group.backward ? BLOCK : group.hidden_per_task, unit = index * size;
+        const int64_t row = group.d * group.weight_bytes, units = least(size, group.h - unit);
+        return Prefetch(static_cast<const char*>(own.record) + unit * row, group.h * row,
+                        least(units * row, MAX_PREFETCH / group.gates()), group.gates());
+    }
+    const int64_t first = index * group.output_per_task, row = group.h * group.weight_bytes;
+    const int64_t count = least(group.output_per_task, group.d - first);
+    return Prefetch(group.w_out_bytes(own) + first * row, 0, count * row, 1);
+}
+
+// The columns of w_out of some hidden units, without the first rows. They are prefetched shortly
+// before their use: where the stride is a power of two, only few rows fit a cache.
+Prefetch output_weights(const Group& group, const ExpertRows& own, int64_t unit, int64_t count) {
+    const int64_t row = group.h * group.weight_bytes;
+    return Prefetch(group.w_out_bytes(own) + ROWS_AHEAD * row + unit * group.weight_bytes, row,
+                    count * group.weight_bytes, most(0, group.d - ROWS_AHEAD));
+}
+
+// Computes one task. `next` is what the next task of this thread reads.
+using TaskFunction = void (*)(const Group&, const ExpertRows&, int phase, int64_t index,
+                              Prefetch& next);
+
+struct Kernel {
+    TaskFunction task;
+    uint64_t (*read)(const uint64_t*, int64_t);
+    void (*enter)() = nullptr;  // in every thread before its first task; null without AMX
+    void (*leave)() = nullptr;
+};
+
+}  // namespace

@@ -1,0 +1,138 @@
+// Element-wise arithmetic of the expert kernels. Each function is inlined once per instruction set.
+#pragma once
+
+#include <cmath>
+
+#include "cpu_common.h"
+
+namespace {
+
+// Flushes denormals to zero in this thread while it exists, as AMX tiles always do. CPUs take about
+// a hundred times as long for a denormal, and GELU of large negative values produces them.
+class FlushDenormals {
+  public:
+#if HAVE_X86
+    FlushDenormals() { __builtin_ia32_ldmxcsr(before | 0x8040); }  // results and operands
+    ~FlushDenormals() { __builtin_ia32_ldmxcsr(before); }
+
+  private:
+    const unsigned before = __builtin_ia32_stmxcsr();
+#endif
+};
+
+template <class T>
+INLINE float rounded(float value) {
+    return sizeof(T) == 2 ? from_bits(bf16_bits(value) << 16) : value;
+}
+
+// e^x within 2 ulp; results below the smallest normal float become that float.
+INLINE float exponential(float x) {
+    x = x < -87.33654f ? -87.33654f : x;
+    x = x > 88.37626f ? 88.37626f : x;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const float shifted = x * 1.44269504f + magic;
+    const float n = shifted - magic;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * from_bits((to_bits(shifted) - to_bits(magic) + 127u) << 23);
+}
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// The normal distribution function, given gauss = e^(-x*x/2). The lower tail is gauss * t * P(t)
+// with t = 1 / (1 + 0.3 |x|); P is a minimax fit with a relative error below 4e-9.
+INLINE float normal_cdf(float x, float gauss) {
+    const float t = 1.0f / (1.0f + 0.3f * std::fabs(x));
+    float p = -0.020612836f;
+    p = p * t + 0.11237581f;
+    p = p * t - 0.22806758f;
+    p = p * t + 0.19158179f;
+    p = p * t - 0.079247408f;
+    p = p * t + 0.096057862f;
+    p = p * t + 0.078425571f;
+    p = p * t + 0.11022732f;
+    p = p * t + 0.11957284f;
+    p = p * t + 0.11968663f;
+    const float tail = gauss * (p * t);
+    return x < 0.0f ? tail : 1.0f - tail;
+}
+
+// Applies the activation to `count` pre-activations in place; `up` is null without a gate.
+template <class T>
+INLINE void activate_body(float* __restrict h, const float* __restrict up, int64_t count) {
+    if (up) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) {
+            const float gate = rounded<T>(h[i]);
+            h[i] = rounded<T>(gate * sigmoid(gate) * rounded<T>(up[i]));
+        }
+        return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+        const float x = rounded<T>(h[i]);
+        h[i] = rounded<T>(x * normal_cdf(x, exponential(-0.5f * x * x)));
+    }
+}
+
+// Backward of the activation for one token row: writes dh (and dup with a gate) and returns the
+// part of the routing weight's gradient. `weight` is the routing weight.
+template <class T>
+INLINE float activate_backward_body(const float* __restrict h, const float* __restrict up,
+                                    const float* __restrict da_, float weight, int64_t count,
+                                    T* __restrict dh, T* __restrict dup) {
+    float total = 0.0f;
+    if (up) {
+#pragma omp simd reduction(+ : total)
+        for (int64_t i = 0; i < count; ++i) {
+            const float gate = rounded<T>(h[i]), other = rounded<T>(up[i]);
+            const float da = rounded<T>(da_[i]), s = sigmoid(gate), silu = gate * s;
+            const float scaled = da * weight;
+            total += silu * other * da;
+            store(dh + i, scaled * other * (s + silu * (1.0f - s)));
+            store(dup + i, scaled * silu);
+        }
+        return total;
+    }
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < count; ++i) {
+        const float x = rounded<T>(h[i]), da = rounded<T>(da_[i]);
+        const float gauss = exponential(-0.5f * x * x), cdf = normal_cdf(x, gauss);
+        total += x * cdf * da;
+        store(dh + i, da * weight * (cdf + x * (0.39894228f * gauss)));
+    }
+    return total;
+}
+
+// Rounds and stores a matrix.
+template <class T>
+INLINE void store_rows_body(const float* from, int64_t from_stride, int64_t rows, int64_t columns,
+                            T* to, int64_t to_stride) {
+    for (int64_t row = 0; row < rows; ++row) {
+        const float* __restrict source = from + row * from_stride;
+        T* __restrict target = to + row * to_stride;
+#pragma omp simd
+        for (int64_t i = 0; i < columns; ++i) store(target + i, source[i]);
+    }
+}
+
+INLINE void add_body(float* __restrict total, const float* __restrict more, int64_t count) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) total[i] += more[i];
+}
+
+// Reads memory to measure its bandwidth; the result keeps the compiler from removing the loads.
+INLINE uint64_t read_body(const uint64_t* from, int64_t count) {
+    uint64_t total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < count; ++i) total += from[i];
+    return total;
+}
+
+}  // namespace

@@ -1,0 +1,186 @@
+// Executes requests: divides a group into tasks, and computes it now or in a thread of its own.
+#pragma once
+
+#if defined(__linux__)
+#include <sys/prctl.h>
+#endif
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+
+#include "cpu_tasks.h"
+#include "cpu_vectors.h"
+
+namespace {
+
+constexpr int64_t MAX_VECTOR_ROWS = 4;     // forward: up to here vectors are faster than AMX tiles
+constexpr int64_t FEW_ROWS = 32;           // up to here reading the weights takes longest
+constexpr int64_t MANY_ROWS = 128;         // above it loading the tokens takes longest
+constexpr int64_t MIN_STREAM = 8 << 10;    // bytes of contiguous weights that prefetchers follow
+constexpr int64_t MAX_TASK_TILES = 4;      // height of a forward task
+constexpr int64_t MAX_SCRATCH = 64 << 20;  // bytes: larger groups are divided
+
+// Assigns an expert its arrays, beginning at `at`, and advances `at`.
+void assign_scratch(const Group& group, ExpertRows& own, char*& at) {
+    const int64_t rows = own.padded_rows(), hidden_bytes = rows * group.h * group.weight_bytes;
+    if (own.packed) own.x_tiles = cut_array<char>(at, rows * group.d * 2);
+    if (!group.backward) {
+        own.a = cut_array<char>(at, hidden_bytes);
+        return;
+    }
+    if (own.packed) own.dy = cut_array<uint16_t>(at, rows * group.d);
+    own.weight_shares = cut_array<float>(at, group.blocks() * own.rows);
+    if (group.shares_dx(own))
+        own.dx_shares = cut_array<float>(at, group.blocks() * own.rows * group.d);
+    else
+        own.dh = cut_array<char>(at, group.gates() * hidden_bytes);
+}
+
+// Weight rows of one forward task: with few tokens some long streams, with many tokens as many as
+// share the loads of the tokens. Every thread should get several tasks, and prefetched weights must
+// fit the L2 cache. Results do not depend on it.
+int64_t task_height(const Request& request, int64_t height, int64_t row_bytes, int64_t gates) {
+    int64_t rows = 0, streams = STREAMS;
+    for (const ExpertRows& own : request.experts) {
+        rows = most(rows, own.rows);
+        if (own.packed) streams = TILE;
+    }
+    const int64_t wanted = rows > MANY_ROWS  ? MAX_TASK_TILES * TILE
+                           : rows > FEW_ROWS ? 2 * TILE
+                                             : streams * pieces(MIN_STREAM, row_bytes);
+    int64_t found = streams;
+    while (2 * found <= least(wanted, MAX_TASK_TILES * TILE)) {
+        const int64_t tasks = int64_t(request.experts.size()) * height / (2 * found);
+        if (tasks < 4 * request.group.threads) break;
+        if (2 * found * gates * row_bytes > MAX_PREFETCH) break;
+        found *= 2;
+    }
+    return found;
+}
+
+// Computes requests with a thread pool and scratch memory of its own, one at a time.
+class Executor {
+  public:
+    // Returns false, without results, if `closed` became true before the token rows were ready.
+    bool execute(Request& request, const std::atomic<bool>& closed) {
+        for (size_t next = 0; next < request.experts.size();) {
+            std::vector<ExpertRows> part = take_part(request, next);
+            Tasks tasks(request, part, next == request.experts.size());
+            const std::function<void()> work = [&] { tasks.work(); };
+            const int threads = int(least(request.group.threads, tasks.total));
+            // Before the rows are ready: waking up the workers takes as long as the transfer.
+            pool.run(threads, work);
+            if (!tasks.timed_out()) continue;
+            if (!await_rows(request, closed)) return false;
+            tasks.restart();
+            pool.run(threads, work);
+        }
+        if (!request.experts.empty()) return true;
+        if (!await_rows(request, closed)) return false;
+        if (request.complete) request.complete();
+        return true;
+    }
+
+    ThreadPool pool;
+
+  private:
+    // The experts from `next` on that fit the scratch memory, at least one; advances `next`.
+    std::vector<ExpertRows> take_part(const Request& request, size_t& next) {
+        std::vector<ExpertRows> part;
+        int64_t bytes = 0;
+        for (; next < request.experts.size(); ++next) {
+            ExpertRows own = request.experts[next];
+            char* size = nullptr;
+            assign_scratch(request.group, own, size);
+            const int64_t more = reinterpret_cast<intptr_t>(size);
+            if (!part.empty() && bytes + more > MAX_SCRATCH) break;
+            bytes += more;
+            part.push_back(own);
+        }
+        char* at = scratch.take(bytes);
+        for (ExpertRows& own : part) assign_scratch(request.group, own, at);
+        return part;
+    }
+
+    static bool await_rows(Request& request, const std::atomic<bool>& closed) {
+        while (!request.is_ready()) {
+            if (closed) return false;
+            std::this_thread::sleep_for(std::chrono::microseconds(20));
+        }
+        request.note_begin();
+        return true;
+    }
+
+    Scratch scratch;
+};
+
+// A thread that executes requests one after another, each as soon as its token rows are ready. It
+// communicates through flags in memory, so a GPU can signal and await them.
+class Runner {
+  public:
+    Runner() : thread(&Runner::work, this) {}
+
+    // `done` reaches the request's number when the results are complete. `times` receives begin and
+    // end (CLOCK_MONOTONIC, ns), the end last.
+    void submit(std::unique_ptr<Request> request, Flag* done, int64_t* times) {
+        request->complete = [this, from = request.get(), done, times] {
+            times[0] = from->began;
+            times[1] = now_ns();
+            // Before the lock is taken: its holder may be preempted, and a GPU needs the flag only.
+            done->store(from->number, std::memory_order_release);
+            { const std::lock_guard<std::mutex> guard(lock); }
+            changed.notify_all();
+        };
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            requests.push_back(std::move(request));
+        }
+        changed.notify_all();
+    }
+
+    // Blocks until the request is done; false if the runner was closed before.
+    bool wait(const Flag& done, uint32_t number) {
+        std::unique_lock<std::mutex> guard(lock);
+        changed.wait(guard, [&] { return closed || reached(done, number); });
+        return reached(done, number);
+    }
+
+    // Finishes the request that is being computed and discards the others.
+    ~Runner() {
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            closed = true;
+        }
+        changed.notify_all();
+        thread.join();
+    }
+
+  private:
+    void work() {
+#if defined(__linux__)
+        prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; the default of 50000 would prolong short sleeps
+#endif
+        Executor executor;
+        for (;;) {
+            std::unique_ptr<Request> request;
+            {
+                std::unique_lock<std::mutex> guard(lock);
+                changed.wait(guard, [&] { return closed || !requests.empty(); });
+                if (closed) return;
+                request = std::move(requests.front());
+                requests.pop_front();
+            }
+            if (request->inject) request->inject();
+            if (!executor.execute(*request, closed)) return;
+        }
+    }
+
+    std::mutex lock;
+    std::condition_variable changed;
+    std::deque<std::unique_ptr<Request>> requests;
+    std::atomic<bool> closed{false};
+    std::thread thread;  // last: it starts when all other members exist
+};
+
+}  // namespace
