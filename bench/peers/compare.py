@@ -88,7 +88,7 @@ def table_of(compared: Sequence[Compared], seq: int, name: str) -> list[dict[str
         row: dict[str, Any] = {"work": one.comparison.label(seq)}
         row["times as fast (low–high)"] = _spread(one.ratio)
         for side, measured in (("Overspill", one.ours), (name, one.theirs)):
-            row[f"{side}, tokens/s"] = _speed(measured).median
+            row[f"{side}, tokens/s"] = round(_speed(measured).median)
         for side, measured in (("Overspill", one.ours), (name, one.theirs)):
             gpu = _gib([each.gpu_bytes for each in measured]).high
             host = _gib([each.host_bytes for each in measured]).high
