@@ -88,8 +88,8 @@ def build(config: GPTConfig, options: Options, settings: dict[str, Any]) -> Any:
 def parameter_groups(
     parameters: Iterable[torch.nn.Parameter], most: int = 5 * LAYER
 ) -> list[dict[str, Any]]:
-    """Groups of about `most` elements. ZeRO flattens each group to one tensor, and one tensor of
-    all parameters has more elements than a 32-bit index of torch's fused kernel can reach."""
+    """Groups of about `most` elements. ZeRO flattens each group to one tensor; all parameters of W1
+    in one are more than 2**31 elements, for which torch's fused kernel has not been checked."""
     groups: list[list[torch.nn.Parameter]] = [[]]
     size = 0
     for parameter in parameters:
