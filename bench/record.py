@@ -93,8 +93,17 @@ def write_record(
 def command() -> str:
     """What to type at the root of a checkout to run this again."""
     script, *arguments = sys.argv
-    typed = [f"bench/{Path(script).name}", *(_without_root(argument) for argument in arguments)]
+    typed = [_script(Path(script)), *(_without_root(argument) for argument in arguments)]
     return "PYTHONPATH=src python3 " + shlex.join(typed)
+
+
+def _script(path: Path) -> str:
+    """The path below the checkout: scripts are in bench/ or in a folder of it."""
+    parts = path.absolute().parts
+    if "bench" not in parts:
+        return f"bench/{path.name}"
+    below = parts[::-1].index("bench")
+    return "/".join(parts[-1 - below :])
 
 
 def _without_root(argument: str) -> str:

@@ -1,22 +1,26 @@
 """Makes the tables of README.md and the docs from the records in bench/results.
 
 A table stands between `<!-- bench:NAME start -->` and `<!-- bench:NAME end -->` and shows the
-records whose name is NAME or starts with NAME and a dash.
+records whose name is NAME or starts with NAME and a dash. A record that fits several names of a
+file is shown under the longest of them only.
 
-    python3 bench/tables.py --write README.md docs/benchmarks.md
+    python3 bench/tables.py --write README.md docs/benchmarks.md   # warns of outdated records
     python3 bench/tables.py --check README.md        # exit code 1 if a table is out of date
 """
 
 import argparse
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
 _MARKED = re.compile(
     r"(<!-- bench:(?P<name>[a-z0-9.-]+) start -->\n).*?(<!-- bench:(?P=name) end -->)", re.DOTALL
 )
@@ -40,9 +44,14 @@ def fill(text: str, records: Sequence[Record]) -> str:
     if len(_MARKER.findall(text)) != 2 * len(_MARKED.findall(text)):
         raise ValueError("each <!-- bench:NAME start --> needs its <!-- bench:NAME end -->")
 
+    names = [match["name"] for match in _MARKED.finditer(text)]
+
+    def home(record: Record) -> str | None:
+        fitting = [name for name in names if f"{record['name']}-".startswith(f"{name}-")]
+        return max(fitting, key=len, default=None)
+
     def table(match: re.Match[str]) -> str:
-        name = match["name"]
-        own = [one for one in records if f"{one['name']}-".startswith(f"{name}-")]
+        own = [record for record in records if home(record) == match["name"]]
         return f"{match[1]}\n{render(own)}\n\n{match[3]}"
 
     return _MARKED.sub(table, text)
@@ -148,6 +157,27 @@ def _cell(value: object) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+def outdated(records: Iterable[Record], root: Path) -> Iterator[str]:
+    """A warning for each record whose commit is unknown or whose code, src/, has changed since."""
+    changes = cache(lambda commit: _changes_since(commit, root))
+    for record in records:
+        count = changes(record["commit"])
+        if count is None:
+            yield f"{record['name']}: measured at commit {record['commit']}, which is unknown here"
+        elif count > 0:
+            yield f"{record['name']}: src has changed since {record['commit']} (commits: {count})"
+
+
+def _changes_since(commit: str, root: Path) -> int | None:
+    """How many commits since `commit` changed src/; None if git does not know it."""
+    git = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", "src"]
+    try:
+        done = subprocess.run(git, cwd=root, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return int(done.stdout)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
@@ -156,7 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
     options = parser.parse_args(arguments)
     records = read_records(options.results)
-    outdated = False
+    if options.write:
+        for warning in outdated(records, ROOT):
+            print(f"warning: {warning}", file=sys.stderr)
+    changed = False
     for file in map(Path, options.write or options.check):
         try:
             old = file.read_text()
@@ -165,13 +198,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{file}: {error}")  # exit code 2
         if new == old:
             continue
-        outdated = True
+        changed = True
         if options.write:
             file.write_text(new)
             print(f"{file}: tables written")
         else:
             print(f"{file}: tables are out of date; run make tables", file=sys.stderr)
-    return 1 if outdated and options.check else 0
+    return 1 if changed and options.check else 0
 
 
 if __name__ == "__main__":

@@ -47,11 +47,13 @@ class Work:
     grouped: bool = True
 
 
-def build(config: GPTConfig, settings: Settings | None = None, **budgets: object) -> GPTMoE:
+def build(
+    config: GPTConfig, settings: Settings | None = None, device: str = "cuda", **budgets: object
+) -> GPTMoE:
     """An offloaded model in bf16 whose experts were never held anywhere but in their records."""
     start = time.perf_counter()
-    model = GPTMoE(config, seed=0, meta_experts=True, device="cuda", dtype=torch.bfloat16)
-    overspill.offload(model, settings=settings, quiet=True, **budgets)
+    model = GPTMoE(config, seed=0, meta_experts=True, device=device, dtype=torch.bfloat16)
+    overspill.offload(model, settings=settings, device=device, quiet=True, **budgets)
     print(f"offloaded in {time.perf_counter() - start:.1f} s", flush=True)
     return model
 
@@ -70,11 +72,12 @@ def optimize(
 
 def steps(model: GPTMoE, optimizer: overspill.AdamW, work: Work) -> Iterator[torch.Tensor]:
     """Endless training steps on random tokens; yields each step's loss once it was issued."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
+    device = model.embedding.weight.device
+    generator = torch.Generator(device).manual_seed(0)
     vocab = model.config.vocab
     pieces, rounds = (work.micro, 1) if work.grouped else (1, work.micro)
     while True:
-        tokens = torch.randint(vocab, (work.batch, SEQ + 1), device="cuda", generator=generator)
+        tokens = torch.randint(vocab, (work.batch, SEQ + 1), device=device, generator=generator)
         for number, part in enumerate(tokens.chunk(rounds)):
             last = number == rounds - 1
             with contextlib.nullcontext() if last else optimizer.accumulate():
@@ -99,6 +102,31 @@ def measure(
     return measure_steps(model.overspill, run, work.batch * SEQ, warm, count, timeline, traced)
 
 
+def synchronize() -> None:
+    """Waits for the GPU; no-op without one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def time_steps(
+    run: Iterator[torch.Tensor], warm: int, count: int
+) -> tuple[list[float], torch.Tensor]:
+    """The seconds of each of `count` steps after `warm`, and the last loss.
+
+    Each is timed from step() to step(), where updates that overlap the next forward are in flight
+    at both ends."""
+    for _ in range(warm):
+        next(run)
+    synchronize()
+    seconds, loss = [], torch.zeros(())
+    for _ in range(count):
+        start = time.perf_counter()
+        loss = next(run)
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds, loss
+
+
 def measure_steps(
     engine: Engine,
     run: Iterator[torch.Tensor],
@@ -108,24 +136,15 @@ def measure_steps(
     timeline: Path | None = None,
     traced: int = 2,
 ) -> Run:
-    """Times `count` steps after `warm`, each from step() to step(), where updates that overlap the
-    next forward are in flight at both ends; then traces some more for the busy shares."""
+    """Times `count` steps after `warm`, then traces some more for the busy shares."""
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(warm):
-        next(run)
-    torch.cuda.synchronize()
-    seconds, loss = [], torch.zeros(())
-    for _ in range(count):
-        start = time.perf_counter()
-        loss = next(run)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+    seconds, loss = time_steps(run, warm, count)
     gpu = torch.cuda.max_memory_reserved()
     engine.recorder.start()
     began = time.perf_counter_ns()
     for _ in range(traced):
         next(run)
-    torch.cuda.synchronize()
+    synchronize()
     ended = time.perf_counter_ns()
     engine.recorder.stop()
     busy = engine.recorder.busy(began, ended)

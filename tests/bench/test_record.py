@@ -58,6 +58,16 @@ def test_a_record_holds_every_field_in_order(
     assert not host or host not in path.read_text()
 
 
+def test_the_command_names_a_script_in_a_folder_of_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    for script, named in {
+        str(record.ROOT / "bench" / "peers" / "deepspeed.py"): "bench/peers/deepspeed.py",
+        "/bench/copy/bench/train.py": "bench/train.py",
+        "/elsewhere/train.py": "bench/train.py",
+    }.items():
+        monkeypatch.setattr(sys, "argv", [script, "--gpu"])
+        assert record.command() == f"PYTHONPATH=src python3 {named} --gpu"
+
+
 def test_a_table_is_kept(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"experts": 8, "tok/s": 10.0}, {"experts": 16, "tok/s": None}]
     path = write_record("scale-moe-l", {}, {"speed": SPEED}, None, out=tmp_path, table=rows)

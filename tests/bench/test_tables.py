@@ -1,12 +1,13 @@
 """Tables of the docs, made from records."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.tables import fill, main, read_records
+from bench.tables import fill, main, outdated, read_records
 
 TEXT = "# Speed\n<!-- bench:train start -->\nold\n<!-- bench:train end -->\nkept\n"
 
@@ -86,6 +87,42 @@ def test_a_name_takes_whole_words_only() -> None:
     assert filled.count("11,342") == 1
 
 
+def test_a_record_is_shown_under_the_longest_name_that_fits() -> None:
+    peers = TEXT.replace("train", "train-w1-vs-deepspeed")
+    records = [record("train-w1"), record("train-w1-vs-deepspeed", table=[{"ratio": 2.5}])]
+    own, others = fill(peers + TEXT, records).split("kept\n")[:2]
+    assert "2.5" in own
+    assert "11,342" in others
+    assert "2.5" not in others
+    assert "2.5" in fill(TEXT, records), "without a table of its own it is shown with the others"
+
+
+def test_a_record_is_outdated_when_src_has_changed_or_its_commit_is_unknown(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        user = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.hooksPath=/dev/null")
+        done = ["git", *user, *arguments]
+        return subprocess.run(
+            done, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def commit(file: str) -> str:
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+        git("add", file)
+        git("commit", "-qm", file)
+        return git("rev-parse", "--short", "HEAD")
+
+    git("init", "-q")
+    old, new = commit("src/a.py"), commit("src/b.py")
+    commit("docs/c.md")
+    records = [record("old", commit=old), record("new", commit=new), record("lost", commit="ab12")]
+    assert list(outdated(records, tmp_path)) == [
+        f"old: src has changed since {old} (commits: 1)",
+        "lost: measured at commit ab12, which is unknown here",
+    ]
+
+
 def test_no_record_is_said_and_a_lone_marker_is_an_error() -> None:
     assert "*Not measured yet.*" in fill(TEXT, [])
     with pytest.raises(ValueError, match="needs its"):
@@ -100,7 +137,7 @@ def test_records_are_in_counting_order(tmp_path: Path) -> None:
     ]
 
 
-def test_check_tells_and_write_mends(tmp_path: Path) -> None:
+def test_check_tells_and_write_mends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, readme = tmp_path / "results", tmp_path / "README.md"
     results.mkdir()
     (results / "train-w1.json").write_text(json.dumps(record("train-w1")))
@@ -108,7 +145,10 @@ def test_check_tells_and_write_mends(tmp_path: Path) -> None:
     check = ["--results", str(results), "--check", str(readme)]
     assert main(check) == 1
     assert readme.read_text() == TEXT, "--check writes nothing"
+    assert "warning" not in capsys.readouterr().err
     assert main(["--results", str(results), "--write", str(readme)]) == 0
+    warned = "warning: train-w1: measured at commit abc1234, which is unknown here\n"
+    assert capsys.readouterr().err == warned
     assert "11,342" in readme.read_text()
     assert main(check) == 0
     with pytest.raises(SystemExit) as exit:

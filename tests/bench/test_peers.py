@@ -1,0 +1,89 @@
+"""The benchmark against DeepSpeed pairs both sides by round and survives a side that fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def line(side: str, seconds: float, **changes: Any) -> str:
+    """A measurement as a child process prints it."""
+    work = {"mode": "offload", "batch": 16, "clip": True}
+    fields = {
+        "side": side,
+        "work": {**work, **{key: changes.pop(key) for key in work if key in changes}},
+        "tokens": 1000,
+        "seconds": [seconds, 2 * seconds, 0.5 * seconds],
+        "loss": 10.0,
+        "gpu_bytes": 12 << 30,
+        "host_bytes": 60 << 30,
+        "version": "1.2.3",
+        "settings": {},
+        "run": "a",
+        "round": 0,
+    }
+    return json.dumps({"measurement": {**fields, **changes}}) + "\n"
+
+
+def benchmark(folder: Path, lines: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    file = folder / "measurements.jsonl"
+    file.write_text("".join(lines))
+    script = str(ROOT / "bench" / "peers" / "deepspeed.py")
+    paths = ["--measurements", str(file), "--out", str(folder / "out")]
+    return subprocess.run(
+        [sys.executable, script, *paths, *arguments],
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_ratios_compare_the_two_sides_of_a_round(tmp_path: Path) -> None:
+    lines = [
+        *(line("overspill", 1.0), line("deepspeed", 2.0)),
+        *(line("overspill", 1.0, round=1), line("deepspeed", 3.0, round=1)),
+        *(line("overspill", 1.0, run="b"), line("deepspeed", 4.0, run="b")),
+        line("overspill", 0.001, run="c"),  # its peer has failed
+        line("overspill", 0.5, clip=False),
+        line("overspill", 1.0, batch=64),  # never measured for the peer
+        *(line(side, 1.0, mode="gpu", clip=False) for side in ("overspill", "deepspeed")),
+    ]
+    done = benchmark(tmp_path, lines, "--rounds", "0")
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "train-w1-vs-deepspeed.json").read_text())
+    ratios = {key: value for key, value in record["metrics"].items() if value["unit"] == "×"}
+    assert next(iter(record["metrics"])) == "ratio_16_clip"
+    assert list(ratios) == ["ratio_16_clip", "ratio_16", "ratio_16_gpu"]
+    assert ratios["ratio_16_clip"] == {"median": 3.0, "low": 2.0, "high": 4.0, "unit": "×"}
+    assert ratios["ratio_16"]["median"] == 4.0
+    assert record["metrics"]["deepspeed_16_clip_tokens_per_second"]["high"] == 1000.0
+    assert record["metrics"]["overspill_16_host_memory"]["median"] == 60.0
+    assert record["command"].startswith("PYTHONPATH=src python3 bench/peers/deepspeed.py ")
+    assert record["config"]["deepspeed_version"] == "1.2.3"
+    first = record["table"][0]
+    assert first["work"] == "16×1024 tokens a step, both clip"
+    assert first["times as fast (low–high)"] == "3.00 (2.00–4.00)"
+
+
+def test_a_side_that_fails_is_told_and_the_rest_is_recorded(tmp_path: Path) -> None:
+    peer = tmp_path / "site"
+    peer.mkdir()
+    (peer / "deepspeed.py").write_text("raise ImportError('broken peer')")
+    lines = [line("overspill", 1.0), line("deepspeed", 2.0)]
+    child = ["--sides", "deepspeed", "--rounds", "1", "--peer-path", str(peer)]
+    done = benchmark(tmp_path, lines, *child)
+    assert done.returncode == 1
+    assert "[deepspeed] ImportError: broken peer" in done.stdout
+    assert "failed: deepspeed, offload, round 1: exit code 1" in done.stderr
+    assert (tmp_path / "out" / "train-w1-vs-deepspeed.json").exists()
+
+
+def test_no_child_starts_without_time_and_no_record_without_the_headline(tmp_path: Path) -> None:
+    done = benchmark(tmp_path, [line("overspill", 1.0)], "--budget-s", "1")
+    assert done.returncode == 1
+    assert done.stdout.count("not started") == 4
+    assert "the headline lacks a pair" in done.stderr
+    assert not (tmp_path / "out").exists()
