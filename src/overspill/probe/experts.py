@@ -15,10 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overspill.compute.cpu import cpu_backward, cpu_forward
-from overspill.compute.cpu_kernel import Segment
+from overspill.compute.cpu_kernel import (
+    BackwardRows,
+    ExpertRows,
+    kernel_backward,
+    kernel_forward,
+    why_unsupported,
+)
 from overspill.compute.experts import wave_backward, wave_forward
 from overspill.compute.permute import Permutation
+from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 from overspill.hardware.machine import available_memory
@@ -51,6 +57,9 @@ def measure_expert(
     effort: Effort | None = None,
 ) -> ExpertCosts:
     """Takes a few seconds for most experts. Without a GPU, `device` is the CPU in its place."""
+    reason = why_unsupported(dtype, shape, None)
+    if reason is not None:
+        raise ConfigError(f"the CPU kernel cannot compute such experts: {reason}")
     effort = effort or Effort()
     steps = Steps(progress, 8)
     steps.begin("experts: allocating memory")
@@ -160,18 +169,17 @@ class _ExpertBench:
         y = torch.empty_like(x)
 
         def job() -> None:
-            cpu_forward(x, y, self._segments(tokens, group), self.shape, None, self.threads)
+            kernel_forward(x, y, self._experts(tokens, group), self.shape, self.threads)
 
         return _Work(job, group)
 
     def cpu_backward(self, tokens: int, group: int) -> "_Work":
         x, dy = self._tokens(tokens * group), self._tokens(tokens * group)
         weight = torch.full((len(x),), 0.5)
-        dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+        rows = BackwardRows(x, dy, weight, torch.empty_like(x), torch.empty_like(weight))
 
         def job() -> None:
-            segments = self._segments(tokens, group)
-            cpu_backward(x, dy, weight, dx, dweight, segments, self.shape, None, self.threads)
+            kernel_backward(rows, self._experts(tokens, group), self.shape, self.threads)
 
         return _Work(job, group)
 
@@ -214,9 +222,9 @@ class _ExpertBench:
         fill_with_noise(x, scale=1.0)
         return x
 
-    def _segments(self, tokens: int, group: int) -> list[Segment]:
+    def _experts(self, tokens: int, group: int) -> list[ExpertRows]:
         return [
-            Segment(self.layout.weights(self.records.take()), n * tokens, (n + 1) * tokens)
+            ExpertRows(self.layout.weights(self.records.take()), n * tokens, (n + 1) * tokens)
             for n in range(group)
         ]
 

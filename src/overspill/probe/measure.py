@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from overspill.compute.cpu_kernel import cpu_kernel_name, read_bandwidth
+from overspill.compute.cpu_kernel import cpu_isa, read_bandwidth
 from overspill.hardware.machine import disk_free
 from overspill.hardware.profile import MachineProfile, Transfer
 from overspill.probe.clock import (
@@ -68,7 +68,7 @@ def measure_machine(
     steps.end()
     return MachineProfile(
         cores=threads,
-        kernel=cpu_kernel_name(),
+        kernel=cpu_isa() or "none",
         transfers=tuple(transfers),
         host_read=host_read,
         ssd_read=ssd_read,
