@@ -104,6 +104,7 @@ def ratio(on: Sequence[float], off: Sequence[float]) -> Metric:
 def costs_of(engine: Engine) -> ExpertCosts:
     assert isinstance(engine.compute, StreamingCompute)
     assert engine.compute.split is not None
+    assert engine.compute.split.costs is not None
     return engine.compute.split.costs
 
 

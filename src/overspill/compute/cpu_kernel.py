@@ -87,7 +87,7 @@ def why_unsupported(
 
 
 def max_kernel_rows(dtype: torch.dtype, backward: bool) -> int:
-    """Token rows of one expert up to which the kernel is at least as fast as torch; 0 without it."""
+    """Token rows of one expert up to which the kernel is as fast as torch; 0 without it."""
     isa = cpu_isa()
     return 0 if isa is None else _MAX_ROWS[dtype][isa][backward]
 

@@ -1,10 +1,15 @@
 """The switches of the engine."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overspill.core.errors import ConfigError
+from overspill.core.experts import Phase
 from overspill.transfer.new_uploader import UPLOADERS
 from overspill.transfer.streams import Inject
+
+CpuPolicy = Callable[[Sequence[int], Phase], frozenset[int]]
+"""From the token rows of each expert to the positions of those that the CPU computes."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Settings:
     cpu_experts: bool = False
     """Let the CPU compute frozen experts with few tokens where they lie, if by measured costs that
     is faster than uploading them. Gains with frozen experts and some hundred tokens a batch."""
+    cpu_policy: CpuPolicy | None = None
+    """Chooses the experts of a pass that the CPU computes, instead of measured costs; for tests."""
     uploader: str = "auto"
     """Who issues uploads: a "native" thread, a Python "thread", or "auto" for the faster one."""
     max_rows: int | None = None

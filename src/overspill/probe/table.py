@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _KERNELS = {
-    "torch": "no working C++ compiler: CPU experts run as torch operations (slower)",
+    "none": "no working C++ compiler: no CPU experts, and a slower optimizer",
     "generic": "no AVX2: CPU experts run plain C++ (slower)",
     "avx2": "no AVX-512: CPU experts use AVX2",
     "avx512": "no AMX: CPU experts use AVX-512",

@@ -1,10 +1,12 @@
 """Experts streamed from host memory and disk through slots of the compute device."""
 
+import logging
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from overspill.compute.cpu_kernel import max_kernel_rows, why_unsupported
 from overspill.core.experts import Phase
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.compute import CpuWork, ExpertCompute
@@ -13,7 +15,7 @@ from overspill.moe.dispatch import LocalDispatcher
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.cpu_buffers import max_cpu_rows
-from overspill.moe.streaming.cpu_experts import CpuExperts, max_rows_per_expert
+from overspill.moe.streaming.cpu_experts import CpuExperts
 from overspill.moe.streaming.cpu_split import CpuSplit, OnDevice
 from overspill.moe.streaming.slot_plan import SlotPlan
 from overspill.moe.streaming.step_cursor import StepCursor
@@ -24,6 +26,8 @@ from overspill.trace.recorder import Recorder
 from overspill.transfer.new_uploader import new_uploader
 from overspill.transfer.streams import CopyStream
 from overspill.transfer.uploader import Uploader
+
+_log = logging.getLogger("overspill")
 
 
 class StreamingCompute(ExpertCompute):
@@ -55,7 +59,7 @@ class StreamingCompute(ExpertCompute):
         self.trace = ComputeTrace(recorder, device)
         self._slab = slab
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)
-        self.split = None if costs is None else self._new_split(costs)
+        self.split = self._new_split(costs)
         self._cpu: CpuExperts | None = None
         self.uploader, self._waves = self._start_uploads()
 
@@ -66,15 +70,25 @@ class StreamingCompute(ExpertCompute):
         planned = self.cursor, self.plan, self.split
         return uploader, Waves(store, *planned, uploader, self.trace, self.device)
 
-    def _new_split(self, costs: ExpertCosts) -> CpuSplit:
+    def _new_split(self, costs: ExpertCosts | None) -> CpuSplit | None:
+        policy = self._settings.cpu_policy
+        if costs is None and policy is None:
+            return None
         layout = self._store.layout
+        reason = why_unsupported(layout.dtype, layout.shape, None)
+        if self._store.disk_slots:
+            reason = "experts on disk change their host slots"
+        if reason is not None:
+            _log.warning("cpu_experts is off: %s", reason)
+            return None
         split = CpuSplit(
             self.cursor,
             costs,
             max_cpu_rows(layout.shape.d_model, layout.dtype),
-            lambda phase: max_rows_per_expert(layout.dtype, phase),
+            lambda phase: max_kernel_rows(layout.dtype, phase is Phase.BACKWARD),
             self._on_device,
             lambda layer, position: self._store.at(layer, position).readable,
+            policy,
         )
         split.set_enabled(self._settings.cpu_experts)
         return split
@@ -111,8 +125,10 @@ class StreamingCompute(ExpertCompute):
         if self.split is None:
             return False
         trains = layer_pass.training and layer_pass.trained
+        layout = self._store.layout
+        supported = why_unsupported(layout.dtype, layout.shape, layer_pass.activation) is None
         with self._store.lock:
-            allowed = self.split.enter(not trains and not keep)
+            allowed = self.split.enter(supported and not trains and not keep)
             return allowed and self.split.likely(layer_pass.layer)
 
     def _enter(self, layer_pass: LayerPass, phase: Phase) -> None:

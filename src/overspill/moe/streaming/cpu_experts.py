@@ -15,17 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Activation
-from overspill.compute.cpu_kernel import (
-    BackwardRows,
-    ExpertRows,
-    cpu_isa,
-    max_kernel_rows,
-    why_unsupported,
-)
+from overspill.compute.cpu_kernel import BackwardRows, ExpertRows
 from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.errors import EngineError
-from overspill.core.experts import ExpertShape, Phase
+from overspill.core.experts import Phase
 from overspill.moe.compute import CpuWork
 from overspill.moe.dispatch import Dispatcher
 from overspill.moe.layer_pass import LayerPass
@@ -38,21 +31,6 @@ from overspill.trace.recorder import Recorder
 from overspill.transfer.driver import await_signal, can_signal, signal
 from overspill.transfer.mapped import on_device
 from overspill.transfer.streams import Inject, Timestamp
-
-
-def why_no_cpu_experts(
-    dtype: torch.dtype, shape: ExpertShape, activation: Activation | None, on_disk: bool
-) -> str | None:
-    """Why the CPU cannot compute such experts; None if it can."""
-    if cpu_isa() is None:
-        return "there is no C++ compiler"
-    if on_disk:
-        return "experts on disk change their host slots"
-    return why_unsupported(dtype, shape, activation)
-
-
-def max_rows_per_expert(dtype: torch.dtype, phase: Phase) -> int:
-    return max_kernel_rows(dtype, phase is Phase.BACKWARD)
 
 
 @dataclass(eq=False)
@@ -73,7 +51,7 @@ class CpuJob(CpuWork):
 
     @property
     def n_rows(self) -> int:
-        return self.rows.stop - self.rows.start
+        return int(self.rows.stop - self.rows.start)
 
     @property
     def label(self) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from overspill.core.experts import Phase
 from overspill.hardware.profile import ExpertCosts
+from overspill.moe.settings import CpuPolicy
 from overspill.moe.streaming.step_cursor import StepCursor
 from overspill.plan.split import SplitCosts, pass_time, split
 
@@ -41,14 +42,18 @@ class CpuSplit:
     def __init__(
         self,
         cursor: StepCursor,
-        costs: ExpertCosts,
+        costs: ExpertCosts | None,
         max_rows: int,
         max_rows_per_expert: Callable[[Phase], int],
         on_device: Callable[[int], OnDevice],
         readable: Callable[[int, int], bool],
+        policy: CpuPolicy | None = None,
     ) -> None:
         """`max_rows` bounds the token rows of a pass on the CPU, `max_rows_per_expert` those of one
-        expert; `readable(layer, position)` says whether an expert's weights are in host memory."""
+        expert; `readable(layer, position)` says whether an expert's weights are in host memory.
+        `policy` decides instead of `costs`; one of them is given."""
+        assert costs is not None or policy is not None
+        self._policy = policy
         self._cursor = cursor
         self.costs = costs
         self._max_rows = max_rows
@@ -63,7 +68,7 @@ class CpuSplit:
         self._costs: dict[Phase, SplitCosts] = {}
         self._gaps: dict[Phase, float] = {}
         self._paces: dict[Phase, float] = {}
-        self._handover = costs.round_trip
+        self._handover = 0.0 if costs is None else costs.round_trip
 
     def set_enabled(self, enabled: bool) -> None:
         self._enabled = enabled
@@ -102,8 +107,10 @@ class CpuSplit:
         self, layer: int, counts: Sequence[int], phase: Phase, before: frozenset[int]
     ) -> frozenset[int]:
         present = self._on_device(layer)
-        costs = self._costs_of(phase)
         limit = self._max_rows_per_expert(phase)
+        if self._policy is not None:
+            return frozenset(p for p in self._policy(counts, phase) if 0 < counts[p] <= limit)
+        costs = self._costs_of(phase)
         # an expert with too many rows for the CPU's kernel counts as uploaded
         fixed = present.uploaded | {p for p, count in enumerate(counts) if count > limit}
         best = split(counts, present.resident, costs, self._max_rows, fixed)
@@ -115,6 +122,8 @@ class CpuSplit:
     def is_small(self, counts: Sequence[int], phase: Phase) -> bool:
         """Whether these token rows take the GPU less time than an upload, beyond the launches: then
         it may wait for all experts and compute them as one wave."""
+        if self.costs is None:
+            return False
         times = self.costs.gpu_forward if phase is Phase.FORWARD else self.costs.gpu_backward
         least = times(1)
         return sum(times(count) - least for count in counts if count) < self.costs.load
@@ -158,6 +167,8 @@ class CpuSplit:
     def note_gap(self, phase: Phase, seconds: float) -> None:
         """The time from the end of a layer's experts until the CPU had rows of the next: only
         uploads go on meanwhile."""
+        if self.costs is None:
+            return
         # beyond this the CPU gets nothing: how much more does not matter
         seconds = min(seconds, 2 * self._cursor.n_local * self.costs.load)
         before = self._gaps.get(phase, 0.0)  # the first one may include compilation
@@ -166,6 +177,8 @@ class CpuSplit:
     def note_job(self, phase: Phase, counts: Sequence[int], seconds: float) -> None:
         """How long the CPU took for experts with these token rows: the profile was measured on idle
         cores."""
+        if self.costs is None:
+            return
         expected = sum(map(self._measured(phase).cpu, counts))
         pace = min(_SLOWEST_PACE, seconds / expected)
         before = self._paces.get(phase, 1.0)
@@ -174,6 +187,8 @@ class CpuSplit:
     def note_handover(self, seconds: float) -> None:
         """The time to the CPU and back, or longer where the GPU ended last: the shortest recent one
         counts."""
+        if self.costs is None:
+            return
         slowest = min(self.costs.round_trip, _HANDOVER_GROWTH * self._handover)
         self._handover = min(slowest, max(_SHORTEST_HANDOVER, seconds))
 
@@ -199,6 +214,7 @@ class CpuSplit:
 
     def _split_costs(self, phase: Phase) -> SplitCosts:
         own = self.costs
+        assert own is not None
         cpu, gpu = own.cpu_forward, own.gpu_forward
         if phase is Phase.BACKWARD:
             cpu, gpu = own.cpu_backward, own.gpu_backward
