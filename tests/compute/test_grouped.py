@@ -41,6 +41,6 @@ def test_a_gpu_uses_torch_where_it_can_and_triton_for_the_rest() -> None:
     assert chosen(torch.bfloat16, "cuda") == ("torch" if major in (9, 10) else "triton")
     assert chosen(torch.bfloat16, "cuda", d_model=20) == "triton"
     assert chosen(torch.bfloat16, "cuda", n_experts=1024) == "triton"
-    assert chosen(torch.float32, "cuda") == "triton"
+    assert chosen(torch.float32, "cuda") == "loop"
     assert chosen(torch.float64, "cuda") == "loop"
     assert chosen(torch.bfloat16, "cuda", n_rows=0) == "loop"

@@ -6,7 +6,7 @@ counts, `counts` the same on the host, not cumulated.
 | backend | what it is                             | where it is used                          |
 |---------|----------------------------------------|-------------------------------------------|
 | torch   | `torch.nn.functional.grouped_mm`       | capability 9 and 10; bfloat16, aligned    |
-| triton  | `grouped_triton`                       | otherwise from 8 on; bfloat16 and float32 |
+| triton  | `grouped_triton`                       | otherwise from 8 on; bfloat16             |
 | loop    | no grouped kernel: a loop over experts | everywhere else, and without rows         |
 
 Below capability 9 `grouped_mm` is itself a loop over groups that first copies the ends to the host.
@@ -31,7 +31,8 @@ Backend = Literal["torch", "triton", "loop"]
 
 # The kernel behind grouped_mm has one thread a group in its set-up block.
 _MAX_TORCH_GROUPS = 1024
-_TRITON_DTYPES = (torch.bfloat16, torch.float32)
+# exact float32 products are slower in Triton than one by one in cuBLAS (record grouped-triton)
+_TRITON_DTYPES = (torch.bfloat16,)
 
 _forced: Backend | None = None
 
@@ -120,7 +121,7 @@ def _capability(device: torch.device) -> int:
 def _log_loop(dtype: torch.dtype, capability: int) -> None:
     _log.warning(
         "no grouped kernel for %s on this GPU (compute capability %d): experts of a wave run one "
-        "by one (slower); use bfloat16 or float32, Triton, and a GPU of capability 8 or above",
+        "by one (slower); use bfloat16, Triton, and a GPU of capability 8 or above",
         dtype,
         capability,
     )

@@ -42,9 +42,7 @@ class ResidentCompute(ExpertCompute):
         # one wave holds the whole layer if its activations fit: then the host needs no counts
         many = expert_ids_TK.numel() > self.max_rows
         need_counts = self.device.type == "cpu" or many or not self._grouped
-        layer_pass.order = self.dispatcher.route(
-            expert_ids_TK, layer_pass.drops, need_counts, may_resort=False
-        )
+        layer_pass.order = self.dispatcher.route(expert_ids_TK, layer_pass.drops, need_counts)
 
     def enter_backward(self, layer_pass: LayerPass) -> None:
         self._memory.check_open()
