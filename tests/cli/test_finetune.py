@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from overspill.cli.finetune import resolve
 from overspill.cli.main import app
-from overspill.train.finetune.config import settings
+from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.metrics import read_lines
 from tests.cli.forks import Forks
 from tests.train.finetune.tiny import (
@@ -28,13 +27,6 @@ from tests.train.finetune.tiny import (
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_mixtral(tmp_path_factory.mktemp("checkpoints") / "tiny-mixtral")
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    server = Forks()
-    yield server
-    server.close()
 
 
 def _arguments(checkpoint: Path, data: Path, out: Path, **changes: Any) -> list[str]:
@@ -66,7 +58,7 @@ def test_help_shows_every_setting_and_an_example(
     monkeypatch.setenv("COLUMNS", "200")
     assert app(["finetune", "--help"]) == 0
     text = capsys.readouterr().out
-    for setting in settings():
+    for setting in FinetuneConfig.settings():
         assert setting.name in ("checkpoint", "data") or setting.flag in text, setting.flag
     assert "overspill finetune OLMoE-1B-7B train.tsv --labels negative,positive" in text
     assert r"{sentence}\nLabel:" in text
@@ -99,11 +91,11 @@ def test_json_is_all_that_is_printed(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": ["no.jsonl"]}, "DATA no.jsonl is not there"),
+        ({"data": ["no.jsonl"]}, "DATA no.jsonl does not exist"),
         ({"checkpoint": "./no/such/model"}, "no/such/model"),
         ({"checkpoint": "empty"}, "empty has no config.json"),
-        ({"seq_len": 1000}, "--seq-len 1000 is more than the 256 positions of this model"),
-        ({"seq_len": 4}, "pairs.jsonl:1: 10 tokens are more than the 4 of --seq-len"),
+        ({"seq_len": 1000}, "--seq-len 1000 exceeds the 256 positions of this model"),
+        ({"seq_len": 4}, "pairs.jsonl:1: 10 tokens exceed --seq-len 4"),
         ({"batch": 0}, "--batch 0 must be at least 1"),
         ({"data": ["bad.jsonl"]}, "bad.jsonl:2: expected a JSON object with a string"),
         ({"data": ["bad.tsv"]}, "bad.tsv:3: expected a label 0, 1, 2"),
@@ -137,10 +129,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     ("arguments", "message"),
     [
         ([], "CHECKPOINT is missing"),
-        (["--resume"], "--resume needs the run to go on with"),
-        (["--resume", "--out", "nowhere"], "there is no folder nowhere"),
-        (["--lora", "2", "--freeze-dense"], "--lora freezes the whole model itself"),
-        (["--device", "tpu"], "--device tpu is not known"),
+        (["--resume"], "--resume needs the folder of the run"),
+        (["--resume", "--out", "nowhere"], "folder nowhere does not exist"),
+        (["--lora", "2", "--freeze-dense"], "--lora already freezes the whole model"),
+        (["--device", "tpu"], "--device tpu is unknown"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
 )
@@ -217,5 +209,5 @@ def test_ctrl_c_saves_says_how_to_go_on_and_exits_with_130(
     assert forks.wait(pid) == 130
     step = list(read_lines(out / "metrics.jsonl"))[-1]["step"]
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{step:08d}"]
-    assert f"to go on: overspill finetune --resume --out {out}\n" in log.read_text()
+    assert f"to continue: overspill finetune --resume --out {out}\n" in log.read_text()
     assert not (out / "final").exists()

@@ -1,4 +1,4 @@
-"""Settings as the flags of a command."""
+"""Makes the flags of a command from settings."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ def with_flags(
 ) -> Callable[..., None]:
     """`command` with a signature that typer reads: its arguments, a flag per setting and --json.
 
-    What was not given is None: a default must not overwrite a config file's value.
+    An omitted flag is None: a default must not override the value of a config file.
     """
 
     def run(**values: Any) -> None:
@@ -22,7 +22,7 @@ def with_flags(
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     as_json = Annotated[
-        bool, typer.Option("--json", help="Print the summary at the end as JSON, and only that.")
+        bool, typer.Option("--json", help="Print only a summary at the end, as JSON.")
     ]
     parameters = [
         inspect.Parameter(name, keyword, default=None, annotation=annotation)
@@ -38,7 +38,7 @@ def with_flags(
 def _flag(setting: Setting) -> inspect.Parameter:
     shown = setting.help
     if setting.default is not None and setting.kind is not bool:
-        # a bracket opens markup in the help text
+        # an unescaped bracket would open markup in the help text
         default = str(setting.default).replace("\n", "\\n").replace("[", "\\[")
         shown += f" [dim]\\[{default}][/dim]"
     names = [setting.flag]

@@ -1,4 +1,4 @@
-"""`overspill probe`: what this machine can do, and who is faster with an expert."""
+"""`overspill probe`: measures the machine and the cost of an expert on CPU and GPU."""
 
 import dataclasses
 import json
@@ -10,16 +10,14 @@ import typer
 from overspill.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from overspill.core.experts import ExpertShape
     from overspill.hardware.profile import ExpertCosts, MachineProfile
     from overspill.probe.known import Known
 
-_HELP = """Measure this machine: links, memory, matrix products, and what an expert costs where.
+_HELP = """Measure this machine: links, memory, matrix products, and the cost of an expert.
 
-The figures are kept for this machine and version; planners read them. What an expert takes to \
-load, on the CPU and on the GPU, is drawn over the number of its tokens.
+The results are cached per machine and version; planners read them. A plot shows the time to \
+upload an expert and to compute it on CPU and GPU, by number of tokens.
 
 [bold]Example[/bold]
 
@@ -37,61 +35,58 @@ def add_to(app: typer.Typer) -> None:
 
 def _probe(
     preset: Annotated[
-        str | None, typer.Option(help="The expert of this preset.", show_default=False)
+        str | None, typer.Option(help="Measure the experts of this preset.", show_default=False)
     ] = None,
     d_model: Annotated[
-        int | None, typer.Option(help="Width of the expert's input. [dim]\\[1024][/dim]")
+        int | None, typer.Option(help="Input width of the expert. [dim]\\[1024][/dim]")
     ] = None,
     d_hidden: Annotated[
-        int | None, typer.Option(help="Its hidden width. [dim]\\[4096][/dim]")
+        int | None, typer.Option(help="Hidden width of the expert. [dim]\\[4096][/dim]")
     ] = None,
     gated: Annotated[
         bool | None,
         typer.Option(
             "--gated/--no-gated",
-            help="Gated SiLU with three matrices, or GELU with two. [dim]\\[no-gated][/dim]",
+            help="Gated SiLU (3 matrices) or GELU (2). [dim]\\[no-gated][/dim]",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     disk: Annotated[
         Path | None,
-        typer.Option(help="Measure the disk of this folder too.", show_default=False),
+        typer.Option(help="Also measure the disk of this folder.", show_default=False),
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(help="Cores at work; all but four, at least three quarters, when left out."),
+        typer.Option(help="CPU threads; default: all cores but four, at least three quarters."),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure anew what is known already.")
+        bool, typer.Option("--again", help="Measure again instead of using cached results.")
     ] = False,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Where to draw the picture; beside the profile when left out."),
+        typer.Option(help="File of the plot; default: next to the profile."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as JSON, and only that.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
     shape = _shape(preset, d_model, d_hidden, gated)
     if threads is not None and threads < 1:
-        raise ConfigError(f"--threads {threads} must be at least 1; leave it out for all but a few")
-    # Torch takes seconds to import: only now, when the flags are known to be right.
-    import torch
-
-    from overspill.hardware.machine import cpu_threads
+        raise ConfigError(f"--threads {threads} must be at least 1")
+    # Importing torch takes seconds: only after the flags are checked.
+    from overspill.hardware.machine import choose_device, cpu_threads, usable_cores
     from overspill.models.progress_bar import TerminalProgress
     from overspill.probe.known import Known
+    from overspill.probe.table import lacking
     from overspill.tiers.ssd import check_folder
     from overspill.train.session import DTYPES
 
     if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype} is not known; give {' or '.join(DTYPES)}")
+        raise ConfigError(f"--dtype {dtype} is unknown; give {' or '.join(DTYPES)}")
     if disk is not None:
-        check_folder(disk.expanduser(), 0)  # now, not after half a minute
+        check_folder(disk.expanduser(), 0)  # fail before measuring
     if picture is not None:
         _check_picture(picture.expanduser())
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device()
     known = Known(device, cpu_threads(threads), again)
     bar = TerminalProgress(counted=True)
     try:
@@ -99,8 +94,11 @@ def _probe(
         costs = known.costs(shape, DTYPES[dtype], bar)
     finally:
         bar.stop()
-    drawn = _draw(costs, known, picture, dtype, device)
-    (_print_json if as_json else _print_tables)(limits, costs, known, drawn, device)
+    on_gpu = device.type == "cuda"
+    drawn = _draw(costs, known, picture, dtype, on_gpu)
+    missing = lacking(usable_cores(), limits.kernel, on_gpu)
+    measured = _Measured(limits, costs, known, drawn, missing, on_gpu)
+    (_print_json if as_json else _print_tables)(measured)
 
 
 def _shape(
@@ -123,7 +121,7 @@ def _shape(
 
 
 def _draw(
-    costs: "ExpertCosts", known: "Known", picture: Path | None, dtype: str, device: "torch.device"
+    costs: "ExpertCosts", known: "Known", picture: Path | None, dtype: str, on_gpu: bool
 ) -> Path:
     from overspill.probe.picture import draw_costs
 
@@ -131,7 +129,7 @@ def _draw(
     shape = f"{costs.shape.d_model}×{costs.shape.d_hidden}{' gated' * costs.shape.gated}"
     cores = f"{costs.threads} core{'s' * (costs.threads > 1)}"
     title = f"One expert of {shape}, {dtype}, {cores} · {known.profile.machine}"
-    name = "GPU" if device.type == "cuda" else "CPU in place of a GPU"
+    name = "GPU" if on_gpu else "CPU in place of a GPU"
     draw_costs(costs, path, title, name)
     return path
 
@@ -142,7 +140,7 @@ def _check_picture(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
-            pass  # only an attempt tells
+            pass  # permissions alone do not tell
         problem = "it is a folder" if path.is_dir() else None
     except OSError as error:
         problem = error.strerror
@@ -150,59 +148,47 @@ def _check_picture(path: Path) -> None:
         raise ConfigError(f"--picture {path} cannot be written ({problem}); name another file")
 
 
-def _print_json(
-    limits: "MachineProfile",
-    costs: "ExpertCosts",
-    known: "Known",
-    drawn: Path,
-    device: "torch.device",
-) -> None:
-    said = {
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    limits: "MachineProfile"
+    costs: "ExpertCosts"
+    known: "Known"
+    picture: Path
+    missing: list[str]
+    on_gpu: bool
+
+
+def _print_json(measured: _Measured) -> None:
+    known = measured.known
+    report = {
         "machine": known.profile.machine,
         "version": known.profile.version,
         "profile": str(known.file),
         "measured": known.measured,
-        "picture": str(drawn),
-        "lacking": _lacking(limits, device),
-        "limits": dataclasses.asdict(limits),
-        "expert": dataclasses.asdict(costs),
+        "picture": str(measured.picture),
+        "lacking": measured.missing,
+        "limits": dataclasses.asdict(measured.limits),
+        "expert": dataclasses.asdict(measured.costs),
     }
-    print(json.dumps(said))
+    print(json.dumps(report))
 
 
-def _print_tables(
-    limits: "MachineProfile",
-    costs: "ExpertCosts",
-    known: "Known",
-    drawn: Path,
-    device: "torch.device",
-) -> None:
+def _print_tables(measured: _Measured) -> None:
     from rich.console import Console
 
     from overspill.probe.known import is_temporary
     from overspill.probe.table import costs_lines, costs_table, limits_table, transfers_table
 
+    limits, costs, known = measured.limits, measured.costs, measured.known
     console = Console(highlight=False, soft_wrap=True)
-    console.print(known.profile.machine, markup=False)
-    for line in _lacking(limits, device):
-        console.print(f"  {line}", markup=False)
-    console.print()
-    console.print(transfers_table(limits, device.type == "cuda"))
-    console.print(limits_table(limits))
-    console.print(costs_table(costs))
-    for line in costs_lines(costs):
+    for line in (known.profile.machine, *(f"  {line}" for line in measured.missing), ""):
         console.print(line, markup=False)
+    console.print(
+        transfers_table(limits, measured.on_gpu), limits_table(limits), costs_table(costs)
+    )
     where = "for this process only" if is_temporary(known.file) else str(known.file)
-    console.print()
-    if known.measured:
-        console.print(f"profile: {where}", markup=False)
-    else:
-        console.print(f"profile: {where}, measured before; --again measures anew", markup=False)
-    console.print(f"picture: {drawn}", markup=False)
-
-
-def _lacking(limits: "MachineProfile", device: "torch.device") -> list[str]:
-    from overspill.hardware.machine import usable_cores
-    from overspill.probe.table import lacking
-
-    return lacking(usable_cores(), limits.kernel, device.type == "cuda")
+    cached = "" if known.measured else " (cached; --again measures again)"
+    for line in (
+        *costs_lines(costs), "", f"profile: {where}{cached}", f"picture: {measured.picture}"
+    ):  # fmt: skip
+        console.print(line, markup=False)

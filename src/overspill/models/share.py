@@ -1,4 +1,4 @@
-"""Whether the CPU gets a share of a model's experts, and what is measured and kept for it."""
+"""Whether the CPU computes some of the experts, and what is measured for that decision."""
 
 import logging
 
@@ -19,26 +19,26 @@ _log = logging.getLogger("overspill")
 
 
 def why_unshared(layout: RecordLayout, device: torch.device, settings: Settings) -> str | None:
-    """Why the CPU has no share in the experts, if so."""
+    """Why the CPU computes no experts, or None if it does."""
     if not settings.cpu_experts:
         return "cpu_experts is off"
     if device.type != "cuda":
-        return "there is no GPU to share them with"
+        return "there is no GPU"
     if layout.dtype not in (torch.bfloat16, torch.float32):
         return f"the CPU has no kernel for {layout.dtype}"
     if settings.activations == "keep":
-        return 'with activations="keep" the CPU has no share'
+        return 'the CPU computes no experts with activations="keep"'
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are wanted, and who computes what goes by the clock"
+        return "deterministic algorithms are required, and the split depends on timing"
     if not can_map(device):
-        return f"kernels of {device} cannot be given host memory"
+        return f"kernels on {device} cannot access host memory"
     return None
 
 
 def share_costs(
     layout: RecordLayout, device: torch.device, settings: Settings, progress: Progress | None
 ) -> ExpertCosts | None:
-    """What an expert costs on this machine, if its CPU is to share them with a GPU."""
+    """Measured costs of an expert on this machine, or None if the CPU computes no experts."""
     why = why_unshared(layout, device, settings)
     if why is not None:
         _log.info("all experts compute on %s: %s", device, why)
@@ -49,14 +49,12 @@ def share_costs(
     try:
         return known_costs(layout.shape, layout.dtype, device, threads, progress)
     except (BudgetError, torch.OutOfMemoryError):
-        _log.warning(
-            "all experts compute on %s: there was no memory free to measure one for the CPU", device
-        )
+        _log.warning("all experts compute on %s: no memory free to measure one for the CPU", device)
         return None
 
 
 def predictor_bytes(n_layers: int, n_experts: int, layout: RecordLayout, settings: Settings) -> int:
-    """What predictors take on the compute device."""
+    """Memory of the predictors on the compute device."""
     if not settings.lookahead:
         return 0
     return n_layers * PREDICTOR_COPIES * n_experts * layout.shape.d_model * 4

@@ -1,4 +1,4 @@
-"""loss.png: the losses of a run."""
+"""loss.png: the losses of a run by step."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ _SMOOTHING = 0.8
 
 
 def draw_loss(metrics: Path, path: Path, title: str) -> None:
-    """Training loss (each step faint, their running mean strong) and evaluation loss by step."""
-    # Here, not above: matplotlib takes a second to import. Without pyplot, no display is needed.
+    """Draws the training loss (faint), its running mean and the evaluation loss."""
+    # Imported late: matplotlib takes a second. Without pyplot no display is needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -41,7 +41,7 @@ def draw_loss(metrics: Path, path: Path, title: str) -> None:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """A running mean that begins unbiased, as Adam's moments do."""
+    """An exponential running mean with bias correction, as in Adam."""
     mean, weight, smoothed = 0.0, 0.0, []
     for value in values:
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * value
