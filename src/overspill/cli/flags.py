@@ -8,6 +8,8 @@ import typer
 
 from overspill.train.settings import Setting
 
+_NO_NEGATION = ("resume", "again")
+
 
 def with_flags(
     command: Callable[..., None], arguments: Mapping[str, Any], settings: Sequence[Setting]
@@ -21,9 +23,7 @@ def with_flags(
         command(**values)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    as_json = Annotated[
-        bool, typer.Option("--json", help="Print only a summary at the end, as JSON.")
-    ]
+    as_json = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")]
     parameters = [
         inspect.Parameter(name, keyword, default=None, annotation=annotation)
         for name, annotation in arguments.items()
@@ -44,7 +44,7 @@ def _flag(setting: Setting) -> inspect.Parameter:
     names = [setting.flag]
     if setting.kind is bool:
         names = [f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"]
-        if setting.name == "resume":
+        if setting.name in _NO_NEGATION:
             names = [setting.flag]
         elif setting.default is not None:
             shown += f" [dim]\\[{'on' if setting.default else 'off'}][/dim]"

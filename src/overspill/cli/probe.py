@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import typer
 
+from overspill.cli.flags import with_flags
 from overspill.core.errors import ConfigError
+from overspill.train.settings import Config, Count
 
 if TYPE_CHECKING:
     from overspill.core.experts import ExpertShape
@@ -26,52 +29,47 @@ upload an expert and to compute it on CPU and GPU, by number of tokens.
   overspill probe --preset w1 --disk /nvme/spill --picture w1.png
 """
 
-_DEFAULT_SHAPE = (1024, 4096)
+
+@dataclass(frozen=True)
+class ProbeSection:
+    """What to measure"""
+
+    preset: str | None = None
+    """Measure the experts of this preset."""
+    d_model: Count | None = None
+    """Input width of the expert; default: 1024."""
+    d_hidden: Count | None = None
+    """Hidden width of the expert; default: 4096."""
+    gated: bool | None = None
+    """Gated SiLU (3 matrices) or GELU (2); default: GELU."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Data type of the weights: bf16 or fp32."""
+    disk: str | None = None
+    """Also measure the disk of this folder."""
+    threads: Count | None = None
+    """CPU threads; default: all cores but four, at least three quarters."""
+    again: bool = False
+    """Measure again instead of using cached results."""
+    picture: str | None = None
+    """File of the plot; default: next to the profile."""
+
+
+@dataclass(frozen=True)
+class ProbeConfig(Config):
+    """All settings of `overspill probe`."""
+
+    command: ClassVar[str] = "probe"
+    probe: ProbeSection = field(default_factory=ProbeSection)
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("probe", help=_HELP)(_probe)
+    app.command("probe", help=_HELP)(with_flags(_probe, {}, ProbeConfig.settings()))
 
 
-def _probe(
-    preset: Annotated[
-        str | None, typer.Option(help="Measure the experts of this preset.", show_default=False)
-    ] = None,
-    d_model: Annotated[
-        int | None, typer.Option(help="Input width of the expert. [dim]\\[1024][/dim]")
-    ] = None,
-    d_hidden: Annotated[
-        int | None, typer.Option(help="Hidden width of the expert. [dim]\\[4096][/dim]")
-    ] = None,
-    gated: Annotated[
-        bool | None,
-        typer.Option(
-            "--gated/--no-gated",
-            help="Gated SiLU (3 matrices) or GELU (2). [dim]\\[no-gated][/dim]",
-            show_default=False,
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
-    disk: Annotated[
-        Path | None,
-        typer.Option(help="Also measure the disk of this folder.", show_default=False),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="CPU threads; default: all cores but four, at least three quarters."),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Measure again instead of using cached results.")
-    ] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="File of the plot; default: next to the profile."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
-) -> None:
-    shape = _shape(preset, d_model, d_hidden, gated)
-    if threads is not None and threads < 1:
-        raise ConfigError(f"--threads {threads} must be at least 1")
+def _probe(as_json: bool, **flags: Any) -> None:
+    given = {name: value for name, value in flags.items() if value is not None}
+    asked = ProbeConfig.make(given).probe
+    shape = _shape(asked)
     # Importing torch takes seconds: only after the flags are checked.
     from overspill.hardware.machine import choose_device, cpu_threads, usable_cores
     from overspill.models.progress_bar import TerminalProgress
@@ -80,44 +78,40 @@ def _probe(
     from overspill.tiers.ssd import check_folder
     from overspill.train.session import DTYPES
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype} is unknown; give {' or '.join(DTYPES)}")
+    disk = None if asked.disk is None else Path(asked.disk).expanduser()
+    picture = None if asked.picture is None else Path(asked.picture).expanduser()
     if disk is not None:
-        check_folder(disk.expanduser(), 0)  # fail before measuring
+        check_folder(disk, 0)  # fail before measuring
     if picture is not None:
-        _check_picture(picture.expanduser())
+        _check_picture(picture)
     device = choose_device()
-    known = Known(device, cpu_threads(threads), again)
+    known = Known(device, cpu_threads(asked.threads), asked.again)
     bar = TerminalProgress(counted=True)
     try:
-        limits = known.limits(None if disk is None else disk.expanduser(), bar)
-        costs = known.costs(shape, DTYPES[dtype], bar)
+        limits = known.limits(disk, bar)
+        costs = known.costs(shape, DTYPES[asked.dtype], bar)
     finally:
         bar.stop()
     on_gpu = device.type == "cuda"
-    drawn = _draw(costs, known, picture, dtype, on_gpu)
+    drawn = _draw(costs, known, picture, asked.dtype, on_gpu)
     missing = lacking(usable_cores(), limits.kernel, on_gpu)
     measured = _Measured(limits, costs, known, drawn, missing, on_gpu)
     (_print_json if as_json else _print_tables)(measured)
 
 
-def _shape(
-    preset: str | None, d_model: int | None, d_hidden: int | None, gated: bool | None
-) -> "ExpertShape":
+def _shape(asked: ProbeSection) -> "ExpertShape":
     from overspill.core.experts import ExpertShape
+    from overspill.models.presets import get_preset
 
-    for flag, value in (("--d-model", d_model), ("--d-hidden", d_hidden)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} {value} must be at least 1")
-    if preset is None:
-        own = ExpertShape(*_DEFAULT_SHAPE, gated=False)
-    else:
-        from overspill.models.presets import get_preset
-
-        own = get_preset(preset).expert_shape
-    chosen = {"d_model": d_model, "d_hidden": d_hidden, "gated": gated}
-    given = {name: value for name, value in chosen.items() if value is not None}
-    return dataclasses.replace(own, **given)  # type: ignore[arg-type]
+    shape = ExpertShape(1024, 4096, gated=False)
+    if asked.preset is not None:
+        shape = get_preset(asked.preset).expert_shape
+    return dataclasses.replace(
+        shape,
+        d_model=asked.d_model or shape.d_model,
+        d_hidden=asked.d_hidden or shape.d_hidden,
+        gated=shape.gated if asked.gated is None else asked.gated,
+    )
 
 
 def _draw(
@@ -125,7 +119,7 @@ def _draw(
 ) -> Path:
     from overspill.probe.picture import draw_costs
 
-    path = known.file.with_suffix(".png") if picture is None else picture.expanduser()
+    path = known.file.with_suffix(".png") if picture is None else picture
     shape = f"{costs.shape.d_model}×{costs.shape.d_hidden}{' gated' * costs.shape.gated}"
     cores = f"{costs.threads} core{'s' * (costs.threads > 1)}"
     title = f"One expert of {shape}, {dtype}, {cores} · {known.profile.machine}"
@@ -148,7 +142,7 @@ def _check_picture(path: Path) -> None:
         raise ConfigError(f"--picture {path} cannot be written ({problem}); name another file")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Measured:
     limits: "MachineProfile"
     costs: "ExpertCosts"

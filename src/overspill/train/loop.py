@@ -69,11 +69,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
         self.metrics = MetricsFile(folder.metrics, state.step)
         self.optimizer = session.optimizer
         self.scheduler = make_scheduler(
-            session.optimizer,
-            state.step,
-            spec.warmup,
-            spec.steps,
-            spec.config.optim.min_lr,
+            session.optimizer, state.step, spec.warmup, spec.steps, spec.config.optim.min_lr
         )
         run = spec.config.run
         self.tracer = Tracer(session.engine.recorder, run.log_every, run.trace_steps)

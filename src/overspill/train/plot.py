@@ -17,9 +17,9 @@ def draw_loss(metrics: Path, path: Path, title: str) -> None:
     lines = list(read_lines(metrics))
     train = [(line["step"], line["ce"]) for line in lines if "ce" in line]
     evals = [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
-    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=160)
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = figure.add_axes((0.1, 0.12, 0.87, 0.79))  # faster than a layout engine
     if train:
         steps, losses = [step for step, _ in train], [loss for _, loss in train]
         axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=1)

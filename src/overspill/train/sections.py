@@ -3,14 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from overspill.train.settings import (
-    Config,
-    Count,
-    NotNegative,
-    NotNegativeInt,
-    Share,
-    SizeText,
-)
+from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,8 @@ def test_dropout_inside_experts_is_turned_off_and_said(switch: Path, tmp_path: P
 def test_a_run_leaves_everything_in_its_folder(mixtral: Path, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     display, run = Watcher(), tmp_path / "run"
-    summary = _finetune(
-        tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), run, epochs=2.0), display
-    )
+    data = write_pairs(tmp_path / "a.jsonl")
+    summary = _finetune(tiny_settings(mixtral, data, run, epochs=2.0, trace_steps=1), display)
     assert summary.steps == 20
     assert summary.eval_loss_before is not None
     assert summary.eval_loss is not None

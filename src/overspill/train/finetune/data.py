@@ -10,12 +10,7 @@ import numpy as np
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.chat import encode_chats, set_template
-from overspill.train.finetune.classification import (
-    Choice,
-    LabelForm,
-    encode_choices,
-    read_words,
-)
+from overspill.train.finetune.classification import Choice, LabelForm, encode_choices, read_words
 from overspill.train.finetune.config import FinetuneDataSection
 from overspill.train.finetune.encoding import (
     Tokenizer,
@@ -157,18 +152,11 @@ def _encode(
 ) -> FinetuneData:
     if plan.kind is Kind.LABELLED:
         form = LabelForm(
-            plan.words,
-            plan.section.label_prompt,
-            plan.section.label_text,
-            plan.seq2seq,
+            plan.words, plan.section.label_prompt, plan.section.label_text, plan.seq2seq
         )
         choices, held_out = (
             encode_choices(
-                tokenizer,
-                cast(Sequence[Labelled], part),
-                form,
-                plan.seq_len,
-                plan.section.truncate,
+                tokenizer, cast(Sequence[Labelled], part), form, plan.seq_len, plan.section.truncate
             )
             for part in (train, evaluation)
         )
