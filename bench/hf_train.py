@@ -22,7 +22,7 @@ import overspill
 from overspill.core.errors import BudgetError
 from overspill.core.experts import ExpertShape
 from overspill.hardware.machine import available_memory
-from overspill.models.offload import Budgets
+from overspill.models.budgets import Budgets
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from overspill.plan.budget import ModelSizes, place

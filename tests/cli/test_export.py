@@ -41,7 +41,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     for arguments, message in [
         ([str(run), str(tmp_path / "out")], "--gated"),
         ([str(tmp_path / "none"), str(tmp_path / "out")], "is not the folder of a run"),
-        ([str(run), str(run)], "is there already"),
+        ([str(run), str(run)], "already exists"),
         ([str(run)], "OUT"),
     ]:
         capsys.readouterr()

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,6 @@ import pytest
 from overspill.train.metrics import read_lines
 from tests.cli.forks import Forks
 from tests.train.fakes import tiny_settings
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    server = Forks()
-    yield server
-    server.close()
 
 
 def _flags(folder: Path, out: Path, extra: dict[str, object]) -> list[str]:
@@ -109,7 +101,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_exits_with_130(forks: Forks, tmp_pat
     assert forks.wait(pid) == 130
     step = list(read_lines(out / "metrics.jsonl"))[-1]["step"]
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{step:08d}"]
-    assert log.read_text().endswith(f"to go on: overspill train --resume --out {out}\n")
+    assert log.read_text().endswith(f"to continue: overspill train --resume --out {out}\n")
     arguments = ["train", "--resume", "--out", str(out), "--steps", str(step + 2)]
     assert forks.run(arguments, log) == 0, log.read_text()
     assert list(read_lines(out / "metrics.jsonl"))[-1]["step"] == step + 2

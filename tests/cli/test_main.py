@@ -9,7 +9,7 @@ import pytest
 from overspill.cli.main import app
 from overspill.cli.train import resolve
 from overspill.core.errors import ConfigError
-from overspill.train.config import settings
+from overspill.train.config import TrainConfig
 from tests.train.fakes import tiny_settings
 
 
@@ -22,8 +22,9 @@ def _flags(chosen: dict[str, Any]) -> list[str]:
 def test_help_does_not_wait_for_torch() -> None:
     code = (
         "import sys; from overspill.cli.main import app; "
-        "assert app(['--help']) == 0; assert app(['train', '--help']) == 0; "
-        "assert 'torch' not in sys.modules; assert 'numpy' not in sys.modules"
+        "commands = [[], ['train'], ['finetune'], ['export'], ['probe']]; "
+        "assert all(app([*command, '--help']) == 0 for command in commands); "
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -39,7 +40,7 @@ def test_help_shows_every_setting_and_an_example(
     monkeypatch.setenv("COLUMNS", "200")
     assert app(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    for setting in settings():
+    for setting in TrainConfig.settings():
         if setting.name != "preset":
             assert setting.flag in text, setting.flag
     assert "overspill train moe-m --experts 16 --gpu-memory 12GiB" in text
@@ -55,14 +56,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["train", "nanoo"], "preset 'nanoo' is not one of"),
         (["train", "--gpu-memory", "12 apples"], "--gpu-memory='12 apples' is not a size"),
-        (["train", "--data", "/no/such"], "--data /no/such is not there"),
+        (["train", "--data", "/no/such"], "--data /no/such does not exist"),
         (["train", "--tokenizer", "/no/such"], "--tokenizer /no/such cannot be read"),
         (["train", "no-such.toml"], "config file no-such.toml cannot be read"),
         (["train", "--steps", "0"], "--steps 0 must be at least 1"),
         (["train", "--steps", "many"], "Invalid value for '--steps'"),
         (["train", "--no-such-flag"], "--no-such-flag"),
-        (["train", "--device", "tpu"], "--device tpu is not known"),
-        (["train", "--resume", "--out", "nowhere"], "there is no folder nowhere"),
+        (["train", "--device", "tpu"], "--device tpu is unknown"),
+        (["train", "--resume", "--out", "nowhere"], "folder nowhere does not exist"),
         (["train", "--slots", "1"], "slots"),
         (["train", "--gpu-memory", "64KiB"], "--gpu-memory 64.0 KiB is too small"),
         (["train", "--mode", "host", "--host-memory", "1000TiB"], "--host-memory"),

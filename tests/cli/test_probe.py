@@ -43,12 +43,12 @@ def test_tables_are_printed_and_the_second_time_it_is_known(
         assert words in out
     for line in lacking(usable_cores(), cpu_kernel_name(), torch.cuda.is_available()):
         assert line in out
-    assert "measured before" not in out
+    assert "cached" not in out
     assert app(TINY) == 0
     out = capsys.readouterr().out
-    assert "measured before; --again measures anew" in out
+    assert "cached; --again measures again" in out
     assert app([*TINY, "--again"]) == 0
-    assert "measured before" not in capsys.readouterr().out
+    assert "cached" not in capsys.readouterr().out
 
 
 def test_the_picture_lies_beside_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,7 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         (["--d-model", "-4"], "--d-model -4 must be at least 1"),
         (["--d-hidden", "0"], "--d-hidden 0 must be at least 1"),
         (["--d-model", "wide"], "Invalid value for '--d-model'"),
-        (["--dtype", "fp8"], "--dtype fp8 is not known; give"),
+        (["--dtype", "fp8"], "--dtype fp8 is unknown; give"),
         (["--preset", "nanoo"], "preset 'nanoo' is not one of"),
         (["--threads", "0"], "--threads 0 must be at least 1"),
         (["--disk", "FILE/folder"], "is not writable"),

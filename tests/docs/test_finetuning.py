@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from overspill.cli.main import app
-from overspill.train.finetune.config import settings
+from overspill.train.finetune.config import FinetuneConfig
 from tests.train.finetune.tiny import save_mixtral
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "finetuning.md").read_text()
@@ -18,9 +18,17 @@ TEMPLATE = (
 
 
 def test_it_names_every_flag_and_no_other() -> None:
-    flags = {setting.flag for setting in settings() if setting.name not in ("checkpoint", "data")}
+    flags = {
+        setting.flag
+        for setting in FinetuneConfig.settings()
+        if setting.name not in ("checkpoint", "data")
+    }
     named = set(re.findall(r"--[a-z][a-z0-9-]*", PAGE))
-    off = {setting.flag.replace("--", "--no-", 1) for setting in settings() if setting.kind is bool}
+    off = {
+        setting.flag.replace("--", "--no-", 1)
+        for setting in FinetuneConfig.settings()
+        if setting.kind is bool
+    }
     assert flags <= named
     assert named <= flags | off | {"--json"}
 

@@ -68,7 +68,7 @@ def test_predictors_without_room_are_done_without(caplog: pytest.LogCaptureFixtu
     caplog.set_level("INFO", logger="overspill")
     model = overspill.offload(GPTMoE(TINY), "1GiB", device="cpu", mode="host", quiet=True)
     assert model.overspill.settings.lookahead == 0
-    assert "no room for predictors (1.0 TiB): history tells" in caplog.text
+    assert "predictors (1.0 TiB) do not fit: lookahead is off" in caplog.text
     model.overspill.close()
 
 

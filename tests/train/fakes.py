@@ -13,7 +13,8 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.trace.recorder import Recorder
 from overspill.train.metrics import EvalMetrics, StepMetrics
-from overspill.train.session import Blueprint, Session
+from overspill.train.session import RunSpec, Session
+from overspill.train.train_spec import TrainSpec
 
 TINY = GPTConfig(
     vocab=320, n_layers=4, d_model=16, d_hidden=24, n_heads=2, n_experts=4, top_k=2, moe_every=2
@@ -125,13 +126,14 @@ def make_session(
         for parameter in (layer.w_in, layer.w_out):
             parameter.is_expert_placeholder = True  # type: ignore[attr-defined]
     optimizer = FakeAdamW(model, max_grad_norm=clip, lr=lr)
-    return Session(model, FakeEngine(model), optimizer, torch.device("cpu"))
+    return Session(model, FakeEngine(model), optimizer)
 
 
-def build_fake(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
-    """Takes the place of `build_session`."""
-    config = blueprint.config
-    return make_session(blueprint.shape, config.run.seed, blueprint.lr, config.optim.clip or None)
+def build_fake(spec: RunSpec) -> Session:
+    """Replaces `build_session`."""
+    assert isinstance(spec, TrainSpec)
+    config = spec.config
+    return make_session(spec.shape, config.run.seed, spec.lr, config.optim.clip or None)
 
 
 class Watcher:
@@ -170,5 +172,5 @@ def tiny_settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "data": str(text), "cache": str(folder / "cache"), "out": str(folder / "run"),
         "layers": 2, "d_model": 16, "d_hidden": 24, "heads": 2, "experts": 4, "seq_len": 16,
         "batch": 2, "steps": 8, "warmup": 2, "save_every": 3, "eval_every": 4, "log_every": 2,
-        "trace_steps": 1, "device": "cpu", "slots": 3, **changes,
+        "trace_steps": 0, "device": "cpu", "slots": 3, **changes,
     }  # fmt: skip

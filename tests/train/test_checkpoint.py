@@ -166,7 +166,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_cleans_up(
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(DiskError, match=r"No space left on device.*complete still are"):
+    with pytest.raises(DiskError, match="No space left on device"):
         _save(tmp_path, session, step=2)
     assert list(tmp_path.iterdir()) == [kept]
     assert _load(kept, session).step == 1
@@ -186,7 +186,7 @@ def test_a_model_of_another_shape_is_refused_by_its_tensors_too(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"router.weight should be .*\[8, 16\].*\[4, 16\]"):
         _load(path, wider)
     deeper = make_session(dataclasses.replace(TINY, n_layers=2))
-    with pytest.raises(CheckpointError, match="which this model has not"):
+    with pytest.raises(CheckpointError, match="which this model does not have"):
         _load(path, deeper)
 
 

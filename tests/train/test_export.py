@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralForCausalLM
 from overspill.core.errors import CheckpointError, ConfigError, DiskError
 from overspill.models.gpt import GPTMoE
 from overspill.train import checkpoint
-from overspill.train.config import make_config
+from overspill.train.config import TrainConfig
 from overspill.train.export import export
-from overspill.train.session import shape_of
 from overspill.train.tokenizer import ByteTokenizer
+from overspill.train.train_spec import shape_of
 from overspill.train.trainer import train
 from tests.train.fakes import Watcher, tiny_settings
 from tests.train.test_export_tokenizer import word_tokenizer
@@ -28,7 +28,7 @@ from tests.train.test_export_tokenizer import word_tokenizer
 
 def trained(folder: Path, **changes: Any) -> Path:
     settings = {"gated": True, "top_k": 2, "steps": 4, "eval_every": 0, "trace_steps": 0}
-    config = make_config(tiny_settings(folder, **{**settings, **changes}))
+    config = TrainConfig.make(tiny_settings(folder, **{**settings, **changes}))
     train(config, Watcher())
     return folder / "run"
 
@@ -157,10 +157,10 @@ def test_a_folder_that_is_no_run_or_is_taken_is_refused(run: Path, tmp_path: Pat
     (young / "config.json").write_text((run / "config.json").read_text())
     with pytest.raises(ConfigError, match="has no checkpoint yet"):
         export(young, tmp_path / "out")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         export(run, young)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         export(run, tmp_path / "file")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "young"]
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         export(run, tmp_path / "out")
     del content["facts"]["experts"]
     state.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="does not say what model it holds"):
+    with pytest.raises(CheckpointError, match="does not describe its model"):
         export(run, tmp_path / "out")
 
 

@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 MODES = ("gpu", "host", "disk")
-STEPS = 6
+STEPS = 4
 
 
 def data(number: int, seed: int = 0) -> list[dict[str, Tensor]]:
@@ -156,6 +156,7 @@ def test_gradient_checkpointing(reentrant: bool, tmp_path: Path) -> None:
         "mixtral",
         "host",
         tmp_path,
+        max_steps=2,
         gradient_accumulation_steps=2,
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": reentrant},
@@ -206,9 +207,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
         for parameter in model.parameters():  # whatever was there
             parameter.data.add_(0.1)
         again = trainer_of(model, arguments(tmp_path / "run", **changes))
-        again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+        again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
         assert again.losses == whole.losses[-len(again.losses) :]
-        assert len(again.losses) == 2 * (STEPS - 4)
+        assert len(again.losses) == 2 * (STEPS - 2)
         for name, value in weights(model).items():
             assert torch.equal(value, expected[name]), name
 
@@ -231,7 +232,7 @@ def test_states_of_experts_are_streamed_beside_the_model(tmp_path: Path) -> None
     with offloaded("mixtral", "host", tmp_path) as model:
         trainer = trainer_of(model, arguments(tmp_path / "run", **SAVING))
         trainer.train()
-        folder = tmp_path / "run" / "checkpoint-6"
+        folder = tmp_path / "run" / "checkpoint-4"
         saved = torch.load(folder / "optimizer.pt", weights_only=True)
         experts = model.overspill.expert_parameters
         dense = [p for p in model.parameters() if not hasattr(p, "is_expert_placeholder")]
@@ -290,6 +291,7 @@ def test_the_best_model_comes_back_and_old_checkpoints_go(tmp_path: Path) -> Non
         "learning_rate": 0.05,
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
+        "max_steps": 6,
     }
     with offloaded("mixtral", "host", tmp_path) as model:
         args = arguments(tmp_path / "run", **changes)
@@ -300,7 +302,7 @@ def test_the_best_model_comes_back_and_old_checkpoints_go(tmp_path: Path) -> Non
         assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-6)
         assert len(list((tmp_path / "run").glob("checkpoint-*"))) <= 2
     with offloaded("mixtral", "host", tmp_path) as model:
-        changes |= {"save_only_model": True}
+        changes |= {"save_only_model": True, "max_steps": 2}
         trainer = trainer_of(model, arguments(tmp_path / "other", **changes), eval_dataset=data(4))
         trainer.train()
         folder = Path(trainer.state.best_model_checkpoint)
@@ -308,7 +310,7 @@ def test_the_best_model_comes_back_and_old_checkpoints_go(tmp_path: Path) -> Non
 
 
 def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
-    changes = {"gradient_accumulation_steps": 2}
+    changes = {"gradient_accumulation_steps": 2, "max_steps": 2}
     losses = []
     for more in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
         with offloaded("mixtral", "disk", tmp_path) as model:
@@ -338,9 +340,9 @@ def test_one_model_in_several_trainers(tmp_path: Path) -> None:
 def test_autocast_stays_near_the_plain_trainer(dtype: torch.dtype, tmp_path: Path) -> None:
     plain = make_model(BY_NAME["mixtral"], dtype=dtype)
     model = overspill.offload(copy.deepcopy(plain), **budgets("host", tmp_path))
-    theirs = trainer_of(plain, arguments(tmp_path / "theirs", bf16=True))
+    theirs = trainer_of(plain, arguments(tmp_path / "theirs", bf16=True, max_steps=2))
     theirs.train()
-    mine = trainer_of(model, arguments(tmp_path / "mine", bf16=True))
+    mine = trainer_of(model, arguments(tmp_path / "mine", bf16=True, max_steps=2))
     mine.train()
     model.overspill.close()
     assert mine.losses == pytest.approx(theirs.losses, rel=2e-2)
@@ -357,7 +359,7 @@ def test_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     def adapters(model: Any) -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
-    changes = SAVING | {"save_steps": 2}
+    changes = SAVING
     plain = adapted(make_model(BY_NAME["mixtral"]))
     theirs = Recording(
         model=plain, args=arguments(tmp_path / "theirs", **changes), train_dataset=data(40)
@@ -388,7 +390,7 @@ def test_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
 def test_a_plain_accelerate_loop_accumulates(clip: float | None, tmp_path: Path) -> None:
     from accelerate import Accelerator
 
-    batches = [{k: v[None] for k, v in row.items()} for row in data(12)]
+    batches = [{k: v[None] for k, v in row.items()} for row in data(6)]
     plain = make_model(BY_NAME["mixtral"])
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-4)
     for number, batch in enumerate(batches):
@@ -407,7 +409,7 @@ def test_a_plain_accelerate_loop_accumulates(clip: float | None, tmp_path: Path)
                 accelerator.backward(ready(**batch).loss)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert mine.steps_taken == 4
+        assert mine.steps_taken == 2
         assert_close_weights(model, plain)
 
 

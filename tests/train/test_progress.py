@@ -3,7 +3,7 @@ import io
 from rich.console import Console
 
 from overspill.train.metrics import EvalMetrics, StepMetrics
-from overspill.train.progress import Display, LiveDisplay, PlainDisplay, make_display, showing
+from overspill.train.progress import Display, LiveDisplay, make_display, showing
 
 BUSY = {"gpu compute": 0.9, "upload": 0.5, "download": 0.25, "optimizer": 0.8, "ssd read": 0.1}
 METRICS = StepMetrics(
@@ -25,7 +25,7 @@ def _show(terminal: bool) -> tuple[Display, str]:
 
 def test_a_pipe_gets_one_line_for_each_logged_step() -> None:
     display, text = _show(terminal=False)
-    assert type(display) is PlainDisplay
+    assert type(display) is Display
     assert text.splitlines() == [
         "step 10/20  loss 2.5000  12,346 tok/s  |  gpu 1.0 MiB  host 1.0 GiB  disk 0 B  |  busy: "
         "GPU 90%  PCIe up 50%  PCIe down 25%  CPU optimizer 80%  SSD 10%",
@@ -42,13 +42,13 @@ def test_a_terminal_gets_a_bar_with_everything() -> None:
 
 def test_paths_are_not_taken_for_markup() -> None:
     out = io.StringIO()
-    PlainDisplay(Console(file=out, width=20)).say("runs/[bold]/a path longer than the console")
+    Display(Console(file=out, width=20)).say("runs/[bold]/a path longer than the console")
     assert out.getvalue() == "runs/[bold]/a path longer than the console\n"
 
 
 def test_accuracy_is_shown_beside_the_loss() -> None:
     out = io.StringIO()
-    display = PlainDisplay(Console(file=out, width=80))
+    display = Display(Console(file=out, width=80))
     display.begin(20, 0)
     display.evaluation(EvalMetrics(5, 0.5, accuracy=0.875))
     assert out.getvalue() == "step 5/20  eval loss 0.5000  accuracy 87.5%\n"

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from overspill.train.summary import Summary, summary_lines
+from overspill.train.summary import Summary
 
 DONE = Summary(
     out="runs/a", steps=7, interrupted=False, loss=1.25, eval_loss=None, tokens_per_s=1234.5,
@@ -10,16 +10,16 @@ DONE = Summary(
 
 
 def test_the_end_of_a_run_in_words() -> None:
-    assert summary_lines(DONE) == [
+    assert DONE.lines() == [
         "done at step 7: loss 1.2500, 1,234 tok/s",
         "mode host; host memory peak 1.0 GiB",
         "run folder: runs/a",
     ]
 
 
-def test_an_interrupted_run_says_how_to_go_on() -> None:
+def test_an_interrupted_run_says_how_to_continue() -> None:
     stopped = replace(DONE, interrupted=True, eval_loss=2.0, gpu_peak=2**31)
-    first, second, *_, last = summary_lines(stopped, "finetune")
+    first, second, *_, last = stopped.lines()
     assert first == "stopped at step 7: loss 1.2500, eval loss 2.0000, 1,234 tok/s"
     assert second.endswith("GPU memory peak 2.0 GiB")
-    assert last == "to go on: overspill finetune --resume --out runs/a"
+    assert last == "to continue: overspill train --resume --out runs/a"

@@ -3,7 +3,6 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 from overspill.core.errors import CheckpointError, ConfigError, NonFiniteError
-from overspill.train.config import make_config
+from overspill.train.config import TrainConfig
 from overspill.train.metrics import read_lines
-from overspill.train.session import Blueprint, Builder, Session, build_session
-from overspill.train.summary import Summary, summary_lines
+from overspill.train.session import Builder, RunSpec, Session, build_session
+from overspill.train.summary import Summary
 from overspill.train.trainer import train
 from tests.train.fakes import FakeEngine, Watcher, build_fake, tiny_settings
 
@@ -22,7 +21,7 @@ BUILDERS = pytest.mark.parametrize("build", [build_fake, build_session], ids=["p
 
 
 def _train(settings: dict[str, Any], display: Watcher, build: Builder = build_fake) -> Summary:
-    return train(make_config(settings), display, build)
+    return train(TrainConfig.make(settings), display, build)
 
 
 @BUILDERS
@@ -47,7 +46,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, build: Builder) -
 def test_the_timeline_of_an_offloaded_run_opens(tmp_path: Path) -> None:
     from overspill.trace.perfetto import read_perfetto
 
-    _train(tiny_settings(tmp_path), Watcher(), build_session)
+    _train(tiny_settings(tmp_path, trace_steps=1), Watcher(), build_session)
     rows = {span.row for span in read_perfetto(tmp_path / "run" / "timeline.json.gz")}
     assert {"upload", "optimizer"} <= rows
     assert (tmp_path / "run" / "timeline.png").exists()
@@ -75,7 +74,7 @@ def test_a_stopped_run_resumes_to_the_same_numbers(tmp_path: Path, build: Builde
     assert summary.interrupted
     assert summary.steps == 5
     assert first.ended
-    assert summary_lines(summary)[-1].endswith(f"overspill train --resume --out {tmp_path}/run")
+    assert summary.lines()[-1].endswith(f"overspill train --resume --out {tmp_path}/run")
 
     second = Watcher()
     summary = _train(tiny_settings(tmp_path, resume=True), second, build)
@@ -102,8 +101,8 @@ def test_sigterm_stops_like_ctrl_c_and_handlers_come_back(tmp_path: Path) -> Non
 def test_a_second_ctrl_c_ends_at_once_and_closes_the_engine(tmp_path: Path) -> None:
     built: list[Session] = []
 
-    def build(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
-        built.append(build_fake(blueprint, say))
+    def build(spec: RunSpec) -> Session:
+        built.append(build_fake(spec))
         return built[0]
 
     def interrupt(step: int) -> None:
@@ -123,8 +122,8 @@ def test_a_second_ctrl_c_ends_at_once_and_closes_the_engine(tmp_path: Path) -> N
 def test_a_nan_stops_before_it_reaches_a_weight(tmp_path: Path, step: int) -> None:
     built: list[Session] = []
 
-    def build(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
-        built.append(build_fake(blueprint, say))
+    def build(spec: RunSpec) -> Session:
+        built.append(build_fake(spec))
         return built[0]
 
     def poison(done: int) -> None:
@@ -159,7 +158,7 @@ def test_offloaded_training_follows_the_plain_model(tmp_path: Path) -> None:
 
 def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     _train(tiny_settings(tmp_path, steps=1), Watcher())
-    with pytest.raises(ConfigError, match=r"holds a run already; add --resume"):
+    with pytest.raises(ConfigError, match=r"already holds a run; add --resume"):
         _train(tiny_settings(tmp_path, steps=1), Watcher())
 
 
@@ -185,7 +184,7 @@ def test_resuming_with_another_shape_is_refused_before_anything_is_built(
 ) -> None:
     _train(tiny_settings(tmp_path, steps=1), Watcher())
 
-    def build(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
+    def build(spec: RunSpec) -> Session:
         raise AssertionError("built")
 
     with pytest.raises(CheckpointError, match=message):
@@ -199,7 +198,7 @@ def test_other_data_under_a_resumed_run_is_said(tmp_path: Path) -> None:
     Path(settings["data"]).write_text("something else entirely\n" * 300)
     display = Watcher()
     _train({**settings, "steps": 2, "resume": True}, display)
-    assert any("the data is not what it was" in line for line in display.lines)
+    assert any("the data has changed" in line for line in display.lines)
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
@@ -210,17 +209,3 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
             _train({**settings, "resume": True}, Watcher())
 
     _train(settings, Watcher(again))
-
-
-def test_nano_gets_a_budget_of_an_eighth_unless_the_user_gives_one(tmp_path: Path) -> None:
-    from overspill.train.session import draw_up
-    from overspill.train.tokenizer import ByteTokenizer
-
-    def slots(**settings: Any) -> int | None:
-        return draw_up(make_config(settings), ByteTokenizer()).slots
-
-    assert slots() == 8
-    assert slots(slots=20) == 20
-    assert slots(gpu_memory="1GiB") is None
-    assert slots(mode="gpu") is None
-    assert slots(preset="moe-s") is None

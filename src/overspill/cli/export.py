@@ -1,4 +1,4 @@
-"""`overspill export`: a trained model for everything that reads Hugging Face checkpoints."""
+"""`overspill export`: converts a trained model to a Hugging Face checkpoint."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ import typer
 
 _HELP = """Write a run's newest checkpoint as a plain Hugging Face checkpoint.
 
-The model becomes a Mixtral, streamed tensor by tensor, with its tokenizer beside it. It must have \
-been trained with gated experts in every layer and at least two per token.
+The model is written as a Mixtral, tensor by tensor, together with its tokenizer. It must have \
+gated experts in every layer and at least two experts per token.
 
 [bold]Example[/bold]
 
@@ -26,19 +26,19 @@ def add_to(app: typer.Typer) -> None:
 
 def _export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; a new one.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder to write.")],
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="`bytes` or a tokenizer.json, should the run's own no longer be where it was.",
+            help="`bytes` or a tokenizer.json; default: the tokenizer of the run.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print what was written as JSON, and only that.")
+        bool, typer.Option("--json", help="Print only what was written, as JSON.")
     ] = False,
 ) -> None:
-    # Torch takes seconds to import: only now, when the flags are known to be right.
+    # Importing torch takes seconds: only after the flags are checked.
     from overspill.core.sizes import format_size
     from overspill.models.progress_bar import TerminalProgress
     from overspill.train.export import export
@@ -52,6 +52,6 @@ def _export(
         print(json.dumps(dataclasses.asdict(done)))
     else:
         print(
-            f"{done.checkpoint}, {done.parameters:,} parameters, is now {done.out} "
+            f"wrote {done.checkpoint} ({done.parameters:,} parameters) to {done.out} "
             f"({format_size(done.bytes)}): AutoModelForCausalLM.from_pretrained({done.out!r})"
         )

@@ -1,4 +1,4 @@
-"""Settings as the flags of a command."""
+"""Makes the flags of a command from settings."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -8,22 +8,22 @@ import typer
 
 from overspill.train.settings import Setting
 
+_NO_NEGATION = ("resume", "again")
+
 
 def with_flags(
     command: Callable[..., None], arguments: Mapping[str, Any], settings: Sequence[Setting]
 ) -> Callable[..., None]:
     """`command` with a signature that typer reads: its arguments, a flag per setting and --json.
 
-    What was not given is None: a default must not overwrite a config file's value.
+    An omitted flag is None: a default must not override the value of a config file.
     """
 
     def run(**values: Any) -> None:
         command(**values)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    as_json = Annotated[
-        bool, typer.Option("--json", help="Print the summary at the end as JSON, and only that.")
-    ]
+    as_json = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")]
     parameters = [
         inspect.Parameter(name, keyword, default=None, annotation=annotation)
         for name, annotation in arguments.items()
@@ -38,13 +38,13 @@ def with_flags(
 def _flag(setting: Setting) -> inspect.Parameter:
     shown = setting.help
     if setting.default is not None and setting.kind is not bool:
-        # a bracket opens markup in the help text
+        # an unescaped bracket would open markup in the help text
         default = str(setting.default).replace("\n", "\\n").replace("[", "\\[")
         shown += f" [dim]\\[{default}][/dim]"
     names = [setting.flag]
     if setting.kind is bool:
         names = [f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"]
-        if setting.name == "resume":
+        if setting.name in _NO_NEGATION:
             names = [setting.flag]
         elif setting.default is not None:
             shown += f" [dim]\\[{'on' if setting.default else 'off'}][/dim]"

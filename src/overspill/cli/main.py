@@ -48,14 +48,14 @@ def _root(
 def app(arguments: Sequence[str] | None = None) -> int:
     """The installed `overspill`: runs a command and returns the exit code.
 
-    That is 2 for what the user can put right, with one line on the standard error that says how.
+    The code is 2 for errors of the user, with one line on the standard error that names the fix.
     """
     try:
         code = commands(args=arguments, prog_name="overspill", standalone_mode=False)
     except OverspillError as error:
         return _fail(str(error))
     except Exception as error:
-        # A wrong flag. The class has had several names and homes over the versions of typer.
+        # A wrong flag. Its class has changed name and module between versions of typer.
         message = getattr(error, "format_message", None)
         if message is None:
             raise

@@ -1,25 +1,26 @@
-"""`overspill probe`: what this machine can do, and who is faster with an expert."""
+"""`overspill probe`: measures the machine and the cost of an expert on CPU and GPU."""
 
 import dataclasses
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import typer
 
+from overspill.cli.flags import with_flags
 from overspill.core.errors import ConfigError
+from overspill.train.settings import Config, Count
 
 if TYPE_CHECKING:
-    import torch
-
     from overspill.core.experts import ExpertShape
     from overspill.hardware.profile import ExpertCosts, MachineProfile
     from overspill.probe.known import Known
 
-_HELP = """Measure this machine: links, memory, matrix products, and what an expert costs where.
+_HELP = """Measure this machine: links, memory, matrix products, and the cost of an expert.
 
-The figures are kept for this machine and version; planners read them. What an expert takes to \
-load, on the CPU and on the GPU, is drawn over the number of its tokens.
+The results are cached per machine and version; planners read them. A plot shows the time to \
+upload an expert and to compute it on CPU and GPU, by number of tokens.
 
 [bold]Example[/bold]
 
@@ -28,110 +29,101 @@ load, on the CPU and on the GPU, is drawn over the number of its tokens.
   overspill probe --preset w1 --disk /nvme/spill --picture w1.png
 """
 
-_DEFAULT_SHAPE = (1024, 4096)
+
+@dataclass(frozen=True)
+class ProbeSection:
+    """What to measure"""
+
+    preset: str | None = None
+    """Measure the experts of this preset."""
+    d_model: Count | None = None
+    """Input width of the expert; default: 1024."""
+    d_hidden: Count | None = None
+    """Hidden width of the expert; default: 4096."""
+    gated: bool | None = None
+    """Gated SiLU (3 matrices) or GELU (2); default: GELU."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Data type of the weights: bf16 or fp32."""
+    disk: str | None = None
+    """Also measure the disk of this folder."""
+    threads: Count | None = None
+    """CPU threads; default: all cores but four, at least three quarters."""
+    again: bool = False
+    """Measure again instead of using cached results."""
+    picture: str | None = None
+    """File of the plot; default: next to the profile."""
+
+
+@dataclass(frozen=True)
+class ProbeConfig(Config):
+    """All settings of `overspill probe`."""
+
+    command: ClassVar[str] = "probe"
+    probe: ProbeSection = field(default_factory=ProbeSection)
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("probe", help=_HELP)(_probe)
+    app.command("probe", help=_HELP)(with_flags(_probe, {}, ProbeConfig.settings()))
 
 
-def _probe(
-    preset: Annotated[
-        str | None, typer.Option(help="The expert of this preset.", show_default=False)
-    ] = None,
-    d_model: Annotated[
-        int | None, typer.Option(help="Width of the expert's input. [dim]\\[1024][/dim]")
-    ] = None,
-    d_hidden: Annotated[
-        int | None, typer.Option(help="Its hidden width. [dim]\\[4096][/dim]")
-    ] = None,
-    gated: Annotated[
-        bool | None,
-        typer.Option(
-            "--gated/--no-gated",
-            help="Gated SiLU with three matrices, or GELU with two. [dim]\\[no-gated][/dim]",
-            show_default=False,
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
-    disk: Annotated[
-        Path | None,
-        typer.Option(help="Measure the disk of this folder too.", show_default=False),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="Cores at work; all but four, at least three quarters, when left out."),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Measure anew what is known already.")
-    ] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Where to draw the picture; beside the profile when left out."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as JSON, and only that.")
-    ] = False,
-) -> None:
-    shape = _shape(preset, d_model, d_hidden, gated)
-    if threads is not None and threads < 1:
-        raise ConfigError(f"--threads {threads} must be at least 1; leave it out for all but a few")
-    # Torch takes seconds to import: only now, when the flags are known to be right.
-    import torch
-
-    from overspill.hardware.machine import cpu_threads
+def _probe(as_json: bool, **flags: Any) -> None:
+    given = {name: value for name, value in flags.items() if value is not None}
+    asked = ProbeConfig.make(given).probe
+    shape = _shape(asked)
+    # Importing torch takes seconds: only after the flags are checked.
+    from overspill.hardware.machine import choose_device, cpu_threads, usable_cores
     from overspill.models.progress_bar import TerminalProgress
     from overspill.probe.known import Known
+    from overspill.probe.table import lacking
     from overspill.tiers.ssd import check_folder
     from overspill.train.session import DTYPES
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype} is not known; give {' or '.join(DTYPES)}")
+    disk = None if asked.disk is None else Path(asked.disk).expanduser()
+    picture = None if asked.picture is None else Path(asked.picture).expanduser()
     if disk is not None:
-        check_folder(disk.expanduser(), 0)  # now, not after half a minute
+        check_folder(disk, 0)  # fail before measuring
     if picture is not None:
-        _check_picture(picture.expanduser())
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    known = Known(device, cpu_threads(threads), again)
+        _check_picture(picture)
+    device = choose_device()
+    known = Known(device, cpu_threads(asked.threads), asked.again)
     bar = TerminalProgress(counted=True)
     try:
-        limits = known.limits(None if disk is None else disk.expanduser(), bar)
-        costs = known.costs(shape, DTYPES[dtype], bar)
+        limits = known.limits(disk, bar)
+        costs = known.costs(shape, DTYPES[asked.dtype], bar)
     finally:
         bar.stop()
-    drawn = _draw(costs, known, picture, dtype, device)
-    (_print_json if as_json else _print_tables)(limits, costs, known, drawn, device)
+    on_gpu = device.type == "cuda"
+    drawn = _draw(costs, known, picture, asked.dtype, on_gpu)
+    missing = lacking(usable_cores(), limits.kernel, on_gpu)
+    measured = _Measured(limits, costs, known, drawn, missing, on_gpu)
+    (_print_json if as_json else _print_tables)(measured)
 
 
-def _shape(
-    preset: str | None, d_model: int | None, d_hidden: int | None, gated: bool | None
-) -> "ExpertShape":
+def _shape(asked: ProbeSection) -> "ExpertShape":
     from overspill.core.experts import ExpertShape
+    from overspill.models.presets import get_preset
 
-    for flag, value in (("--d-model", d_model), ("--d-hidden", d_hidden)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} {value} must be at least 1")
-    if preset is None:
-        own = ExpertShape(*_DEFAULT_SHAPE, gated=False)
-    else:
-        from overspill.models.presets import get_preset
-
-        own = get_preset(preset).expert_shape
-    chosen = {"d_model": d_model, "d_hidden": d_hidden, "gated": gated}
-    given = {name: value for name, value in chosen.items() if value is not None}
-    return dataclasses.replace(own, **given)  # type: ignore[arg-type]
+    shape = ExpertShape(1024, 4096, gated=False)
+    if asked.preset is not None:
+        shape = get_preset(asked.preset).expert_shape
+    return dataclasses.replace(
+        shape,
+        d_model=asked.d_model or shape.d_model,
+        d_hidden=asked.d_hidden or shape.d_hidden,
+        gated=shape.gated if asked.gated is None else asked.gated,
+    )
 
 
 def _draw(
-    costs: "ExpertCosts", known: "Known", picture: Path | None, dtype: str, device: "torch.device"
+    costs: "ExpertCosts", known: "Known", picture: Path | None, dtype: str, on_gpu: bool
 ) -> Path:
     from overspill.probe.picture import draw_costs
 
-    path = known.file.with_suffix(".png") if picture is None else picture.expanduser()
+    path = known.file.with_suffix(".png") if picture is None else picture
     shape = f"{costs.shape.d_model}×{costs.shape.d_hidden}{' gated' * costs.shape.gated}"
     cores = f"{costs.threads} core{'s' * (costs.threads > 1)}"
     title = f"One expert of {shape}, {dtype}, {cores} · {known.profile.machine}"
-    name = "GPU" if device.type == "cuda" else "CPU in place of a GPU"
+    name = "GPU" if on_gpu else "CPU in place of a GPU"
     draw_costs(costs, path, title, name)
     return path
 
@@ -142,7 +134,7 @@ def _check_picture(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
-            pass  # only an attempt tells
+            pass  # permissions alone do not tell
         problem = "it is a folder" if path.is_dir() else None
     except OSError as error:
         problem = error.strerror
@@ -150,59 +142,47 @@ def _check_picture(path: Path) -> None:
         raise ConfigError(f"--picture {path} cannot be written ({problem}); name another file")
 
 
-def _print_json(
-    limits: "MachineProfile",
-    costs: "ExpertCosts",
-    known: "Known",
-    drawn: Path,
-    device: "torch.device",
-) -> None:
-    said = {
+@dataclass(frozen=True)
+class _Measured:
+    limits: "MachineProfile"
+    costs: "ExpertCosts"
+    known: "Known"
+    picture: Path
+    missing: list[str]
+    on_gpu: bool
+
+
+def _print_json(measured: _Measured) -> None:
+    known = measured.known
+    report = {
         "machine": known.profile.machine,
         "version": known.profile.version,
         "profile": str(known.file),
         "measured": known.measured,
-        "picture": str(drawn),
-        "lacking": _lacking(limits, device),
-        "limits": dataclasses.asdict(limits),
-        "expert": dataclasses.asdict(costs),
+        "picture": str(measured.picture),
+        "lacking": measured.missing,
+        "limits": dataclasses.asdict(measured.limits),
+        "expert": dataclasses.asdict(measured.costs),
     }
-    print(json.dumps(said))
+    print(json.dumps(report))
 
 
-def _print_tables(
-    limits: "MachineProfile",
-    costs: "ExpertCosts",
-    known: "Known",
-    drawn: Path,
-    device: "torch.device",
-) -> None:
+def _print_tables(measured: _Measured) -> None:
     from rich.console import Console
 
     from overspill.probe.known import is_temporary
     from overspill.probe.table import costs_lines, costs_table, limits_table, transfers_table
 
+    limits, costs, known = measured.limits, measured.costs, measured.known
     console = Console(highlight=False, soft_wrap=True)
-    console.print(known.profile.machine, markup=False)
-    for line in _lacking(limits, device):
-        console.print(f"  {line}", markup=False)
-    console.print()
-    console.print(transfers_table(limits, device.type == "cuda"))
-    console.print(limits_table(limits))
-    console.print(costs_table(costs))
-    for line in costs_lines(costs):
+    for line in (known.profile.machine, *(f"  {line}" for line in measured.missing), ""):
         console.print(line, markup=False)
+    console.print(
+        transfers_table(limits, measured.on_gpu), limits_table(limits), costs_table(costs)
+    )
     where = "for this process only" if is_temporary(known.file) else str(known.file)
-    console.print()
-    if known.measured:
-        console.print(f"profile: {where}", markup=False)
-    else:
-        console.print(f"profile: {where}, measured before; --again measures anew", markup=False)
-    console.print(f"picture: {drawn}", markup=False)
-
-
-def _lacking(limits: "MachineProfile", device: "torch.device") -> list[str]:
-    from overspill.hardware.machine import usable_cores
-    from overspill.probe.table import lacking
-
-    return lacking(usable_cores(), limits.kernel, device.type == "cuda")
+    cached = "" if known.measured else " (cached; --again measures again)"
+    for line in (
+        *costs_lines(costs), "", f"profile: {where}{cached}", f"picture: {measured.picture}"
+    ):  # fmt: skip
+        console.print(line, markup=False)

@@ -1,21 +1,18 @@
 """`overspill train`: every setting of `TrainConfig` is a flag."""
 
-import dataclasses
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from overspill.cli.flags import with_flags
-from overspill.train.config import TrainConfig, make_config, read_config_file, settings
-from overspill.train.run_folder import find_run
+from overspill.cli.runs import resolve_resume, run_and_report
+from overspill.train.config import TrainConfig
 
 _HELP = """Train a Mixture-of-Experts model that is larger than the GPU.
 
-Experts live in host memory or on an SSD and visit the GPU one after another. \
-The run's folder gets its config, metrics, pictures, a timeline for ui.perfetto.dev and \
+Experts are kept in host memory or on an SSD and uploaded to the GPU when needed. \
+The run's folder gets its config, metrics, plots, a timeline for ui.perfetto.dev and \
 checkpoints; Ctrl-C saves one.
 
 [bold]Examples[/bold]
@@ -24,11 +21,11 @@ A small model on Python's own sources, on any machine:
 
   overspill train
 
-A larger one than the GPU, on your own text:
+A model larger than the GPU, on your own text:
 
   overspill train moe-m --experts 16 --gpu-memory 12GiB --data books/
 
-With most experts on an SSD, from a config file, and again after Ctrl-C:
+Most experts on an SSD, settings from a config file, and resumed after Ctrl-C:
 
   overspill train run.toml --out runs/big --disk /nvme/spill
 
@@ -40,49 +37,22 @@ _SOURCE_HELP = "A preset (nano, moe-s, moe-m, moe-l, moe-xl, w1) or a config fil
 def add_to(app: typer.Typer) -> None:
     source = typer.Argument(metavar="PRESET|CONFIG", help=_SOURCE_HELP)
     arguments = {"source": Annotated[str | None, source]}
-    flags = [setting for setting in settings() if setting.name != "preset"]  # the argument itself
+    flags = [setting for setting in TrainConfig.settings() if setting.name != "preset"]
     app.command("train", help=_HELP)(with_flags(_train, arguments, flags))
 
 
 def _train(source: str | None, as_json: bool, **flags: Any) -> None:
     config = resolve(source, {name: value for name, value in flags.items() if value is not None})
-
-    # Torch takes seconds to import: only now, when the flags are known to be right.
-    from rich.console import Console
-
-    from overspill.train.progress import make_display, resume_command
-    from overspill.train.summary import summary_lines
+    # Importing torch takes seconds: only after the flags are checked.
     from overspill.train.trainer import train
 
-    # With --json the only thing on the standard output is the summary.
-    display = make_display(Console(stderr=as_json))
-    try:
-        summary = train(config, display)
-    except KeyboardInterrupt:
-        out = config.run.out or "its folder"
-        print(f"aborted; to go on: {resume_command(out)}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    if as_json:
-        print(json.dumps(dataclasses.asdict(summary)))
-    else:
-        for line in summary_lines(summary):
-            display.say(line)
-    if summary.interrupted:
-        raise typer.Exit(130)
+    run_and_report(config, train, as_json)
 
 
 def resolve(source: str | None, flags: dict[str, Any]) -> TrainConfig:
-    """The config of a run: flags win over `source`, which wins over the run that is resumed."""
+    """The config of a run: flags override `source`, which overrides the run that is resumed."""
     given: list[dict[str, Any]] = []
     if source is not None:
         is_file = source.endswith((".toml", ".json")) or Path(source).is_file()
-        given.append(read_config_file(Path(source)) if is_file else {"preset": source})
-    given.append(flags)
-    config = make_config(*given)
-    if not config.run.resume:
-        return config
-    folder = find_run(config.run.out, config.model.preset)
-    place = {"out": str(folder.path)}
-    if not folder.config.exists():  # killed before it wrote anything
-        return make_config(*given, place)
-    return make_config(read_config_file(folder.config), *given, place)
+        given.append(TrainConfig.read_file(Path(source)) if is_file else {"preset": source})
+    return resolve_resume(TrainConfig, [*given, flags])

@@ -1,9 +1,15 @@
-"""What this machine has: memory, cores, GPU, disk. Small functions that read and never decide."""
+"""What this machine has: memory, cores, GPU, disk, and which device computes."""
 
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from overspill.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -60,6 +66,30 @@ def gpu() -> Gpu | None:
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Gpu(name=str(properties.name), memory=int(properties.total_memory))
+
+
+def choose_device(device: "str | torch.device | None" = None) -> "torch.device":
+    """The device that computes: `device` with its index, or by default the GPU if there is one."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if has_gpu else "cpu"
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {device} is unknown; give cuda or cpu") from error
+    if found.type == "cpu":
+        return found
+    if found.type != "cuda":
+        raise ConfigError(f"--device {device} is not supported; give cuda or cpu")
+    if not has_gpu:
+        raise ConfigError(
+            f"--device {device}: torch {torch.__version__} finds no CUDA GPU; use device='cpu' "
+            "(--device cpu)"
+        )
+    index = torch.cuda.current_device() if found.index is None else found.index
+    return torch.device("cuda", index)
 
 
 def disk_free(folder: str | os.PathLike[str]) -> int:

@@ -1,51 +1,45 @@
-"""`overspill.offload`: hands the experts of a model to an engine, in place."""
+"""`overspill.offload`: moves the experts of a model to an engine, in place."""
 
 import logging
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from overspill.core.errors import BudgetError, ConfigError
+from overspill.core.errors import ConfigError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
-from overspill.core.sizes import format_size, parse_size
-from overspill.hardware.machine import available_memory, disk_free
+from overspill.models.budgets import Budgets, Size
+from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.progress_bar import TerminalProgress
-from overspill.models.share import share_costs
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.resident.engine import ResidentEngine
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.engine import StreamingEngine
-from overspill.plan.budget import ModelSizes, Placement, Wish, place
+from overspill.plan.budget import ModelSizes, Placement, place
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
-from overspill.tiers.ssd import check_folder
 from overspill.trace.recorder import Recorder
 
 _log = logging.getLogger("overspill")
-Size = str | int | None
-_HOST_SHARE = 0.95
-"""Of the free host memory, what is taken when no budget is given: the system keeps some."""
 
 
 class ExpertLayer(Protocol):
-    """A Mixture-of-Experts layer whose experts can be given away."""
+    """A Mixture-of-Experts layer whose experts can be moved to an engine."""
 
     shape: ExpertShape
     n_experts: int
 
     @property
     def experts(self) -> ExpertPlaceholder:
-        """Once they are."""
+        """The placeholder that `give_away` leaves."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -54,45 +48,14 @@ class ExpertLayer(Protocol):
     def engine(self) -> Engine | None: ...
 
     def expert_parameters(self) -> Sequence[nn.Parameter]:
-        """Those that will be released."""
+        """The parameters that will be released."""
 
     def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """Puts the weights of an expert into its flat record; what must be drawn at random is
-        drawn on `device`."""
+        """Copies the weights of an expert into its flat record. Random weights are drawn on
+        `device`."""
 
     def give_away(self, engine: Engine, layer: int) -> None:
-        """Releases the parameters; a placeholder stays."""
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """What `offload` was asked for, as it was asked."""
-
-    gpu_memory: Size = None
-    host_memory: Size = None
-    disk: str | Path | None = None
-    device: str | torch.device | None = None
-    mode: str = "auto"
-    slots: int | None = None
-    host_slots: int | None = None
-    settings: Settings = field(default_factory=Settings)
-    state_dtype: torch.dtype = torch.float32
-    keep_gradients: bool | None = None
-
-    @property
-    def folder(self) -> Path | None:
-        return None if self.disk is None else Path(self.disk)
-
-    def wish(self, device: torch.device) -> Wish:
-        wish = _wish(device, self.gpu_memory, self.host_memory, self.folder)
-        return replace(
-            wish,
-            mode=self.mode,
-            slots=self.slots,
-            host_slots=self.host_slots,
-            resident_share=self.settings.resident_share,
-            keep_gradients=self.keep_gradients,
-        )
+        """Releases the parameters and leaves a placeholder."""
 
 
 def offload(
@@ -111,50 +74,58 @@ def offload(
     progress: bool | Progress = True,
     quiet: bool = False,
 ) -> nn.Module:
-    """Moves the model to the compute device and its experts to where the budgets allow.
+    """Moves the model to the compute device and its experts to the memory the budgets allow.
 
-    `model` is a `GPTMoE` or a Mixture-of-Experts model of Hugging Face transformers. `gpu_memory`,
-    `host_memory` and the folder `disk` are budgets for all that the process keeps there; left out,
-    they are what the machine has free (95% of the host memory, no disk). `mode`, `slots` (experts
-    on the compute device) and `host_slots` (experts in host memory in front of the disk) override
-    what the budgets would give.
-    `state_dtype` is that of the moments; `keep_gradients` says whether room is planned for
-    gradients that wait (for clipping or accumulation; left out: if there is room). The model is
-    changed in place and returned; `model.overspill` is its engine. In training mode memory for
-    optimizer states is planned; call `model.eval()` first to offload for inference.
+    The model is changed in place and returned; `model.overspill` is its engine. In training mode
+    memory for optimizer states is planned; call `model.eval()` first to offload for inference.
+
+    Args:
+        model: a `GPTMoE` or a Mixture-of-Experts model of Hugging Face transformers.
+        gpu_memory: GPU memory the process may use; default: all that is free.
+        host_memory: host memory the process may use; default: 95% of what is free.
+        disk: folder for experts that do not fit in host memory; default: no disk is used.
+        device: the compute device; default: the GPU if there is one.
+        mode: where experts are kept: "auto" (from the budgets), "gpu", "host" or "disk".
+        slots: experts on the compute device; overrides `gpu_memory`.
+        host_slots: experts in host memory in front of the disk; overrides `host_memory`.
+        settings: switches of the engine.
+        state_dtype: data type of the optimizer's moments.
+        keep_gradients: whether to plan memory for gradients that are kept for clipping or
+            accumulation; default: if it fits.
+        progress: show a progress bar, or a function that is called with (what, done, total).
+        quiet: do not print where the experts are.
     """
     budgets = Budgets(
-        gpu_memory,
-        host_memory,
-        disk,
-        device,
-        mode,
-        slots,
-        host_slots,
-        settings or Settings(),
-        state_dtype,
-        keep_gradients,
-    )
-    if hasattr(model, "set_experts_implementation"):  # without importing transformers
+        gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
+        state_dtype, keep_gradients,
+    )  # fmt: skip
+    return offload_within(model, budgets, progress, quiet)
+
+
+def offload_within(
+    model: nn.Module, budgets: Budgets, progress: bool | Progress = True, quiet: bool = False
+) -> nn.Module:
+    """`offload` with all budgets in one object."""
+    if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
         from overspill.models.huggingface.adapt import adapt, find_experts
 
         found = find_experts(model)
-        hand_over(model, found, budgets, progress, quiet)
+        move_experts(model, found, budgets, progress, quiet)
         adapt(model, found)
         return model
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not layers:
-        raise ConfigError("the model has no Mixture-of-Experts layer that Overspill knows")
-    return hand_over(model, layers, budgets, progress, quiet)
+        raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
+    return move_experts(model, layers, budgets, progress, quiet)
 
 
 class Filler(Protocol):
-    """Fills all records at once, from somewhere else than the model."""
+    """Fills the records of all experts from another source than the model."""
 
     def __call__(self, engine: Engine, progress: Progress | None) -> None: ...
 
 
-def hand_over(
+def move_experts(
     model: nn.Module,
     layers: Sequence[ExpertLayer],
     budgets: Budgets,
@@ -162,18 +133,17 @@ def hand_over(
     quiet: bool = False,
     filler: Filler | None = None,
 ) -> nn.Module:
-    """Gives the experts of `layers` to a new engine, `model.overspill`, and moves the rest to the
-    compute device. Without `filler` the layers' own weights are taken, layer by layer."""
+    """Moves the experts of `layers` to a new engine, `model.overspill`, and the rest of the model
+    to the compute device. Without `filler` the weights of the layers are copied, layer by layer."""
     if layers[0].engine is not None:
         raise ConfigError("the model is offloaded already; offload it once")
-    where = compute_device(budgets.device)
+    device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
-    wish = budgets.wish(where)
-    sizes = _sizes(model, layers, layout)
-    placement = place(sizes, wish)
-    show = _shown(progress)
+    wish = budgets.wish(device)
+    placement = place(_sizes(model, layers, layout), wish)
+    show = _progress_function(progress)
     try:
-        engine = _engine(layers, layout, where, placement, budgets, show)
+        engine = _engine(layers, layout, device, placement, budgets, show)
         try:
             if filler is not None:
                 filler(engine, show)
@@ -181,38 +151,23 @@ def hand_over(
                 _fill(engine, layers, show)
             for number, layer in enumerate(layers):
                 layer.give_away(engine, number)
-            model.to(where)
+            model.to(device)
         except BaseException:
             engine.close()
             raise
     finally:
         if isinstance(show, TerminalProgress):
             show.stop()
-    if where.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
-        # the budget is hard: the allocator refuses to go past it
-        total = torch.cuda.get_device_properties(where).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, wish.gpu_memory / total), where)
+        # A hard limit: the allocator fails rather than exceed the budget.
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, wish.gpu_memory / total), device)
     _close_with(engine, layers)
     model.overspill = engine  # type: ignore[assignment]
     if not quiet:
         print(engine.describe(), file=sys.stderr)
     return model
-
-
-def compute_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, with its number; left out, the GPU if there is one."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"device={str(device)!r}: there is no CUDA GPU here; use device='cpu'"
-            )
-        index = torch.cuda.current_device() if found.index is None else found.index
-        found = torch.device("cuda", index)
-    return found
 
 
 def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout) -> ModelSizes:
@@ -240,41 +195,6 @@ def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout
     )
 
 
-def _wish(
-    device: torch.device,
-    gpu_memory: Size,
-    host_memory: Size,
-    disk: Path | None,
-) -> Wish:
-    """The budgets, from the arguments or from what the machine has."""
-    available = available_memory()
-    if host_memory is None:
-        host = int(available * _HOST_SHARE)
-    else:
-        host = parse_size(host_memory, "--host-memory")
-    if host > available:
-        raise BudgetError(
-            f"--host-memory {format_size(host)} is not there: this machine has "
-            f"{format_size(available)} available; lower it or give a --disk folder"
-        )
-    if gpu_memory is not None:
-        gpu = parse_size(gpu_memory, "--gpu-memory")
-    elif device.type == "cuda":
-        # what this process holds already will be part of the budget too
-        gpu = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    else:
-        gpu = available // 2  # the CPU computes: half of the memory stands for the device's
-    if device.type == "cuda" and gpu > torch.cuda.get_device_properties(device).total_memory:
-        total = torch.cuda.get_device_properties(device).total_memory
-        raise BudgetError(
-            f"--gpu-memory {format_size(gpu)} is not there: the GPU has {format_size(total)}"
-        )
-    if disk is not None:
-        check_folder(disk, need=0)  # also where everything fits without it
-    free = None if disk is None else disk_free(disk)
-    return Wish(gpu, host, free)
-
-
 def _engine(
     layers: Sequence[ExpertLayer],
     layout: RecordLayout,
@@ -295,17 +215,17 @@ def _engine(
     if placement.mode == "gpu":
         _log.info("all experts compute on %s: they fit there", device)
         return ResidentEngine(*common)
-    costs = share_costs(layout, device, budgets.settings, progress)
+    costs = cpu_expert_costs(layout, device, budgets.settings, progress)
     return StreamingEngine(*common, disk=budgets.folder, progress=progress, costs=costs)
 
 
 def _fill(engine: Engine, layers: Sequence[ExpertLayer], progress: Progress | None) -> None:
-    """Puts every expert's own weights into its record and releases them layer by layer."""
-    tell = counted(engine, progress)
+    """Copies the weights of every expert into its record and releases them layer by layer."""
+    count = count_filled(engine, progress)
 
     def fill(expert: ExpertId, record: Tensor) -> None:
         layers[expert.layer].fill(expert.index, record, engine.device)
-        tell()
+        count()
         if expert.index == engine.n_experts - 1:
             for parameter in layers[expert.layer].expert_parameters():
                 parameter.data = parameter.data.new_empty(0)
@@ -313,26 +233,26 @@ def _fill(engine: Engine, layers: Sequence[ExpertLayer], progress: Progress | No
     engine.records.fill(fill)
 
 
-def counted(engine: Engine, progress: Progress | None) -> Callable[[], None]:
-    """What to call after each expert that was filled."""
+def count_filled(engine: Engine, progress: Progress | None) -> Callable[[], None]:
+    """Returns a function to call after each expert that is filled; it reports the progress."""
     done, lock = 0, threading.Lock()
 
-    def tell() -> None:
+    def count() -> None:
         nonlocal done
         with lock:
             done += engine.layout.weight_bytes
             if progress is not None:
                 progress("filling the store", done, engine.records.weights_bytes)
 
-    return tell
+    return count
 
 
 class _Keeper:
-    """Held by the placeholders of all layers: when it goes, nobody can use the experts any more."""
+    """Referenced by the placeholders of all layers; collected when no model uses the experts."""
 
 
 def _close_with(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
-    """Ends the engine's threads when the model and its optimizer are gone, or at exit."""
+    """Stops the engine's threads once the model and its optimizer are collected, or at exit."""
     keeper = _Keeper()
     for layer in layers:
         layer.experts.keeper = keeper
@@ -340,16 +260,16 @@ def _close_with(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
 
 
 def _close(engine: Engine) -> None:
-    """The collector may run in one of the engine's own threads, which holds what `close` waits
-    for."""
+    """Closes the engine. The garbage collector may run in a thread of the engine that holds what
+    `close` waits for: then another thread closes it."""
     if threading.current_thread().name.startswith("overspill-"):
         threading.Thread(target=engine.close, name="close", daemon=True).start()
     else:
         engine.close()
 
 
-def _shown(progress: bool | Progress) -> Progress | None:
-    """A progress bar on a terminal, the caller's own function, or nothing."""
+def _progress_function(progress: bool | Progress) -> Progress | None:
+    """A progress bar on a terminal, the function of the caller, or None."""
     if not isinstance(progress, bool):
         return progress
     return TerminalProgress() if progress and sys.stderr.isatty() else None

@@ -1,4 +1,4 @@
-"""A bar on the terminal for long jobs that report (what, done, in all), in bytes or counted."""
+"""A progress bar on the terminal for jobs that report (what, done, total)."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 class TerminalProgress:
-    """Shows one job at a time: the bar appears with its first report and goes with its last."""
+    """Shows one job at a time, from its first report to its last; in bytes, or counted."""
 
     def __init__(self, counted: bool = False) -> None:
         self._counted = counted
@@ -25,7 +25,7 @@ class TerminalProgress:
             self.stop()
 
     def stop(self) -> None:
-        """Also for a job that failed on its way."""
+        """Removes the bar, also after a failed job."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,28 +1,32 @@
-"""Checkpoints: complete or not there, streamed expert by expert, nothing pickled.
+"""Checkpoints: complete or absent, streamed expert by expert, nothing pickled.
 
-A checkpoint is a folder `step-00000100` with model.safetensors (named as the state_dict of a plain
-GPTMoE names its tensors; experts of other models are stacked likewise), optimizer.safetensors and
-state.json. It is written into a sibling
-whose name begins with `.tmp-`, forced to the disk and renamed. So whatever has the right name is
-whole, at whatever moment the process or the machine died.
+A checkpoint is a folder `step-00000100` with model.safetensors (tensors named as in the state_dict
+of a plain GPTMoE; experts of other models are stacked in the same way), optimizer.safetensors and
+state.json. It is written to a sibling folder whose name begins with `.tmp-`, synced and renamed. A
+folder with the final name is therefore complete, whenever the process or the machine stopped.
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from overspill.core.errors import CheckpointError, DiskError
-from overspill.core.experts import ExpertId, ExpertShape
-from overspill.moe.state_dict import dense_tensors, split_record
+from overspill.moe.engine import Engine
+from overspill.optim.adamw import AdamW
 from overspill.tiers.aside import sync
-from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
+from overspill.train.checkpoint_tensors import (
+    read_model,
+    read_optimizer,
+    write_model,
+    write_optimizer,
+)
 from overspill.train.generators import read_generators, set_generators
 
 FORMAT = "overspill-checkpoint"
@@ -34,53 +38,17 @@ _TMP = ".tmp-"
 Fact = str | int | float | bool | None
 
 
-class ExpertWeights(Protocol):
-    """What a checkpoint needs of the engine."""
-
-    @property
-    def n_layers(self) -> int: ...
-
-    @property
-    def n_experts(self) -> int: ...
-
-    @property
-    def shape(self) -> ExpertShape: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def flush(self) -> None: ...
-
-    def read_weights(self, expert: ExpertId, out: torch.Tensor) -> None: ...
-
-    def write_weights(self, expert: ExpertId, fill: Callable[[torch.Tensor], None]) -> None: ...
-
-
-class OptimizerStates(Protocol):
-    """What a checkpoint needs of the optimizer."""
-
-    def expert_sections(self) -> list[tuple[str, torch.dtype]]: ...
-
-    def read_expert_state(self, expert: ExpertId, name: str, out: torch.Tensor) -> None: ...
-
-    def write_expert_state(self, expert: ExpertId, name: str, value: torch.Tensor) -> None: ...
-
-    def dense_state_dict(self) -> dict[str, torch.Tensor]: ...
-
-    def load_dense_state_dict(self, state: dict[str, torch.Tensor]) -> None: ...
-
-
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands, beside its tensors."""
+    """The progress of a run, besides its tensors."""
 
     step: int
-    """Optimizer steps that are in the weights."""
+    """Optimizer steps taken."""
     position: int
-    """Sequences of the data that were read."""
+    """Sequences read."""
     data_digest: str
     facts: dict[str, Fact]
-    """The model's settings: a checkpoint fits only where these are equal."""
+    """Settings that must be equal to resume from the checkpoint."""
 
 
 def newest(folder: Path) -> Path | None:
@@ -92,22 +60,22 @@ def save(
     folder: Path,
     state: TrainState,
     model: torch.nn.Module,
-    engine: ExpertWeights,
-    optimizer: OptimizerStates,
+    engine: Engine,
+    optimizer: AdamW,
     keep: int,
 ) -> Path:
-    """Write the checkpoint of `state.step`; then remove all but the newest `keep`."""
+    """Writes the checkpoint of `state.step`, then removes all but the newest `keep`."""
     target = folder / f"step-{state.step:08d}"
     if target.exists():
-        return target  # the same step of the same run: the same bytes
+        return target  # the same step of the same run has the same bytes
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
         aside = folder / f"{_TMP}{target.name}-{os.getpid()}"
         aside.mkdir()
         engine.flush()
-        _write_model(aside / _MODEL, model, engine)
-        _write_optimizer(aside / _OPTIMIZER, engine, optimizer)
+        write_model(aside / _MODEL, model, engine)
+        write_optimizer(aside / _OPTIMIZER, engine, optimizer)
         _write_state(aside, state)
         sync(aside)
         os.rename(aside, target)
@@ -115,24 +83,24 @@ def save(
         for old in sorted(_complete(folder), key=_step_of)[:-keep]:
             _remove(old)
     except OSError as error:
-        clean(folder)  # what was half written may be what filled the disk
+        clean(folder)  # an incomplete checkpoint may have filled the disk
         if isinstance(error, DiskError):
             raise
         raise DiskError(
             f"checkpoint {target} cannot be written ({error.strerror}); free some space or give "
-            "another --out; the checkpoints that were complete still are"
+            "another --out; earlier checkpoints are still complete"
         ) from error
     return target
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed run left half written or half removed."""
+    """Removes incomplete checkpoints that a killed run left."""
     for leftover in folder.glob(f"{_TMP}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_state(path: Path) -> TrainState:
-    """The plain part of a checkpoint, without its tensors; also checks that the files are there."""
+    """The state of a checkpoint without its tensors; checks that its files are complete."""
     content = _read_state_file(path)
     return TrainState(
         step=content["step"],
@@ -143,7 +111,7 @@ def read_state(path: Path) -> TrainState:
 
 
 def check_fits(path: Path, facts: Mapping[str, Fact]) -> None:
-    """Raise when the checkpoint is of a model with other settings, and name the setting."""
+    """Raises an error that names the first setting that differs from the checkpoint's."""
     written = read_state(path).facts
     for name in sorted(written.keys() | facts.keys()):
         if written.get(name) != facts.get(name):
@@ -154,177 +122,17 @@ def check_fits(path: Path, facts: Mapping[str, Fact]) -> None:
             )
 
 
-def load(
-    path: Path, model: torch.nn.Module, engine: ExpertWeights, optimizer: OptimizerStates
-) -> TrainState:
-    """Bring model, optimizer and random generators to where the checkpoint was written."""
+def load(path: Path, model: torch.nn.Module, engine: Engine, optimizer: AdamW) -> TrainState:
+    """Restores model, optimizer and random generators from the checkpoint."""
     content = _read_state_file(path)
     engine.flush()
-    _read_model(path / _MODEL, model, engine)
-    _read_optimizer(path / _OPTIMIZER, engine, optimizer)
+    read_model(path / _MODEL, model, engine)
+    read_optimizer(path / _OPTIMIZER, engine, optimizer)
     try:
         set_generators(content["rng"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise _corrupt(path, f"the state of a random generator in {_STATE} is broken") from error
+        raise _corrupt(path, f"{_STATE} has an invalid random generator state") from error
     return read_state(path)
-
-
-# -- the model -----------------------------------------------------------------------------------
-
-
-def _write_model(path: Path, model: torch.nn.Module, engine: ExpertWeights) -> None:
-    dense, layers = _names(model)
-    specs = {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in dense.items()}
-    specs.update(_expert_specs(layers, engine))
-    with StreamWriter(path, specs, {"format": "pt"}) as writer:
-        for name, value in dense.items():
-            writer.write(name, value)
-        record = torch.empty(engine.shape.numel, dtype=engine.dtype)
-        for expert in _experts(engine):
-            engine.read_weights(expert, record)
-            for name, offset, part in _parts(layers, engine.shape, expert, record):
-                writer.write_piece(name, offset, part)
-
-
-def _read_model(path: Path, model: torch.nn.Module, engine: ExpertWeights) -> None:
-    dense, layers = _names(model)
-    with StreamReader(path, advice=_advice(path)) as reader:
-        specs = {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in dense.items()}
-        specs.update(_expert_specs(layers, engine))
-        _check_specs(path, reader, specs)
-        with torch.no_grad():
-            for name, value in dense.items():
-                value.copy_(reader.read(name))
-        record = torch.empty(engine.shape.numel, dtype=engine.dtype)
-
-        def fill(out: torch.Tensor) -> None:
-            out.copy_(record)
-
-        for expert in _experts(engine):
-            for name, offset, part in _parts(layers, engine.shape, expert, record):
-                reader.read_piece(name, offset, part)
-            engine.write_weights(expert, fill)
-
-
-def _names(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The dense tensors as a state_dict names them, and the MoE layers' names, lowest first."""
-    layers: dict[str, None] = {}  # a layer may have one placeholder or one for each weight
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if hasattr(parameter, "is_expert_placeholder"):
-            layers[name.rpartition(".")[0]] = None
-    return dense_tensors(model), list(layers)
-
-
-_PARTS = ("w_in", "w_out", "b_in", "b_out")
-
-
-def _expert_specs(layers: list[str], engine: ExpertWeights) -> dict[str, TensorSpec]:
-    """The experts of a layer stacked, a tensor for each part of their records."""
-    return {
-        f"{layer}.{part}": TensorSpec(engine.dtype, (engine.n_experts, *size))
-        for layer in layers
-        for part, size in zip(_PARTS, engine.shape.sizes, strict=False)
-    }
-
-
-def _parts(
-    layers: list[str], shape: ExpertShape, expert: ExpertId, record: torch.Tensor
-) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Where the parts of an expert's record lie in the stacked tensors of its layer."""
-    layer = layers[expert.layer]
-    for name, part in zip(_PARTS, split_record(record, shape), strict=False):
-        yield f"{layer}.{name}", expert.index * part.numel(), part
-
-
-def _experts(engine: ExpertWeights) -> Iterator[ExpertId]:
-    for layer in range(engine.n_layers):
-        for index in range(engine.n_experts):
-            yield ExpertId(layer, index)
-
-
-# -- the optimizer -------------------------------------------------------------------------------
-
-
-def expert_state_specs(engine: ExpertWeights, optimizer: OptimizerStates) -> dict[str, TensorSpec]:
-    """The experts' states in a file: a stack for each layer and state."""
-    return {
-        _section(layer, section): TensorSpec(dtype, (engine.n_experts, engine.shape.numel))
-        for layer in range(engine.n_layers)
-        for section, dtype in optimizer.expert_sections()
-    }
-
-
-def _dense(name: str) -> str:
-    return f"dense.{name}"
-
-
-def _section(layer: int, section: str) -> str:
-    return f"experts.{layer}.{section}"
-
-
-def _write_optimizer(path: Path, engine: ExpertWeights, optimizer: OptimizerStates) -> None:
-    dense = optimizer.dense_state_dict()
-    specs = expert_state_specs(engine, optimizer)
-    specs.update({_dense(name): TensorSpec(v.dtype, tuple(v.shape)) for name, v in dense.items()})
-    with StreamWriter(path, specs, {"format": "pt"}) as writer:
-        for name, value in dense.items():
-            writer.write(_dense(name), value)
-        write_expert_states(writer, engine, optimizer)
-
-
-def write_expert_states(
-    writer: StreamWriter, engine: ExpertWeights, optimizer: OptimizerStates
-) -> None:
-    for section, dtype in optimizer.expert_sections():
-        piece = torch.empty(engine.shape.numel, dtype=dtype)
-        for expert in _experts(engine):
-            optimizer.read_expert_state(expert, section, piece)
-            offset = expert.index * piece.numel()
-            writer.write_piece(_section(expert.layer, section), offset, piece)
-
-
-def _read_optimizer(path: Path, engine: ExpertWeights, optimizer: OptimizerStates) -> None:
-    with StreamReader(path, advice=_advice(path)) as reader:
-        # Which dense states there are is the file's to say: an optimizer that has not stepped yet
-        # has none.
-        dense = [name for name in reader.specs if name.startswith(_dense(""))]
-        specs = {name: reader.specs[name] for name in dense}
-        _check_specs(path, reader, {**specs, **expert_state_specs(engine, optimizer)})
-        optimizer.load_dense_state_dict(
-            {name.removeprefix(_dense("")): reader.read(name) for name in dense}
-        )
-        read_expert_states(reader, engine, optimizer)
-
-
-def read_expert_states(
-    reader: StreamReader, engine: ExpertWeights, optimizer: OptimizerStates
-) -> None:
-    for section, dtype in optimizer.expert_sections():
-        piece = torch.empty(engine.shape.numel, dtype=dtype)
-        for expert in _experts(engine):
-            offset = expert.index * piece.numel()
-            reader.read_piece(_section(expert.layer, section), offset, piece)
-            optimizer.write_expert_state(expert, section, piece)
-
-
-def _check_specs(path: Path, reader: StreamReader, wanted: Mapping[str, TensorSpec]) -> None:
-    for name, spec in wanted.items():
-        there = reader.specs.get(name)
-        if there != spec:
-            has = "no such tensor" if there is None else f"{there.dtype} {list(there.shape)}"
-            raise CheckpointError(
-                f"{path}: {name} should be {spec.dtype} {list(spec.shape)}, and there is {has}; "
-                "resume with the settings it was written with, or give another --out"
-            )
-    foreign = sorted(reader.specs.keys() - wanted.keys())
-    if foreign:
-        raise CheckpointError(
-            f"{path} holds {foreign[0]}, which this model has not; resume with the settings it was "
-            "written with, or give another --out"
-        )
-
-
-# -- the rest ------------------------------------------------------------------------------------
 
 
 def _write_state(folder: Path, state: TrainState) -> None:
@@ -356,9 +164,7 @@ def _read_state_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _corrupt(path, f"{_STATE} cannot be parsed") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} is not a checkpoint of overspill; give the --out of a run that is"
-        )
+        raise CheckpointError(f"{path} is not a checkpoint of overspill; give the --out of a run")
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has format version {content.get('version')}; this overspill reads {VERSION}; "
@@ -372,17 +178,13 @@ def _read_state_file(path: Path) -> dict[str, Any]:
         file = path / name
         there = file.stat().st_size if file.is_file() else 0
         if there != size:
-            raise _corrupt(path, f"{name} is truncated, {there} of {size} bytes are there")
+            raise _corrupt(path, f"{name} is truncated ({there} of {size} bytes)")
     return content
-
-
-def _advice(file: Path) -> str:
-    return f"remove {file.parent} and resume from the checkpoint before it"
 
 
 def _corrupt(path: Path, what: str) -> CheckpointError:
     before = [other for other in _complete(path.parent) if _step_of(other) < _step_of(path)]
-    then = f"to resume from {max(before, key=_step_of).name}" if before else "to start anew"
+    then = f"to resume from {max(before, key=_step_of).name}" if before else "to start again"
     return CheckpointError(f"{path} is corrupt: {what}; remove that folder {then}")
 
 
@@ -396,7 +198,7 @@ def _step_of(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    # Renamed first: a kill in the middle must not leave half a folder with a complete one's name.
+    # Renamed first: a kill must not leave an incomplete folder with the final name.
     doomed = path.parent / f"{_TMP}old-{path.name}"
     os.rename(path, doomed)
     shutil.rmtree(doomed)

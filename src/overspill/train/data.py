@@ -1,8 +1,4 @@
-"""The training data: which files, their tokens on disk, and the order in which they are read.
-
-The order is a pure function of the seed: sequence number i of a run is always the same window of
-the text. So the position of a run in its data is one integer.
-"""
+"""The training data: files, their cached tokens, and the windows that a run reads."""
 
 import gzip
 import hashlib
@@ -19,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from overspill.core.errors import ConfigError, DiskError
+from overspill.train.batch_order import BatchOrder
 from overspill.train.tokenizer import Tokenizer
 
 STDLIB = "stdlib"
@@ -34,7 +31,7 @@ _EVAL_SHARE = 0.02
 
 
 def find_files(source: str) -> list[Path]:
-    """The text files behind `source` (a file, a folder or "stdlib"), in an order that stays."""
+    """The text files of `source` (a file, a folder or "stdlib"), in a fixed order."""
     if source == STDLIB:
         return _stdlib_files()
     path = Path(source).expanduser()
@@ -42,8 +39,8 @@ def find_files(source: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ConfigError(
-            f"--data {source} is not there; give a text file, a folder, or leave it out to train "
-            "on the sources of Python's standard library"
+            f"--data {source} does not exist; give a text file, a folder, or omit the flag to "
+            "train on the sources of Python's standard library"
         )
     files = sorted(
         file
@@ -54,7 +51,7 @@ def find_files(source: str) -> list[Path]:
     )
     if not files:
         kinds = " ".join(sorted(_SUFFIXES))
-        raise ConfigError(f"--data {source} holds no text file; those read are {kinds}")
+        raise ConfigError(f"--data {source} has no text file; supported endings are {kinds}")
     return files
 
 
@@ -69,12 +66,12 @@ def _stdlib_files() -> list[Path]:
             break
         files.append(file)
     if not files:
-        raise ConfigError(f"no Python source lies under {root}; give text with --data")
+        raise ConfigError(f"found no Python source in {root}; give text with --data")
     return files
 
 
 def _read_blocks(file: Path) -> Iterator[str]:
-    """The text of `file` in blocks of whole lines, so that a file may be larger than memory."""
+    """The text of `file` in blocks of whole lines: a file may be larger than memory."""
     opener: Callable[..., IO[str]] = gzip.open if file.suffix.lower() == ".gz" else open
     try:
         with opener(file, "rt", encoding="utf-8", errors="replace") as handle:
@@ -86,7 +83,7 @@ def _read_blocks(file: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """All tokens of a source, on disk, and a digest of them."""
+    """All tokens of a source, memory-mapped, and their digest."""
 
     tokens: npt.NDArray[np.generic]
     digest: str
@@ -98,7 +95,7 @@ def tokenize(
     cache: Path,
     progress: Callable[[str], None] = lambda line: None,
 ) -> TokenFile:
-    """The tokens of `files`, from the cache when neither they nor the tokenizer have changed."""
+    """The tokens of `files`, from the cache if neither files nor tokenizer have changed."""
     key = _cache_key(files, tokenizer)
     array_path, facts_path = cache / f"{key}.npy", cache / f"{key}.json"
     if not facts_path.exists():
@@ -109,7 +106,7 @@ def tokenize(
         except OSError as error:
             raise DiskError(
                 f"--cache {cache}: the tokens cannot be written ({error.strerror}); give a folder "
-                "with room"
+                "with enough space"
             ) from error
     facts = json.loads(facts_path.read_text())
     tokens = np.load(array_path, mmap_mode="r", allow_pickle=False)
@@ -127,7 +124,7 @@ def _cache_key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
 def _write_tokens(
     files: Sequence[Path], tokenizer: Tokenizer, array_path: Path, facts_path: Path
 ) -> None:
-    """Stream the tokens into `array_path`; `facts_path` comes last and says that it is whole."""
+    """Streams the tokens into `array_path`; `facts_path` is written last and marks it complete."""
     dtype = np.dtype(np.uint16 if tokenizer.ids <= 2**16 else np.uint32)
     separator = [] if tokenizer.separator is None else [tokenizer.separator]
     digest, count = hashlib.blake2b(digest_size=16), 0
@@ -145,7 +142,7 @@ def _write_tokens(
                 digest.update(end)
                 count += len(separator)
                 out.write(end)
-            # numpy pads its header so that the length can be filled in afterwards.
+            # numpy pads its header: the length can be filled in afterwards.
             out.seek(0)
             _write_npy_header(out, dtype, count)
         os.replace(aside, array_path)
@@ -162,7 +159,7 @@ def _write_npy_header(out: IO[bytes], dtype: "np.dtype[np.generic]", count: int)
 
 
 class Windows:
-    """Sequences of `seq_len` tokens and, one token later, their targets."""
+    """Sequences of `seq_len` tokens, and their targets one token later."""
 
     def __init__(self, tokens: npt.NDArray[np.generic], seq_len: int) -> None:
         self._tokens = tokens
@@ -172,7 +169,7 @@ class Windows:
         return max(0, (len(self._tokens) - 1) // self.seq_len)
 
     def batch(self, windows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of these windows, each int64 [len(windows), seq_len]."""
+        """Inputs and targets of these windows, int64 [len(windows), seq_len] each."""
         length = self.seq_len + 1
         starts = [window * self.seq_len for window in windows]
         rows = np.stack([self._tokens[start : start + length] for start in starts])
@@ -180,46 +177,27 @@ class Windows:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
-class TrainOrder:
-    """Sequence number i of the run: a new permutation of all windows for every epoch."""
-
-    def __init__(self, windows: int, seed: int) -> None:
-        self._windows = windows
-        self._seed = seed
-        self._epoch = -1
-        self._permutation: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    def __getitem__(self, number: int) -> int:
-        epoch, within = divmod(number, self._windows)
-        if epoch != self._epoch:
-            # (seed, epoch) alone make the generator, so any position can be entered directly.
-            generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-            self._permutation = generator.permutation(self._windows)
-            self._epoch = epoch
-        return int(self._permutation[within])
-
-
 @dataclass(frozen=True)
-class Data:
-    """A source cut into training and evaluation windows."""
+class TokenData:
+    """A source, split into training and evaluation windows."""
 
     train: Windows
     eval: Windows
-    order: TrainOrder
+    order: BatchOrder
     digest: str
     n_tokens: int
 
     def train_batch(self, position: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences number position .. position + size of the run."""
-        return self.train.batch([self.order[position + i] for i in range(size)])
+        """The next `size` sequences of the run after `position` have been read."""
+        return self.train.batch(self.order.take_across(position, size))
 
     def eval_batches(self, count: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The first `count` batches of the evaluation text, always the same."""
+        """The first `count` batches of the evaluation text."""
         for first in range(0, min(count * size, len(self.eval)), size):
             yield self.eval.batch(range(first, min(first + size, len(self.eval))))
 
 
-def split(token_file: TokenFile, seq_len: int, seed: int, source: str) -> Data:
+def split(token_file: TokenFile, seq_len: int, seed: int, source: str) -> TokenData:
     """The last 2% (at least one sequence) are for evaluation, the rest for training."""
     tokens = token_file.tokens
     n_eval = max(int(len(tokens) * _EVAL_SHARE), seq_len + 1)
@@ -231,10 +209,10 @@ def split(token_file: TokenFile, seq_len: int, seed: int, source: str) -> Data:
             "--seq-len"
         )
     train = Windows(tokens[:n_train], seq_len)
-    return Data(
+    return TokenData(
         train=train,
         eval=Windows(tokens[n_train:], seq_len),
-        order=TrainOrder(len(train), seed),
+        order=BatchOrder(len(train), seed),
         digest=token_file.digest,
         n_tokens=len(tokens),
     )

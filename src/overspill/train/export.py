@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as a plain Hugging Face checkpoint, streamed tensor by tensor."""
+"""Exports the newest checkpoint of a run to Hugging Face format, tensor by tensor."""
 
 import json
 from collections import Counter
@@ -22,12 +22,12 @@ from overspill.tiers.aside import folder_aside
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 from overspill.train import checkpoint
 from overspill.train.checkpoint import TrainState
-from overspill.train.config import TrainConfig, make_config, read_config_file
+from overspill.train.config import TrainConfig
 from overspill.train.export_tokenizer import TokenizerFiles, tokenizer_files
 from overspill.train.run_folder import RunFolder
-from overspill.train.session import shape_of
+from overspill.train.train_spec import shape_of
 
-_SHARD_BYTES = 5 * 10**9  # as save_pretrained cuts them
+_SHARD_BYTES = 5 * 10**9  # as in save_pretrained
 
 Progress = Callable[[str, int, int], None]
 
@@ -41,7 +41,7 @@ class Exported:
     step: int
     parameters: int
     bytes: int
-    """Of the weights."""
+    """Size of the weights."""
 
 
 def export(
@@ -51,9 +51,9 @@ def export(
     shard_bytes: int = _SHARD_BYTES,
     progress: Progress = lambda what, done, total: None,
 ) -> Exported:
-    """Write the run's newest checkpoint to the new folder `out`, for `from_pretrained`.
+    """Writes the newest checkpoint of `run` to the new folder `out`, for `from_pretrained`.
 
-    `tokenizer` takes the place of the one the run was started with, should that have moved.
+    `tokenizer` replaces that of the run, for example if it was moved.
     """
     _check_free(out)
     config, path = _find_checkpoint(run)
@@ -81,7 +81,7 @@ def export(
 
 def _check_free(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"OUT {out} is there already; give the name of a new folder")
+        raise ConfigError(f"OUT {out} already exists; give the name of a new folder")
 
 
 def _find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
@@ -94,9 +94,9 @@ def _find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
     newest = checkpoint.newest(folder.checkpoints)
     if newest is None:
         raise ConfigError(
-            f"RUN {run} has no checkpoint yet; train on with overspill train --resume --out {run}"
+            f"RUN {run} has no checkpoint yet; continue with overspill train --resume --out {run}"
         )
-    return make_config(read_config_file(folder.config)), newest
+    return TrainConfig.make(TrainConfig.read_file(folder.config)), newest
 
 
 def _shape(config: TrainConfig, state: TrainState, path: Path) -> GPTConfig:
@@ -105,13 +105,13 @@ def _shape(config: TrainConfig, state: TrainState, path: Path) -> GPTConfig:
         return shape_of(state.facts, max(get_preset(config.model.preset).max_seq, seq_len))
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} does not say what model it holds ({error}); use the version of overspill "
-            "that wrote it"
+            f"{path} does not describe its model ({error}); use the version of overspill that "
+            "wrote it"
         ) from error
 
 
 def _specs(reader: StreamReader, tensors: Mapping[str, Piece]) -> dict[str, TensorSpec]:
-    """Types and shapes of what is written; checks that each element of the file is used once."""
+    """Types and shapes of the exported tensors; checks that each source element is used once."""
     used: Counter[str] = Counter()
     for piece in tensors.values():
         used[piece.source] += piece.numel
@@ -119,8 +119,8 @@ def _specs(reader: StreamReader, tensors: Mapping[str, Piece]) -> dict[str, Tens
     if used != there:
         name = next(name for name in [*used, *there] if used[name] != there.get(name, 0))
         raise CheckpointError(
-            f"{reader.path}: {name} has {there.get(name, 0)} elements, and the model in state.json "
-            f"{used[name]}; train it again, or use the version of overspill that wrote it"
+            f"{reader.path}: {name} has {there.get(name, 0)} elements, the model in state.json has "
+            f"{used[name]}; train again, or use the version of overspill that wrote it"
         )
     return {
         name: TensorSpec(reader.specs[piece.source].dtype, piece.shape)
@@ -156,7 +156,7 @@ def _write_weights(
 
 
 def _shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list[str]]:
-    """The names in each file: as many as fit, in their order, and at least one."""
+    """The tensor names in each file: as many as fit, at least one."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
@@ -189,6 +189,6 @@ def _not_written(out: Path, error: OSError) -> DiskError:
     cause = error.__cause__ if isinstance(error, DiskError) else error
     reason = getattr(cause, "strerror", None) or cause
     return DiskError(
-        f"OUT {out} cannot be written ({reason}); free some space or give another folder; nothing "
-        "of it was left"
+        f"OUT {out} cannot be written ({reason}); free some space or give another folder; no files "
+        "were left there"
     )

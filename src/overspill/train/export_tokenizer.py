@@ -1,4 +1,4 @@
-"""The tokenizer of a run as the files that transformers reads."""
+"""Converts the tokenizer of a run to the files that transformers reads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +20,16 @@ class TokenizerFiles:
     config: dict[str, Any]
     """The content of tokenizer_config.json."""
     separator: int | None
-    """The id that ends a text."""
+    """The id that ends a document."""
 
 
 def tokenizer_files(name: str, shape: GPTConfig) -> TokenizerFiles:
-    """The files for --tokenizer `name`, which the model has been trained with."""
+    """The files for --tokenizer `name`, with which the model was trained."""
     tokenizer = load_tokenizer(name)
     if tokenizer.ids > shape.vocab:
         raise ConfigError(
             f"--tokenizer {name} has {tokenizer.ids} tokens and the model only {shape.vocab}; give "
-            "the tokenizer.json that the run was started with"
+            "the tokenizer.json of the run"
         )
     if isinstance(tokenizer, JsonTokenizer):
         content, separator = Path(tokenizer.name).read_text("utf-8"), tokenizer.separator
@@ -47,8 +47,8 @@ def tokenizer_files(name: str, shape: GPTConfig) -> TokenizerFiles:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """`ByteTokenizer` in the terms of the library: byte-level pairs of which none is ever merged,
-    and the separator."""
+    """`ByteTokenizer` for the tokenizers library: byte-level BPE without merges, and the
+    separator."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -58,7 +58,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable characters that the library's byte level writes bytes as, byte by byte."""
+    """The printable character by which the library represents each byte."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""The random generators of a process, as a checkpoint keeps them."""
+"""Saves and restores the random generators of a process."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ import torch
 
 
 def read_generators() -> dict[str, Any]:
-    """The random generators of torch, Python and numpy as plain JSON."""
+    """The states of the generators of torch, Python and numpy, as JSON values."""
     version, internal, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=True)
     assert isinstance(numpy_state, tuple)
@@ -25,7 +25,7 @@ def read_generators() -> dict[str, Any]:
 
 
 def set_generators(rng: Mapping[str, Any]) -> None:
-    """Brings them to where `read_generators` found them."""
+    """Restores the states that `read_generators` returned."""
     version, internal, gauss = rng["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, place, has_gauss, cached = rng["numpy"]

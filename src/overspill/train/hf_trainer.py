@@ -1,4 +1,4 @@
-"""`overspill.for_trainer`: transformers' Trainer with experts that are offloaded.
+"""`overspill.for_trainer`: transformers' Trainer with offloaded experts.
 
 Trainer(model=model, args=args, ..., optimizer_cls_and_kwargs=overspill.for_trainer(args))
 """
@@ -16,7 +16,7 @@ from overspill.core.errors import CheckpointError, ConfigError
 from overspill.moe.engine import Engine
 from overspill.optim.adamw import AdamW
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter
-from overspill.train.checkpoint import (
+from overspill.train.checkpoint_tensors import (
     expert_state_specs,
     read_expert_states,
     write_expert_states,
@@ -25,30 +25,30 @@ from overspill.train.checkpoint import (
 log = logging.getLogger("overspill")
 
 EXPERT_STATES = "overspill_optimizer.safetensors"
-"""Beside the Trainer's optimizer.pt: the states of the experts, streamed."""
+"""The optimizer states of the experts, next to the Trainer's optimizer.pt."""
 _EXPERTS = "overspill_experts"
 _MOVED = "_overspill_max_grad_norm"
-"""Where the arguments keep the norm that they gave away."""
+"""Attribute of the arguments that keeps the norm moved to the optimizer."""
 
 
 def for_trainer(args: Any) -> tuple[type["TrainerAdamW"], dict[str, Any]]:
-    """What `Trainer(optimizer_cls_and_kwargs=...)` needs to train an offloaded model, from its
+    """The `optimizer_cls_and_kwargs` of a Trainer for an offloaded model, from its
     `TrainingArguments`: learning rate, betas, eps, weight decay and clipping.
 
-    The Trainer itself would clip the dense parameters alone; so `max_grad_norm` moves from `args`,
-    where it becomes 0, into the optimizer, which clips by the norm over all parameters, experts
-    included. Experts decay as weights do, and their biases with them. Without clipping the
-    `grad_norm` that the Trainer logs is of the dense part only: experts are then updated during
-    backward, and nobody adds their gradients up. On resuming, the Trainer warns of missing and
-    unexpected keys: it compares names in the checkpoint with names in the model, and does not know
-    that an offloaded model takes both.
+    The Trainer would clip only the dense parameters. Therefore `max_grad_norm` is moved from
+    `args`, where it becomes 0, to the optimizer, which clips by the norm over all parameters,
+    experts included. Weight decay applies to experts, including their biases. Without clipping, the
+    `grad_norm` that the Trainer logs covers only the dense parameters: experts are updated during
+    backward, and their gradient norm is not computed. When resuming, the Trainer warns about
+    missing and unexpected keys, because it compares the names in the checkpoint with those of the
+    parameters; an offloaded model accepts both.
     """
     _check(args)
     return TrainerAdamW, {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,  # of groups for which the Trainer says nothing else
+        "weight_decay": args.weight_decay,  # for groups without their own
         "max_grad_norm": _take_max_grad_norm(args),
         "output_dir": args.output_dir,
     }
@@ -64,22 +64,22 @@ def _check(args: Any) -> None:
         if getattr(args, name, None):
             raise ConfigError(
                 f"TrainingArguments({name}=...) is not supported for an offloaded model; leave it "
-                "out, Overspill itself decides what lies where"
+                "out, Overspill places the model itself"
             )
     if args.world_size > 1 or args.n_gpu > 1:
         raise ConfigError(
             f"the Trainer would use {max(args.world_size, args.n_gpu)} GPUs, an offloaded model "
-            "has one; start one process, with CUDA_VISIBLE_DEVICES=0"
+            "uses one; start one process with CUDA_VISIBLE_DEVICES=0"
         )
 
 
 def _take_max_grad_norm(args: Any) -> float | None:
-    """Also of arguments that gave it away before, for another Trainer."""
+    """Moves max_grad_norm out of `args`; returns it again for another Trainer."""
     if args.max_grad_norm:
         setattr(args, _MOVED, float(args.max_grad_norm))
         log.warning(
-            "max_grad_norm=%s is applied by overspill.AdamW, over dense parameters and experts "
-            "together; in TrainingArguments it is 0 from now on",
+            "max_grad_norm=%s is now applied by overspill.AdamW, over dense parameters and experts "
+            "together; it was set to 0 in TrainingArguments",
             args.max_grad_norm,
         )
         args.max_grad_norm = 0.0
@@ -87,30 +87,30 @@ def _take_max_grad_norm(args: Any) -> float | None:
 
 
 class TrainerAdamW(AdamW):
-    """The AdamW for a Trainer, whose checkpoints do not hold the experts' states in memory.
+    """An AdamW whose state dict, in the checkpoints of a Trainer, does not contain the experts.
 
-    The Trainer saves the model and right after it `optimizer.state_dict()`. The states of experts
-    go to a file of their own in the folder that the model was saved to; the state dict tells where.
+    The Trainer saves the model and then `optimizer.state_dict()`. The states of the experts are
+    streamed to a separate file in the folder of the model; the state dict refers to it.
     """
 
     def __init__(self, params: Any, *, output_dir: str = ".", **kwargs: Any) -> None:
-        gc.collect()  # a Trainer that is gone may still hold the optimizer before this one
+        gc.collect()  # an unreferenced Trainer may still hold the previous optimizer
         super().__init__(params, **kwargs)
         self._output_dir = Path(output_dir).absolute()
 
     def state_dict(self) -> dict[str, Any]:
-        """As the plain one, but for a model that was just saved: then the experts' states are
-        written beside it."""
+        """The plain state dict; right after the model was saved, the states of the experts are
+        written next to it instead."""
         engine = self._expert_engine()
-        folder = None if engine is None else engine.saved_to
+        folder = None if engine is None else engine.records.saved_to
         if engine is None or folder is None or self.steps_taken == 0:
             return super().state_dict()
-        engine.saved_to = None  # once: the state dict given first knows the file written first
+        engine.records.mark_changed()  # once per save: the next call returns the plain state dict
         packed = torch.optim.Optimizer.state_dict(self)
         packed[_EXPERTS] = {
             "folder": str(folder),
             "id": self._write_experts(engine, folder),
-            "layer_steps": list(engine.layer_steps),
+            "layer_steps": [engine.training.steps(layer) for layer in range(engine.n_layers)],
         }
         return packed
 
@@ -118,7 +118,7 @@ class TrainerAdamW(AdamW):
         return cast(Engine | None, self._engine)
 
     def _write_experts(self, engine: Engine, folder: Path) -> str:
-        """Complete or not there; returns a name that tells this file from all others."""
+        """Writes the file completely or not at all; returns its unique id."""
         name = uuid.uuid4().hex
         part = folder / f"{EXPERT_STATES}.part"
         engine.flush()
@@ -139,16 +139,17 @@ class TrainerAdamW(AdamW):
         with StreamReader(self._find(where)) as reader:
             if reader.specs != expert_state_specs(engine, self):
                 raise CheckpointError(
-                    f"{reader.path} is of a model with other experts, or of another state_dtype; "
-                    "load the model as it was when this was written"
+                    f"{reader.path} belongs to a model with other experts or another state_dtype; "
+                    "load the model with the settings of that checkpoint"
                 )
             super().load_state_dict(state_dict)
             engine.flush()
             read_expert_states(reader, engine, self)
-        engine.layer_steps[:] = where["layer_steps"]
+        for layer, steps in enumerate(where["layer_steps"]):
+            engine.training.set_steps(layer, steps)
 
     def _find(self, where: dict[str, Any]) -> Path:
-        """Where it was written; or in the output folder of now, if that was moved as a whole."""
+        """The file where it was written, or in the output folder if the run was moved."""
         folder = Path(where["folder"])
         for candidate in (folder, self._output_dir / folder.name):
             file = candidate / EXPERT_STATES
@@ -157,7 +158,6 @@ class TrainerAdamW(AdamW):
                     if reader.metadata.get("id") == where["id"]:
                         return file
         raise CheckpointError(
-            f"the optimizer states of the experts are not in {folder / EXPERT_STATES}, where the "
-            f"checkpoint says, nor in {self._output_dir / folder.name}; put the whole checkpoint "
-            "folder back to one of these places"
+            f"the optimizer states of the experts are not in {folder / EXPERT_STATES}, nor in "
+            f"{self._output_dir / folder.name}; move the whole checkpoint folder back"
         )

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line per step and per evaluation, in the order of the run."""
+"""metrics.jsonl: one line per step and per evaluation."""
 
 import dataclasses
 import json
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step gave; what was not measured is None and left out of the file."""
+    """The metrics of a step; None for what was not measured, which the file omits."""
 
     step: int
-    """Counted from 1: the number of steps taken."""
+    """Number of steps taken, from 1."""
     loss: float
     ce: float
     balance: float
@@ -23,7 +23,7 @@ class StepMetrics:
     seconds: float
     tokens_per_s: float
     busy: dict[str, float] | None
-    """Share of the last traced steps in which each row of the timeline was busy."""
+    """Share of the last traced steps in which each trace lane was busy."""
     bytes_by_tier: dict[str, int] | None
     host_peak: int | None
     gpu_peak: int | None
@@ -31,19 +31,19 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """The mean cross-entropy on the evaluation data after `step` steps."""
+    """Mean cross-entropy on the evaluation data after `step` steps."""
 
     step: int
     eval_loss: float
     accuracy: float | None = None
-    """Share of examples that got their label; of classification alone."""
+    """Share of examples with the right label; for classification only."""
 
 
 class MetricsFile:
-    """Appends lines; a line is with the operating system before the next step begins."""
+    """Appends lines. Each is passed to the operating system before the next step begins."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        """A run that has taken `first_step` steps: lines of later steps are of a lost attempt."""
+        """Removes lines after `first_step`: they belong to an attempt that was killed."""
         kept = [line for line in read_lines(path) if line["step"] <= first_step]
         aside = path.with_suffix(".tmp")
         with open(aside, "w", encoding="utf-8") as out:
@@ -58,7 +58,7 @@ class MetricsFile:
         self._file.flush()
 
     def sync(self) -> None:
-        """Called before a checkpoint: its step's lines must be on the disk when it is."""
+        """Forces all lines to the disk. Called before a checkpoint is written."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file; a last line that a kill cut short is left out."""
+    """The lines of a metrics file, without incomplete ones of a killed process."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:

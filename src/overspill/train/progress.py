@@ -1,8 +1,8 @@
-"""What a run shows while it runs: a live bar on a terminal, plain lines elsewhere."""
+"""The output of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 import os
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,43 +13,23 @@ from overspill.core.sizes import format_size
 from overspill.train.metrics import EvalMetrics, StepMetrics
 
 
-class Display(Protocol):
-    """Shows a run to whoever started it."""
-
-    def say(self, line: str) -> None:
-        """A line that stays."""
-
-    def begin(self, steps: int, done: int) -> None:
-        """The steps begin; `done` of them are in the checkpoint already."""
-
-    def step(self, metrics: StepMetrics, log: bool) -> None:
-        """A step is done; `log`: its line should stay."""
-
-    def evaluation(self, metrics: EvalMetrics) -> None: ...
-
-    def end(self) -> None:
-        """No step follows."""
-
-
-def make_display(console: Console) -> Display:
-    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
-
-
-class PlainDisplay:
-    """One line per logged step: for files, pipes and continuous integration."""
+class Display:
+    """Prints one line per logged step, for files and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._steps = 0
 
     def say(self, line: str) -> None:
-        # soft_wrap: a line stays one line for whoever greps it. No markup: paths may hold [ and ].
+        # soft_wrap: no line breaks, for grep. No markup: paths may contain brackets.
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def begin(self, steps: int, done: int) -> None:
+        """Called before the first step; `done` steps were taken before a resume."""
         self._steps = steps
 
     def step(self, metrics: StepMetrics, log: bool) -> None:
+        """Called after each step; with `log` its metrics are printed."""
         if log:
             parts = [headline(metrics), *details(metrics)]
             self.say(f"step {metrics.step}/{self._steps}  " + "  |  ".join(parts))
@@ -58,11 +38,11 @@ class PlainDisplay:
         self.say(f"step {metrics.step}/{self._steps}  eval loss {evaluation_line(metrics)}")
 
     def end(self) -> None:
-        pass
+        """Called after the last step."""
 
 
-class LiveDisplay(PlainDisplay):
-    """A bar with the newest figures, and below it where the bytes are and who is busy."""
+class LiveDisplay(Display):
+    """A progress bar with the latest metrics; below it memory use and busy shares."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -97,23 +77,18 @@ class LiveDisplay(PlainDisplay):
         self._live.stop()
 
 
-class showing:
-    """The bar ends however the steps end: a live bar left on would swallow the error's line."""
+def make_display(console: Console) -> Display:
+    return LiveDisplay(console) if console.is_terminal else Display(console)
 
-    def __init__(self, display: Display, steps: int, done: int) -> None:
-        self._display, self._steps, self._done = display, steps, done
 
-    def __enter__(self) -> Self:
-        self._display.begin(self._steps, self._done)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._display.end()
+@contextmanager
+def showing(display: Display, steps: int, done: int) -> Iterator[None]:
+    """Ends the display also after an error, whose message a live bar would hide."""
+    display.begin(steps, done)
+    try:
+        yield
+    finally:
+        display.end()
 
 
 def headline(metrics: StepMetrics) -> str:
@@ -126,7 +101,7 @@ def evaluation_line(metrics: EvalMetrics) -> str:
 
 
 def details(metrics: StepMetrics) -> list[str]:
-    """Where the bytes are, and who was busy, as far as this step measured it."""
+    """Memory use and busy shares, if this step measured them."""
     parts = []
     if metrics.bytes_by_tier is not None:
         sizes = metrics.bytes_by_tier.items()
@@ -137,7 +112,7 @@ def details(metrics: StepMetrics) -> list[str]:
 
 
 def busy_line(busy: dict[str, float]) -> str:
-    """The rows of the timeline as the four devices of a run."""
+    """The trace lanes, grouped by device."""
     ssd = max(busy.get("ssd read", 0.0), busy.get("ssd write", 0.0))
     shares = {
         "GPU": busy.get("gpu compute", 0.0),

@@ -1,30 +1,19 @@
-"""A run is a folder: its config, metrics, pictures, timeline and checkpoints."""
+"""The folder of a run: its config, metrics, plots, timeline and checkpoints."""
 
 import dataclasses
 import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Self
 
 from overspill.core.errors import ConfigError, DiskError
-from overspill.train.settings import Config, to_json
+from overspill.train.sections import RunConfig
 
 _RUNS = Path("runs")
 
 
-class RunConfig(Config, Protocol):
-    """What a folder needs of a config: its section `run` has out and resume."""
-
-    @property
-    def run(self) -> Any: ...
-
-    @property
-    def name(self) -> str: ...
-
-
 class RunFolder:
-    """The files of a run, by name; while entered, no other process trains in it."""
+    """The files of a run. As a context manager it locks out other processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,53 +33,48 @@ class RunFolder:
     def __enter__(self) -> Self:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # The lock goes with the process, so a killed run leaves nothing to clean up.
+            # The lock ends with the process: a killed run leaves nothing to clean up.
             self._lock = os.open(self._lock_file, os.O_WRONLY | os.O_CREAT, 0o644)
         except OSError as error:
-            raise DiskError(
-                f"--out {self.path} cannot be written ({error.strerror}); give another folder"
-            ) from error
+            raise self._not_writable(error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._lock)
             raise ConfigError(
-                f"--out {self.path} is in use by another process; wait for it, or give another "
-                "folder"
+                f"--out {self.path} is in use by another process; wait, or give another folder"
             ) from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is not None and os.listdir(self.path) == [self._lock_file.name]:
-            # Nothing ever ran here: the next attempt finds the name free.
+            # No run has started here: keep the name free.
             self._lock_file.unlink()
             self.path.rmdir()
         os.close(self._lock)
 
     def write_config(self, config: RunConfig) -> None:
-        """Keep `config` as a resumed run will read it."""
+        """Writes `config` for --resume."""
         run = dataclasses.replace(config.run, out=str(self.path), resume=False)
         kept = dataclasses.replace(config, run=run)
         aside = self.config.with_suffix(".tmp")
         try:
             with open(aside, "w", encoding="utf-8") as out:
-                out.write(to_json(kept))
+                out.write(kept.to_json())
                 out.flush()
                 os.fsync(out.fileno())
             os.replace(aside, self.config)
         except OSError as error:
-            raise DiskError(
-                f"--out {self.path} cannot be written ({error.strerror}); give another folder"
-            ) from error
+            raise self._not_writable(error) from error
+
+    def _not_writable(self, error: OSError) -> DiskError:
+        return DiskError(
+            f"--out {self.path} cannot be written ({error.strerror}); give another folder"
+        )
 
 
 def choose_folder(config: RunConfig) -> RunFolder:
-    """The folder a run with this config goes to."""
+    """The folder for a run with this config."""
     out, name, resume = config.run.out, config.name, config.run.resume
     if resume:
         return find_run(out, name)
@@ -102,8 +86,7 @@ def choose_folder(config: RunConfig) -> RunFolder:
     folder = RunFolder(Path(out).expanduser())
     if folder.holds_run:
         raise ConfigError(
-            f"--out {out} holds a run already; add --resume to go on with it, or give another "
-            "folder"
+            f"--out {out} already holds a run; add --resume to continue it, or give another folder"
         )
     return folder
 
@@ -114,7 +97,7 @@ def find_run(out: str | None, name: str) -> RunFolder:
         folder = RunFolder(Path(out).expanduser())
         if not folder.path.is_dir():
             raise ConfigError(
-                f"--resume: there is no folder {out}; give the --out of a run that was started"
+                f"--resume: folder {out} does not exist; give the --out of an earlier run"
             )
         return folder
     number = 1
@@ -123,8 +106,7 @@ def find_run(out: str | None, name: str) -> RunFolder:
     folder = RunFolder(_numbered(name, number))
     if not folder.path.is_dir():
         raise ConfigError(
-            f"--resume: there is no run of {name} under {_RUNS}/; give --out, or leave --resume "
-            "out to begin one"
+            f"--resume: no run of {name} in {_RUNS}/; give --out, or omit --resume to start one"
         )
     return folder
 

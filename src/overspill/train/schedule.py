@@ -1,4 +1,4 @@
-"""The learning rate by step: a linear warm-up, then a cosine down to a share of the highest."""
+"""The learning rate by step: linear warm-up, then cosine decay to a share of the highest."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 
 def lr_share(step: int, warmup: int, steps: int, min_share: float) -> float:
-    """The share of the highest learning rate for step number `step`, counted from 0."""
+    """The share of the highest learning rate at step `step`, counted from 0."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / max(1, steps - warmup))
@@ -16,9 +16,9 @@ def lr_share(step: int, warmup: int, steps: int, min_share: float) -> float:
 def make_scheduler(
     optimizer: torch.optim.Optimizer, done: int, warmup: int, steps: int, min_share: float
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The scheduler of a run that has taken `done` steps; the rate depends on nothing else."""
+    """The scheduler of a run that has taken `done` steps."""
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # torch asks for it when a schedule begins in the middle
+        group["initial_lr"] = group["lr"]  # needed by torch for a schedule that is resumed
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_share(step, warmup, steps, min_share), last_epoch=done - 1
     )

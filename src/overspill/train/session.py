@@ -1,229 +1,115 @@
-"""The model, its engine and its optimizer, built from a config."""
+"""The model, engine and optimizer of a run: what they are built from, built and resumed."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import abc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+from torch import nn
 
-from overspill.core.errors import ConfigError
-from overspill.models.config import GPTConfig
-from overspill.models.gpt import GPTMoE
-from overspill.models.offload import offload
-from overspill.models.presets import get_preset
+from overspill.models.budgets import Budgets
+from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from overspill.optim.adamw import AdamW
-from overspill.trace.recorder import Recorder
-from overspill.train.checkpoint import ExpertWeights, Fact, OptimizerStates
-from overspill.train.config import MemorySection, TrainConfig
-from overspill.train.tokenizer import Tokenizer, vocab_size
+from overspill.train import checkpoint
+from overspill.train.checkpoint import Fact, TrainState
+from overspill.train.progress import Display
+from overspill.train.run_folder import RunFolder
+from overspill.train.sections import RunConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-# Flags whose field in the model's config has another name.
-_FIELDS = {"experts": "n_experts", "layers": "n_layers", "heads": "n_heads"}
-_FLAGS = {field: flag for flag, field in _FIELDS.items()}
-
-
-class Engine(ExpertWeights, Protocol):
-    """What the trainer needs of the engine, beside its weights."""
-
-    @property
-    def recorder(self) -> Recorder: ...
-
-    def describe(self) -> str: ...
-
-    def bytes_by_tier(self) -> dict[str, int]: ...
-
-    def close(self) -> None: ...
-
-
-class Optimizer(OptimizerStates, Protocol):
-    """What the trainer needs of the optimizer, which is also a `torch.optim.Optimizer`."""
-
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def total_norm(self) -> float | None: ...
-
-    def accumulate(self) -> AbstractContextManager[object]: ...
-
-    def step(self) -> object: ...
-
-    def zero_grad(self) -> object: ...
+_SWITCHES = (
+    "resident_share", "overlap_updates", "overlap_uploads", "waves", "activations", "cpu_experts",
+    "threads",
+)  # fmt: skip
+"""Settings of the engine that are also flags, with the same name."""
 
 
 @dataclass(frozen=True)
 class Session:
     """What a run trains."""
 
-    model: torch.nn.Module
+    model: nn.Module
     engine: Engine
-    optimizer: Optimizer
-    device: torch.device
+    optimizer: AdamW
 
 
 @dataclass(frozen=True)
-class Blueprint:
-    """Everything a session is made from, decided and checked before any memory is taken."""
+class RunSpec(abc.ABC):
+    """Everything a run is built from, decided and checked before any memory is allocated."""
 
-    config: TrainConfig
-    shape: GPTConfig
-    seq_len: int
+    config: RunConfig
     device: torch.device
-    dtype: torch.dtype
-    lr: float
     slots: int | None
+    seq_len: int
+    steps: int
+    lr: float
+    warmup: int
+    eval_every: int
+    data_digest: str
+    """Changes with the data."""
+    model_facts: dict[str, Fact]
+    """What determines the tensors of the model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        default = "bf16" if self.device.type == "cuda" else "fp32"
+        return DTYPES[self.config.memory.dtype or default]
 
     @property
     def facts(self) -> dict[str, Fact]:
-        """What must be equal for a checkpoint to fit: tensors, and the meaning of a position."""
-        fields: dict[str, Fact] = {
-            _FLAGS.get(name, name): value
-            for name, value in dataclasses.asdict(self.shape).items()
-            if name != "max_seq"  # no tensor has this size
-        }
+        """What must be equal to resume from a checkpoint: tensors, and the order of the data."""
         return {
-            **fields,
+            **self.model_facts,
             "dtype": str(self.dtype).removeprefix("torch."),
             "state_dtype": self.config.optim.state_dtype,
             "seq_len": self.seq_len,
             "seed": self.config.run.seed,
         }
 
-
-def shape_of(facts: Mapping[str, Fact], max_seq: int) -> GPTConfig:
-    """The model whose checkpoint has these facts."""
-    fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name != "max_seq"]
-    known: dict[str, Any] = {name: facts[_FLAGS.get(name, name)] for name in fields}
-    return GPTConfig(**known, max_seq=max_seq)
-
-
-Builder = Callable[[Blueprint, Callable[[str], None]], Session]
-
-
-def draw_up(
-    config: TrainConfig, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None
-) -> Blueprint:
-    """Decide what the config leaves open."""
-    shape = _model_shape(config, tokenizer)
-    device = choose_device(config.memory.device)
-    lr = config.optim.lr if config.optim.lr is not None else min(1e-3, 0.46 / shape.d_model)
-    return Blueprint(
-        config=config,
-        shape=shape,
-        seq_len=config.data.seq_len or shape.max_seq,
-        device=device,
-        dtype=choose_dtype(config.memory.dtype, device),
-        lr=lr,
-        slots=_slots(config, shape, say),
-    )
-
-
-def _model_shape(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
-    section = config.model
-    names = ("experts", "layers", "heads", "d_model", "d_hidden", "top_k", "moe_every", "gated")
-    asked = {_FIELDS.get(name, name): getattr(section, name) for name in names}
-    changes = {name: value for name, value in asked.items() if value is not None}
-    vocab = section.vocab or vocab_size(tokenizer)
-    if vocab < tokenizer.ids:
-        raise ConfigError(
-            f"--vocab {vocab} is below the {tokenizer.ids} tokens of {tokenizer.name}; give at "
-            "least that, or leave it out"
+    @property
+    def budgets(self) -> Budgets:
+        memory, optim = self.config.memory, self.config.optim
+        waits = optim.clip > 0 or self.config.accumulates or not memory.overlap_updates
+        switches = {name: getattr(memory, name) for name in _SWITCHES}
+        return Budgets(
+            memory.gpu_memory,
+            memory.host_memory,
+            memory.disk,
+            self.device,
+            memory.mode,
+            self.slots,
+            memory.host_slots,
+            Settings(**switches),
+            DTYPES[optim.state_dtype],
+            keep_gradients=self.config.trains_experts and waits,
         )
-    shape = get_preset(section.preset, **changes, vocab=vocab)
-    if config.data.seq_len is not None:
-        # Positions are rotary: a longer context takes no parameters.
-        shape = dataclasses.replace(shape, max_seq=max(shape.max_seq, config.data.seq_len))
-    return shape
+
+    @abc.abstractmethod
+    def load_model(self) -> Any:
+        """The offloaded model, within `budgets`."""
+
+    def prepare(self, model: Any) -> nn.Module:
+        """The model with what the config freezes or adds."""
+        return cast(nn.Module, model)
 
 
-def choose_device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name} is not known; give cuda or cpu") from error
-    if device.type not in ("cuda", "cpu"):
-        raise ConfigError(f"--device {name} is not supported; give cuda or cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"--device {name}: torch {torch.__version__} sees no CUDA GPU here; give --device cpu"
-        )
-    return device
+Builder = Callable[[RunSpec], Session]
 
 
-def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    return DTYPES[name or ("bf16" if device.type == "cuda" else "fp32")]
-
-
-def _slots(config: TrainConfig, shape: GPTConfig, say: Callable[[str], None]) -> int | None:
-    """`nano` fits on any GPU, so without a budget of the user's it gets one that shows offload."""
-    memory = config.memory
-    given = (memory.gpu_memory, memory.host_memory, memory.disk, memory.slots, memory.host_slots)
-    if config.model.preset != "nano" or memory.mode != "auto" or any(given):
-        return memory.slots
-    experts = shape.n_moe_layers * shape.n_experts
-    slots = max(2, experts // 8)
-    say(
-        f"nano: {slots} of its {experts} experts fit on the compute device, one eighth; give "
-        "--gpu-memory, --slots or --mode for another budget"
-    )
-    return slots
-
-
-def _keeps_gradients(config: TrainConfig) -> bool:
-    """Whether gradients of experts will wait: for the norm, for more of them, or for step()."""
-    one_by_one = config.data.accumulate > 1 and not config.data.group
-    return config.optim.clip > 0 or one_by_one or not config.memory.overlap_updates
-
-
-def engine_settings(memory: MemorySection) -> Settings:
-    return Settings(
-        pin_share=memory.pin,
-        overlap_updates=memory.overlap_updates,
-        overlap_uploads=memory.overlap_uploads,
-        waves=memory.waves,
-        activations=memory.activations,
-        cpu_experts=memory.cpu_experts,
-        lookahead=memory.lookahead,
-        threads=memory.threads,
-    )
-
-
-def build_session(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
-    """Take the memory and build the model into it."""
-    config, memory, optim = blueprint.config, blueprint.config.memory, blueprint.config.optim
-    model = GPTMoE(
-        blueprint.shape,
-        checkpoint=config.model.checkpoint_layers,
-        seed=config.run.seed,
-        meta_experts=True,  # the engine makes each expert where it will live
-        device=blueprint.device,
-        dtype=blueprint.dtype,
-    )
-    offload(
-        model,
-        gpu_memory=memory.gpu_memory,
-        host_memory=memory.host_memory,
-        disk=memory.disk,
-        device=blueprint.device,
-        mode=memory.mode,
-        slots=blueprint.slots,
-        host_slots=memory.host_slots,
-        settings=engine_settings(memory),
-        state_dtype=DTYPES[optim.state_dtype],
-        keep_gradients=_keeps_gradients(config),
-        quiet=True,  # the trainer says what lies where
-    )
+def build_session(spec: RunSpec) -> Session:
+    """Allocates the memory and builds model and optimizer."""
+    optim = spec.config.optim
+    model = spec.load_model()
     engine = cast(Engine, model.overspill)
     try:
+        model = spec.prepare(model)
         optimizer = AdamW(
-            model,
-            lr=blueprint.lr,
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=spec.lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
@@ -233,4 +119,39 @@ def build_session(blueprint: Blueprint, say: Callable[[str], None]) -> Session:
     except BaseException:
         engine.close()
         raise
-    return Session(model=model, engine=engine, optimizer=optimizer, device=blueprint.device)
+    return Session(model=model, engine=engine, optimizer=optimizer)
+
+
+@contextmanager
+def open_session(
+    spec: RunSpec, folder: RunFolder, display: Display, build: Builder
+) -> Iterator[tuple[Session, TrainState]]:
+    """The session of a run and the state it starts from, while no other process uses `folder`."""
+    with folder:
+        start = _find_start(folder, spec, display) if spec.config.run.resume else None
+        session = build(spec)
+        try:
+            display.say(session.engine.describe())
+            # Only now: a run that could not be built leaves no files.
+            folder.write_config(spec.config)
+            state = TrainState(0, 0, spec.data_digest, spec.facts)
+            if start is not None:
+                state = checkpoint.load(start, session.model, session.engine, session.optimizer)
+            yield session, state
+        finally:
+            # Also after an error or a second Ctrl-C: stops the threads of the engine.
+            session.engine.close()
+
+
+def _find_start(folder: RunFolder, spec: RunSpec, display: Display) -> Path | None:
+    """The checkpoint to resume from; that it fits is checked before any memory is allocated."""
+    checkpoint.clean(folder.checkpoints)
+    start = checkpoint.newest(folder.checkpoints)
+    if start is None:
+        display.say(f"{folder.path} has no checkpoint yet: starting at step 0")
+        return None
+    checkpoint.check_fits(start, spec.facts)
+    if checkpoint.read_state(start).data_digest != spec.data_digest:
+        display.say("the data has changed since this run began: the losses will differ")
+    display.say(f"resuming from {start}")
+    return start

@@ -1,8 +1,9 @@
-"""The machinery of settings: a tree of dataclasses that flags and files fill.
+"""Settings: a tree of dataclasses that flags and files fill.
 
-A config is a frozen dataclass of sections, a section one of fields. The text under a field is its
-help on the command line. Field names are unique over the whole tree, so each is also a flag
-(`--seq-len`), and a file may write them under their section or not.
+A config is a frozen dataclass of sections, a section one of fields. The string below a field is its
+help text; its type says which values are valid (`Count`, `Share`, a `Literal`). Field names are
+unique in the whole tree: each is also a flag (`--seq-len`), and a file may write it in a table of
+its section or at the top level.
 """
 
 import ast
@@ -16,22 +17,34 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from overspill.core.errors import ConfigError
 from overspill.core.sizes import parse_size
 
-
-class Config(Protocol):
-    """A dataclass of sections."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+_OLD_NAMES: Mapping[str, str | None] = {"pin": "resident_share", "lookahead": None}
+"""Settings in config files of earlier versions: renamed, or removed."""
 
 
-C = TypeVar("C", bound=Config)
+@dataclass(frozen=True)
+class Rule:
+    """Which numbers are valid, and the words for it."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+_NOT_NEGATIVE = Rule("0 or more", lambda value: value >= 0)
+_SIZE = "size"
+Count = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
+NotNegativeInt = Annotated[int, _NOT_NEGATIVE]
+NotNegative = Annotated[float, _NOT_NEGATIVE]
+Share = Annotated[float, Rule("between 0 and 1", lambda value: 0 <= value <= 1)]
+SizeText = Annotated[str, _SIZE]
+"""Bytes, such as 12GiB."""
 
 
 @dataclass(frozen=True)
@@ -41,159 +54,171 @@ class Setting:
     name: str
     section: str
     title: str
-    """The section's own docstring, the heading of its flags."""
+    """The docstring of the section: the heading of its flags."""
     kind: type[Any]
     """bool, int, float, str, or tuple for several strings."""
     optional: bool
     default: Any
     help: str
+    check: Rule | str | None = None
+    """A rule for numbers, or `_SIZE`."""
+    choices: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    def convert(self, value: Any) -> Any:
+        """`value` as a file or the command line gives it, in the type of the field."""
+        if value is None and self.optional:
+            return None
+        if self.kind is float and type(value) is int:
+            return float(value)
+        if self.check == _SIZE and type(value) is int:
+            return str(value)
+        if self.kind is tuple and isinstance(value, list | tuple):
+            if all(isinstance(item, str) for item in value):
+                return tuple(value)
+        elif type(value) is self.kind:
+            return value
+        wanted = "a list of strings" if self.kind is tuple else self.kind.__name__
+        raise ConfigError(f"{self.name} = {value!r} has the wrong type; give {wanted}")
+
+    def validate(self, value: Any) -> None:
+        """Raise a ConfigError that names the flag unless `value` is valid."""
+        if value is None:
+            return
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{self.flag} {value} must be a finite number")
+        if isinstance(self.check, Rule) and not self.check.holds(value):
+            raise ConfigError(f"{self.flag} {value} must be {self.check.words}")
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{self.flag} {value} is unknown; give {' or '.join(self.choices)}")
+        if self.check == _SIZE:
+            parse_size(value, self.flag)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Base of all configs: a frozen dataclass of sections."""
+
+    command: ClassVar[str] = ""
+    """The command of `overspill` that takes these settings."""
+
+    def __post_init__(self) -> None:
+        flat = self.flat()
+        for setting in self.settings():
+            setting.validate(flat[setting.name])
+
+    @classmethod
+    def settings(cls) -> tuple[Setting, ...]:
+        """Every setting of the tree, in its order."""
+        kind: Any = cls  # mypy does not accept a type as hashable
+        return _settings_of(kind)
+
+    @classmethod
+    def make(cls, *layers: Mapping[str, Any]) -> Self:
+        """The config from flat settings; a later layer overrides an earlier one."""
+        merged = {name: value for layer in layers for name, value in layer.items()}
+        known = {setting.name: setting for setting in cls.settings()}
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in merged.items():
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"see overspill {cls.command} --help"
+                raise ConfigError(
+                    f"unknown setting {name!r}; {f'did you mean {close[0]!r}?' if close else hint}"
+                )
+            section = sections.setdefault(known[name].section, {})
+            section[name] = known[name].convert(value)
+        hints = typing.get_type_hints(cls)
+        return cls(**{name: hints[name](**values) for name, values in sections.items()})
+
+    @classmethod
+    def read_file(cls, path: Path) -> dict[str, Any]:
+        """The flat settings of a .toml or .json file."""
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        except OSError as error:
+            raise ConfigError(
+                f"config file {path} cannot be read ({error.strerror}); check the path"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"config file {path} cannot be parsed: {error}; fix it") from error
+        if not isinstance(tree, dict):
+            raise ConfigError(f"config file {path} is not a table; write `name = value` lines")
+        flat = dict(cls._flatten(tree, path))
+        current = {_OLD_NAMES.get(name, name): value for name, value in flat.items()}
+        return {name: value for name, value in current.items() if name is not None}
+
+    @classmethod
+    def _flatten(cls, tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+        # `data` is both a section and a setting: a table is the section.
+        sections = {section.name for section in dataclasses.fields(cls)}
+        section_of = {setting.name: setting.section for setting in cls.settings()}
+        for name, value in tree.items():
+            if not isinstance(value, dict):
+                yield name, value
+                continue
+            if name not in sections:
+                raise ConfigError(
+                    f"{path}: unknown section [{name}]; use one of {sorted(sections)}"
+                )
+            for key, inner in value.items():
+                if section_of.get(key, name) != name:
+                    raise ConfigError(
+                        f"{path}: {key} is in [{name}]; move it to [{section_of[key]}]"
+                    )
+                yield key, inner
+
+    def flat(self) -> dict[str, Any]:
+        return {
+            item.name: getattr(getattr(self, item.section), item.name) for item in self.settings()
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
 
 @functools.cache
-def settings_of(config: type[Any]) -> tuple[Setting, ...]:
-    """Every setting of the tree, in its order."""
+def _settings_of(config: type[Any]) -> tuple[Setting, ...]:
     found = []
     for section in dataclasses.fields(config):
         section_type = typing.get_type_hints(config)[section.name]
-        helps, hints = _field_docs(section_type), typing.get_type_hints(section_type)
-        title = (section_type.__doc__ or section.name).strip()
+        hints = typing.get_type_hints(section_type, include_extras=True)
+        title, helps = (section_type.__doc__ or "").strip(), _field_docs(section_type)
         for item in dataclasses.fields(section_type):
-            hint = hints[item.name]
-            optional = isinstance(hint, types.UnionType)
-            kind = typing.get_args(hint)[0] if optional else typing.get_origin(hint) or hint
+            kind, optional, check, choices = _read_type(hints[item.name])
             found.append(
-                Setting(
-                    item.name, section.name, title, kind, optional, item.default, helps[item.name]
-                )
-            )
+                Setting(item.name, section.name, title, kind, optional, item.default,
+                        helps[item.name], check, choices)
+            )  # fmt: skip
     return tuple(found)
 
 
+def _read_type(hint: Any) -> tuple[type[Any], bool, Rule | str | None, tuple[str, ...]]:
+    """The plain type of a field, whether it may be None, its check and its choices."""
+    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    if optional:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is Annotated:
+        kind, check = typing.get_args(hint)
+        return kind, optional, check, ()
+    if typing.get_origin(hint) is Literal:
+        return str, optional, None, typing.get_args(hint)
+    return typing.get_origin(hint) or hint, optional, None, ()
+
+
 def _field_docs(cls: type[Any]) -> dict[str, str]:
-    """The string under each field of a dataclass, which Python itself throws away."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for item, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            assert isinstance(after, ast.Expr), f"{item.target.id} has no help"
-            assert isinstance(after.value, ast.Constant)
-            docs[item.target.id] = " ".join(str(after.value.value).split())
+    """The string below each field of a dataclass, which Python itself discards. A field that a
+    subclass repeats without a string keeps the one of the base class."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for item, after in zip(body.body, body.body[1:], strict=False):
+            match item, after:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    docs[name] = " ".join(text.split())
     return docs
-
-
-def make(config: type[C], layers: Sequence[Mapping[str, Any]], command: str) -> C:
-    """The config from flat settings; a later layer wins over an earlier one. `command` is the one
-    whose --help an error names."""
-    merged = {name: value for layer in layers for name, value in layer.items()}
-    sections: dict[str, dict[str, Any]] = {}
-    known = {setting.name: setting for setting in settings_of(config)}
-    for name, value in merged.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"see overspill {command} --help"
-            raise ConfigError(f"there is no setting {name!r}; {hint}")
-        setting = known[name]
-        sections.setdefault(setting.section, {})[name] = _cast(setting, value)
-    hints = typing.get_type_hints(config)
-    return config(**{name: hints[name](**values) for name, values in sections.items()})
-
-
-def _cast(setting: Setting, value: Any) -> Any:
-    if value is None and setting.optional:
-        return None
-    if setting.kind is float and type(value) is int:
-        return float(value)
-    if setting.kind is str and type(value) is int and setting.name.endswith("_memory"):
-        return str(value)  # a plain number of bytes
-    if setting.kind is tuple:
-        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        raise ConfigError(f"{setting.name} = {value!r} is not of the right kind; give a list")
-    if type(value) is not setting.kind:
-        raise ConfigError(
-            f"{setting.name} = {value!r} is not of the right kind; give a {setting.kind.__name__}"
-        )
-    return value
-
-
-def read_file(config: type[Any], path: Path) -> dict[str, Any]:
-    """The flat settings of a .toml or .json file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        tree = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ConfigError(
-            f"config file {path} cannot be read ({error.strerror}); check the path"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"config file {path} cannot be parsed: {error}; correct it") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"config file {path} is a list or a value; write `name = value` lines")
-    return dict(_flatten(config, tree, path))
-
-
-def _flatten(config: Any, tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
-    # `data` is both a section and a setting: a table is the section.
-    sections = {section.name for section in dataclasses.fields(config)}
-    section_of = {setting.name: setting.section for setting in settings_of(config)}
-    for name, value in tree.items():
-        if not isinstance(value, dict):
-            yield name, value
-            continue
-        if name not in sections:
-            raise ConfigError(f"{path}: there is no section [{name}]; there are {sorted(sections)}")
-        for key, inner in value.items():
-            if section_of.get(key, name) != name:
-                raise ConfigError(f"{path}: {key} is in [{name}]; move it to [{section_of[key]}]")
-            yield key, inner
-
-
-def to_flat(config: Config) -> dict[str, Any]:
-    kind: Any = type(config)  # as Any: mypy takes no type for hashable
-    return {
-        item.name: getattr(getattr(config, item.section), item.name) for item in settings_of(kind)
-    }
-
-
-def to_json(config: Config) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-
-
-AT_LEAST_1, NOT_NEGATIVE, SHARE = "at least 1", "0 or more", "between 0 and 1"
-_RULES: dict[str, Callable[[float], bool]] = {
-    AT_LEAST_1: lambda value: value >= 1,
-    NOT_NEGATIVE: lambda value: value >= 0,
-    SHARE: lambda value: 0 <= value <= 1,
-}
-
-
-def check(
-    config: Config, rules: Mapping[str, Sequence[str]], choices: Mapping[str, Sequence[str]]
-) -> None:
-    """Values that cannot be right, each named as the flag it is: numbers must be finite and follow
-    their rule, words must be one of the choices, memory must be a size."""
-    flat = {name: value for name, value in to_flat(config).items() if value is not None}
-    for name, value in flat.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{_flag(name)} {value} must be a finite number")
-    for rule, names in rules.items():
-        for name in names:
-            if name in flat and not _RULES[rule](flat[name]):
-                raise ConfigError(f"{_flag(name)} {flat[name]} must be {rule}")
-    for name, values in choices.items():
-        if name in flat and flat[name] not in values:
-            raise ConfigError(
-                f"{_flag(name)} {flat[name]} is not known; give {' or '.join(values)}"
-            )
-    for name in ("gpu_memory", "host_memory"):
-        if name in flat:
-            parse_size(flat[name], _flag(name))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,14 +1,14 @@
-"""Ctrl-C and SIGTERM end a run at the next step, with everything saved."""
+"""Ctrl-C and SIGTERM stop a run after the current step and save a checkpoint."""
 
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 
 class StopSignal:
-    """While entered: the first Ctrl-C or SIGTERM asks the run to stop, a second one ends it."""
+    """A context in which the first Ctrl-C or SIGTERM requests a stop and a second one raises."""
 
     def __init__(self, on_request: Callable[[], None]) -> None:
         self.requested = False
@@ -16,18 +16,13 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        # Python lets only the main thread take signals; elsewhere the caller's handling stays.
+        # Only the main thread can set signal handlers; elsewhere those of the caller remain.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

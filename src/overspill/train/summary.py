@@ -1,6 +1,7 @@
-"""How a run ended, as data and in words."""
+"""How a run ended, as data and as text."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from overspill.core.sizes import format_size
 from overspill.train.progress import resume_command
@@ -10,6 +11,7 @@ from overspill.train.progress import resume_command
 class Summary:
     """How a run ended."""
 
+    command: ClassVar[str] = "train"
     out: str
     steps: int
     interrupted: bool
@@ -19,29 +21,27 @@ class Summary:
     seconds: float
     checkpoint: str | None
     placement: str
-    """What lay where, in one line."""
+    """Where the experts were, in one line."""
     bytes_by_tier: dict[str, int]
     host_peak: int
     gpu_peak: int
 
-
-def summary_lines(summary: Summary, command: str = "train") -> list[str]:
-    """The end of a run in words."""
-    losses = [
-        f"{name} {value:.4f}"
-        for name, value in (("loss", summary.loss), ("eval loss", summary.eval_loss))
-        if value is not None
-    ]
-    rate = [] if summary.tokens_per_s is None else [f"{summary.tokens_per_s:,.0f} tok/s"]
-    peaks = f"host memory peak {format_size(summary.host_peak)}"
-    if summary.gpu_peak:
-        peaks += f", GPU memory peak {format_size(summary.gpu_peak)}"
-    word = "stopped" if summary.interrupted else "done"
-    lines = [
-        f"{word} at step {summary.steps}: {', '.join(losses + rate)}",
-        f"{summary.placement}; {peaks}",
-        f"run folder: {summary.out}",
-    ]
-    if summary.interrupted:
-        lines.append(f"to go on: {resume_command(summary.out, command)}")
-    return lines
+    def lines(self) -> list[str]:
+        losses = [
+            f"{name} {value:.4f}"
+            for name, value in (("loss", self.loss), ("eval loss", self.eval_loss))
+            if value is not None
+        ]
+        rate = [] if self.tokens_per_s is None else [f"{self.tokens_per_s:,.0f} tok/s"]
+        peaks = f"host memory peak {format_size(self.host_peak)}"
+        if self.gpu_peak:
+            peaks += f", GPU memory peak {format_size(self.gpu_peak)}"
+        word = "stopped" if self.interrupted else "done"
+        lines = [
+            f"{word} at step {self.steps}: {', '.join(losses + rate)}",
+            f"{self.placement}; {peaks}",
+            f"run folder: {self.out}",
+        ]
+        if self.interrupted:
+            lines.append(f"to continue: {resume_command(self.out, self.command)}")
+        return lines

@@ -1,4 +1,4 @@
-"""Text to token ids: bytes by default, or any `tokenizer.json`."""
+"""Tokenizers: bytes by default, or any `tokenizer.json`."""
 
 import hashlib
 from pathlib import Path
@@ -12,20 +12,20 @@ from overspill.core.sizes import round_up
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
-# Matrix kernels like vocabularies in whole tiles; the ids beyond the tokenizer's are never used.
+# Matrix kernels are faster on whole tiles; the additional ids are never used.
 VOCAB_MULTIPLE = 64
 
 
 class Tokenizer(Protocol):
-    """What the data needs of a tokenizer."""
+    """A tokenizer for training data."""
 
     name: str
     fingerprint: str
-    """Changes whenever the same text could give other ids."""
+    """Identifies the mapping from text to ids."""
     ids: int
     """Number of distinct ids."""
     separator: int | None
-    """The id put between documents, if there is one."""
+    """The id between documents, if any."""
 
     def encode(self, text: str) -> Tokens: ...
 
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """The UTF-8 bytes of the text, and one more id that separates documents."""
+    """The UTF-8 bytes of the text, and one id that separates documents."""
 
     name = "bytes"
     fingerprint = "bytes-1"
@@ -48,7 +48,7 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` as the Hugging Face `tokenizers` library reads it."""
+    """A `tokenizer.json`, read by the Hugging Face `tokenizers` library."""
 
     _SEPARATORS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
@@ -63,13 +63,13 @@ class JsonTokenizer:
                 f"--tokenizer {path} cannot be read ({error.strerror}); give the path of a "
                 "tokenizer.json, or `bytes`"
             ) from error
-        except Exception as error:  # the library raises bare Exception for a file it cannot parse
+        except Exception as error:  # the library raises Exception for a file that it cannot parse
             raise ConfigError(
                 f"--tokenizer {path} is not a tokenizer.json ({error}); give one, or `bytes`"
             ) from error
         self.name = str(path)
         self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
-        # Ids need not be dense: what the model must hold is the highest one.
+        # Ids need not be dense: the vocabulary must include the highest one.
         self.ids = max(self._library.get_vocab(with_added_tokens=True).values()) + 1
         found = (self._library.token_to_id(token) for token in self._SEPARATORS)
         self.separator: int | None = next((token for token in found if token is not None), None)
@@ -91,5 +91,5 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
-    """The vocabulary a model for this tokenizer has."""
+    """The default vocabulary size of a model for this tokenizer."""
     return round_up(tokenizer.ids, VOCAB_MULTIPLE)

@@ -7,7 +7,7 @@ from overspill.trace.recorder import Recorder
 
 
 class Tracer:
-    """Records the first `count` steps of every `every`; the others run at full speed."""
+    """Traces the first `count` of every `every` steps; the others run at full speed."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Tracer:
 
     def before_step(self, step: int) -> None:
         if step % self._every < self._count and not self._running:
-            self.recorder.clear()  # what stays at the end of the run is the last group
+            self.recorder.clear()  # at the end of the run only the last group is left
             self.recorder.start()
             self._running = True
             self._since = self._clock()
@@ -37,7 +37,7 @@ class Tracer:
             self._running = False
 
     def busy(self) -> dict[str, float] | None:
-        """How busy each row was over the newest traced steps; None before there are any."""
+        """The busy share of each trace lane in the last traced steps; None before the first."""
         if self._until <= self._since:
             return None
         return self.recorder.busy(self._since, self._until)

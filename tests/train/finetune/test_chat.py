@@ -66,14 +66,14 @@ def test_special_tokens_of_a_template_are_tokens() -> None:
 
 def test_a_template_that_rewrites_the_past_is_refused() -> None:
     forgets = "{{ messages | length }}" + TURNS
-    with pytest.raises(ConfigError, match=r"f:1: the chat template changes earlier messages"):
+    with pytest.raises(ConfigError, match=r"f:1: the chat template renders earlier messages"):
         _row(forgets)
 
 
 def test_a_template_that_refuses_says_why() -> None:
     with pytest.raises(ConfigError, match=r"f:1: the chat template refuses .*no system"):
         _row("{{ raise_exception('no system') }}")
-    with pytest.raises(ConfigError, match=r"f:1: expected an answer of the assistant"):
+    with pytest.raises(ConfigError, match=r"f:1: the chat template renders no answer"):
         _row("{% if false %}{% generation %}x{% endgeneration %}{% endif %}y")
 
 

@@ -45,7 +45,7 @@ def test_a_label_out_of_range_is_named() -> None:
         with pytest.raises(ConfigError, match=rf"f:2: expected a label from 0 to 1 .*'{wrong}'"):
             number_of(example, ("bad", "good"))
     for wrong in ("one", "a,a", "a,,b"):
-        with pytest.raises(ConfigError, match="must be two different words or more"):
+        with pytest.raises(ConfigError, match="must be at least two different words"):
             read_words(wrong, _labelled("1"))
 
 
@@ -67,7 +67,7 @@ def test_labels_that_begin_alike_are_told_apart_by_their_end() -> None:
     (choice,) = encode_choices(TOKENIZER, _labelled("1"), form, 64, truncate=False)
     assert all(row.tokens[-1] == END and row.labels[-1] == END for row in choice.rows)
     same = LabelForm(("a", "a "), "{sentence}", "{label}", seq2seq=True)
-    with pytest.raises(ConfigError, match=r"label 'a ' has no tokens of its own"):
+    with pytest.raises(ConfigError, match=r"label 'a ' has the same tokens"):
         encode_choices(TOKENIZER, _labelled("0"), same, 64, truncate=False)
 
 
@@ -81,7 +81,7 @@ def test_an_encoder_decoder_chooses_a_target() -> None:
 def test_a_long_sentence_is_refused_or_cut_for_all_labels_alike() -> None:
     form = LabelForm(("bad", "good"), "{sentence}?", "{label}", seq2seq=False)
     long = [Labelled("f:9", "abcdefgh", "0")]
-    with pytest.raises(ConfigError, match=r"f:9: 13 tokens are more than the 8 of --seq-len"):
+    with pytest.raises(ConfigError, match=r"f:9: 13 tokens exceed --seq-len 8"):
         encode_choices(TOKENIZER, long, form, 8, truncate=False)
     (choice,) = encode_choices(TOKENIZER, long, form, 8, truncate=True)
     assert [_decoded(row.tokens.tolist()) for row in choice.rows] == ["fgh?bad", "fgh?good"]

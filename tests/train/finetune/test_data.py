@@ -6,8 +6,8 @@ import pytest
 from transformers import SwitchTransformersConfig
 
 from overspill.core.errors import ConfigError
-from overspill.train.finetune.config import DataSection
-from overspill.train.finetune.data import Data, load_data
+from overspill.train.finetune.config import FinetuneDataSection
+from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.rows import IGNORED
 from tests.train.finetune.tiny import (
     VOCAB,
@@ -23,9 +23,9 @@ TEMPLATE = "{% for m in messages %}{{ m.content }};{% endfor %}"
 
 def _load(
     path: Path, seq_len: int = 32, config: Any = None, seed: int = 0, **settings: Any
-) -> Data:
+) -> FinetuneData:
     lines: list[str] = []
-    section = DataSection(data=(str(path),), **settings)
+    section = FinetuneDataSection(data=(str(path),), **settings)
     tokenizer, config = make_tokenizer(TEMPLATE), config or mixtral_config()
     data = load_data(section, tokenizer, seq_len, config, seed, lines.append)
     assert len(lines) == 2
@@ -69,15 +69,13 @@ def test_a_long_text_is_split_and_other_examples_are_refused(tmp_path: Path) -> 
     short = _load(texts, seq_len=6, packing=False, eval_split=0.0)
     assert [len(row.tokens) for row in short.train] == [6, 6, 4] * 20
     pairs = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "p" * 9, "completion": "c"}] * 2)
-    with pytest.raises(
-        ConfigError, match=r"b\.jsonl:\d: 11 tokens are more than the 8 of --seq-len"
-    ):
+    with pytest.raises(ConfigError, match=r"b\.jsonl:\d: 11 tokens exceed --seq-len 8"):
         _load(pairs, seq_len=8, eval_split=0.0)
     cut = _load(pairs, seq_len=8, eval_split=0.0, truncate=True)
     assert [row.learned for row in cut.train] == [2, 2]
-    with pytest.raises(ConfigError, match=r"c\.jsonl:\d: 9 tokens are more than the 4"):
+    with pytest.raises(ConfigError, match=r"c\.jsonl:\d: 9 tokens exceed --seq-len 4"):
         _load(_chats(tmp_path / "c.jsonl"), seq_len=4)
-    with pytest.raises(ConfigError, match=r"c\.jsonl:\d: nothing is left to learn"):
+    with pytest.raises(ConfigError, match=r"c\.jsonl:\d: no learned token is left"):
         _load(tmp_path / "c.jsonl", seq_len=3, truncate=True)
 
 
@@ -130,7 +128,7 @@ def test_labels_of_the_evaluation_must_be_known(tmp_path: Path) -> None:
     [
         ("text", {"labels": "a,b"}, r"--labels is for \.tsv data"),
         ("text", {"chat_template": "x"}, r"--chat-template is for data with chat"),
-        ("labels", {"packing": True}, r"--packing cannot be used with classification"),
+        ("labels", {"packing": True}, r"--packing is not supported for classification"),
         ("single", {}, r"--eval-split 0\.05 takes every example of DATA \(it has 1\)"),
     ],
 )
@@ -154,7 +152,7 @@ def test_an_encoder_decoder_needs_sources_and_targets(tmp_path: Path) -> None:
         ):
             _load(path, config=config)
     pairs = write_pairs(tmp_path / "c.jsonl")
-    with pytest.raises(ConfigError, match="--packing cannot be used with an encoder-decoder model"):
+    with pytest.raises(ConfigError, match="--packing is not supported for an encoder"):
         _load(pairs, config=config, packing=True)
     row = _load(pairs, config=config, eval_split=0.0).train[0]
     content = json.loads(pairs.read_text().splitlines()[0])
@@ -164,5 +162,5 @@ def test_an_encoder_decoder_needs_sources_and_targets(tmp_path: Path) -> None:
 
 
 def test_a_foreign_tokenizer_is_told_before_the_model_crashes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gives token 256, and the model's vocabulary has 250"):
+    with pytest.raises(ConfigError, match=r"produces token 256, the model's vocabulary has 250"):
         _load(_texts(tmp_path / "a.jsonl"), config=mixtral_config(vocab_size=250))

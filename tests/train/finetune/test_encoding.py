@@ -39,7 +39,7 @@ def check(row: Row, text: str, learned: str) -> None:
 def test_all_of_a_text_is_learned() -> None:
     first, second = encode_texts(TOKENIZER, [Text("f:1", "abc"), Text("f:2", "d<end>")])
     check(first, "abc|", "abc|")
-    check(second, "d|", "d|")  # an end that is there already is not doubled
+    check(second, "d|", "d|")  # an end that already exists is not doubled
 
 
 def test_the_completion_is_learned_and_the_prompt_is_not() -> None:

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from overspill.core.errors import CheckpointError, ConfigError, NonFiniteError
-from overspill.train.finetune.batches import Order, collate
-from overspill.train.finetune.config import make_config
-from overspill.train.finetune.finetuner import FinetuneSummary, finetune, finetune_lines
-from overspill.train.finetune.session import Blueprint, build_session, draw_up
+from overspill.train.batch_order import BatchOrder
+from overspill.train.finetune.batches import collate
+from overspill.train.finetune.config import FinetuneConfig
+from overspill.train.finetune.finetuner import FinetuneSummary, finetune
+from overspill.train.finetune.spec import plan_finetuning
 from overspill.train.metrics import read_lines
 from overspill.train.schedule import lr_share
-from overspill.train.session import Session
+from overspill.train.session import RunSpec, Session, build_session
 from tests.train.fakes import Watcher
 from tests.train.finetune.tiny import (
     make_tokenizer,
@@ -33,7 +34,7 @@ from tests.train.finetune.tiny import (
 
 
 def _finetune(settings: dict[str, Any], display: Watcher | None = None) -> FinetuneSummary:
-    return finetune(make_config(settings), display or Watcher())
+    return finetune(FinetuneConfig.make(settings), display or Watcher())
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -46,12 +47,12 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 def _plain_losses(settings: dict[str, Any]) -> list[float]:
     """The oracle: transformers' model, torch's optimizer, all rows of a step in one batch."""
     whole = {"batch": settings["batch"] * settings.get("accumulate", 1), "accumulate": 1}
-    config = make_config({**settings, **whole})
-    plan = draw_up(config, lambda line: None)
+    config = FinetuneConfig.make({**settings, **whole})
+    plan = plan_finetuning(config, lambda line: None)
     loader = AutoModelForSeq2SeqLM if plan.seq2seq else AutoModelForCausalLM
     model = loader.from_pretrained(settings["checkpoint"], dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.01)
-    order, position, losses = Order(len(plan.data.train), config.run.seed), 0, []
+    order, position, losses = BatchOrder(len(plan.data.train), config.run.seed), 0, []
     for step in range(plan.steps):
         rows = [plan.data.train[n] for n in order.take(position, config.sequences_per_step)]
         position += len(rows)
@@ -107,7 +108,7 @@ def test_dropout_inside_experts_is_turned_off_and_said(switch: Path, tmp_path: P
     (checkpoint / "config.json").write_text(json.dumps(config))
     settings = tiny_settings(checkpoint, _data("pairs", tmp_path), tmp_path / "run", steps=1)
     said: list[str] = []
-    plan = draw_up(make_config(settings), said.append)
+    plan = plan_finetuning(FinetuneConfig.make(settings), said.append)
     assert plan.overrides == {"dropout_rate": 0.0}
     assert any("dropout_rate=0.1 is set to 0" in line for line in said)
     _finetune(settings, Watcher())
@@ -116,9 +117,8 @@ def test_dropout_inside_experts_is_turned_off_and_said(switch: Path, tmp_path: P
 def test_a_run_leaves_everything_in_its_folder(mixtral: Path, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     display, run = Watcher(), tmp_path / "run"
-    summary = _finetune(
-        tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), run, epochs=2.0), display
-    )
+    data = write_pairs(tmp_path / "a.jsonl")
+    summary = _finetune(tiny_settings(mixtral, data, run, epochs=2.0, trace_steps=1), display)
     assert summary.steps == 20
     assert summary.eval_loss_before is not None
     assert summary.eval_loss is not None
@@ -138,7 +138,7 @@ def test_the_models_it_leaves_are_plain_checkpoints(mixtral: Path, tmp_path: Pat
     display, run = Watcher(), tmp_path / "run"
     settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=8)
     summary = _finetune(settings, display)
-    plan = draw_up(make_config(settings), lambda line: None)
+    plan = plan_finetuning(FinetuneConfig.make(settings), lambda line: None)
     for folder, step in ((summary.final, 8), (summary.best, summary.best_step)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         batch = collate(plan.data.eval_rows, plan.pad, plan.device)
@@ -159,7 +159,7 @@ def test_the_best_model_is_kept_when_it_gets_worse(mixtral: Path, tmp_path: Path
     best = min(range(1, 5), key=lambda n: display.evals[n])
     assert summary.best_step == 2 * best < 8
     assert not (run / "best").is_symlink()
-    assert f"best model (step {2 * best}): {run / 'best'}" in finetune_lines(summary)
+    assert f"best model (step {2 * best}): {run / 'best'}" in summary.lines()
     assert _weights(run / "best").keys() == _weights(run / "final").keys()
     assert any(
         not torch.equal(a, b)
@@ -194,8 +194,8 @@ def test_a_stopped_run_resumes_to_the_same_bits(
     settings = tiny_settings(mixtral, data, tmp_path / "b", steps=12, **extra)
     summary = _finetune(settings, first)
     assert (summary.interrupted, summary.steps, summary.final) == (True, 5, None)
-    again = f"to go on: overspill finetune --resume --out {tmp_path / 'b'}"
-    assert again in finetune_lines(summary)
+    again = f"to continue: overspill finetune --resume --out {tmp_path / 'b'}"
+    assert again in summary.lines()
     resumed = _finetune({**settings, "resume": True}, second)
     assert first.losses + second.losses == straight.losses
     assert first.evals + second.evals == straight.evals
@@ -245,7 +245,7 @@ def test_accuracy_rises_and_is_told(mixtral: Path, tmp_path: Path) -> None:
     assert summary.accuracy_before is not None
     assert summary.accuracy_before < 0.8
     assert summary.accuracy == 1.0
-    assert f"accuracy {summary.accuracy_before:.1%} → 100.0%" in finetune_lines(summary)
+    assert f"accuracy {summary.accuracy_before:.1%} → 100.0%" in summary.lines()
     lines = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
     found = [line["accuracy"] for line in lines if "accuracy" in line]
     assert (found[0], found[-1]) == (summary.accuracy_before, 1.0)
@@ -282,7 +282,7 @@ def test_lora_trains_adapters_alone(mixtral: Path, tmp_path: Path) -> None:
     assert all("lora_" in name for name in names)
     base = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, summary.final).eval()
-    plan = draw_up(make_config(settings), lambda line: None)
+    plan = plan_finetuning(FinetuneConfig.make(settings), lambda line: None)
     batch = collate(plan.data.eval_rows, plan.pad, plan.device)
     with torch.no_grad():
         assert model(**batch).loss.item() == pytest.approx(display.evals[-1], rel=1e-5)
@@ -295,7 +295,7 @@ def test_lora_targets_are_checked(mixtral: Path, tmp_path: Path) -> None:
     names = _weights(tmp_path / "run" / "final")
     assert {name.split(".")[-3] for name in names} == {"q_proj", "lm_head"}
     other = {**settings, "out": str(tmp_path / "other"), "lora_targets": "qproj"}
-    with pytest.raises(ConfigError, match=r"--lora-targets qproj is no linear layer .*k_proj"):
+    with pytest.raises(ConfigError, match=r"--lora-targets qproj is not a linear layer .*k_proj"):
         _finetune(other)
     assert not (tmp_path / "other").exists()
 
@@ -314,8 +314,8 @@ def test_the_balance_loss_is_the_models_own(mixtral: Path, tmp_path: Path) -> No
     settings = tiny_settings(mixtral, data, tmp_path / "run", steps=1, balance=True)
     _finetune(settings)
     line = next(line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line)
-    plan = draw_up(make_config(settings), lambda line: None)
-    rows = [plan.data.train[n] for n in Order(len(plan.data.train), 0).take(0, 4)]
+    plan = plan_finetuning(FinetuneConfig.make(settings), lambda line: None)
+    rows = [plan.data.train[n] for n in BatchOrder(len(plan.data.train), 0).take(0, 4)]
     model = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32).train()
     out = model(**collate(rows, plan.pad, plan.device), output_router_logits=True)
     balance = model.config.router_aux_loss_coef * out.aux_loss.item()
@@ -346,8 +346,8 @@ def test_chats_are_trained_on_with_the_template(tmp_path: Path) -> None:
 def test_a_nan_is_told_with_the_way_back(mixtral: Path, tmp_path: Path) -> None:
     built: list[Session] = []
 
-    def build(blueprint: Blueprint) -> Session:
-        built.append(build_session(blueprint))
+    def build(spec: RunSpec) -> Session:
+        built.append(build_session(spec))
         return built[0]
 
     def poison(step: int) -> None:
@@ -356,7 +356,7 @@ def test_a_nan_is_told_with_the_way_back(mixtral: Path, tmp_path: Path) -> None:
                 built[0].model.lm_head.weight.fill_(math.nan)
 
     data = write_pairs(tmp_path / "a.jsonl")
-    config = make_config(tiny_settings(mixtral, data, tmp_path / "run", eval_every=0))
+    config = FinetuneConfig.make(tiny_settings(mixtral, data, tmp_path / "run", eval_every=0))
     with pytest.raises(
         NonFiniteError, match=r"step 5: the loss is nan.*overspill finetune --resume"
     ):
@@ -367,7 +367,7 @@ def test_another_model_is_not_resumed(mixtral: Path, tmp_path: Path) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
     settings = tiny_settings(mixtral, data, tmp_path / "run", steps=1)
     _finetune(settings)
-    with pytest.raises(ConfigError, match="holds a run already; add --resume"):
+    with pytest.raises(ConfigError, match="already holds a run; add --resume"):
         _finetune(settings)
     for change, message in (
         ({"lora": 2}, "was written with lora=None; this run has lora=2"),

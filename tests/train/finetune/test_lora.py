@@ -6,7 +6,7 @@ from torch import nn
 from transformers import MixtralForCausalLM
 
 from overspill.core.errors import ConfigError
-from overspill.train.finetune.config import ModelSection
+from overspill.train.finetune.config import FinetuneModelSection
 from overspill.train.finetune.lora import add_lora, attention_layers, save_adapter
 from tests.train.finetune.tiny import mixtral_config
 
@@ -16,7 +16,7 @@ def test_the_linear_layers_of_attention_are_found_and_no_others() -> None:
     names = attention_layers(model)
     assert len(names) == 8
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(ConfigError, match=r"no linear layer in attention.*--lora-targets"):
+    with pytest.raises(ConfigError, match=r"no linear layers in attention.*--lora-targets"):
         attention_layers(nn.Sequential(nn.Linear(2, 2)))
 
 
@@ -24,7 +24,7 @@ def test_only_adapters_are_trained_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MixtralForCausalLM(mixtral_config())
-    lora = add_lora(model, ModelSection(lora=3), seq2seq=False)
+    lora = add_lora(model, FinetuneModelSection(lora=3), seq2seq=False)
     trained = [(name, p) for name, p in lora.named_parameters() if p.requires_grad]
     assert all("lora_" in name and 3 in p.shape for name, p in trained)
     assert lora.peft_config["default"].lora_alpha == 6

@@ -25,9 +25,7 @@ def test_a_row_knows_what_is_learned() -> None:
 
 def test_a_long_row_is_refused_with_its_line_or_cut() -> None:
     assert shorten(ROW, 7, truncate=False, keep_end=True) is ROW
-    with pytest.raises(
-        ConfigError, match=r"f:7: 7 tokens are more than the 6 of --seq-len.*--trun"
-    ):
+    with pytest.raises(ConfigError, match=r"f:7: 7 tokens exceed --seq-len 6.*--trun"):
         shorten(ROW, 6, truncate=False, keep_end=True)
     assert shorten(ROW, 5, truncate=True, keep_end=False).tokens.tolist() == [1, 2, 3, 4, 5]
 

@@ -86,6 +86,6 @@ def tiny_settings(checkpoint: Path, data: Path, out: Path, **changes: Any) -> di
     """Settings of a run that takes a moment."""
     return {
         "checkpoint": str(checkpoint), "data": [str(data)], "out": str(out), "batch": 4, "lr": 3e-3,
-        "warmup": 0, "log_every": 2, "trace_steps": 1, "save_every": 3, "eval_every": 4,
+        "warmup": 0, "log_every": 2, "trace_steps": 0, "save_every": 3, "eval_every": 4,
         "device": "cpu", "slots": 3, **changes,
     }  # fmt: skip

@@ -1,7 +1,7 @@
-"""`overspill.load`: a Hugging Face checkpoint straight into the store, expert by expert."""
+"""`overspill.load`: reads a Hugging Face checkpoint into the store, expert by expert."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,21 @@ from torch import Tensor
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
+from overspill.models.budgets import Budgets, Size
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.experts import DictionaryExperts
 from overspill.models.huggingface.folder import CheckpointFolder, find_folder, read_config, silence
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
-from overspill.models.offload import Budgets, Size, compute_device, counted, hand_over
+from overspill.models.offload import count_filled, move_experts
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from overspill.tiers.slab import Progress
 
 _READERS = 8
-"""Threads that read: enough to keep an NVMe disk busy."""
+"""Reader threads: enough to keep an NVMe disk busy."""
 _BUFFERS = 3 << 29
-"""Most bytes of experts that are on their way at once, where they cannot be read into place."""
+"""Maximum bytes of experts in buffers at once, where they cannot be read into place."""
 
 
 def load(
@@ -45,69 +46,73 @@ def load(
     quiet: bool = False,
     **config: Any,
 ) -> Any:
-    """A Mixture-of-Experts checkpoint (a folder, or a repository of the hub) as the transformers
-    model it is, with its experts where the budgets allow: `overspill.offload` without ever holding
-    them in memory twice.
+    """Loads a Mixture-of-Experts checkpoint (a folder, or a repository of the hub) as a
+    transformers model with its experts offloaded, without ever holding them in memory twice.
 
-    `dtype` is that of the weights; left out, the checkpoint's. With `train` (the default) the model
-    is in training mode and memory for the optimizer is planned; without, it is for inference. The
-    other arguments are those of `overspill.offload`; what is left (`dropout_rate=0`, ...) replaces
-    fields of the checkpoint's config, as in `from_pretrained`.
+    With `train` (the default) the model is in training mode and memory for the optimizer is
+    planned; without it, the model is for inference. `dtype` is the data type of the weights, by
+    default that of the checkpoint. Other keyword arguments (`dropout_rate=0`, ...) replace fields
+    of the checkpoint's config, as in `from_pretrained`; the rest is as in `overspill.offload`.
     """
     budgets = Budgets(
-        gpu_memory,
-        host_memory,
-        disk,
-        device,
-        mode,
-        slots,
-        host_slots,
-        settings or Settings(),
-        state_dtype,
-        keep_gradients,
-    )
-    where = compute_device(device)
+        gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
+        state_dtype, keep_gradients,
+    )  # fmt: skip
+    return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config)
+
+
+def load_within(
+    path_or_repo: str | os.PathLike[str],
+    budgets: Budgets,
+    dtype: torch.dtype | str | None,
+    train: bool,
+    progress: bool | Progress,
+    quiet: bool,
+    changes: Mapping[str, Any],
+) -> Any:
+    """`load` with all budgets in one object; `changes` replace fields of the model's config."""
+    device = budgets.compute_device
     folder = find_folder(path_or_repo)
-    settings_of_model = read_config(folder)
-    for name, value in config.items():
-        if not hasattr(settings_of_model, name):
-            kind = type(settings_of_model).__name__
+    config = read_config(folder)
+    for name, value in changes.items():
+        if not hasattr(config, name):
+            kind = type(config).__name__
             raise ConfigError(f"{name}={value!r} is not a field of {kind}, nor an argument of load")
-        setattr(settings_of_model, name, value)
+        setattr(config, name, value)
     with CheckpointFolder(folder) as checkpoint:
-        made = Skeleton(model_class(settings_of_model), train)
-        model = _load_dense(made.model_class, folder, settings_of_model, dtype, where)
+        made = Skeleton(model_class(config), train)
+        model = _load_dense(made.model_class, folder, config, dtype, device)
         model.train(train)
         layers = made.layers
         recipes = Recipes(model, layers, checkpoint)
 
         def fill(engine: Engine, progress: Progress | None) -> None:
-            tell = counted(engine, progress)
+            count = count_filled(engine, progress)
 
             def fill_one(expert: ExpertId, record: Tensor) -> None:
                 recipes.fill(expert, record)
-                tell()
+                count()
 
             engine.records.fill(fill_one, _readers(engine, recipes), on_host=True)
 
-        hand_over(model, layers, budgets, progress, quiet, fill)
+        move_experts(model, layers, budgets, progress, quiet, fill)
     made.restore(model)
     return adapt(model, layers)
 
 
 def _readers(engine: Engine, recipes: Recipes) -> int:
-    """As many threads as read at once without their buffers growing past _BUFFERS."""
-    on_its_way = engine.placement.mode != "host"  # to the disk or to the device
-    each = engine.layout.weight_bytes * (int(on_its_way) + 2 * int(recipes.copies))
+    """As many reader threads as `_BUFFERS` allows."""
+    staged = engine.placement.mode != "host"  # a buffer on the way to the disk or the device
+    each = engine.layout.weight_bytes * (int(staged) + 2 * int(recipes.copies))
     return _READERS if each == 0 else max(1, min(_READERS, _BUFFERS // each))
 
 
 def _load_dense(
     kind: Any, folder: Path, config: Any, dtype: torch.dtype | str | None, device: torch.device
 ) -> Any:
-    """All but the experts, by transformers itself, which never reads what has no place."""
+    """Loads all but the experts with transformers, which skips tensors without a parameter."""
     placed = {"device_map": {"": device}} if device.type == "cuda" else {}
-    with silence():  # what it would report is looked at below
+    with silence():  # what it would report is checked below
         try:
             model, info = kind.from_pretrained(
                 folder,
@@ -125,7 +130,7 @@ def _load_dense(
             raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
     _check_dense(folder, info)
     if hasattr(model, "hf_device_map"):
-        del model.hf_device_map  # it is on one device, like any other model
+        del model.hf_device_map  # the model is on one device
     return model
 
 
@@ -138,7 +143,7 @@ def _check_dense(folder: Path, info: dict[str, Any]) -> None:
     missing: Sequence[str] = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(
-            f"{folder} holds nothing for {missing[0]}" + _more(missing) + "; it is not complete"
+            f"{folder} holds nothing for {missing[0]}" + _more(missing) + "; it is incomplete"
         )
     for name, error in dict(info.get("conversion_errors") or {}).items():
         reason = str(error).strip().splitlines()[-1]
@@ -155,41 +160,25 @@ def from_config(
     host_memory: Size = None,
     disk: str | Path | None = None,
     dtype: torch.dtype = torch.float32,
-    device: str | torch.device | None = None,
-    mode: str = "auto",
-    slots: int | None = None,
-    host_slots: int | None = None,
     *,
     train: bool = True,
     settings: Settings | None = None,
-    state_dtype: torch.dtype = torch.float32,
-    keep_gradients: bool | None = None,
     progress: bool | Progress = True,
     quiet: bool = False,
+    **more: Any,
 ) -> Any:
-    """A transformers model of this config with random weights, to be trained from nothing; its
-    experts are drawn straight into the store."""
-    budgets = Budgets(
-        gpu_memory,
-        host_memory,
-        disk,
-        device,
-        mode,
-        slots,
-        host_slots,
-        settings or Settings(),
-        state_dtype,
-        keep_gradients,
-    )
+    """A transformers model of this config with random weights, for training from scratch; its
+    experts are initialized in the store. `more` are further arguments of `overspill.offload`."""
+    budgets = Budgets(gpu_memory, host_memory, disk, settings=settings or Settings(), **more)
     made = Skeleton(model_class(config), train)
     with silence():
         model = made.model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype)
     model.train(train)
     if isinstance(made.layers[0], DictionaryExperts):
         raise ConfigError(
-            f"from_config does not draw the weights of {config.model_type}; save a model made by "
-            "transformers and load that"
+            f"from_config cannot initialize {config.model_type}; save a model made by "
+            "transformers and load it"
         )
-    hand_over(model, made.layers, budgets, progress, quiet)
+    move_experts(model, made.layers, budgets, progress, quiet)
     made.restore(model)
     return adapt(model, made.layers)

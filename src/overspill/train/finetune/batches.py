@@ -1,4 +1,4 @@
-"""Rows → batches. The order is a pure function of the seed: rows read so far are one integer."""
+"""Rows → batches."""
 
 from collections.abc import Sequence
 
@@ -10,24 +10,8 @@ from overspill.train.finetune.rows import IGNORED, Ids, Row
 Batch = dict[str, torch.Tensor]
 
 
-class Order:
-    """Every epoch its own permutation of `count` rows."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self._count, self._seed = count, seed
-        self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
-
-    def take(self, position: int, most: int) -> list[int]:
-        """The next rows when `position` have been read, up to the end of the epoch."""
-        epoch, at = divmod(position, self._count)
-        if epoch != self._epoch:
-            generator = np.random.default_rng((self._seed, epoch))
-            self._epoch, self._permutation = epoch, generator.permutation(self._count)
-        return [int(row) for row in self._permutation[at : at + most]]
-
-
 def collate(rows: Sequence[Row], pad: int, device: torch.device) -> Batch:
-    """Rows side by side, padded on the right."""
+    """A batch of rows, padded on the right."""
     tokens = [row.tokens for row in rows]
     batch = {
         "input_ids": _padded(tokens, pad),

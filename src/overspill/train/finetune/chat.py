@@ -1,4 +1,4 @@
-"""Conversations → rows in which only the assistant's answers are learned."""
+"""Chats → rows in which only the answers of the assistant are learned."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,14 @@ Span = tuple[int, int]
 
 
 def set_template(tokenizer: Tokenizer, file: str | None) -> None:
-    """Give the tokenizer the template in `file`; without one it must have its own."""
+    """Sets the template in `file`; without a file the tokenizer must have a template."""
     if file is not None:
         try:
             tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise ConfigError(
-                f"--chat-template {file} cannot be read ({reason}); give a file with a template"
+                f"--chat-template {file} cannot be read ({reason}); give another file"
             ) from error
     if tokenizer.chat_template is None:
         raise ConfigError(
@@ -29,7 +29,7 @@ def set_template(tokenizer: Tokenizer, file: str | None) -> None:
         )
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"the tokenizer {tokenizer.name_or_path} cannot say which token came from where, which "
+            f"the tokenizer {tokenizer.name_or_path} does not report the offsets of tokens, which "
             "chat messages need; give a folder with a tokenizer.json with --tokenizer"
         )
 
@@ -40,19 +40,19 @@ def encode_chats(tokenizer: Tokenizer, examples: Sequence[Chat]) -> Iterator[Row
         row = _marked_row(tokenizer, example) if marked else _searched_row(tokenizer, example)
         if not row.learned:
             raise ConfigError(
-                f"{example.where}: expected an answer of the assistant after the chat template, "
-                "found none; correct the template or the line"
+                f"{example.where}: the chat template renders no answer of the assistant; correct "
+                "the template or the line"
             )
         yield row
 
 
 def _marked_row(tokenizer: Tokenizer, example: Chat) -> Row:
-    """The template itself says what the model generates."""
+    """For a template that marks what the model generates."""
     try:
         encoded = tokenizer.apply_chat_template(
             example.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-    except Exception as error:  # whatever jinja or the template raises
+    except Exception as error:  # jinja and templates raise any type
         raise _refused(example, error) from error
     learn = [bool(flag) for flag in encoded["assistant_masks"]]
     return make_row(example.where, encoded["input_ids"], learn)
@@ -74,19 +74,19 @@ def _searched_row(tokenizer: Tokenizer, example: Chat) -> Row:
 
 
 def _answer(tokenizer: Tokenizer, example: Chat, number: int, text: str) -> Span:
-    """Where in `text` message `number` lies: from what is there when the assistant's turn begins
-    to the end of that turn."""
+    """The span of message `number` in `text`: from the generation prompt to the end of the
+    turn."""
     turn = _render(tokenizer, example, number, True)
     end = _render(tokenizer, example, number + 1, False)
     if not (end.startswith(turn) and text.startswith(end)):
         raise ConfigError(
-            f"{example.where}: the chat template changes earlier messages when later ones follow, "
-            "so the answers cannot be told from it; mark them in it with {% generation %}, and "
-            "give it with --chat-template"
+            f"{example.where}: the chat template renders earlier messages differently when others "
+            "follow, so the answers cannot be located; mark them with {% generation %} in a "
+            "template given with --chat-template"
         )
     start = len(turn)
     if turn == _render(tokenizer, example, number, False):
-        # The template begins no turn by itself: the role's name is not part of the answer.
+        # The template has no generation prompt: exclude the name of the role.
         start += max(0, end[start:].find(example.messages[number]["content"].strip()))
     return start, len(end)
 
@@ -100,7 +100,7 @@ def _render(tokenizer: Tokenizer, example: Chat, count: int, turn: bool) -> str:
                 example.messages[:count], tokenize=False, add_generation_prompt=turn
             )
         )
-    except Exception as error:  # whatever jinja or the template raises
+    except Exception as error:  # jinja and templates raise any type
         raise _refused(example, error) from error
 
 

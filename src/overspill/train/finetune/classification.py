@@ -1,6 +1,6 @@
-"""Sentences with labels: a label is a word that the model completes a prompt with.
+"""Classification: a label is a text that completes a prompt.
 
-A sentence gets the label whose tokens the model finds most likely after its prompt.
+The predicted label of a sentence is the one with the most likely tokens after its prompt.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from overspill.train.finetune.rows import Row, ids, make_row, too_long
 
 @dataclass(frozen=True)
 class Choice:
-    """A sentence with each of the labels; a row's labels are the tokens of its word."""
+    """A sentence completed with each label; only the tokens of the label are learned."""
 
     rows: tuple[Row, ...]
     label: int
@@ -25,12 +25,12 @@ class Choice:
 
 
 def read_words(labels: str | None, examples: Sequence[Labelled]) -> tuple[str, ...]:
-    """The word of each label: of --labels, or the numbers that the examples use."""
+    """The word of each label: from --labels, or the numbers in the examples."""
     if labels is None:
         return _count_numbers(examples)
     words = tuple(word.strip() for word in labels.split(","))
     if len(words) < 2 or len(set(words)) < len(words) or not all(words):
-        raise ConfigError(f"--labels {labels!r} must be two different words or more, a,b,c")
+        raise ConfigError(f"--labels {labels!r} must be at least two different words, such as a,b")
     return words
 
 
@@ -54,7 +54,7 @@ def _count_numbers(examples: Sequence[Labelled]) -> tuple[str, ...]:
 
 
 def number_of(example: Labelled, words: Sequence[str]) -> int:
-    """An example's label as a number; its line is named when it is out of range."""
+    """The label of an example as a number."""
     if example.label in words:
         return words.index(example.label)
     if example.label.isdecimal() and int(example.label) < len(words):
@@ -68,7 +68,7 @@ def _expected(example: Labelled, wanted: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class LabelForm:
-    """How sentences and labels are written."""
+    """The texts of prompts and labels."""
 
     words: tuple[str, ...]
     prompt: str
@@ -87,7 +87,7 @@ def encode_choices(
     answers = _answers(tokenizer, form)
     prompts = [form.prompt.replace("{sentence}", example.sentence) for example in examples]
     heads = (encode if form.seq2seq else encode_prompts)(tokenizer, prompts)
-    # All labels follow the same prompt, so the longest decides how much of a prompt stays.
+    # All labels follow the same prompt: the longest determines the space for it.
     longest = max(map(len, answers))
     room = seq_len if form.seq2seq else seq_len - longest
     choices = []
@@ -108,11 +108,11 @@ def _row(where: str, head: list[int], answer: list[int], seq2seq: bool) -> Row:
 
 
 def _answers(tokenizer: Tokenizer, form: LabelForm) -> list[list[int]]:
-    """The tokens of each label. Where one label begins like another ("1" and "10"), all get an end:
-    without it the shorter could never be the less likely one."""
+    """The tokens of each label. If one label is a prefix of another ("1" and "10"), all get an end
+    token: without it the prefix would always be at least as likely."""
     texts = [form.text.replace("{label}", word) for word in form.words]
     if form.seq2seq:
-        texts = [text.strip() for text in texts]  # a target begins at its beginning
+        texts = [text.strip() for text in texts]  # a target has no text before it
     answers = encode(tokenizer, texts, special=False)
     begins = any(a is not b and a == b[: len(a)] for a in answers for b in answers)
     end = tokenizer.eos_token_id
@@ -121,7 +121,7 @@ def _answers(tokenizer: Tokenizer, form: LabelForm) -> list[list[int]]:
     for number, answer in enumerate(answers):
         if not answer or answer in answers[:number]:
             raise ConfigError(
-                f"label {form.words[number]!r} has no tokens of its own; give other words with "
-                "--labels"
+                f"label {form.words[number]!r} has the same tokens as another label, or none; give "
+                "other words with --labels"
             )
     return answers

@@ -1,4 +1,4 @@
-"""The data of a run: files → examples → rows to train on and rows to evaluate on."""
+"""The data of a run: files → examples → rows for training and evaluation."""
 
 import functools
 import hashlib
@@ -10,13 +10,8 @@ import numpy as np
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.chat import encode_chats, set_template
-from overspill.train.finetune.classification import (
-    Choice,
-    LabelForm,
-    encode_choices,
-    read_words,
-)
-from overspill.train.finetune.config import DataSection
+from overspill.train.finetune.classification import Choice, LabelForm, encode_choices, read_words
+from overspill.train.finetune.config import FinetuneDataSection
 from overspill.train.finetune.encoding import (
     Tokenizer,
     encode_pairs,
@@ -39,25 +34,25 @@ from overspill.train.finetune.rows import Row, shorten, split, without_first_lab
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How examples become rows: what model, settings and the first line decide together."""
+class EncodingPlan:
+    """How examples are encoded: from the model, the settings and the kind of the data."""
 
     kind: Kind
     seq_len: int
     seq2seq: bool
     packing: bool
-    section: DataSection
+    section: FinetuneDataSection
     words: tuple[str, ...]
-    """Of the labels; empty where there are none."""
+    """The labels; empty if there are none."""
 
 
 @dataclass(frozen=True)
-class Data:
+class FinetuneData:
     kind: Kind
     train: list[Row]
     eval_rows: list[Row]
     eval_choices: list[Choice]
-    """Instead of rows, for classification."""
+    """For classification, instead of rows."""
     packing: bool
 
     @property
@@ -66,13 +61,13 @@ class Data:
 
     @property
     def rows(self) -> list[Row]:
-        """All, those of every label among them."""
+        """All rows, including those of every label."""
         choices = [row for choice in self.eval_choices for row in choice.rows]
         return [*self.train, *self.eval_rows, *choices]
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of all tokens: files, tokenizer, templates and split together."""
+        """Digest of all tokens: it depends on files, tokenizer, templates and split."""
         digest = hashlib.blake2b(digest_size=16)
         for row in self.rows:
             for part in (row.tokens, row.labels):
@@ -81,33 +76,35 @@ class Data:
 
 
 def load_data(
-    section: DataSection,
+    section: FinetuneDataSection,
     tokenizer: Tokenizer,
     seq_len: int,
     model_config: Any,
     seed: int,
     say: Callable[[str], None],
-) -> Data:
+) -> FinetuneData:
     if not section.data:
         raise ConfigError("DATA is missing; give a .jsonl or .tsv file after the checkpoint")
     examples = read_examples(section.data)
     held_out = None
     if section.eval_data is not None:
         held_out = read_examples([section.eval_data], "--eval-data", examples.kind)
-    reading = _decide(section, examples, seq_len, bool(model_config.is_encoder_decoder))
-    if reading.kind is Kind.CHAT:
+    plan = _plan_encoding(section, examples, seq_len, bool(model_config.is_encoder_decoder))
+    if plan.kind is Kind.CHAT:
         set_template(tokenizer, section.chat_template)
     elif section.chat_template is not None:
-        raise ConfigError('--chat-template is for data with chat "messages"; leave it out')
+        raise ConfigError('--chat-template is for data with chat "messages"; omit it')
     train, evaluation = _split(examples.items, held_out, section, seed)
     say(f"data: tokenizing {len(train) + len(evaluation):,} examples")
-    data = _encode(reading, tokenizer, train, evaluation)
+    data = _encode(plan, tokenizer, train, evaluation)
     _check_vocabulary(data, tokenizer, model_config)
     _describe(data, len(train), len(evaluation), seq_len, say)
     return data
 
 
-def _decide(section: DataSection, examples: Examples, seq_len: int, seq2seq: bool) -> Reading:
+def _plan_encoding(
+    section: FinetuneDataSection, examples: Examples, seq_len: int, seq2seq: bool
+) -> EncodingPlan:
     kind = examples.kind
     if seq2seq and kind in (Kind.TEXT, Kind.CHAT):
         raise ConfigError(
@@ -116,22 +113,22 @@ def _decide(section: DataSection, examples: Examples, seq_len: int, seq2seq: boo
         )
     if section.packing and (seq2seq or kind is Kind.LABELLED):
         what = "an encoder-decoder model" if seq2seq else "classification"
-        raise ConfigError(f"--packing cannot be used with {what}; leave it out")
+        raise ConfigError(f"--packing is not supported for {what}; omit it")
     if kind is not Kind.LABELLED and section.labels is not None:
-        raise ConfigError(f"--labels is for .tsv data, found {kind.value}; leave it out")
+        raise ConfigError(f"--labels is for .tsv data, found {kind.value}; omit it")
     words: tuple[str, ...] = ()
     if kind is Kind.LABELLED:
         words = read_words(section.labels, cast(Sequence[Labelled], examples.items))
     packing = section.packing
     if packing is None:
         packing = kind in (Kind.TEXT, Kind.CHAT)
-    return Reading(kind, seq_len, seq2seq, packing, section, words)
+    return EncodingPlan(kind, seq_len, seq2seq, packing, section, words)
 
 
 def _split(
-    examples: Sequence[Example], held_out: Examples | None, section: DataSection, seed: int
+    examples: Sequence[Example], held_out: Examples | None, section: FinetuneDataSection, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """What is trained on and what is evaluated on."""
+    """The examples for training and for evaluation."""
     if held_out is not None:
         return list(examples), list(held_out.items)
     if section.eval_split == 0:
@@ -148,69 +145,61 @@ def _split(
 
 
 def _encode(
-    reading: Reading,
+    plan: EncodingPlan,
     tokenizer: Tokenizer,
     train: Sequence[Example],
     evaluation: Sequence[Example],
-) -> Data:
-    if reading.kind is Kind.LABELLED:
+) -> FinetuneData:
+    if plan.kind is Kind.LABELLED:
         form = LabelForm(
-            reading.words,
-            reading.section.label_prompt,
-            reading.section.label_text,
-            reading.seq2seq,
+            plan.words, plan.section.label_prompt, plan.section.label_text, plan.seq2seq
         )
         choices, held_out = (
             encode_choices(
-                tokenizer,
-                cast(Sequence[Labelled], part),
-                form,
-                reading.seq_len,
-                reading.section.truncate,
+                tokenizer, cast(Sequence[Labelled], part), form, plan.seq_len, plan.section.truncate
             )
             for part in (train, evaluation)
         )
         rows, eval_rows = [choice.right for choice in choices], list[Row]()
     else:
         held_out = []
-        rows, eval_rows = (_rows(reading, tokenizer, part) for part in (train, evaluation))
-    return Data(reading.kind, rows, eval_rows, held_out, reading.packing)
+        rows, eval_rows = (_rows(plan, tokenizer, part) for part in (train, evaluation))
+    return FinetuneData(plan.kind, rows, eval_rows, held_out, plan.packing)
 
 
-def _rows(reading: Reading, tokenizer: Tokenizer, examples: Sequence[Example]) -> list[Row]:
-    """Rows of at most seq_len, packed or not; those with nothing to learn are left out."""
+def _rows(plan: EncodingPlan, tokenizer: Tokenizer, examples: Sequence[Example]) -> list[Row]:
+    """Rows of at most seq_len tokens, packed or not, without those that have nothing to learn."""
     if not examples:
         return []
-    seq_len, truncate = reading.seq_len, reading.section.truncate
-    if reading.kind is Kind.TEXT:
+    seq_len, truncate = plan.seq_len, plan.section.truncate
+    if plan.kind is Kind.TEXT:
         texts = list(encode_texts(tokenizer, cast(Sequence[Text], examples)))
-        if reading.packing:
+        if plan.packing:
             rows = pack_cut(texts, seq_len)
         else:
             rows = [piece for text in texts for piece in split(text, seq_len)]
     else:
-        if reading.kind is Kind.CHAT:
+        if plan.kind is Kind.CHAT:
             found = encode_chats(tokenizer, cast(Sequence[Chat], examples))
         else:
-            encode = encode_sources if reading.seq2seq else encode_pairs
+            encode = encode_sources if plan.seq2seq else encode_pairs
             found = encode(tokenizer, cast(Sequence[Pair], examples))
-        keep_end = reading.kind is Kind.PAIR and not reading.seq2seq
+        keep_end = plan.kind is Kind.PAIR and not plan.seq2seq
         rows = [shorten(row, seq_len, truncate, keep_end) for row in found]
-        if reading.packing:
+        if plan.packing:
             rows = pack_whole(rows, seq_len, separator(tokenizer))
-    if not reading.seq2seq:
+    if not plan.seq2seq:
         rows = [without_first_label(row) for row in rows]
     rows = [row for row in rows if row.learned]
     if not rows:
         raise ConfigError(
-            f"{examples[0].where}: nothing is left to learn after it was cut to --seq-len "
-            f"{seq_len}; give a higher one"
+            f"{examples[0].where}: no learned token is left within --seq-len {seq_len}; raise it"
         )
     return rows
 
 
-def _check_vocabulary(data: Data, tokenizer: Tokenizer, model_config: Any) -> None:
-    """A token that the model has no embedding for would be a crash deep inside it."""
+def _check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, model_config: Any) -> None:
+    """A token without an embedding would fail inside the model."""
     size = getattr(model_config.get_text_config(), "vocab_size", None)
     if size is None:
         return
@@ -218,13 +207,13 @@ def _check_vocabulary(data: Data, tokenizer: Tokenizer, model_config: Any) -> No
         highest = max(int(row.tokens.max()), int(row.labels.max()))
         if highest >= size:
             raise ConfigError(
-                f"the tokenizer {tokenizer.name_or_path} gives token {highest}, and the model's "
-                f"vocabulary has {size}; give its own tokenizer with --tokenizer"
+                f"the tokenizer {tokenizer.name_or_path} produces token {highest}, the model's "
+                f"vocabulary has {size}; give the model's tokenizer with --tokenizer"
             )
 
 
 def _describe(
-    data: Data, examples: int, held_out: int, seq_len: int, say: Callable[[str], None]
+    data: FinetuneData, examples: int, held_out: int, seq_len: int, say: Callable[[str], None]
 ) -> None:
     tokens = sum(len(row.tokens) for row in data.train)
     learned = sum(row.learned for row in data.train)

@@ -1,4 +1,4 @@
-"""Examples → rows of tokens with the answers marked."""
+"""Examples → rows of tokens in which the learned ones are marked."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from overspill.train.finetune.examples import Pair, Text
 from overspill.train.finetune.rows import Ids, Row, ids, make_row
 
-_AT_ONCE = 1000  # texts given to the tokenizer together: it has threads of its own
+_AT_ONCE = 1000  # texts per tokenizer call, which is multithreaded
 
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase, which has no types
 
 
 def encode_texts(tokenizer: Tokenizer, examples: Sequence[Text]) -> Iterator[Row]:
-    """All of a text is learned, its end too."""
+    """All tokens of a text are learned, including the end token."""
     texts = encode(tokenizer, [example.text for example in examples])
     for example, tokens in zip(examples, texts, strict=True):
         ended = tokens + _end(tokenizer, tokens)
@@ -20,10 +20,9 @@ def encode_texts(tokenizer: Tokenizer, examples: Sequence[Text]) -> Iterator[Row
 
 
 def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Pair]) -> Iterator[Row]:
-    """The completion and its end are learned, the prompt is not.
+    """The completion and its end token are learned, the prompt is not.
 
-    Each is tokenized alone: where the completion begins is then no matter of merges, and it is
-    what the model will see when it answers a prompt.
+    Both are tokenized separately: no token spans the boundary, as in generation from the prompt.
     """
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
     completions = encode(tokenizer, [example.completion for example in examples], special=False)
@@ -34,7 +33,7 @@ def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Pair]) -> Iterator[Row
 
 
 def encode_sources(tokenizer: Tokenizer, examples: Sequence[Pair]) -> Iterator[Row]:
-    """For an encoder-decoder model: the prompt is the source, the completion the target."""
+    """For encoder-decoder models: the prompt is the source, the completion the target."""
     sources = encode(tokenizer, [example.prompt for example in examples])
     targets = encode(tokenizer, [example.completion for example in examples], target=True)
     for example, source, target in zip(examples, sources, targets, strict=True):
@@ -42,7 +41,7 @@ def encode_sources(tokenizer: Tokenizer, examples: Sequence[Pair]) -> Iterator[R
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
-    """With what the tokenizer puts at the beginning, without what it puts at the end."""
+    """Prompts with the start token of the tokenizer but without its end token."""
     end = tokenizer.eos_token_id
     return [
         tokens[:-1] if tokens and tokens[-1] == end else tokens
@@ -56,18 +55,18 @@ def encode(
     found: list[list[int]] = []
     for at in range(0, len(texts), _AT_ONCE):
         name = "text_target" if target else "text"
-        # verbose: how long a sequence may be is ours to check
+        # verbose: the length is checked elsewhere
         batch = {name: list(texts[at : at + _AT_ONCE]), "verbose": False}
         found += tokenizer(**batch, add_special_tokens=special)["input_ids"]
     return found
 
 
 def separator(tokenizer: Tokenizer) -> Ids:
-    """What stands between two examples in a row."""
+    """The tokens between two examples in a row."""
     return ids(_end(tokenizer, []))
 
 
 def _end(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
-    """The end-of-text token, if the tokenizer has one and it is not there already."""
+    """The end token, unless the tokenizer has none or `tokens` already end with it."""
     end = tokenizer.eos_token_id
     return [] if end is None or (tokens and tokens[-1] == end) else [int(end)]

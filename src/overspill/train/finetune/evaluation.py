@@ -1,4 +1,4 @@
-"""How well a model does: its loss on rows, its choices among labels."""
+"""Evaluation: the loss on rows, the predicted labels."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,10 +15,10 @@ Model = Callable[..., object]
 
 @torch.no_grad()
 def summed_losses(logits: torch.Tensor, labels: torch.Tensor, seq2seq: bool) -> torch.Tensor:
-    """The cross-entropy of each sequence, summed over its learned tokens, [B]."""
-    if not seq2seq:  # a token is predicted where the one before it is read
+    """The cross-entropy of each sequence, summed over its learned tokens: [B]."""
+    if not seq2seq:  # position i predicts token i + 1
         logits, labels = logits[:, :-1], labels[:, 1:]
-    # One sequence at a time: in float32, the logits of a batch may not fit beside themselves.
+    # One sequence at a time: float32 logits of the whole batch may not fit.
     pairs = zip(logits, labels, strict=True)
     losses = [
         F.cross_entropy(row.float(), label, ignore_index=IGNORED, reduction="sum")
@@ -45,7 +45,7 @@ def mean_loss(losses: Sequence[float], rows: Sequence[Row]) -> float:
 
 
 def chosen(losses: Sequence[float], choices: Sequence[Choice]) -> list[int]:
-    """The most likely label of each sentence; `losses` are of all rows of all choices in turn."""
+    """The most likely label of each sentence; `losses` are those of all rows of all choices."""
     picked, at = [], 0
     for choice in choices:
         own = losses[at : at + len(choice.rows)]

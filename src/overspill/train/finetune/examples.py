@@ -1,7 +1,7 @@
-"""The examples in data files. Each knows its file and line, for whoever must correct it.
+"""Reads examples from data files. Each example keeps its file and line for error messages.
 
-A .jsonl file holds one kind of example, said by the keys of the first line; a .tsv file holds
-sentences and their labels. Files end in .gz when they are compressed.
+A .jsonl file holds one kind of example, determined by the keys of its first line; a .tsv file holds
+sentences and labels. Compressed files end in .gz.
 """
 
 import gzip
@@ -44,14 +44,14 @@ class Labelled:
     where: str
     sentence: str
     label: str
-    """As it is written in the file."""
+    """As in the file."""
 
 
 Example = Text | Pair | Chat | Labelled
 
 
 class Kind(Enum):
-    """The value is what an error says was expected."""
+    """Kinds of examples; the value describes the format in error messages."""
 
     TEXT = 'a JSON object with a string "text"'
     PAIR = 'a JSON object with the strings "prompt" and "completion"'
@@ -66,7 +66,7 @@ class Examples:
 
 
 def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None = None) -> Examples:
-    """All examples behind files and folders; of `kind`, or of what the first line says."""
+    """All examples in files and folders, of `kind` or of the kind of the first line."""
     items: list[Example] = []
     for file in _find_files(sources, flag):
         for where, line in _lines(file, flag):
@@ -78,7 +78,7 @@ def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None 
                 kind = kind or _kind_of(content, where)
                 items.append(_parse(content, kind, where))
     if kind is None or not items:
-        raise ConfigError(f"{flag} {' '.join(sources)} holds no example; give a file that does")
+        raise ConfigError(f"{flag} {' '.join(sources)} has no examples; give another file")
     return Examples(kind, items)
 
 
@@ -90,14 +90,14 @@ def _find_files(sources: Sequence[str], flag: str) -> list[Path]:
             found = sorted(file for file in path.rglob("*") if file.name.endswith(_ENDINGS))
             if not found:
                 raise ConfigError(
-                    f"{flag} {source} holds no data file; those read end in {', '.join(_ENDINGS)}"
+                    f"{flag} {source} has no data file; supported endings are {', '.join(_ENDINGS)}"
                 )
             files += found
         elif not path.is_file():
-            raise ConfigError(f"{flag} {source} is not there; give a .jsonl or .tsv file")
+            raise ConfigError(f"{flag} {source} does not exist; give a .jsonl or .tsv file")
         elif not path.name.endswith(_ENDINGS):
             raise ConfigError(
-                f"{flag} {source}: data files end in {', '.join(_ENDINGS)}; rename it"
+                f"{flag} {source}: unsupported ending; rename it to one of {', '.join(_ENDINGS)}"
             )
         else:
             files.append(path)
@@ -109,7 +109,7 @@ def _is_table(file: Path) -> bool:
 
 
 def _lines(file: Path, flag: str) -> Iterator[tuple[str, str]]:
-    """The lines of a file that are not empty, each with its place; without the header of a .tsv."""
+    """The non-empty lines of a file with their location, without the header of a .tsv."""
     opener: Any = gzip.open if file.suffix == ".gz" else open
     try:
         with opener(file, "rb") as handle:

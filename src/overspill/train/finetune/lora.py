@@ -1,4 +1,4 @@
-"""LoRA adapters on the dense part of a model, through peft."""
+"""LoRA adapters for the dense part of a model, with peft."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from torch import nn
 
 from overspill.core.errors import ConfigError
-from overspill.train.finetune.config import ModelSection
+from overspill.train.finetune.config import FinetuneModelSection
 
 
 def check_peft() -> None:
-    """Before anything is loaded."""
+    """Raises an error if peft is not installed."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -19,8 +19,8 @@ def check_peft() -> None:
         ) from error
 
 
-def add_lora(model: nn.Module, section: ModelSection, seq2seq: bool) -> nn.Module:
-    """The model with adapters, and everything else frozen."""
+def add_lora(model: nn.Module, section: FinetuneModelSection, seq2seq: bool) -> nn.Module:
+    """The model with adapters; everything else is frozen."""
     from peft import LoraConfig, get_peft_model
 
     assert section.lora is not None
@@ -38,7 +38,7 @@ def add_lora(model: nn.Module, section: ModelSection, seq2seq: bool) -> nn.Modul
 
 
 def attention_layers(model: nn.Module) -> list[str]:
-    """Every linear layer inside an attention, by its full name."""
+    """Full names of all linear layers in attention modules."""
     inside = [
         name for name, module in model.named_modules() if "Attention" in type(module).__name__
     ]
@@ -49,7 +49,7 @@ def attention_layers(model: nn.Module) -> list[str]:
     ]
     if not found:
         raise ConfigError(
-            "--lora: this model has no linear layer in attention; name others with --lora-targets"
+            "--lora: this model has no linear layers in attention; name others with --lora-targets"
         )
     return found
 
@@ -60,14 +60,14 @@ def _check_targets(model: nn.Module, targets: list[str]) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             known = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
-                f"--lora-targets {target} is no linear layer of this model; there are "
+                f"--lora-targets {target} is not a linear layer of this model; it has "
                 f"{', '.join(known)}"
             )
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """The adapter alone. Its tensors are named here: peft would ask the whole model for its state,
-    and get every expert."""
+    """Saves the adapter. Its tensors are passed explicitly: peft would otherwise read the state
+    dict of the whole model, every expert included."""
     tensors = {
         name: parameter.detach()
         for name, parameter in model.named_parameters()

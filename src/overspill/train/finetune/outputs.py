@@ -1,4 +1,4 @@
-"""The models a run leaves: the best one and the last one, each complete or not there."""
+"""The models that a run writes: the best and the final one, each complete or absent."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ _OLD = ".old-"
 
 
 class Outputs:
-    """`best` and `final` in a run's folder. When the last model is the best, `best` is a link to
+    """`best` and `final` in the folder of a run. If the final model is the best, `best` links to
     `final`: a large model is not written twice."""
 
     def __init__(self, folder: Path) -> None:
@@ -21,11 +21,11 @@ class Outputs:
         self.best, self.final = folder / "best", folder / "final"
 
     def reopen(self) -> None:
-        """Before more steps: a best model that lies in `final` must outlive the next `final`."""
+        """Called before more steps: a best model in `final` must survive the next `final`."""
         for leftover in self._folder.glob(f"{_OLD}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         for target in (self.best, self.final):
-            if _fresh(target).is_dir():  # killed just before it got its name
+            if _fresh(target).is_dir():  # killed before the rename
                 self._put(target)
         if self.best.is_symlink():
             self.best.unlink()
@@ -42,7 +42,7 @@ class Outputs:
             self.best.symlink_to(self.final.name, target_is_directory=True)
 
     def _replace(self, target: Path, write: Write) -> None:
-        """What was there before is whole until the new model is."""
+        """Replaces a model; the old one stays complete until the new one is."""
         try:
             shutil.rmtree(_fresh(target), ignore_errors=True)
             with folder_aside(_fresh(target)) as aside:
@@ -52,8 +52,8 @@ class Outputs:
             if isinstance(error, DiskError):
                 raise
             raise DiskError(
-                f"{target} cannot be written ({error.strerror}); free some space, then go on with "
-                "--resume"
+                f"{target} cannot be written ({error.strerror}); free some space, then "
+                "continue with --resume"
             ) from error
 
     def _put(self, target: Path) -> None:
@@ -64,7 +64,7 @@ class Outputs:
         if target.is_symlink():
             target.unlink()
         elif target.exists():
-            # Renamed first: a kill in the middle must not leave half a model under that name.
+            # Renamed first: a kill must not leave an incomplete model with that name.
             doomed = self._folder / f"{_OLD}{target.name}"
             os.rename(target, doomed)
             shutil.rmtree(doomed)

@@ -1,4 +1,4 @@
-"""Several examples in one row, so that no part of a batch is padding."""
+"""Packs several examples into one row, to avoid padding."""
 
 import bisect
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from overspill.train.finetune.rows import IGNORED, Ids, Row
 
 
 def pack_cut(rows: Sequence[Row], seq_len: int) -> list[Row]:
-    """One stream of all rows, cut every `seq_len` tokens: for text, which may begin anywhere."""
+    """Concatenates all rows and cuts every `seq_len` tokens; for text, which may start anywhere."""
     tokens = np.concatenate([row.tokens for row in rows])
     labels = np.concatenate([row.labels for row in rows])
     return [
@@ -19,8 +19,8 @@ def pack_cut(rows: Sequence[Row], seq_len: int) -> list[Row]:
 
 
 def pack_whole(rows: Sequence[Row], seq_len: int, separator: Ids) -> list[Row]:
-    """Rows put together without cutting one, `separator` between them: an answer keeps the
-    question before it. The longest go first, each where it leaves least room."""
+    """Packs whole rows with `separator` between them: an answer keeps its question. Best fit,
+    longest rows first."""
     bins: list[list[Row]] = []
     room: list[tuple[int, int]] = []  # (free tokens, bin), sorted
     for row in sorted(rows, key=lambda row: -len(row.tokens)):

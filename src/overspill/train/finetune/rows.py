@@ -1,4 +1,4 @@
-"""A row is one sequence as the model gets it: tokens, and which of them are learned."""
+"""A row: one sequence of a batch, with its tokens and labels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ import numpy.typing as npt
 
 from overspill.core.errors import ConfigError
 
-IGNORED = -100  # what transformers' losses leave out
+IGNORED = -100  # the label that losses of transformers ignore
 
 Ids = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Row:
-    """For an encoder-decoder model `tokens` is the source and `labels` the target; else they are
-    of one length, and a label is the token itself or IGNORED."""
+    """Tokens and labels of equal length, where a label is the token itself or IGNORED. For an
+    encoder-decoder model `tokens` is the source and `labels` the target."""
 
     where: str
     tokens: Ids
@@ -37,14 +37,14 @@ def make_row(where: str, tokens: Sequence[int], learn: Sequence[bool]) -> Row:
 
 
 def without_first_label(row: Row) -> Row:
-    """Nothing comes before the first token, so it cannot be learned."""
+    """The first token cannot be learned: no token precedes it."""
     labels = row.labels.copy()
     labels[:1] = IGNORED
     return Row(row.where, row.tokens, labels)
 
 
 def split(row: Row, seq_len: int) -> list[Row]:
-    """A row cut into pieces of at most `seq_len`."""
+    """The row, cut into pieces of at most `seq_len` tokens."""
     return [
         Row(row.where, row.tokens[at : at + seq_len], row.labels[at : at + seq_len])
         for at in range(0, len(row.tokens), seq_len)
@@ -52,8 +52,8 @@ def split(row: Row, seq_len: int) -> list[Row]:
 
 
 def shorten(row: Row, seq_len: int, truncate: bool, keep_end: bool) -> Row:
-    """A row of at most `seq_len` tokens, or an error that names its line. `keep_end`: what is
-    learned comes last, so the beginning goes first."""
+    """The row with at most `seq_len` tokens, or an error that names its line. With `keep_end` the
+    start is cut: the learned tokens are at the end."""
     length = max(len(row.tokens), len(row.labels))
     if length <= seq_len:
         return row
@@ -61,7 +61,7 @@ def shorten(row: Row, seq_len: int, truncate: bool, keep_end: bool) -> Row:
         raise too_long(row.where, length, seq_len)
     if not keep_end:
         return Row(row.where, row.tokens[:seq_len], row.labels[:seq_len])
-    # never so much that a piece of the answer is lost while there is prompt left to lose
+    # do not cut the answer before the whole prompt is cut
     start = min(length - seq_len, int(np.argmax(row.labels != IGNORED)))
     end = start + seq_len
     return Row(row.where, row.tokens[start:end], row.labels[start:end])
@@ -69,6 +69,6 @@ def shorten(row: Row, seq_len: int, truncate: bool, keep_end: bool) -> Row:
 
 def too_long(where: str, length: int, seq_len: int) -> ConfigError:
     return ConfigError(
-        f"{where}: {length} tokens are more than the {seq_len} of --seq-len; give a higher one, or "
-        "--truncate to cut such examples"
+        f"{where}: {length} tokens exceed --seq-len {seq_len}; raise it, or give --truncate to cut "
+        "such examples"
     )

@@ -7,46 +7,46 @@ import pytest
 import torch
 
 from overspill.core.errors import ConfigError
-from overspill.train.finetune.config import make_config
-from overspill.train.finetune.session import (
-    Blueprint,
+from overspill.train.finetune.config import FinetuneConfig
+from overspill.train.finetune.spec import (
+    FinetuneSpec,
     choose_seq_len,
-    draw_up,
     freeze,
     load_tokenizer,
+    plan_finetuning,
 )
 from tests.train.finetune.tiny import mixtral_config, tiny_settings, write_pairs
 
 
-def _draw_up(checkpoint: Path, folder: Path, **changes: Any) -> Blueprint:
+def _plan(checkpoint: Path, folder: Path, **changes: Any) -> FinetuneSpec:
     data = write_pairs(folder / "data.jsonl")
     settings = tiny_settings(checkpoint, data, folder / "run", **changes)
-    return draw_up(make_config(settings), lambda line: None)
+    return plan_finetuning(FinetuneConfig.make(settings), lambda line: None)
 
 
 def test_sequences_are_as_long_as_the_model_allows() -> None:
     config = mixtral_config(max_position_embeddings=256)
     assert choose_seq_len(None, config) == 256
     assert choose_seq_len(256, config) == 256
-    with pytest.raises(ConfigError, match=r"--seq-len 257 is more than the 256 positions of this"):
+    with pytest.raises(ConfigError, match=r"--seq-len 257 exceeds the 256 positions of this"):
         choose_seq_len(257, config)
     assert choose_seq_len(None, mixtral_config(max_position_embeddings=10**6)) == 1024
 
 
 def test_steps_follow_from_epochs(mixtral: Path, tmp_path: Path) -> None:
     # 38 rows of 4 a step: 10 steps an epoch
-    assert _draw_up(mixtral, tmp_path).steps == 10
-    assert _draw_up(mixtral, tmp_path, epochs=2.5).steps == 25
-    assert _draw_up(mixtral, tmp_path, epochs=0.01).steps == 1
-    assert _draw_up(mixtral, tmp_path, accumulate=2).steps == 5
-    assert _draw_up(mixtral, tmp_path, steps=7).steps == 7
+    assert _plan(mixtral, tmp_path).steps == 10
+    assert _plan(mixtral, tmp_path, epochs=2.5).steps == 25
+    assert _plan(mixtral, tmp_path, epochs=0.01).steps == 1
+    assert _plan(mixtral, tmp_path, accumulate=2).steps == 5
+    assert _plan(mixtral, tmp_path, steps=7).steps == 7
 
 
 def test_the_learning_rate_of_adapters_is_higher(mixtral: Path, tmp_path: Path) -> None:
-    assert _draw_up(mixtral, tmp_path, lr=None).lr == 1e-5
-    assert _draw_up(mixtral, tmp_path, lr=None, lora=2).lr == 1e-4
-    assert _draw_up(mixtral, tmp_path, lr=0.5, lora=2).lr == 0.5
-    assert _draw_up(mixtral, tmp_path, warmup=None, steps=100).warmup == 3
+    assert _plan(mixtral, tmp_path, lr=None).lr == 1e-5
+    assert _plan(mixtral, tmp_path, lr=None, lora=2).lr == 1e-4
+    assert _plan(mixtral, tmp_path, lr=0.5, lora=2).lr == 0.5
+    assert _plan(mixtral, tmp_path, warmup=None, steps=100).warmup == 3
 
 
 def test_a_checkpoint_without_a_tokenizer_is_one_line(mixtral: Path, tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(mixtral: Path, tmp_path: P
     bare.mkdir()
     shutil.copy(mixtral / "config.json", bare)
     with pytest.raises(ConfigError, match=r"CHECKPOINT .*bare has no tokenizer; .* --tokenizer"):
-        _draw_up(bare, tmp_path)
-    assert _draw_up(bare, tmp_path, tokenizer=str(mixtral)).steps == 10
+        _plan(bare, tmp_path)
+    assert _plan(bare, tmp_path, tokenizer=str(mixtral)).steps == 10
     (bare / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"--tokenizer .*bare: the tokenizer cannot be read \("):
         load_tokenizer(bare, "--tokenizer")
@@ -63,20 +63,20 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(mixtral: Path, tmp_path: P
 
 def test_what_is_not_there_is_named(mixtral: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="CHECKPOINT is missing"):
-        draw_up(make_config({"data": ["x"]}), lambda line: None)
+        plan_finetuning(FinetuneConfig.make({"data": ["x"]}), lambda line: None)
     with pytest.raises(ConfigError, match="DATA is missing"):
-        draw_up(make_config({"checkpoint": str(mixtral)}), lambda line: None)
+        plan_finetuning(FinetuneConfig.make({"checkpoint": str(mixtral)}), lambda line: None)
 
 
 def test_balance_needs_a_model_that_has_it(mixtral: Path, tmp_path: Path) -> None:
-    assert _draw_up(mixtral, tmp_path, balance=True).config.model.balance
+    assert _plan(mixtral, tmp_path, balance=True).config.model.balance
     other = tmp_path / "other"
     shutil.copytree(mixtral, other)
     content = json.loads((other / "config.json").read_text())
     del content["output_router_logits"]
     (other / "config.json").write_text(json.dumps({**content, "model_type": "llama"}))
-    with pytest.raises(ConfigError, match=r"--balance: llama has no loss that balances"):
-        _draw_up(other, tmp_path, balance=True)
+    with pytest.raises(ConfigError, match=r"--balance: llama has no load-balancing loss"):
+        _plan(other, tmp_path, balance=True)
 
 
 def test_placeholders_are_the_experts() -> None:

@@ -1,9 +1,10 @@
-"""Whether the CPU gets a share of a model's experts, and what is measured and kept for it."""
+"""Whether the CPU computes some of the experts, and what is measured for that decision."""
 
 import logging
 
 import torch
 
+from overspill.compute.cpu_kernel import why_unsupported
 from overspill.core.errors import BudgetError
 from overspill.hardware.machine import cpu_threads
 from overspill.hardware.profile import ExpertCosts
@@ -17,28 +18,31 @@ from overspill.transfer.mapped import can_map
 _log = logging.getLogger("overspill")
 
 
-def why_unshared(layout: RecordLayout, device: torch.device, settings: Settings) -> str | None:
-    """Why the CPU has no share in the experts, if so."""
+def why_no_cpu_experts(
+    layout: RecordLayout, device: torch.device, settings: Settings
+) -> str | None:
+    """Why the CPU computes no experts, or None if it does."""
     if not settings.cpu_experts:
         return "cpu_experts is off"
     if device.type != "cuda":
-        return "there is no GPU to share them with"
-    if layout.dtype not in (torch.bfloat16, torch.float32):
-        return f"the CPU has no kernel for {layout.dtype}"
+        return "there is no GPU"
+    unsupported = why_unsupported(layout.dtype, layout.shape, None)
+    if unsupported is not None:
+        return f"the CPU kernel does not support {unsupported}"
     if settings.activations == "keep":
-        return 'with activations="keep" the CPU has no share'
+        return 'the CPU computes no experts with activations="keep"'
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are wanted, and who computes what goes by the clock"
+        return "deterministic algorithms are required, and the split depends on timing"
     if not can_map(device):
-        return f"kernels of {device} cannot be given host memory"
+        return f"kernels on {device} cannot access host memory"
     return None
 
 
-def share_costs(
+def cpu_expert_costs(
     layout: RecordLayout, device: torch.device, settings: Settings, progress: Progress | None
 ) -> ExpertCosts | None:
-    """What an expert costs on this machine, if its CPU is to share them with a GPU."""
-    why = why_unshared(layout, device, settings)
+    """Measured costs of an expert on this machine, or None if the CPU computes no experts."""
+    why = why_no_cpu_experts(layout, device, settings)
     if why is not None:
         _log.info("all experts compute on %s: %s", device, why)
         return None
@@ -48,7 +52,5 @@ def share_costs(
     try:
         return known_costs(layout.shape, layout.dtype, device, threads, progress)
     except (BudgetError, torch.OutOfMemoryError):
-        _log.warning(
-            "all experts compute on %s: there was no memory free to measure one for the CPU", device
-        )
+        _log.warning("all experts compute on %s: no memory free to measure one for the CPU", device)
         return None

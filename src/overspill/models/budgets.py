@@ -1,0 +1,87 @@
+"""What a model may use of the machine: budgets, and the settings that override them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from overspill.core.errors import BudgetError
+from overspill.core.sizes import format_size, parse_size
+from overspill.hardware.machine import available_memory, choose_device, disk_free
+from overspill.moe.settings import Settings
+from overspill.plan.budget import Wish
+from overspill.tiers.ssd import check_folder
+
+Size = str | int | None
+_HOST_SHARE = 0.95
+"""Share of the free host memory that is used without a budget; the system keeps the rest."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Budgets as the user gives them; the arguments of `overspill.offload` explain each field."""
+
+    gpu_memory: Size = None
+    host_memory: Size = None
+    disk: str | Path | None = None
+    device: str | torch.device | None = None
+    mode: str = "auto"
+    slots: int | None = None
+    host_slots: int | None = None
+    settings: Settings = field(default_factory=Settings)
+    state_dtype: torch.dtype = torch.float32
+    keep_gradients: bool | None = None
+
+    def __post_init__(self) -> None:
+        for size, flag in ((self.gpu_memory, "--gpu-memory"), (self.host_memory, "--host-memory")):
+            if size is not None:
+                parse_size(size, flag)
+
+    @property
+    def compute_device(self) -> torch.device:
+        return choose_device(self.device)
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.disk is None else Path(self.disk)
+
+    def wish(self, device: torch.device) -> Wish:
+        """What the planner is asked for: the budgets in bytes, from here or from the machine."""
+        if self.folder is not None:
+            check_folder(self.folder, need=0)  # even if the disk turns out not to be needed
+        available = available_memory()
+        return Wish(
+            gpu_memory=self._gpu_bytes(device, available),
+            host_memory=self._host_bytes(available),
+            disk_free=None if self.folder is None else disk_free(self.folder),
+            mode=self.mode,
+            slots=self.slots,
+            host_slots=self.host_slots,
+            resident_share=self.settings.resident_share,
+            keep_gradients=self.keep_gradients,
+        )
+
+    def _host_bytes(self, available: int) -> int:
+        if self.host_memory is None:
+            return int(available * _HOST_SHARE)
+        asked = parse_size(self.host_memory, "--host-memory")
+        if asked > available:
+            raise BudgetError(
+                f"--host-memory {format_size(asked)} exceeds the {format_size(available)} that "
+                "this machine has available; lower it or give a --disk folder"
+            )
+        return asked
+
+    def _gpu_bytes(self, device: torch.device, available: int) -> int:
+        asked = None if self.gpu_memory is None else parse_size(self.gpu_memory, "--gpu-memory")
+        if device.type != "cuda":
+            return asked or available // 2  # the CPU computes: half of its memory is the device's
+        total = torch.cuda.get_device_properties(device).total_memory
+        if asked is None:
+            # memory that this process has already reserved is part of the budget
+            return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        if asked > total:
+            raise BudgetError(
+                f"--gpu-memory {format_size(asked)} exceeds the GPU's {format_size(total)}"
+            )
+        return asked

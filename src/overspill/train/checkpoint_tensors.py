@@ -1,0 +1,168 @@
+"""The tensors of a checkpoint, streamed expert by expert to and from safetensors files."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from overspill.core.errors import CheckpointError
+from overspill.core.experts import ExpertId, ExpertShape
+from overspill.moe.engine import Engine
+from overspill.moe.state_dict import dense_tensors, split_record
+from overspill.optim.adamw import AdamW
+from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def write_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
+    dense, layers = _names(model)
+    with StreamWriter(path, _model_specs(dense, layers, engine), {"format": "pt"}) as writer:
+        for name, value in dense.items():
+            writer.write(name, value)
+        record = torch.empty(engine.shape.numel, dtype=engine.dtype)
+        for expert in _experts(engine):
+            engine.records.read_weights(expert, record)
+            for name, offset, part in _parts(layers, engine.shape, expert, record):
+                writer.write_piece(name, offset, part)
+
+
+def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
+    dense, layers = _names(model)
+    with StreamReader(path, advice=_advice(path)) as reader:
+        _check_specs(path, reader, _model_specs(dense, layers, engine))
+        with torch.no_grad():
+            for name, value in dense.items():
+                value.copy_(reader.read(name))
+        record = torch.empty(engine.shape.numel, dtype=engine.dtype)
+
+        def fill(out: torch.Tensor) -> None:
+            out.copy_(record)
+
+        for expert in _experts(engine):
+            for name, offset, part in _parts(layers, engine.shape, expert, record):
+                reader.read_piece(name, offset, part)
+            engine.records.write_weights(expert, fill)
+
+
+def _names(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The dense tensors by their names in a state_dict; the names of the MoE layers, in order."""
+    layers: dict[str, None] = {}  # a layer has one placeholder, or one per weight
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if hasattr(parameter, "is_expert_placeholder"):
+            layers[name.rpartition(".")[0]] = None
+    return dense_tensors(model), list(layers)
+
+
+_PARTS = ("w_in", "w_out", "b_in", "b_out")
+
+
+def _model_specs(
+    dense: Mapping[str, torch.Tensor], layers: list[str], engine: Engine
+) -> dict[str, TensorSpec]:
+    """The dense tensors, and for each part of the records the stacked experts of a layer."""
+    specs = _specs(dense)
+    for layer in layers:
+        for part, size in zip(_PARTS, engine.shape.sizes, strict=False):
+            specs[f"{layer}.{part}"] = TensorSpec(engine.dtype, (engine.n_experts, *size))
+    return specs
+
+
+def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+
+
+def _parts(
+    layers: list[str], shape: ExpertShape, expert: ExpertId, record: torch.Tensor
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """The parts of an expert's record, with name and offset in the stacked tensors of its layer."""
+    layer = layers[expert.layer]
+    for name, part in zip(_PARTS, split_record(record, shape), strict=False):
+        yield f"{layer}.{name}", expert.index * part.numel(), part
+
+
+def _experts(engine: Engine) -> Iterator[ExpertId]:
+    for layer in range(engine.n_layers):
+        for index in range(engine.n_experts):
+            yield ExpertId(layer, index)
+
+
+# -- the optimizer -------------------------------------------------------------------------------
+
+_DENSE = "dense."
+
+
+def write_optimizer(path: Path, engine: Engine, optimizer: AdamW) -> None:
+    dense = {_DENSE + name: value for name, value in optimizer.dense_state_dict().items()}
+    specs = {**expert_state_specs(engine, optimizer), **_specs(dense)}
+    with StreamWriter(path, specs, {"format": "pt"}) as writer:
+        for name, value in dense.items():
+            writer.write(name, value)
+        write_expert_states(writer, engine, optimizer)
+
+
+def read_optimizer(path: Path, engine: Engine, optimizer: AdamW) -> None:
+    with StreamReader(path, advice=_advice(path)) as reader:
+        # The file says which dense states there are: an optimizer without a step has none.
+        dense = {name: spec for name, spec in reader.specs.items() if name.startswith(_DENSE)}
+        _check_specs(path, reader, {**dense, **expert_state_specs(engine, optimizer)})
+        optimizer.load_dense_state_dict(
+            {name.removeprefix(_DENSE): reader.read(name) for name in dense}
+        )
+        read_expert_states(reader, engine, optimizer)
+
+
+def expert_state_specs(engine: Engine, optimizer: AdamW) -> dict[str, TensorSpec]:
+    """One stacked tensor for each layer and each state of the experts."""
+    return {
+        _state_name(layer, section): TensorSpec(dtype, (engine.n_experts, engine.shape.numel))
+        for layer in range(engine.n_layers)
+        for section, dtype in optimizer.expert_sections()
+    }
+
+
+def write_expert_states(writer: StreamWriter, engine: Engine, optimizer: AdamW) -> None:
+    for expert, section, piece in _states(engine, optimizer):
+        optimizer.read_expert_state(expert, section, piece)
+        offset = expert.index * piece.numel()
+        writer.write_piece(_state_name(expert.layer, section), offset, piece)
+
+
+def read_expert_states(reader: StreamReader, engine: Engine, optimizer: AdamW) -> None:
+    for expert, section, piece in _states(engine, optimizer):
+        offset = expert.index * piece.numel()
+        reader.read_piece(_state_name(expert.layer, section), offset, piece)
+        optimizer.write_expert_state(expert, section, piece)
+
+
+def _states(engine: Engine, optimizer: AdamW) -> Iterator[tuple[ExpertId, str, torch.Tensor]]:
+    """Every state of every expert, with a buffer for it that is used again and again."""
+    for section, dtype in optimizer.expert_sections():
+        piece = torch.empty(engine.shape.numel, dtype=dtype)
+        for expert in _experts(engine):
+            yield expert, section, piece
+
+
+def _state_name(layer: int, section: str) -> str:
+    return f"experts.{layer}.{section}"
+
+
+def _check_specs(path: Path, reader: StreamReader, wanted: Mapping[str, TensorSpec]) -> None:
+    for name, spec in wanted.items():
+        there = reader.specs.get(name)
+        if there != spec:
+            found = "no such tensor" if there is None else f"{there.dtype} {list(there.shape)}"
+            raise CheckpointError(
+                f"{path}: {name} should be {spec.dtype} {list(spec.shape)}, found {found}; "
+                "resume with the settings it was written with, or give another --out"
+            )
+    foreign = sorted(reader.specs.keys() - wanted.keys())
+    if foreign:
+        raise CheckpointError(
+            f"{path} holds {foreign[0]}, which this model does not have; resume with the settings "
+            "it was written with, or give another --out"
+        )
+
+
+def _advice(file: Path) -> str:
+    return f"remove {file.parent} and resume from the checkpoint before it"

@@ -1,0 +1,166 @@
+"""What a run of `overspill finetune` is built from: a checkpoint, its tokenizer and the data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from overspill.core.errors import ConfigError
+from overspill.hardware.machine import choose_device
+from overspill.models.huggingface.dictionaries import dropouts_inside_experts
+from overspill.models.huggingface.folder import find_folder, read_config
+from overspill.models.huggingface.load import load_within
+from overspill.train.finetune.config import FinetuneConfig
+from overspill.train.finetune.data import FinetuneData, load_data
+from overspill.train.finetune.encoding import Tokenizer
+from overspill.train.finetune.lora import add_lora
+from overspill.train.session import RunSpec
+
+_SEQ_LEN = 1024  # default: long enough for most examples, and not the 128k of some models
+_LR, _LORA_LR = 1e-5, 1e-4
+
+
+@dataclass(frozen=True)
+class FinetuneSpec(RunSpec):
+    """A Hugging Face checkpoint to train on examples."""
+
+    config: FinetuneConfig
+    folder: Path
+    """Folder of the checkpoint."""
+    model_config: Any
+    tokenizer: Tokenizer
+    data: FinetuneData
+    overrides: dict[str, Any]
+    """Fields of the model's config to replace."""
+
+    @property
+    def seq2seq(self) -> bool:
+        return bool(self.model_config.is_encoder_decoder)
+
+    @property
+    def pad(self) -> int:
+        """The padding token. Padding is masked: without one, any token will do."""
+        tokenizer = self.tokenizer
+        found = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        return next(int(token) for token in found if token is not None)
+
+    def load_model(self) -> Any:
+        return load_within(
+            self.folder,
+            self.budgets,
+            self.dtype,
+            train=self.config.trains_experts,  # else no memory is planned for optimizer states
+            progress=True,
+            quiet=True,
+            changes=self.overrides,
+        )
+
+    def prepare(self, model: Any) -> nn.Module:
+        section = self.config.model
+        if section.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(self.config.run.seed)  # for the weights of adapters, and for dropout
+        if section.lora is not None:
+            model = add_lora(model, section, self.seq2seq)
+        freeze(model, experts=section.freeze_experts, dense=section.freeze_dense)
+        return cast(nn.Module, model.train())
+
+
+def freeze(model: nn.Module, experts: bool, dense: bool) -> None:
+    """Freezes the experts (one placeholder parameter per layer), the other parameters, or both."""
+    for parameter in model.parameters():
+        if experts if hasattr(parameter, "is_expert_placeholder") else dense:
+            parameter.requires_grad_(False)
+
+
+def plan_finetuning(config: FinetuneConfig, say: Callable[[str], None]) -> FinetuneSpec:
+    """Reads everything but the weights and decides what the config leaves open."""
+    device = choose_device(config.memory.device)
+    if not config.model.checkpoint:
+        raise ConfigError("CHECKPOINT is missing; give the folder of a Hugging Face checkpoint")
+    folder = find_folder(config.model.checkpoint)
+    model_config = read_config(folder)
+    seq_len = choose_seq_len(config.data.seq_len, model_config)
+    if config.model.balance and not hasattr(model_config, "output_router_logits"):
+        raise ConfigError(
+            f"--balance: {model_config.model_type} has no load-balancing loss; omit the flag"
+        )
+    given = config.model.tokenizer
+    tokenizer = (
+        load_tokenizer(folder, "CHECKPOINT")
+        if given is None
+        else load_tokenizer(Path(given).expanduser(), "--tokenizer")
+    )
+    data = load_data(config.data, tokenizer, seq_len, model_config, config.run.seed, say)
+    overrides = dropouts_inside_experts(model_config) if config.trains_experts else {}
+    if overrides:
+        fields = ", ".join(f"{name}={getattr(model_config, name)}" for name in overrides)
+        say(f"{fields} is set to 0: dropout inside experts is not supported in training")
+    model, run, optim = config.model, config.run, config.optim
+    per_epoch = -(-len(data.train) // config.sequences_per_step)
+    steps = run.steps or max(1, round(run.epochs * per_epoch))
+    default_lr = _LR if model.lora is None else _LORA_LR
+    return FinetuneSpec(
+        config=config,
+        device=device,
+        slots=config.memory.slots,
+        seq_len=seq_len,
+        steps=steps,
+        lr=optim.lr if optim.lr is not None else default_lr,
+        warmup=optim.warmup if optim.warmup is not None else steps * 3 // 100,
+        # every `steps` steps: after the last one
+        eval_every=(run.eval_every or steps) if data.evaluates else 0,
+        data_digest=data.digest,
+        model_facts={
+            "model_type": model_config.model_type,
+            "packing": data.packing,
+            "freeze_experts": model.freeze_experts,
+            "freeze_dense": model.freeze_dense,
+            "lora": model.lora,
+            "lora_targets": model.lora_targets,
+        },
+        folder=folder,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        data=data,
+        overrides=overrides,
+    )
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tokenizer_config.json",
+)  # fmt: skip
+
+
+def load_tokenizer(folder: Path, flag: str) -> Tokenizer:
+    """The tokenizer in `folder`; errors name `flag`."""
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"{flag} {folder} has no tokenizer; give the folder of one with --tokenizer"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers raises many types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{flag} {folder}: the tokenizer cannot be read ({reason}); give the folder of one "
+            "with --tokenizer"
+        ) from error
+
+
+def choose_seq_len(asked: int | None, model_config: Any) -> int:
+    """--seq-len, or by default the context of the model up to `_SEQ_LEN`."""
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if asked is None:
+        return _SEQ_LEN if context is None else min(context, _SEQ_LEN)
+    if context is not None and asked > context:
+        raise ConfigError(
+            f"--seq-len {asked} exceeds the {context} positions of this model; lower it"
+        )
+    return asked

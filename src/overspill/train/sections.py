@@ -1,0 +1,134 @@
+"""The settings that training and fine-tuning share. Imports no torch: --help reads this file."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
+
+
+@dataclass(frozen=True)
+class BatchSection:
+    """The data and the batch"""
+
+    seq_len: Count | None = None
+    """Tokens in a sequence; default: the context of the model."""
+    batch: Count = 8
+    """Sequences in a micro-batch."""
+    accumulate: Count = 1
+    """Micro-batches in a step."""
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    """The optimizer"""
+
+    lr: NotNegative | None = None
+    """Highest learning rate."""
+    warmup: NotNegativeInt | None = None
+    """Steps over which the learning rate rises from zero."""
+    min_lr: Share = 0.0
+    """Final learning rate of the cosine schedule, as a share of the highest."""
+    beta1: Share = 0.9
+    """Decay of Adam's first moment."""
+    beta2: Share = 0.999
+    """Decay of Adam's second moment."""
+    eps: NotNegative = 1e-8
+    """Adam's epsilon."""
+    weight_decay: NotNegative = 0.01
+    """Decoupled weight decay."""
+    clip: NotNegative = 1.0
+    """Maximum norm of the gradient over all parameters. 0 disables clipping; each expert is then
+    updated while backward still runs."""
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Data type of Adam's moments: fp32 or bf16."""
+
+
+@dataclass(frozen=True)
+class MemorySection:
+    """Memory and offload"""
+
+    gpu_memory: SizeText | None = None
+    """GPU memory the run may use, such as 12GiB; default: all that is free."""
+    host_memory: SizeText | None = None
+    """Host memory the run may use, such as 96GiB; default: 95% of what is free."""
+    disk: str | None = None
+    """Folder on an SSD for experts that do not fit in host memory."""
+    device: str | None = None
+    """cuda or cpu; default: the GPU if there is one."""
+    dtype: Literal["bf16", "fp32"] | None = None
+    """Data type of the weights: bf16 or fp32; default: bf16 on a GPU, fp32 on a CPU."""
+    mode: Literal["auto", "gpu", "host", "disk"] = "auto"
+    """Where experts are kept: auto (from the budgets), gpu, host or disk."""
+    slots: Count | None = None
+    """Number of experts that fit on the compute device; overrides --gpu-memory."""
+    host_slots: Count | None = None
+    """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
+    resident_share: Share = 0.25
+    """Share of the slots that keeps the busiest experts of the last step; 0 disables it."""
+    overlap_updates: bool = True
+    """Update experts during backward and the next forward."""
+    overlap_uploads: bool = True
+    """Upload experts before they are needed."""
+    waves: bool = True
+    """Compute experts that are on the GPU at the same time together; else one by one."""
+    activations: Literal["recompute", "keep"] = "recompute"
+    """Activations inside experts: recompute them in backward, or keep them."""
+    cpu_experts: bool = False
+    """Compute frozen experts with few tokens on the CPU, in host memory, if by measured costs that
+    is faster than uploading them to a GPU."""
+    threads: Count | None = None
+    """Threads of the CPU optimizer and of experts on the CPU; default: all cores but four, at least
+    three quarters of them."""
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """The run"""
+
+    steps: Count | None = None
+    """Optimizer steps of the whole run."""
+    seed: NotNegativeInt = 0
+    """Random seed."""
+    out: str | None = None
+    """Folder of the run."""
+    resume: bool = False
+    """Continue from the newest checkpoint in --out."""
+    eval_every: NotNegativeInt = 100
+    """Steps between evaluations."""
+    save_every: NotNegativeInt = 100
+    """Steps between checkpoints to resume from; 0 saves only the last. Ctrl-C saves one too."""
+    keep: Count = 1
+    """Number of checkpoints to keep."""
+    log_every: Count = 10
+    """Steps between log lines and between traces."""
+    trace_steps: NotNegativeInt = 2
+    """Steps in each trace, for the busy shares in the output and the timeline; 0 disables it."""
+
+
+@dataclass(frozen=True)
+class RunConfig(Config):
+    """What the configs of all runs have in common."""
+
+    model: Any
+    data: BatchSection = field(default_factory=BatchSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    memory: MemorySection = field(default_factory=MemorySection)
+    run: RunSection = field(default_factory=RunSection)
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder below runs/."""
+        raise NotImplementedError
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the micro-batches of a step pass the model one after another."""
+        return self.data.accumulate > 1
+
+    @property
+    def trains_experts(self) -> bool:
+        return True
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.data.batch * self.data.accumulate

@@ -1,0 +1,14 @@
+"""One server for all tests that need processes: starting one costs seconds of imports."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cli.forks import Forks
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    server = Forks()
+    yield server
+    server.close()
