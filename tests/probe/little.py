@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from overspill.compute.cpu_kernel import cpu_kernel_name
+from overspill.compute.cpu_kernel import cpu_isa
 from overspill.hardware import native
 from overspill.hardware.profile import Curve, ExpertCosts, MachineProfile
 from overspill.optim.kernel import kernel_name
@@ -31,7 +31,7 @@ LITTLE = Effort(
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A cache folder of the test's own, so that it finds no profile and leaves none."""
-    cpu_kernel_name(), kernel_name()  # compiled kernels may come from the usual one
+    cpu_isa(), kernel_name()  # compiled kernels may come from the usual one
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     native.cache_folder.cache_clear()
     yield

@@ -7,7 +7,7 @@ import torch
 
 from overspill.probe.clock import BackgroundCopies, Steps, copy_seconds, repeat, seconds_of
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Lane
+from overspill.transfer.streams import CopyStream
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def _copies(wait: float, failing: bool = False) -> BackgroundCopies:
         if failing:
             raise RuntimeError("the link is broken")
 
-    lane = Lane("upload", CPU, Recorder(), inject)
+    lane = CopyStream("upload", CPU, Recorder(), inject)
     one, other = torch.zeros(2, 16)
     return BackgroundCopies(lane, lambda n: [(one, other)])
 
@@ -56,7 +56,7 @@ def test_the_time_of_a_copy_is_measured() -> None:
 
 def test_two_directions_are_copied_at_once() -> None:
     rows: list[str] = []
-    lanes = [Lane(row, CPU, Recorder(), rows.append) for row in ("upload", "download")]
+    lanes = [CopyStream(row, CPU, Recorder(), rows.append) for row in ("upload", "download")]
     one, other = torch.zeros(2, 16)
     times = copy_seconds(
         0.01, *(BackgroundCopies(lane, lambda n: [(one, other)]) for lane in lanes)

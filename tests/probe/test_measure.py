@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overspill.compute.cpu_kernel import cpu_kernel_name
+from overspill.compute.cpu_kernel import cpu_isa
 from overspill.core.errors import DiskError
 from overspill.probe.measure import matrix_rate, measure_disk, measure_machine
 from tests.probe.little import LITTLE, assert_limits
@@ -21,7 +21,7 @@ def test_a_machine_without_a_gpu_is_measured(threads: int) -> None:
         CPU, threads, None, lambda _, done, total: told.append((done, total)), LITTLE
     )
     assert_limits(limits, {"matrix", "ssd_read", "ssd_write"})
-    assert (limits.cores, limits.kernel) == (threads, cpu_kernel_name())
+    assert (limits.cores, limits.kernel) == (threads, cpu_isa())
     assert [row.size for row in limits.transfers] == [64 << 10, 256 << 10]
     assert told == [(n, len(told) - 1) for n in range(len(told))]
 

@@ -65,7 +65,7 @@ def test_transfers_are_named_for_what_they_are() -> None:
         (16, "avx512", True, ["no AMX"]),
         (16, "avx2", True, ["no AVX-512"]),
         (16, "generic", True, ["no AVX2"]),
-        (1, "torch", False, ["no GPU", "one core", "no working C++ compiler"]),
+        (1, "none", False, ["no GPU", "one core", "no working C++ compiler"]),
     ],
 )
 def test_what_the_machine_lacks_is_said(

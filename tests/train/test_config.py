@@ -58,7 +58,7 @@ def test_a_wrong_file_is_told_what_is_wrong(
         ({"steps": 0}, "--steps 0 must be at least 1"),
         ({"clip": -1.0}, "--clip -1.0 must be 0 or more"),
         ({"lr": float("nan")}, "--lr nan must be a finite number"),
-        ({"pin": 1.5}, "--pin 1.5 must be between 0 and 1"),
+        ({"resident_share": 1.5}, "--resident-share 1.5 must be between 0 and 1"),
         ({"mode": "ssd"}, "--mode ssd is unknown; give auto or gpu or host or disk"),
         ({"dtype": "fp16"}, "--dtype fp16 is unknown; give bf16 or fp32"),
         ({"gpu_memory": "12 apples"}, "--gpu-memory='12 apples' is not a size"),

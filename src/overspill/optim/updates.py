@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from overspill.optim.kernel import AdamHyper, RecordState, accumulate_, adamw_
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.entry import Entry, Part
+from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.downloads import GradientRing
 from overspill.transfer.streams import Inject, StreamEvent

@@ -3,93 +3,31 @@ in host memory and which are newer than on disk. It owns the memory, the record 
 and the lock that guards them. Every change of an entry is a method here."""
 
 import os
-import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable
-from enum import IntFlag
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from overspill.core.errors import EngineError, OrderError, OverspillError
+from overspill.core.errors import OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
+from overspill.tiers.entry import Entry, Part, Reader
 from overspill.tiers.layout import ALIGN, RecordLayout
 from overspill.tiers.slab import HostSlab, Progress
 from overspill.tiers.ssd import RecordFile, check_folder
-
-WATCHDOG_SECONDS = 60.0
-
-
-class Part(IntFlag):
-    """The parts of an expert, each in a slab and a record file of its own."""
-
-    WEIGHTS = 1
-    STATES = 2
-    GRADS = 4
-
-
-class Reader(Protocol):
-    """A copy out of a host slot that may still be running."""
-
-    def done(self) -> bool: ...
+from overspill.tiers.worker_sync import WATCHDOG_SECONDS, WorkerSync
 
 
 class _Issuing:
+    """Stands for a copy that is being issued."""
+
     def done(self) -> bool:
         return False
 
 
-class Entry:
-    """Where one expert is. Fields are read under the store's lock and changed by the store only."""
-
-    __slots__ = (
-        "dirty",
-        "disk_slot",
-        "holds",
-        "host_slot",
-        "id",
-        "io",
-        "last_use",
-        "number",
-        "stale",
-        "upload",
-        "valid",
-        "version",
-    )
-
-    def __init__(
-        self, id: ExpertId, number: int, host_slot: int | None, disk_slot: int | None
-    ) -> None:
-        self.id = id
-        self.number = number  # layer * number of local experts + local position
-        self.host_slot = host_slot  # None: only on disk
-        self.disk_slot = disk_slot  # None: always in host memory
-        self.valid = Part(0)  # parts that are current in the host slot
-        self.dirty = Part(0)  # parts that are newer in the host slot than on disk
-        self.io = Part(0)  # parts being read or written
-        self.stale = False  # the gradient is complete, the update is not: do not read the weights
-        self.holds = 0  # users that need the expert to keep its host slot
-        self.version = 0  # of the weights; a GPU slot with another version is out of date
-        self.upload: Reader | None = None  # the last copy that reads the host slot
-        self.last_use = 0
-
-    @property
-    def readable(self) -> bool:
-        """Whether the current weights are in a host slot."""
-        return not self.stale and self.host_slot is not None and bool(self.valid & Part.WEIGHTS)
-
-    @property
-    def evictable(self) -> bool:
-        """Whether the host slot can be given to another expert."""
-        if self.dirty or self.io or self.holds:
-            return False
-        return self.upload is None or self.upload.done()
-
-
-class ExpertStore:
+class ExpertStore(WorkerSync):
     """Host slots and disk records of all local experts.
 
     `home_slots` experts, spread evenly over the layers, always stay in host memory. The others are
@@ -117,14 +55,7 @@ class ExpertStore:
         self.disk_slots = count - self.home_slots
         self.cache_slots = min(cache_slots, self.disk_slots)
         assert self.disk_slots == 0 or (disk is not None and self.cache_slots >= 1)
-        self.lock = threading.RLock()
-        # three conditions on one lock, so that only threads that can go on are woken
-        self._main = threading.Condition(self.lock)
-        self._uploader = threading.Condition(self.lock)
-        self._updates = threading.Condition(self.lock)
-        self._changes = 0  # notifications so far; the watchdog takes them for progress
-        self._watchdog_seconds = watchdog_seconds
-        self.error: BaseException | None = None
+        super().__init__(watchdog_seconds)
         self.entries = self._number_entries()
         self._cached: set[Entry] = set()  # experts on disk that have a host slot
         self._free_slots = list(range(self.home_slots, self.home_slots + self.cache_slots))
@@ -219,69 +150,7 @@ class ExpertStore:
         assert entry.host_slot is not None
         return self.slabs[part][entry.host_slot]
 
-    # -- waiting and failing --------------------------------------------------------------
-
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Blocks until `ready()`, which is called under the lock. Raises if a worker thread has
-        failed, or if nothing has changed for a minute: `what` says what was waited for."""
-        with self.lock:
-            while True:
-                seen = self._changes
-                done = self._main.wait_for(
-                    lambda: self.error is not None or ready(), self._watchdog_seconds
-                )
-                self.raise_error()
-                if done:
-                    return
-                if seen == self._changes:
-                    threads = ", ".join(
-                        sorted(t.name for t in threading.enumerate() if "overspill" in t.name)
-                    )
-                    raise EngineError(
-                        f"no progress for {self._watchdog_seconds:.0f} s while waiting for {what}; "
-                        f"running threads: {threads or 'none'}. Please report this as a bug"
-                    )
-
-    def wait_uploader(self) -> None:
-        """Called by the uploader's thread under the lock: sleeps until an entry has changed."""
-        self._uploader.wait()
-
-    def wait_updates(self) -> None:
-        """Called by the update thread under the lock: sleeps until there may be work."""
-        self._updates.wait()
-
-    def wake_main(self) -> None:
-        with self.lock:
-            self._changes += 1
-            self._main.notify_all()
-
-    def wake_uploader(self) -> None:
-        with self.lock:
-            self._uploader.notify_all()
-
-    def wake_updates(self) -> None:
-        with self.lock:
-            self._updates.notify_all()
-
-    def raise_error(self) -> None:
-        if self.error is not None:
-            if isinstance(self.error, OverspillError):
-                raise self.error
-            raise EngineError(
-                f"a worker thread failed: {self.error!r}; the last checkpoint is safe"
-            ) from self.error
-
-    def fail(self, error: BaseException) -> None:
-        """Records the first failure and wakes all threads."""
-        with self.lock:
-            if self.error is None:
-                self.error = error
-            self.wake_all()
-
-    def wake_all(self) -> None:
-        self.wake_main()
-        self.wake_uploader()
-        self.wake_updates()
+    # -- disk transfers that wait for a change --------------------------------------------
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Calls `listener` under the lock whenever a change may let a disk transfer start."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.entry import Entry, Part
+from overspill.tiers.store import ExpertStore
 from overspill.transfer.driver import event_handle
 from overspill.transfer.streams import CopyStream, StreamEvent
 from overspill.transfer.upload_thread import InFlightLimits, UploadCalls, UploadThread

@@ -4,7 +4,8 @@ ones back. It is told what will be needed in which order, and only carries that 
 import functools
 from collections.abc import Callable, Iterable
 
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.entry import Entry, Part
+from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.requests import RequestQueue
 from overspill.transfer.streams import Inject

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.entry import Entry, Part
+from overspill.tiers.store import ExpertStore
 from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent
 from overspill.transfer.uploader import PieceSizes, Target, Uploader, upload_label
 

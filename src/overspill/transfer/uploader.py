@@ -17,8 +17,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from overspill.core.sizes import round_up
+from overspill.tiers.entry import Entry
 from overspill.tiers.layout import ALIGN
-from overspill.tiers.store import Entry
 from overspill.transfer.streams import COMPLETED, StreamEvent
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import overspill
-from overspill.moe.passes import LayerPass, Wave
+from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.state_dict import split_record
-from overspill.moe.streaming import StreamingEngine
 
 # Adam's first step has the size of the learning rate whatever the gradient; a larger eps lets
 # gradients that are zero but for rounding (the bias of a key, for one) move nothing
@@ -49,7 +48,7 @@ def catch_gradients(model: Any) -> dict[str, Tensor]:
         if hasattr(module, "overspill") and module is not model
     }
     caught: dict[str, Tensor] = {}
-    deliver = engine.deliver
+    deliver = engine.training.deliver
 
     def catch(layer: int, number: int, parts: Any) -> None:
         path, places = placeholders[layer]
@@ -64,19 +63,7 @@ def catch_gradients(model: Any) -> dict[str, Tensor]:
             catch(layer_pass.layer, number, [part[number - wave.first] for part in dw])
         deliver(layer_pass, wave, dw)
 
-    engine.deliver = watch
-    if isinstance(engine, StreamingEngine):
-        make = engine.gradients.make
-
-        def watch_host(entry: Any, write: Any, hyper: Any) -> None:
-            def written(gradient: Tensor) -> float:
-                square: float = write(gradient)
-                catch(*entry.id, split_record(gradient, engine.shape))
-                return square
-
-            make(entry, written, hyper)
-
-        engine.gradients.make = watch_host  # type: ignore[method-assign]
+    engine.training.deliver = watch
     return caught
 
 
@@ -110,5 +97,5 @@ def expert_weights(model: Any, path: str, index: int) -> list[Tensor]:
     engine = model.overspill
     placeholder = model.get_submodule(path).overspill
     record = torch.empty(engine.shape.numel, dtype=engine.dtype)
-    engine.read_weights(overspill.core.experts.ExpertId(placeholder.layer, index), record)
+    engine.records.read_weights(overspill.core.experts.ExpertId(placeholder.layer, index), record)
     return split_record(record, engine.shape)

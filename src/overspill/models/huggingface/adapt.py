@@ -47,11 +47,10 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
     for path, module in model.named_modules():
         if hasattr(module, PLACEHOLDER) and module is not model:
             raise ConfigError("the model is offloaded already; offload it once")
-        block = model.get_submodule(path.rpartition(".")[0])
         if all(hasattr(module, name) for name in _INTERFACE):
-            found.append(StackedExperts(path, module, block, std))
+            found.append(StackedExperts(path, module, std))
         elif style := _DICTIONARIES.get(type(module).__name__):
-            found.append(DictionaryExperts(path, module, block, style, std))
+            found.append(DictionaryExperts(path, module, style, std))
     _refuse_others(model, found)
     check_uniform(found)
     if model.training:

@@ -34,7 +34,6 @@ class HuggingFaceExperts(abc.ABC):
         self,
         path: str,
         module: nn.Module,
-        block: nn.Module,
         places: Places,
         shape: ExpertShape,
         n_experts: int,
@@ -46,7 +45,6 @@ class HuggingFaceExperts(abc.ABC):
         self.shape = shape
         self.n_experts = n_experts
         self._std = std
-        self._block = block  # contains the experts and their router
         first = self.expert_parameters()[0]
         self.dtype, self._trained = first.dtype, first.requires_grad
 
@@ -54,14 +52,6 @@ class HuggingFaceExperts(abc.ABC):
     def experts(self) -> ExpertPlaceholder:
         placeholder: ExpertPlaceholder = getattr(self.module, PLACEHOLDER)
         return placeholder
-
-    @property
-    def gate(self) -> Tensor | None:
-        """The weight of the router, [E, D]; None if several parameters of the block, or none, have
-        that shape."""
-        size = (self.n_experts, self.shape.d_model)
-        found = [p for p in self._block.parameters() if tuple(p.shape) == size]
-        return found[0] if len(found) == 1 else None
 
     @property
     def engine(self) -> Engine | None:
@@ -108,7 +98,7 @@ class HuggingFaceExperts(abc.ABC):
 class StackedExperts(HuggingFaceExperts):
     """Experts of transformers' interface: [E, ...] parameters, in any of its layouts."""
 
-    def __init__(self, path: str, module: Any, block: nn.Module, std: float) -> None:
+    def __init__(self, path: str, module: Any, std: float) -> None:
         self.gated = bool(module.has_gate)
         inward = "gate_up_proj" if self.gated else "up_proj"
         self.names = [inward, "down_proj"]
@@ -125,7 +115,7 @@ class StackedExperts(HuggingFaceExperts):
                 f"{path}: down_proj of shape {list(w_out.shape)} does not lead back to the "
                 f"{d_model} inputs of {inward}; such experts are not supported"
             )
-        super().__init__(path, module, block, stacked(self.names), shape, n_experts, std)
+        super().__init__(path, module, stacked(self.names), shape, n_experts, std)
 
     def _check(self, path: str, module: Any) -> None:
         kind = type(module).__name__
@@ -187,7 +177,6 @@ class DictionaryExperts(HuggingFaceExperts):
         self,
         path: str,
         module: nn.ModuleDict,
-        block: nn.Module,
         style: DictionaryStyle,
         std: float,
     ) -> None:
@@ -199,7 +188,7 @@ class DictionaryExperts(HuggingFaceExperts):
         w_in = getattr(first, style.linears[0]).weight
         shape = ExpertShape(w_in.shape[1], w_in.shape[0], gated=False, bias=style.bias)
         places = _separate(self.keys, style)
-        super().__init__(path, module, block, places, shape, len(self.keys), std)
+        super().__init__(path, module, places, shape, len(self.keys), std)
 
     def check_trainable(self) -> None:
         if any(self._dropouts):

@@ -25,8 +25,9 @@ from overspill.moe.layer_pass import LayerPass
 from overspill.moe.streaming.cpu_buffers import CpuBuffers, max_cpu_rows
 from overspill.moe.streaming.cpu_split import CpuSplit
 from overspill.moe.streaming.step_cursor import StepCursor
+from overspill.tiers.entry import Part
 from overspill.tiers.slab import HostSlab
-from overspill.tiers.store import ExpertStore, Part
+from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.driver import await_signal, can_signal, signal
 from overspill.transfer.mapped import on_device

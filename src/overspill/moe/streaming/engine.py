@@ -17,9 +17,10 @@ from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.records import StreamingRecords
 from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
+from overspill.tiers.entry import Entry, Part
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress, device_slab
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.stager import Stager
 from overspill.transfer.streams import CopyStream

@@ -18,8 +18,9 @@ from overspill.optim.gradient_norm import expert_squares
 from overspill.optim.kernel import AdamHyper
 from overspill.optim.updates import Update, Updates
 from overspill.plan.budget import PROCESS, Placement
+from overspill.tiers.entry import Entry, Part
 from overspill.tiers.slab import HostSlab, Progress
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.store import ExpertStore
 from overspill.transfer.downloads import Downloads, GradientRing
 from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent, record_event
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from overspill.core.experts import ExpertId
 from overspill.moe.records import ExpertRecords
+from overspill.tiers.entry import Entry, Part
 from overspill.tiers.layout import RecordLayout
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.store import ExpertStore
 from overspill.transfer.requests import run_all
 
 

@@ -1,0 +1,67 @@
+"""Where one expert is: the fields of its entry in the store."""
+
+from enum import IntFlag
+from typing import Protocol
+
+from overspill.core.experts import ExpertId
+
+
+class Part(IntFlag):
+    """The parts of an expert, each in a slab and a record file of its own."""
+
+    WEIGHTS = 1
+    STATES = 2
+    GRADS = 4
+
+
+class Reader(Protocol):
+    """A copy out of a host slot that may still be running."""
+
+    def done(self) -> bool: ...
+
+
+class Entry:
+    """Where one expert is. Fields are read under the store's lock and changed by the store only."""
+
+    __slots__ = (
+        "dirty",
+        "disk_slot",
+        "holds",
+        "host_slot",
+        "id",
+        "io",
+        "last_use",
+        "number",
+        "stale",
+        "upload",
+        "valid",
+        "version",
+    )
+
+    def __init__(
+        self, id: ExpertId, number: int, host_slot: int | None, disk_slot: int | None
+    ) -> None:
+        self.id = id
+        self.number = number  # layer * number of local experts + local position
+        self.host_slot = host_slot  # None: only on disk
+        self.disk_slot = disk_slot  # None: always in host memory
+        self.valid = Part(0)  # parts that are current in the host slot
+        self.dirty = Part(0)  # parts that are newer in the host slot than on disk
+        self.io = Part(0)  # parts being read or written
+        self.stale = False  # the gradient is complete, the update is not: do not read the weights
+        self.holds = 0  # users that need the expert to keep its host slot
+        self.version = 0  # of the weights; a GPU slot with another version is out of date
+        self.upload: Reader | None = None  # the last copy that reads the host slot
+        self.last_use = 0
+
+    @property
+    def readable(self) -> bool:
+        """Whether the current weights are in a host slot."""
+        return not self.stale and self.host_slot is not None and bool(self.valid & Part.WEIGHTS)
+
+    @property
+    def evictable(self) -> bool:
+        """Whether the host slot can be given to another expert."""
+        if self.dirty or self.io or self.holds:
+            return False
+        return self.upload is None or self.upload.done()
