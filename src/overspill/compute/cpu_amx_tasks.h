@@ -89,9 +89,9 @@ TARGET_AMX void output_task_amx(const Group& group, const ExpertRows& own, int64
 
 void amx_task(const Group& group, const ExpertRows& own, int phase, int64_t index,
               Prefetch& next) {
-    if (!own.packed)
-        vector_task<uint16_t, Avx512Bf16>(group, own, phase, index, next);
-    else if (phase == PACK)
+    if (!own.packed) return vector_task<uint16_t, Avx512Bf16>(group, own, phase, index, next);
+    const TileScope tiles;
+    if (phase == PACK)
         pack_task(group, own, index);
     else if (!group.backward)
         phase == HIDDEN ? hidden_task_amx(group, own, index, next)

@@ -110,11 +110,4 @@ Prefetch output_weights(const Group& group, const ExpertRows& own, int64_t unit,
 using TaskFunction = void (*)(const Group&, const ExpertRows&, int phase, int64_t index,
                               Prefetch& next);
 
-struct Kernel {
-    TaskFunction task;
-    uint64_t (*read)(const uint64_t*, int64_t);
-    void (*enter)() = nullptr;  // in every thread before its first task; null without AMX
-    void (*leave)() = nullptr;
-};
-
 }  // namespace

@@ -36,12 +36,7 @@ _MAX_ROWS = {
         "avx512": (64, 32),
         "amx": (256, 512),
     },
-    torch.float32: {
-        "generic": (16, 16),
-        "avx2": (8, 8),
-        "avx512": (16, 16),
-        "amx": (16, 16),
-    },
+    torch.float32: {"generic": (16, 16), "avx2": (8, 8), "avx512": (16, 16), "amx": (16, 16)},
 }
 
 
@@ -87,7 +82,7 @@ def why_unsupported(
 
 
 def max_kernel_rows(dtype: torch.dtype, backward: bool) -> int:
-    """Token rows of one expert up to which the kernel is at least as fast as torch; 0 without it."""
+    """Token rows of one expert up to which the kernel is not slower than torch; 0 without it."""
     isa = cpu_isa()
     return 0 if isa is None else _MAX_ROWS[dtype][isa][backward]
 

@@ -17,7 +17,7 @@ bool reached(const Flag& flag, uint32_t number) {
 
 struct Request {
     Group group{};
-    Kernel kernel{};
+    TaskFunction function = nullptr;
     std::vector<ExpertRows> experts;  // those with token rows
     const Flag* ready = nullptr;      // reaches `number` when the token rows are ready; may be null
     uint32_t number = 0;
@@ -63,7 +63,6 @@ class Tasks {
         Range* range = range_of(ranges.data(), task);
         if (!await_rows(task < total ? weights_of(*range, task) : Prefetch())) return;
         const FlushDenormals flush;
-        if (request.kernel.enter) request.kernel.enter();
         while (task < total) {
             range = range_of(range, task);
             // One task ahead, if its weights can be fetched while this one computes. With few token
@@ -74,11 +73,10 @@ class Tasks {
             if (following < total) weights = weights_of(*range_of(range, following), following);
             if (request.inject) request.inject();
             if (range->before) await_range(*range->before, weights_of(*range, task));
-            request.kernel.task(group, *range->expert, range->phase, task - range->first, weights);
+            request.function(group, *range->expert, range->phase, task - range->first, weights);
             finish(*range);
             task = ahead ? following : next.value.fetch_add(1);
         }
-        if (request.kernel.leave) request.kernel.leave();
     }
 
     bool timed_out() const { return state == LATE; }
