@@ -1,13 +1,13 @@
 // Matrix products with AMX tiles.
 //
-// A tile instruction multiplies A, 16 rows of 32 bf16 values, with B, 16 rows of 16 pairs of values:
+// A tile instruction multiplies A, 16 rows of 32 bf16 values, with B, 16 rows of 16 pairs of bf16;
 // a pair holds two neighbors along the sum. In nt, weight rows are A without packing and tokens are
 // packed into B; C is [weights, tokens], from which the next B is made without shuffles. In nn,
 // tokens are A, and pairs of weight rows are interleaved into B. All sizes but the number of tokens
 // are multiples of 32; experts of other sizes are computed with vectors.
 #pragma once
 
-#include "cpu_common.h"
+#include "cpu_group.h"
 
 #if HAVE_X86 && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define HAVE_AMX 1

@@ -14,8 +14,6 @@ struct TileProducts : Avx512Bf16 {
     using Weight = uint16_t;
 
     static int64_t room_bytes() { return NN_ROOM_BYTES; }
-    static const uint16_t* dy(const Group&, const ExpertRows& own) { return own.dy; }
-    static int64_t dy_stride(const Group& group) { return group.d; }
 
     static void nn(const uint16_t* a, int64_t a_stride, int64_t rows, const uint16_t* b,
                    int64_t b_stride, int64_t depth, int64_t columns, float* c, int64_t c_stride,

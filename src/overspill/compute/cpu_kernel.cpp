@@ -13,7 +13,6 @@
 
 #include "cpu_amx_tasks.h"
 #include "cpu_runner.h"
-#include "cpu_vector_tasks.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "cpu_common.h"
+#include "cpu_group.h"
 
 namespace {
 

@@ -19,14 +19,13 @@ struct Vectors {
 // Adds halves until one value is left.
 template <int LANES>
 INLINE float sum(typename Vectors<LANES>::Floats vector) {
-    typename Vectors<LANES / 2>::Floats halves[2];
-    std::memcpy(halves, &vector, sizeof vector);
-    return sum<LANES / 2>(halves[0] + halves[1]);
-}
-
-template <>
-__attribute__((always_inline)) inline float sum<2>(Vectors<2>::Floats vector) {
-    return vector[0] + vector[1];
+    if constexpr (LANES == 2) {
+        return vector[0] + vector[1];
+    } else {
+        typename Vectors<LANES / 2>::Floats halves[2];
+        std::memcpy(halves, &vector, sizeof vector);
+        return sum<LANES / 2>(halves[0] + halves[1]);
+    }
 }
 
 // Consecutive numbers in registers: one vector of floats, or the even and the odd elements of twice
