@@ -1,4 +1,4 @@
-"""How fast the CPU computes one expert that no cache holds, beside torch and the memory's limit.
+"""How fast the CPU computes one expert that is in no cache, compared with torch and with memory.
 
 PYTHONPATH=src python3 bench/cpu_expert.py --out bench/results
 """
@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from record import Limit, metric, write_record
 from torch import Tensor
 
-from overspill.compute.cpu import cpu_backward, cpu_forward
-from overspill.compute.cpu_kernel import Segment, cpu_kernel_name, read_bandwidth
-from overspill.compute.experts import wave_forward
-from overspill.compute.runner import Order, Runner
+from overspill.compute.cpu_kernel import (
+    BackwardRows,
+    ExpertRows,
+    cpu_isa,
+    kernel_backward,
+    kernel_forward,
+    read_bandwidth,
+)
+from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 from overspill.hardware.machine import cpu_threads
@@ -29,15 +35,15 @@ SHAPES = (ExpertShape(1024, 4096, gated=False), ExpertShape(4096, 14336, gated=F
 TOKENS = (1, 4, 16, 64)
 DTYPE = torch.bfloat16
 GIB = 1 << 30
-CALLS = 24  # of one kind, before another has its turn
-BEFORE = 100e-6  # seconds that a runner knows of its work before the rows are there
+CALLS = 24  # of one kind in succession
+LEAD = 100e-6  # seconds between a runner's request and its token rows
 
 
 class Timings(NamedTuple):
     """Seconds for one expert, of each repeat."""
 
-    forward: list[float]  # as the engine has it done, by a runner
-    call: list[float]  # the same as a call from Python
+    forward: list[float]  # by a runner, as in the engine
+    call: list[float]  # by a direct call from Python
     torch: list[float]
     backward: list[float]
 
@@ -47,7 +53,7 @@ def weight_bytes(shape: ExpertShape) -> int:
 
 
 class Rotation:
-    """Experts taken in turn: when one comes again, the others have pushed it out of the caches."""
+    """Experts used in rotation: the others evict an expert from the caches before its next use."""
 
     def __init__(self, shape: ExpertShape, gib: float) -> None:
         self.shape = shape
@@ -60,7 +66,7 @@ class Rotation:
         self._next = 0
 
     def seconds(self, work: Callable[[Tensor], float | None]) -> float:
-        """The median of some calls, each on the next expert; `work` may time itself."""
+        """The median of some calls, each on the next expert; `work` may return its own time."""
         times = []
         for _ in range(min(CALLS, len(self.records))):
             record = self.records[self._next % len(self.records)]
@@ -75,58 +81,58 @@ class Rotation:
         self._slab.close()
 
 
-class Orders:
-    """Has a runner compute, as the engine does: it is told before the rows are there."""
+class Requests:
+    """Computes with a runner, as the engine does: the request precedes its token rows."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._runner = Runner()
-        self._flags = torch.zeros(32, dtype=torch.int32)  # two of them, on lines of their own
+        self._flags = torch.zeros(32, dtype=torch.int32)  # two flags, in separate cache lines
         self._number = 0
 
-    def forward(self, x: Tensor, y: Tensor, segment: Segment, shape: ExpertShape) -> float:
-        """Seconds from the moment that the runner has seen that the rows are there."""
+    def forward(self, x: Tensor, y: Tensor, expert: ExpertRows, shape: ExpertShape) -> float:
+        """Seconds from the moment when the runner sees that the rows are ready."""
         self._number += 1
-        there, done = self._flags[0].data_ptr(), self._flags[16].data_ptr()
-        order = Order(there, done, self._number, (ctypes.c_int64 * 2)())
-        self._runner.forward(x, y, [segment], shape, self.threads, order)
-        until = time.perf_counter() + BEFORE
+        ready, done = self._flags[0].data_ptr(), self._flags[16].data_ptr()
+        request = CpuRequest(ready, done, self._number, (ctypes.c_int64 * 2)())
+        self._runner.forward(x, y, [expert], shape, self.threads, request)
+        until = time.perf_counter() + LEAD
         while time.perf_counter() < until:
             pass
         self._flags[0] = self._number
-        self._runner.wait(order)
-        begin, end = order.times
+        self._runner.wait(request)
+        begin, end = request.times
         return (end - begin) / 1e9
 
     def close(self) -> None:
         self._runner.close()
 
 
-def time_expert(experts: Rotation, orders: Orders, tokens: int, repeats: int) -> Timings:
-    """Our forward, torch's and our backward in turn, so that a slow moment hits all of them."""
-    shape, threads = experts.shape, orders.threads
+def time_expert(experts: Rotation, requests: Requests, tokens: int, repeats: int) -> Timings:
+    """Alternates between our forward, torch's and our backward, so that noise affects all."""
+    shape, threads = experts.shape, requests.threads
     x, dy = (torch.randn(tokens, shape.d_model).to(DTYPE) for _ in range(2))
     y, dx = torch.empty_like(x), torch.empty_like(x)
-    weight, dweight = torch.rand(tokens), torch.empty(tokens)
-    ends = torch.tensor([tokens], dtype=torch.int32)
+    rows = BackwardRows(x, dy, torch.rand(tokens), dx, torch.empty(tokens))
 
     def forward(record: Tensor) -> float:
-        return orders.forward(x, y, Segment(record, 0, tokens), shape)
+        return requests.forward(x, y, ExpertRows(record, 0, tokens), shape)
 
     def call(record: Tensor) -> None:
-        cpu_forward(x, y, [Segment(record, 0, tokens)], shape, None, threads)
+        kernel_forward(x, y, [ExpertRows(record, 0, tokens)], shape, threads)
 
     def by_torch(record: Tensor) -> None:
-        wave_forward(x, record.unsqueeze(0), shape, ends, [tokens])
+        w_in, w_out = record.view(2, -1)
+        h = F.gelu(F.linear(x, w_in.view(shape.d_hidden, shape.d_model)))
+        F.linear(h, w_out.view(shape.d_model, shape.d_hidden))
 
     def backward(record: Tensor) -> None:
-        segments = [Segment(record, 0, tokens)]
-        cpu_backward(x, dy, weight, dx, dweight, segments, shape, None, threads)
+        kernel_backward(rows, [ExpertRows(record, 0, tokens)], shape, threads)
 
     kinds = forward, call, by_torch, backward
     timings = Timings([], [], [], [])
     for work in kinds:
-        work(experts.records[0])  # threads started, kernels chosen
+        work(experts.records[0])  # starts the threads
     for _ in range(repeats):
         for times, work in zip(timings, kinds, strict=True):
             times.append(experts.seconds(work))
@@ -134,7 +140,7 @@ def time_expert(experts: Rotation, orders: Orders, tokens: int, repeats: int) ->
 
 
 def row(shape: ExpertShape, tokens: int, timings: Timings, bandwidth: float) -> dict[str, Any]:
-    """One row of the table; `bandwidth` in bytes a second."""
+    """One row of the table; `bandwidth` in bytes per second."""
     size = weight_bytes(shape)
     forward, call, by_torch, backward = (statistics.median(times) for times in timings)
     return {
@@ -146,7 +152,7 @@ def row(shape: ExpertShape, tokens: int, timings: Timings, bandwidth: float) -> 
         "called from Python": f"{call * 1e3:.3f} ms",
         "torch": f"{by_torch * 1e3:.3f} ms",
         "bandwidth limit": f"{size / bandwidth * 1e3:.3f} ms",
-        "frozen backward": f"{backward * 1e3:.3f} ms",
+        "backward": f"{backward * 1e3:.3f} ms",
     }
 
 
@@ -166,23 +172,22 @@ def main() -> None:
     reading = round_up(int(arguments.gib * GIB), ALIGN)
     memory = HostSlab("reading", 1, reading, torch.cuda.is_available())
     buffer = memory[0]
-    orders = Orders(threads)
-    # Again after each shape, and the best counts: a limit is what the memory can do, and a moment
-    # in which something else used it would make shares of more than the whole.
+    requests = Requests(threads)
+    # Measured again after each shape, and the best result counts: other processes can only lower
+    # it, and a limit that is too low would give shares above 1.
     bandwidths = [read_bandwidth(buffer, threads)]
     measured = []
     for shape in SHAPES:
         experts = Rotation(shape, arguments.gib)
         for tokens in TOKENS:
-            timings = time_expert(experts, orders, tokens, arguments.repeats)
+            timings = time_expert(experts, requests, tokens, arguments.repeats)
             measured.append((shape, tokens, timings))
         experts.close()  # before the next shape takes its memory
         bandwidths.append(read_bandwidth(buffer, threads))
-    orders.close()
+    requests.close()
     bandwidth = max(bandwidths)
     print(
-        f"kernel {cpu_kernel_name()}, {threads} threads; "
-        f"host memory, reading: {bandwidth / 1e9:.1f} GB/s"
+        f"kernel {cpu_isa()}, {threads} threads; host memory, reading: {bandwidth / 1e9:.1f} GB/s"
     )
     rows, shares = [], {}
     for shape, tokens, timings in measured:
@@ -195,7 +200,7 @@ def main() -> None:
         "cpu-expert",
         {
             "row": f"one expert on the CPU, bf16, {threads} threads",
-            "kernel": cpu_kernel_name(),
+            "kernel": cpu_isa(),
             "threads": threads,
             "gib": arguments.gib,
             "repeats": arguments.repeats,

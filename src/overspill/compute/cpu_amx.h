@@ -1,13 +1,13 @@
 // Matrix products with AMX tiles.
 //
-// A tile instruction multiplies A, 16 rows of 32 bf16 values, with B, 16 rows of 16 pairs of them. A
-// pair holds two neighbors along the sum. In nt, weight rows are A without packing and tokens are
+// A tile instruction multiplies A, 16 rows of 32 bf16 values, with B, 16 rows of 16 pairs of bf16;
+// a pair holds two neighbors along the sum. In nt, weight rows are A without packing and tokens are
 // packed into B; C is [weights, tokens], from which the next B is made without shuffles. In nn,
 // tokens are A, and pairs of weight rows are interleaved into B. All sizes but the number of tokens
 // are multiples of 32; experts of other sizes are computed with vectors.
 #pragma once
 
-#include "cpu_common.h"
+#include "cpu_group.h"
 
 #if HAVE_X86 && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define HAVE_AMX 1
@@ -92,20 +92,17 @@ alignas(64) constexpr struct {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 } TILE_CONFIG;
 
-TARGET_AMX void enter_tiles() { _tile_loadconfig(&TILE_CONFIG); }
-
-TARGET_AMX void leave_tiles() { _tile_release(); }
+// While it exists, this thread can use tiles.
+class TileScope {
+  public:
+    TARGET_AMX TileScope() { _tile_loadconfig(&TILE_CONFIG); }
+    TARGET_AMX ~TileScope() { _tile_release(); }
+};
 
 // One operand of a product: two tiles (or one), and the bytes to the next ones along the sum.
 struct Tiles {
     const void *first, *second;
     int64_t stride, step;
-};
-
-// The sums of the first and of the second tile of `a`, two neighboring tiles each.
-struct Sums {
-    float *c, *below;
-    int64_t stride;
 };
 
 // What each step of a product prefetches: `lines` lines of other weights, and `a` at a distance of
@@ -115,22 +112,21 @@ struct StepPrefetch {
     int64_t lines = 0, near = 0;
 };
 
-// sums[2 tiles][2 tiles] (+)= a b, over `steps` tiles along the sum.
-template <bool TWO_A, bool TWO_B>
-TARGET_AMX void multiply_tiles(const Tiles& a, const Tiles& b, int64_t steps, const Sums& sums,
-                               bool add, const StepPrefetch& prefetch) {
-    float *c = sums.c, *below = sums.below;
-    const int64_t c_bytes = sums.stride * 4;
+// c (+)= a b, over `steps` tiles along the sum. The sums of the first tile of `a` are at `c`, those
+// of the second one at `below`: two neighboring tiles each.
+TARGET_AMX void multiply(const Tiles& a, const Tiles& b, int64_t steps, float* c, float* below,
+                         int64_t c_stride, bool add, const StepPrefetch& prefetch = {}) {
+    const bool two_a = a.second, two_b = b.second;
+    const int64_t c_bytes = c_stride * 4;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     if (add) {
         _tile_loadd(0, c, c_bytes);
-        if (TWO_B) _tile_loadd(1, c + TILE, c_bytes);
-        if (TWO_A) _tile_loadd(2, below, c_bytes);
-        if (TWO_A && TWO_B) _tile_loadd(3, below + TILE, c_bytes);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        if (two_b) _tile_loadd(1, c + TILE, c_bytes);
+        if (two_a) _tile_loadd(2, below, c_bytes);
+        if (two_a && two_b) _tile_loadd(3, below + TILE, c_bytes);
     }
     const char *a0 = static_cast<const char*>(a.first), *a1 = static_cast<const char*>(a.second);
     const char *b0 = static_cast<const char*>(b.first), *b1 = static_cast<const char*>(b.second);
@@ -143,32 +139,20 @@ TARGET_AMX void multiply_tiles(const Tiles& a, const Tiles& b, int64_t steps, co
             for (int64_t row = 0; row < TILE; ++row)
                 __builtin_prefetch(ahead + row * a.stride, 0, 3);
         _tile_dpbf16ps(0, 4, 6);
-        if (TWO_B) {
+        if (two_b) {
             _tile_loadd(7, b1 + step * b.step, b.stride);
             _tile_dpbf16ps(1, 4, 7);
         }
-        if (TWO_A) {
+        if (two_a) {
             _tile_loadd(5, a1 + step * a.step, a.stride);
             _tile_dpbf16ps(2, 5, 6);
-            if (TWO_B) _tile_dpbf16ps(3, 5, 7);
+            if (two_b) _tile_dpbf16ps(3, 5, 7);
         }
     }
     _tile_stored(0, c, c_bytes);
-    if (TWO_B) _tile_stored(1, c + TILE, c_bytes);
-    if (TWO_A) _tile_stored(2, below, c_bytes);
-    if (TWO_A && TWO_B) _tile_stored(3, below + TILE, c_bytes);
-}
-
-void multiply(const Tiles& a, const Tiles& b, int64_t steps, const Sums& sums, bool add,
-              const StepPrefetch& prefetch = {}) {
-    if (a.second && b.second)
-        multiply_tiles<true, true>(a, b, steps, sums, add, prefetch);
-    else if (a.second)
-        multiply_tiles<true, false>(a, b, steps, sums, add, prefetch);
-    else if (b.second)
-        multiply_tiles<false, true>(a, b, steps, sums, add, prefetch);
-    else
-        multiply_tiles<false, false>(a, b, steps, sums, add, prefetch);
+    if (two_b) _tile_stored(1, c + TILE, c_bytes);
+    if (two_a) _tile_stored(2, below, c_bytes);
+    if (two_a && two_b) _tile_stored(3, below + TILE, c_bytes);
 }
 
 // c[rows][tokens] = weights [rows, k] times packed tokens, in `groups` groups of 16. A panel is 16
@@ -195,7 +179,7 @@ void nt_tiles(const uint16_t* weights, int64_t rows, int64_t k, const char* toke
                 const char* right = group + 1 < groups ? left + group_bytes : nullptr;
                 float* sums = c + panel * c_stride + group * TILE;
                 multiply(a, {left, right, LINE, TILE * LINE}, least(chunk, steps - step),
-                         {sums, sums + c_stride, panels * c_stride}, step > 0, prefetch);
+                         sums, sums + c_stride, panels * c_stride, step > 0, prefetch);
             }
         }
     }
@@ -230,7 +214,7 @@ TARGET_AMX void nn_tiles(const uint16_t* a, int64_t a_stride, int64_t tiles, con
                     float* sums = c + tile * TILE * c_stride + first + n;
                     multiply({here, below, a_stride * 2, LINE},
                              {strip, strip + TILE * LINE, LINE, 2 * TILE * LINE}, steps,
-                             {sums, sums + TILE * c_stride, c_stride}, add || q > 0);
+                             sums, sums + TILE * c_stride, c_stride, add || q > 0);
                 }
             }
         }

@@ -14,8 +14,6 @@ struct TileProducts : Avx512Bf16 {
     using Weight = uint16_t;
 
     static int64_t room_bytes() { return NN_ROOM_BYTES; }
-    static const uint16_t* dy(const Group&, const ExpertRows& own) { return own.dy; }
-    static int64_t dy_stride(const Group& group) { return group.d; }
 
     static void nn(const uint16_t* a, int64_t a_stride, int64_t rows, const uint16_t* b,
                    int64_t b_stride, int64_t depth, int64_t columns, float* c, int64_t c_stride,
@@ -89,9 +87,9 @@ TARGET_AMX void output_task_amx(const Group& group, const ExpertRows& own, int64
 
 void amx_task(const Group& group, const ExpertRows& own, int phase, int64_t index,
               Prefetch& next) {
-    if (!own.packed)
-        vector_task<uint16_t, Avx512Bf16>(group, own, phase, index, next);
-    else if (phase == PACK)
+    if (!own.packed) return vector_task<uint16_t, Avx512Bf16>(group, own, phase, index, next);
+    const TileScope tiles;
+    if (phase == PACK)
         pack_task(group, own, index);
     else if (!group.backward)
         phase == HIDDEN ? hidden_task_amx(group, own, index, next)

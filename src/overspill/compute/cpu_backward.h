@@ -26,19 +26,6 @@ struct BlockArrays {
     }
 };
 
-// From h, up and da to dh and dup, and to the block's shares of the routing weights' gradients.
-template <class Products, class T>
-void activate_block(const Group& group, const ExpertRows& own, int64_t index, int64_t count,
-                    const BlockArrays<T>& arrays) {
-    for (int64_t row = 0; row < own.rows; ++row) {
-        const int64_t at = row * BLOCK;
-        own.weight_shares[index * own.rows + row] = Products::activate_backward(
-            arrays.h + at, group.gated ? arrays.up + at : nullptr, arrays.da + at,
-            group.row_weight[own.start + row], count, arrays.dh + at,
-            arrays.dup + at);
-    }
-}
-
 // One block of hidden units. With few token rows it also computes the block's share of dx, while
 // the rows of w_in are in the cache; else it stores dh for `dx_task`.
 template <class Products>
@@ -48,13 +35,17 @@ void backward_block(const Group& group, const ExpertRows& own, int64_t index, Pr
     const int64_t rows = own.padded_rows(), share = own.rows * d;
     const BlockArrays<T> arrays(rows, rows * most(BLOCK, d), Products::room_bytes());
     Prefetch out = output_weights(group, own, unit, count);
-    Products::nn(Products::dy(group, own), Products::dy_stride(group), rows,
-                 w_out<T>(group, own) + unit, group.h, d, count, arrays.da, BLOCK, false,
-                 arrays.room, &out, STEP);
+    const T* dy = own.packed ? reinterpret_cast<const T*>(own.dy)
+                             : rows_of<T>(group.dy, group.dy_stride, own);
+    Products::nn(dy, own.packed ? d : group.dy_stride, rows, w_out<T>(group, own) + unit, group.h,
+                 d, count, arrays.da, BLOCK, false, arrays.room, &out, STEP);
     for (int64_t gate = 0; gate < group.gates(); ++gate)
         Products::hidden(group, own, w_in<T>(own) + (gate * group.h + unit) * d, count,
                          gate ? arrays.up : arrays.h, arrays, next);
-    activate_block<Products>(group, own, index, count, arrays);
+    for (int64_t row = 0, at = 0; row < own.rows; ++row, at += BLOCK)
+        own.weight_shares[index * own.rows + row] = Products::activate_backward(
+            arrays.h + at, group.gated ? arrays.up + at : nullptr, arrays.da + at,
+            group.row_weight[own.start + row], count, arrays.dh + at, arrays.dup + at);
     for (int64_t gate = 0; gate < group.gates(); ++gate) {
         const T* dh = gate ? arrays.dup : arrays.dh;
         if (group.shares_dx(own)) {

@@ -4,10 +4,6 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to inlined functions only
-#endif
-
 #define INLINE static inline __attribute__((always_inline))
 
 #if defined(__x86_64__)

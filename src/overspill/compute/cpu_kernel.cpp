@@ -13,7 +13,6 @@
 
 #include "cpu_amx_tasks.h"
 #include "cpu_runner.h"
-#include "cpu_vector_tasks.h"
 
 namespace {
 
@@ -27,19 +26,27 @@ int best_isa() {
 }
 
 template <class T>
-Kernel vector_kernel(int isa) {
+TaskFunction vector_function(int isa) {
 #if HAVE_X86
-    if (isa >= AVX512) return {vector_task<T, Avx512<T>>, Avx512<T>::read};
-    if (isa == AVX2) return {vector_task<T, Avx2<T>>, Avx2<T>::read};
+    if (isa >= AVX512) return vector_task<T, Avx512<T>>;
+    if (isa == AVX2) return vector_task<T, Avx2<T>>;
 #endif
-    return {vector_task<T, Generic<T>>, Generic<T>::read};
+    return vector_task<T, Generic<T>>;
 }
 
-Kernel kernel_for(int isa, bool bf16) {
+TaskFunction task_function(int isa, bool bf16) {
 #if HAVE_AMX
-    if (isa == AMX && bf16) return {amx_task, Avx512Bf16::read, enter_tiles, leave_tiles};
+    if (isa == AMX && bf16) return amx_task;
 #endif
-    return bf16 ? vector_kernel<uint16_t>(isa) : vector_kernel<float>(isa);
+    return bf16 ? vector_function<uint16_t>(isa) : vector_function<float>(isa);
+}
+
+uint64_t read_words(const uint64_t* from, int64_t count) {
+#if HAVE_X86
+    if (best_isa() >= AVX512) return Avx512<float>::read(from, count);
+    if (best_isa() == AVX2) return Avx2<float>::read(from, count);
+#endif
+    return Generic<float>::read(from, count);
 }
 
 std::unique_ptr<Request> make_request(const GroupArgs& args) {
@@ -49,7 +56,7 @@ std::unique_ptr<Request> make_request(const GroupArgs& args) {
     group.weight_bytes = args.bf16 ? 2 : 4;
     const int isa = args.isa < 0 ? best_isa() : args.isa;
     const bool tiles = isa == AMX && args.bf16 && args.d % STEP == 0 && args.h % STEP == 0;
-    request->kernel = kernel_for(isa, args.bf16);
+    request->function = task_function(isa, args.bf16);
     for (int64_t i = 0; i < args.count; ++i) {
         const int64_t rows = args.stops[i] - args.starts[i];
         const bool packed = tiles && (args.backward || rows > MAX_VECTOR_ROWS);
@@ -98,15 +105,14 @@ int overspill_runner_wait(Runner* runner, const uint32_t* done, uint32_t number)
     return runner->wait(*reinterpret_cast<const Flag*>(done), number);
 }
 
-// Reads `count` words once with all threads.
+// Reads `count` words once with all threads, to measure the bandwidth.
 uint64_t overspill_read(const uint64_t* from, int64_t count, int threads) {
     constexpr int64_t PIECE = 1 << 15;
-    const Kernel kernel = kernel_for(best_isa(), true);
     std::atomic<int64_t> next{0};
     std::atomic<uint64_t> total{0};
     own_executor().pool.run(threads, [&] {
         for (int64_t at; (at = next.fetch_add(PIECE)) < count;)
-            total += kernel.read(from + at, least(PIECE, count - at));
+            total += read_words(from + at, least(PIECE, count - at));
     });
     return total;
 }

@@ -29,19 +29,9 @@ _BEST_ISA = -1
 # below it the kernel is faster. With bf16 and neither AVX-512 nor AMX it is 3 to 40 times faster at
 # any number of rows; there the scratch memory sets the limit. Constants, because results must not
 # depend on timing.
-_MAX_ROWS = {
-    torch.bfloat16: {
-        "generic": (512, 512),
-        "avx2": (512, 512),
-        "avx512": (64, 32),
-        "amx": (256, 512),
-    },
-    torch.float32: {
-        "generic": (16, 16),
-        "avx2": (8, 8),
-        "avx512": (16, 16),
-        "amx": (16, 16),
-    },
+_MAX_ROWS = {  # in the order of ISA_NAMES
+    torch.bfloat16: ((512, 512), (512, 512), (64, 32), (256, 512)),
+    torch.float32: ((16, 16), (8, 8), (16, 16), (16, 16)),
 }
 
 
@@ -75,21 +65,20 @@ def why_unsupported(
     """Why the kernel does not compute such experts; None if it does."""
     if cpu_library() is None:
         return "no C++ compiler"
-    reasons = [
-        f"{dtype}" if dtype not in _MAX_ROWS else "",
-        "biases" if shape.bias else "",
-        "transposed weights" if shape.transposed else "",
-        ""
-        if activation is None or isinstance(activation, Fused)
-        else "activations other than GELU and gated SiLU",
-    ]
-    return ", ".join(reason for reason in reasons if reason) or None
+    fused = activation is None or isinstance(activation, Fused)
+    reasons = {
+        str(dtype): dtype not in _MAX_ROWS,
+        "biases": shape.bias,
+        "transposed weights": shape.transposed,
+        "activations other than GELU and gated SiLU": not fused,
+    }
+    return ", ".join(reason for reason, applies in reasons.items() if applies) or None
 
 
 def max_kernel_rows(dtype: torch.dtype, backward: bool) -> int:
-    """Token rows of one expert up to which the kernel is as fast as torch; 0 without it."""
+    """Token rows of one expert up to which the kernel is not slower than torch; 0 without it."""
     isa = cpu_isa()
-    return 0 if isa is None else _MAX_ROWS[dtype][isa][backward]
+    return 0 if isa is None else _MAX_ROWS[dtype][ISA_NAMES.index(isa)][backward]
 
 
 def kernel_forward(

@@ -52,8 +52,8 @@ int64_t task_height(const Request& request, int64_t height, int64_t row_bytes, i
     int64_t found = streams;
     while (2 * found <= least(wanted, MAX_TASK_TILES * TILE)) {
         const int64_t tasks = int64_t(request.experts.size()) * height / (2 * found);
-        if (tasks < 4 * request.group.threads) break;
-        if (2 * found * gates * row_bytes > MAX_PREFETCH) break;
+        const int64_t bytes = 2 * found * gates * row_bytes;
+        if (tasks < 4 * request.group.threads || bytes > MAX_PREFETCH) break;
         found *= 2;
     }
     return found;

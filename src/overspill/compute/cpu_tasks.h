@@ -1,7 +1,6 @@
 // A request to compute a group of experts, and its tasks, which the threads of a pool share.
 #pragma once
 
-#include "cpu_group.h"
 #include "cpu_math.h"
 #include "cpu_thread_pool.h"
 
@@ -17,7 +16,7 @@ bool reached(const Flag& flag, uint32_t number) {
 
 struct Request {
     Group group{};
-    Kernel kernel{};
+    TaskFunction function = nullptr;
     std::vector<ExpertRows> experts;  // those with token rows
     const Flag* ready = nullptr;      // reaches `number` when the token rows are ready; may be null
     uint32_t number = 0;
@@ -51,7 +50,7 @@ class Tasks {
             range.left = task_count(group, *range.expert, range.phase);
             range.before = range.phase > 0 ? &ranges[i - experts.size()] : nullptr;
             total += range.left;
-            unfinished.value += range.left > 0;
+            unfinished += range.left > 0;
         }
     }
 
@@ -59,33 +58,31 @@ class Tasks {
     // prefetches its weights. If the rows are not ready in time, all threads return without having
     // computed anything, and timed_out() is true.
     void work() {
-        int64_t task = next.value.fetch_add(1);
+        int64_t task = next.fetch_add(1);
         Range* range = range_of(ranges.data(), task);
         if (!await_rows(task < total ? weights_of(*range, task) : Prefetch())) return;
         const FlushDenormals flush;
-        if (request.kernel.enter) request.kernel.enter();
         while (task < total) {
             range = range_of(range, task);
             // One task ahead, if its weights can be fetched while this one computes. With few token
             // rows they cannot, and a task taken ahead is lost for idle threads.
             const bool ahead = group.backward || range->expert->rows > 2 * TILE;
-            const int64_t following = ahead ? next.value.fetch_add(1) : total;
+            const int64_t following = ahead ? next.fetch_add(1) : total;
             Prefetch weights;
             if (following < total) weights = weights_of(*range_of(range, following), following);
             if (request.inject) request.inject();
             if (range->before) await_range(*range->before, weights_of(*range, task));
-            request.kernel.task(group, *range->expert, range->phase, task - range->first, weights);
+            request.function(group, *range->expert, range->phase, task - range->first, weights);
             finish(*range);
-            task = ahead ? following : next.value.fetch_add(1);
+            task = ahead ? following : next.fetch_add(1);
         }
-        if (request.kernel.leave) request.kernel.leave();
     }
 
     bool timed_out() const { return state == LATE; }
 
     // Between two calls of work(), after timed_out(): the rows are ready now.
     void restart() {
-        next.value = 0;
+        next = 0;
         state = READY;
     }
 
@@ -103,10 +100,6 @@ class Tasks {
         int64_t first = 0;
         const Range* before = nullptr;               // must be finished first
         alignas(LINE) std::atomic<int64_t> left{0};  // apart from the fields that are only read
-    };
-
-    struct alignas(LINE) Counter {
-        std::atomic<int64_t> value{0};
     };
 
     // All threads must get the same answer, or few threads would do all the work.
@@ -138,7 +131,7 @@ class Tasks {
 
     void finish(Range& range) {
         if (range.left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-        if (unfinished.value.fetch_sub(1) == 1 && last && request.complete) request.complete();
+        if (unfinished.fetch_sub(1) == 1 && last && request.complete) request.complete();
     }
 
     // Searches from `from` on: most tasks come later than the previous one.
@@ -158,8 +151,9 @@ class Tasks {
     const bool last;  // of the request
     std::vector<Range> ranges;
     const int64_t deadline = now_ns() + READY_TIMEOUT_NS;
-    Counter next, unfinished;
-    alignas(LINE) std::atomic<int> state;
+    alignas(LINE) std::atomic<int64_t> next{0};
+    alignas(LINE) std::atomic<int64_t> unfinished{0};  // ranges
+    std::atomic<int> state;
 };
 
 }  // namespace

@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu_common.h"
+#include "cpu_group.h"
 
 namespace {
 
@@ -111,7 +111,6 @@ class ThreadPool {
     void abandon_workers() {
         for (auto& worker : workers) (void)worker.release();
         workers.clear();
-        asleep = 0;
         process = getpid();
     }
 
@@ -124,11 +123,11 @@ class ThreadPool {
         worker.thread = std::thread([this, &worker, index] { work(worker, index); });
     }
 
-    // A worker increments `asleep` before it checks for a call a last time; here the order is the
-    // opposite. So the worker sees the call or is woken up.
+    // A worker reads the signal's count before it checks for a call a last time; here the order is
+    // the opposite. So the worker sees the call or does not sleep.
     void announce(uint64_t call) {
         current = call;
-        if (wanted_by(call) > 0 && asleep > 0) wake.raise();
+        if (wanted_by(call) > 0) wake.raise();
     }
 
     void work(Worker& worker, int index) {
@@ -152,9 +151,7 @@ class ThreadPool {
             spin_until([&] { return called() || now_ns() >= until; });
             if (called()) return call;
             const uint32_t count = wake.count();
-            ++asleep;
             if (!called()) wake.sleep(count);
-            --asleep;
         }
     }
 
@@ -162,7 +159,6 @@ class ThreadPool {
     // changes only when a call begins or ends.
     alignas(LINE) std::atomic<uint64_t> current{NONE};
     alignas(LINE) WakeSignal wake;
-    std::atomic<int> asleep{0};
     alignas(LINE) const std::function<void()>* function = nullptr;
     std::vector<std::unique_ptr<Worker>> workers;
     uint64_t calls = 0;

@@ -11,10 +11,6 @@ struct VectorProducts : Isa {
     using Weight = T;
 
     static int64_t room_bytes() { return 0; }
-    static const T* dy(const Group& group, const ExpertRows& own) {
-        return rows_of<T>(group.dy, group.dy_stride, own);
-    }
-    static int64_t dy_stride(const Group& group) { return group.dy_stride; }
 
     static void nn(const T* a, int64_t a_stride, int64_t rows, const T* b, int64_t b_stride,
                    int64_t depth, int64_t columns, float* c, int64_t c_stride, bool add, char*,

@@ -19,14 +19,13 @@ struct Vectors {
 // Adds halves until one value is left.
 template <int LANES>
 INLINE float sum(typename Vectors<LANES>::Floats vector) {
-    typename Vectors<LANES / 2>::Floats halves[2];
-    std::memcpy(halves, &vector, sizeof vector);
-    return sum<LANES / 2>(halves[0] + halves[1]);
-}
-
-template <>
-__attribute__((always_inline)) inline float sum<2>(Vectors<2>::Floats vector) {
-    return vector[0] + vector[1];
+    if constexpr (LANES == 2) {
+        return vector[0] + vector[1];
+    } else {
+        typename Vectors<LANES / 2>::Floats halves[2];
+        std::memcpy(halves, &vector, sizeof vector);
+        return sum<LANES / 2>(halves[0] + halves[1]);
+    }
 }
 
 // Consecutive numbers in registers: one vector of floats, or the even and the odd elements of twice
@@ -86,23 +85,17 @@ INLINE void store_in_order(const float* __restrict sums, int64_t columns, float*
         std::memcpy(to, ordered, columns * 4);
 }
 
-// Weights to prefetch: from `from` on in each of some streams.
-template <class T>
-struct Upcoming {
-    const T* from;
-    int64_t streams;
-};
-
-// W weight rows, `apart` rows from each other, with M token rows: c[w * apart][m].
+// W weight rows, `apart` rows from each other, with M token rows: c[w * apart][m]. Prefetches the
+// weights at `upcoming` and in `streams - 1` streams `apart` rows from it.
 template <class T, int LANES, int W, int M>
 INLINE void nt_block(const T* weights, int64_t apart, const T* tokens, int64_t token_stride,
-                     int64_t k, float* c, int64_t c_stride, Upcoming<T> upcoming) {
+                     int64_t k, float* c, int64_t c_stride, const T* upcoming, int64_t streams) {
     using Vector = Elements<T, LANES>;
     typename Vectors<LANES>::Floats total[W][M] = {};
     int64_t at = 0;
     for (; at + Vector::SIZE <= k; at += Vector::SIZE) {
-        for (int64_t i = 0; i < upcoming.streams; ++i)
-            __builtin_prefetch(upcoming.from + i * apart * k + at, 0, 2);
+        for (int64_t i = 0; i < streams; ++i)
+            __builtin_prefetch(upcoming + i * apart * k + at, 0, 2);
         Vector token[M];
         for (int m = 0; m < M; ++m) token[m] = Vector(tokens + m * token_stride + at);
         for (int w = 0; w < W; ++w) {
@@ -123,13 +116,15 @@ INLINE void nt_block(const T* weights, int64_t apart, const T* tokens, int64_t t
 // As `nt_block`, for `count` tokens, at most M.
 template <class T, int LANES, int W, int M>
 INLINE void nt_some(const T* weights, int64_t apart, const T* tokens, int64_t token_stride,
-                    int64_t count, int64_t k, float* c, int64_t c_stride, Upcoming<T> upcoming) {
+                    int64_t count, int64_t k, float* c, int64_t c_stride, const T* upcoming,
+                    int64_t streams) {
     if constexpr (M > 1) {
         if (count < M)
             return nt_some<T, LANES, W, M - 1>(weights, apart, tokens, token_stride, count, k, c,
-                                               c_stride, upcoming);
+                                               c_stride, upcoming, streams);
     }
-    nt_block<T, LANES, W, M>(weights, apart, tokens, token_stride, k, c, c_stride, upcoming);
+    nt_block<T, LANES, W, M>(weights, apart, tokens, token_stride, k, c, c_stride, upcoming,
+                             streams);
 }
 
 // c[row][token] = weights [rows, k] times tokens [count, k], W rows and M tokens at a time. The W
@@ -144,19 +139,21 @@ INLINE void nt_streams(const T* weights, int64_t rows, const T* tokens, int64_t 
         const T* here = weights + row * k;
         for (int64_t pass = 0; pass < passes; ++pass) {
             const int64_t m = pass * M, first = least(W, share * pass);
-            Upcoming<T> upcoming{here + IN_FLIGHT / W * LINE / int64_t(sizeof(T)), W};
-            if (passes > 1)
-                upcoming = {here + (first * apart + 1) * k,
-                        row + 1 < apart ? least(share, W - first) : 0};
+            const T* upcoming = here + IN_FLIGHT / W * LINE / int64_t(sizeof(T));
+            int64_t streams = W;
+            if (passes > 1) {
+                upcoming = here + (first * apart + 1) * k;
+                streams = row + 1 < apart ? least(share, W - first) : 0;
+            }
             nt_some<T, LANES, W, M>(here, apart, tokens + m * token_stride, token_stride,
                                     least(M, count - m), k, c + row * c_stride + m, c_stride,
-                                    upcoming);
+                                    upcoming, streams);
         }
     }
     for (int64_t row = apart * W; row < rows; ++row)
         for (int64_t m = 0; m < count; ++m)
             nt_block<T, LANES, 1, 1>(weights + row * k, 0, tokens + m * token_stride, token_stride,
-                                     k, c + row * c_stride + m, c_stride, {nullptr, 0});
+                                     k, c + row * c_stride + m, c_stride, nullptr, 0);
 }
 
 constexpr int STREAMS = 8;  // with one or two tokens
@@ -219,7 +216,6 @@ INLINE void nn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int6
                     if (top == 0 && next) next->fetch(Q * width * int64_t(sizeof(T)) / LINE);
                     step(std::integral_constant<int, Q>(), q);
                 }
-                for (; q + 4 <= stop; q += 4) step(std::integral_constant<int, 4>(), q);
                 for (; q < stop; ++q) step(std::integral_constant<int, 1>(), q);
                 for (int64_t p = 0; p < count; ++p)
                     store_in_order<T, LANES>(sums + p * BLOCK, width,
@@ -244,9 +240,7 @@ INLINE void nn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int6
         FOR_ISA(activate_backward, TARGET, activate_backward_body<T>)           \
         FOR_ISA(store_rows, TARGET, store_rows_body<T>)                         \
         FOR_ISA(add, TARGET, add_body)                                          \
-        TARGET static uint64_t read(const uint64_t* from, int64_t count) {      \
-            return read_body(from, count);                                      \
-        }                                                                       \
+        FOR_ISA(read, TARGET, read_body)                                        \
     };
 
 DEFINE_ISA(Generic, , 4)

@@ -6,6 +6,7 @@ Shapes: R token rows sorted by expert, D model.
 import ctypes
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,6 +20,8 @@ from overspill.compute.cpu_kernel import (
 )
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
+
+_CALLBACK = ctypes.CFUNCTYPE(None)
 
 
 class CpuRequest(NamedTuple):
@@ -45,10 +48,9 @@ class Runner:
 
     def __init__(self, inject: Callable[[str], None] | None = None) -> None:
         self._library = loaded_library()
-        self._inject = inject
         self._failure: BaseException | None = None
         # Kept here: the native threads call it until close().
-        self._callback = None if inject is None else ctypes.CFUNCTYPE(None)(self._call_inject)
+        self._callback = None if inject is None else _CALLBACK(partial(self._call, inject))
         self._handle: int | None = self._library.overspill_runner_new()
         self._process = os.getpid()
 
@@ -110,9 +112,8 @@ class Runner:
         """A forked child does not have the thread."""
         return self._handle is not None and os.getpid() == self._process
 
-    def _call_inject(self) -> None:
-        assert self._inject is not None
+    def _call(self, inject: Callable[[str], None]) -> None:
         try:
-            self._inject("cpu")
+            inject("cpu")
         except BaseException as error:
             self._failure = error

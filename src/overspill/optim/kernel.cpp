@@ -1,29 +1,16 @@
-// One fused AdamW pass over a record, and gradient accumulation, for the CPU.
+// A fused AdamW step over one record, and gradient accumulation, on the CPU.
 //
-// Plain C ABI, called through ctypes (which drops the GIL for the call). Each body is written once,
-// element by element, and inlined into one function per instruction set, where the compiler
-// vectorises it; the best that the CPU has is taken at run time, not at build time.
+// Plain C ABI, called through ctypes (which releases the GIL during a call). Each body is written
+// once, element by element, and inlined into one function per instruction set, where the compiler
+// vectorizes it. The best instruction set is chosen at run time.
 //
-// Everything that is stored depends on the element's index alone, never on which thread or chunk
-// handled it: any number of threads gives the same bits.
+// Every stored value depends on the index of its element only, never on the thread or chunk that
+// computed it: any number of threads gives the same bits.
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
-#define INLINE static inline __attribute__((always_inline))
-
-#if defined(__x86_64__)
-#define HAVE_X86 1
-#define TARGET_AVX2 __attribute__((target("avx2,fma")))
-#if defined(__clang__)
-#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
-#else  // gcc's default tuning would stop at 256 bits
-#define TARGET_AVX512 \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")))
-#endif
-#endif
+#include "../compute/cpu_isa.h"
 
 // The scalars of one step, computed in double by the caller; mirrored by kernel.py.
 struct AdamScalars {
@@ -39,28 +26,11 @@ struct AdamScalars {
 
 namespace {
 
-enum Isa { GENERIC = 0, AVX2 = 1, AVX512 = 2 };
-
-// Small enough to balance the threads at a record's end, large enough to cost nothing to hand out.
+// Small enough to balance the threads at the end of a record, large enough to schedule at no cost.
 constexpr int64_t CHUNK = 1 << 16;
 
-INLINE float from_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE uint32_t to_bits(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-INLINE float load(const float* from, int64_t i) { return from[i]; }
-INLINE float load(const uint16_t* from, int64_t i) { return from_bits(uint32_t(from[i]) << 16); }
-
-// 32 well-mixed bits for an element of a step (the "lowbias32" finaliser). The low half rounds
-// exp_avg, the high half exp_avg_sq.
+// 32 random bits for an element of a step (the "lowbias32" hash). The low half rounds exp_avg, the
+// high half exp_avg_sq.
 INLINE uint32_t noise(uint32_t seed, uint32_t index) {
     uint32_t x = index ^ seed;
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -68,15 +38,16 @@ INLINE uint32_t noise(uint32_t seed, uint32_t index) {
     return x ^ (x >> 16);
 }
 
-// Stochastic rounding: up with the probability of the distance to the lower bf16. To the nearest,
-// exp_avg_sq would freeze: at beta2 = 0.999 a step changes it by less than half a bf16 ulp.
+// Stochastic rounding: rounds up with a probability equal to the distance from the lower bf16.
+// Rounding to the nearest would freeze exp_avg_sq: at beta2 = 0.999 a step changes it by less than
+// half a bf16 ulp.
 INLINE void store_moment(float* to, int64_t i, float value, uint32_t) { to[i] = value; }
 INLINE void store_moment(uint16_t* to, int64_t i, float value, uint32_t noise16) {
     to[i] = uint16_t((to_bits(value) + noise16) >> 16);
 }
 
-// The fp32 master of a bf16 weight is kept as the weight and the 16 bits it lacks. The weight is
-// the master rounded half up, so what it lacks always fits a signed 16-bit number.
+// The fp32 master of a bf16 weight is stored as the weight and its low 16 bits. The weight is the
+// master rounded half up, so the difference always fits a signed 16-bit number.
 INLINE float load_master(const uint16_t* weight, const int16_t* low, int64_t i) {
     return from_bits((uint32_t(weight[i]) << 16) + uint32_t(int32_t(low[i])));
 }
@@ -97,7 +68,7 @@ struct AdamArgs {
     AdamScalars scalars;
 };
 
-// W: weight and gradient, M: moments, uint16_t standing for bf16. Without a gradient it is zero.
+// W is the type of weight and gradient, M that of the moments. Without a gradient it is zero.
 template <class W, class M, bool HAS_GRAD>
 INLINE void adam_body(const AdamArgs& args, int64_t begin, int64_t end) {
     W* __restrict weight = static_cast<W*>(args.weight) + begin;
@@ -106,18 +77,19 @@ INLINE void adam_body(const AdamArgs& args, int64_t begin, int64_t end) {
     M* __restrict exp_avg = static_cast<M*>(args.exp_avg) + begin;
     M* __restrict exp_avg_sq = static_cast<M*>(args.exp_avg_sq) + begin;
     const AdamScalars s = args.scalars;
-    const int size = int(end - begin);  // 32-bit, so that the noise's index needs no 64-bit lanes
+    const int size = int(end - begin);  // 32-bit: the noise's index needs no 64-bit lanes
 #pragma omp simd
     for (int i = 0; i < size; ++i) {
-        float m = load(exp_avg, i) * s.beta1;
-        float v = load(exp_avg_sq, i) * s.beta2;
+        float m = load(exp_avg + i) * s.beta1;
+        float v = load(exp_avg_sq + i) * s.beta2;
         if (HAS_GRAD) {
-            const float g = load(grad, i) * s.grad_scale;
+            const float g = load(grad + i) * s.grad_scale;
             m += s.one_minus_beta1 * g;
             v += s.one_minus_beta2 * (g * g);
         }
         const float denominator = std::sqrt(v) * s.inv_sqrt_bias2 + s.eps;
-        const float master = load_master(weight, low, i) * s.decay - s.step_size * (m / denominator);
+        const float master =
+            load_master(weight, low, i) * s.decay - s.step_size * (m / denominator);
         const uint32_t random = noise(s.seed, uint32_t(begin) + uint32_t(i));
         store_moment(exp_avg, i, m, random & 0xffffu);
         store_moment(exp_avg_sq, i, v, random >> 16);
@@ -125,26 +97,18 @@ INLINE void adam_body(const AdamArgs& args, int64_t begin, int64_t end) {
     }
 }
 
-// bf16 by rounding to the nearest even, NaN kept NaN: what torch's add on bf16 stores.
-INLINE void store_rounded(float* to, int64_t i, float value) { to[i] = value; }
-INLINE void store_rounded(uint16_t* to, int64_t i, float value) {
-    const uint32_t bits = to_bits(value);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    to[i] = uint16_t(value != value ? 0x7fc0u : rounded);
-}
-
 template <class T>
 INLINE double accumulate_body(void* into_, const void* grad_, int64_t begin, int64_t end) {
-    constexpr int64_t BLOCK = 1024;  // still in the first cache when the second loop reads it
+    constexpr int64_t BLOCK = 1024;  // stays in the L1 cache for the second loop
     double squares = 0.0;
     for (int64_t block = begin; block < end; block += BLOCK) {
         T* __restrict into = static_cast<T*>(into_) + block;
         const T* __restrict grad = static_cast<const T*>(grad_) + block;
         const int size = int(end - block < BLOCK ? end - block : BLOCK);
 #pragma omp simd
-        for (int i = 0; i < size; ++i) store_rounded(into, i, load(into, i) + load(grad, i));
+        for (int i = 0; i < size; ++i) store(into + i, load(into + i) + load(grad + i));
 #pragma omp simd reduction(+ : squares)
-        for (int i = 0; i < size; ++i) squares += double(load(into, i)) * double(load(into, i));
+        for (int i = 0; i < size; ++i) squares += double(load(into + i)) * double(load(into + i));
     }
     return squares;
 }
@@ -191,31 +155,18 @@ AccumulateRange accumulate_for(int isa) {
     return accumulate_generic<T>;
 }
 
-int best_isa() {
-#if HAVE_X86
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
-#endif
-    return GENERIC;
-}
-
 }  // namespace
 
 extern "C" {
 
-const char* overspill_isa() {
-    static const char* const names[] = {"generic", "avx2", "avx512"};
-    return names[best_isa()];
-}
+const char* overspill_isa() { return ISA_NAMES[best_vector_isa()]; }
 
-// `isa`: -1 for the best, else an Isa that this CPU has (the caller checks).
+// `isa`: -1 for the best, else an Isa of this CPU (checked by the caller).
 void overspill_adamw(void* weight, int16_t* low, const void* grad, void* exp_avg, void* exp_avg_sq,
                      int64_t numel, int weight_is_bf16, int moments_are_bf16,
                      const AdamScalars* scalars, int threads, int isa) {
     const AdamArgs args{weight, low, grad, exp_avg, exp_avg_sq, *scalars};
-    const int chosen = isa < 0 ? best_isa() : isa;
+    const int chosen = isa < 0 ? best_vector_isa() : isa;
     const bool has_grad = grad != nullptr;
     const AdamRange range =
         weight_is_bf16 ? (moments_are_bf16 ? adam_for<uint16_t, uint16_t>(chosen, has_grad)
@@ -233,11 +184,11 @@ void overspill_adamw(void* weight, int16_t* low, const void* grad, void* exp_avg
 // into += grad; returns the sum of squares of the result.
 double overspill_accumulate(void* into, const void* grad, int64_t numel, int is_bf16, int threads,
                             int isa) {
-    const int chosen = isa < 0 ? best_isa() : isa;
+    const int chosen = isa < 0 ? best_vector_isa() : isa;
     const AccumulateRange range =
         is_bf16 ? accumulate_for<uint16_t>(chosen) : accumulate_for<float>(chosen);
     const int64_t chunks = (numel + CHUNK - 1) / CHUNK;
-    std::vector<double> squares(chunks);  // added up in order below, whoever was first
+    std::vector<double> squares(chunks);  // added in order below, for the same bits
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && chunks > 1)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t begin = chunk * CHUNK;
