@@ -273,14 +273,14 @@ def _fill(
     if source is None:
         engine.fill(fill)
     else:
-        engine.fill(fill, _readers(engine, source), on_host=True)
+        staged = engine.placement.mode != "host"  # a buffer on the way to the disk or the device
+        buffers = engine.layout.weight_bytes * (int(staged) + 2 * int(source.copies))
+        engine.fill(fill, reader_threads(buffers), on_host=True)
 
 
-def _readers(engine: Engine, source: ExpertSource) -> int:
-    """As many reader threads as `_BUFFERS` allows."""
-    staged = engine.placement.mode != "host"  # a buffer on the way to the disk or the device
-    each = engine.layout.weight_bytes * (int(staged) + 2 * int(source.copies))
-    return _READERS if each == 0 else max(1, min(_READERS, _BUFFERS // each))
+def reader_threads(buffers: int, most: int = _BUFFERS) -> int:
+    """Threads that read experts, where each needs `buffers` bytes and all together `most`."""
+    return _READERS if buffers == 0 else max(1, min(_READERS, most // buffers))
 
 
 class _Keeper:
