@@ -2,7 +2,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from overspill.core.errors import ConfigError
 from overspill.hardware import machine
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    800 kB\n"
@@ -68,3 +70,22 @@ def test_the_gpu_has_a_name_and_memory() -> None:
     assert found is not None
     assert found.name
     assert found.memory > 2**30
+
+
+def test_the_gpu_computes_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert machine.choose_device() == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"--device cuda: .* finds no CUDA GPU; use device='cpu'"):
+        machine.choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert machine.choose_device() == torch.device("cuda", 1)
+    assert machine.choose_device("cuda:0") == torch.device("cuda", 0)
+    assert machine.choose_device("cpu") == torch.device("cpu")
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--device tpu is unknown; give cuda or cpu"):
+        machine.choose_device("tpu")
+    with pytest.raises(ConfigError, match="--device meta is not supported; give cuda or cpu"):
+        machine.choose_device("meta")

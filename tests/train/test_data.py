@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overspill.core.errors import ConfigError
-from overspill.train import data
+from overspill.core.errors import ConfigError, DiskError
 from overspill.train.data import TokenFile, Windows, find_files, split, tokenize
 from overspill.train.tokenizer import ByteTokenizer
 
@@ -42,14 +41,11 @@ def test_tokens_are_the_documents_with_a_separator_after_each(tmp_path: Path) ->
     assert found.tokens.tolist() == [97, 98, 10, 99, 256, 0xC3, 0xA9, 256]
 
 
-def test_blocks_of_lines_do_not_change_the_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_lines_do_not_change_the_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\nthree\n" * 10)
     files = find_files(str(tmp_path / "a.txt"))
     whole = tokenize(files, ByteTokenizer(), tmp_path / "1")
-    monkeypatch.setattr(data, "_BLOCK_CHARS", 5)
-    blocks = tokenize(files, ByteTokenizer(), tmp_path / "2")
+    blocks = tokenize(files, ByteTokenizer(), tmp_path / "2", block_chars=5)
     assert blocks.tokens.tolist() == whole.tokens.tolist()
     assert blocks.digest == whole.digest
 
@@ -68,6 +64,18 @@ def test_the_cache_is_used_until_a_file_changes(tmp_path: Path) -> None:
     assert len(said) == 2
     assert changed.digest != before.digest
     assert bytes(changed.tokens[:5].tolist()) == b"other"
+
+
+@pytest.mark.parametrize(("suffix", "size"), [("npy", 130), ("npy", 0), ("json", 3)])
+def test_a_truncated_cache_is_named_with_the_fix(tmp_path: Path, suffix: str, size: int) -> None:
+    source, cache = tmp_path / "a.txt", tmp_path / "cache"
+    source.write_text("some text")
+    tokenize([source], ByteTokenizer(), cache)
+    (file,) = cache.glob(f"*.{suffix}")
+    os.truncate(file, size)
+    message = r"--cache: \S+\.npy is truncated or corrupt; remove it and \S+\.json"
+    with pytest.raises(DiskError, match=message):
+        tokenize([source], ByteTokenizer(), cache)
 
 
 def test_a_broken_gzip_file_is_named_and_leaves_no_cache(tmp_path: Path) -> None:

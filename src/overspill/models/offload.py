@@ -4,7 +4,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +29,10 @@ from overspill.tiers.slab import Progress
 from overspill.trace.recorder import Recorder
 
 _log = logging.getLogger("overspill")
+_READERS = 8
+"""Reader threads: enough to keep an NVMe disk busy."""
+_BUFFERS = 3 << 29
+"""Maximum bytes of experts in buffers at once, where they cannot be read into place."""
 
 
 class ExpertLayer(Protocol):
@@ -119,10 +123,14 @@ def offload_within(
     return move_experts(model, layers, budgets, progress, quiet)
 
 
-class Filler(Protocol):
-    """Fills the records of all experts from another source than the model."""
+class ExpertSource(Protocol):
+    """Where weights of experts come from, if not from the model."""
 
-    def __call__(self, engine: Engine, progress: Progress | None) -> None: ...
+    @property
+    def copies(self) -> bool:
+        """Whether `fill` needs buffers of its own."""
+
+    def fill(self, expert: ExpertId, record: Tensor) -> None: ...
 
 
 def move_experts(
@@ -131,10 +139,10 @@ def move_experts(
     budgets: Budgets,
     progress: bool | Progress = True,
     quiet: bool = False,
-    filler: Filler | None = None,
+    source: ExpertSource | None = None,
 ) -> nn.Module:
     """Moves the experts of `layers` to a new engine, `model.overspill`, and the rest of the model
-    to the compute device. Without `filler` the weights of the layers are copied, layer by layer."""
+    to the compute device. Without `source` the weights of the layers are copied, layer by layer."""
     if layers[0].engine is not None:
         raise ConfigError("the model is offloaded already; offload it once")
     device = budgets.compute_device
@@ -145,10 +153,7 @@ def move_experts(
     try:
         engine = _engine(layers, layout, device, placement, budgets, show)
         try:
-            if filler is not None:
-                filler(engine, show)
-            else:
-                _fill(engine, layers, show)
+            _fill(engine, layers, source, show)
             for number, layer in enumerate(layers):
                 layer.give_away(engine, number)
             model.to(device)
@@ -219,32 +224,41 @@ def _engine(
     return StreamingEngine(*common, disk=budgets.folder, progress=progress, costs=costs)
 
 
-def _fill(engine: Engine, layers: Sequence[ExpertLayer], progress: Progress | None) -> None:
-    """Copies the weights of every expert into its record and releases them layer by layer."""
-    count = count_filled(engine, progress)
-
-    def fill(expert: ExpertId, record: Tensor) -> None:
-        layers[expert.layer].fill(expert.index, record, engine.device)
-        count()
-        if expert.index == engine.n_experts - 1:
-            for parameter in layers[expert.layer].expert_parameters():
-                parameter.data = parameter.data.new_empty(0)
-
-    engine.records.fill(fill)
-
-
-def count_filled(engine: Engine, progress: Progress | None) -> Callable[[], None]:
-    """Returns a function to call after each expert that is filled; it reports the progress."""
+def _fill(
+    engine: Engine,
+    layers: Sequence[ExpertLayer],
+    source: ExpertSource | None,
+    progress: Progress | None,
+) -> None:
+    """Fills the records of all experts, from the layers or from `source`."""
     done, lock = 0, threading.Lock()
 
-    def count() -> None:
+    def fill(expert: ExpertId, record: Tensor) -> None:
         nonlocal done
+        layer = layers[expert.layer]
+        if source is not None:
+            source.fill(expert, record)
+        else:
+            layer.fill(expert.index, record, engine.device)
+            if expert.index == engine.n_experts - 1:
+                for parameter in layer.expert_parameters():
+                    parameter.data = parameter.data.new_empty(0)
         with lock:
             done += engine.layout.weight_bytes
             if progress is not None:
                 progress("filling the store", done, engine.records.weights_bytes)
 
-    return count
+    if source is None:
+        engine.records.fill(fill)
+    else:
+        staged = engine.placement.mode != "host"  # a buffer on the way to the disk or the device
+        buffers = engine.layout.weight_bytes * (int(staged) + 2 * int(source.copies))
+        engine.records.fill(fill, reader_threads(buffers), on_host=True)
+
+
+def reader_threads(buffers: int, most: int = _BUFFERS) -> int:
+    """Threads that read experts, where each needs `buffers` bytes and all together `most`."""
+    return _READERS if buffers == 0 else max(1, min(_READERS, most // buffers))
 
 
 class _Keeper:

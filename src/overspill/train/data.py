@@ -70,12 +70,12 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def _read_blocks(file: Path) -> Iterator[str]:
+def _read_blocks(file: Path, characters: int) -> Iterator[str]:
     """The text of `file` in blocks of whole lines: a file may be larger than memory."""
     opener: Callable[..., IO[str]] = gzip.open if file.suffix.lower() == ".gz" else open
     try:
         with opener(file, "rt", encoding="utf-8", errors="replace") as handle:
-            while lines := handle.readlines(_BLOCK_CHARS):
+            while lines := handle.readlines(characters):
                 yield "".join(lines)
     except (OSError, EOFError) as error:
         raise ConfigError(f"--data: {file} cannot be read ({error}); repair or remove it") from None
@@ -94,6 +94,7 @@ def tokenize(
     tokenizer: Tokenizer,
     cache: Path,
     progress: Callable[[str], None] = lambda line: None,
+    block_chars: int = _BLOCK_CHARS,
 ) -> TokenFile:
     """The tokens of `files`, from the cache if neither files nor tokenizer have changed."""
     key = _cache_key(files, tokenizer)
@@ -102,15 +103,20 @@ def tokenize(
         progress(f"tokenizing {len(files)} files ({tokenizer.name})")
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            _write_tokens(files, tokenizer, array_path, facts_path)
+            _write_tokens(files, tokenizer, array_path, facts_path, block_chars)
         except OSError as error:
             raise DiskError(
                 f"--cache {cache}: the tokens cannot be written ({error.strerror}); give a folder "
                 "with enough space"
             ) from error
-    facts = json.loads(facts_path.read_text())
-    tokens = np.load(array_path, mmap_mode="r", allow_pickle=False)
-    return TokenFile(tokens=tokens, digest=str(facts["digest"]))
+    try:
+        facts = json.loads(facts_path.read_text())
+        tokens = np.load(array_path, mmap_mode="r", allow_pickle=False)
+        return TokenFile(tokens=tokens, digest=str(facts["digest"]))
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise DiskError(
+            f"--cache: {array_path} is truncated or corrupt; remove it and {facts_path.name}"
+        ) from error
 
 
 def _cache_key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
@@ -122,7 +128,11 @@ def _cache_key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
 
 
 def _write_tokens(
-    files: Sequence[Path], tokenizer: Tokenizer, array_path: Path, facts_path: Path
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    array_path: Path,
+    facts_path: Path,
+    block_chars: int,
 ) -> None:
     """Streams the tokens into `array_path`; `facts_path` is written last and marks it complete."""
     dtype = np.dtype(np.uint16 if tokenizer.ids <= 2**16 else np.uint32)
@@ -133,7 +143,7 @@ def _write_tokens(
         with open(aside, "wb") as out:
             _write_npy_header(out, dtype, 0)
             for file in files:
-                for block in _read_blocks(file):
+                for block in _read_blocks(file, block_chars):
                     ids = tokenizer.encode(block).astype(dtype, copy=False).tobytes()
                     digest.update(ids)
                     count += len(ids) // dtype.itemsize

@@ -77,6 +77,13 @@ def test_a_template_that_refuses_says_why() -> None:
         _row("{% if false %}{% generation %}x{% endgeneration %}{% endif %}y")
 
 
+def test_a_chat_that_begins_with_the_assistant_is_named() -> None:
+    tokenizer = make_tokenizer(TURNS)
+    chat = Chat("f:1", [{"role": "assistant", "content": "hi"}, *MESSAGES])
+    with pytest.raises(ConfigError, match=r'f:1: "messages" begin with .*put a message'):
+        list(encode_chats(tokenizer, [chat]))
+
+
 def test_a_tokenizer_without_a_template_needs_one(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     with pytest.raises(ConfigError, match=r"has no chat template.*--chat-template FILE"):

@@ -1,5 +1,6 @@
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,20 @@ def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
         read_examples([str(text), str(table)])
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: expected a sentence, a tab .* found JSON"):
         read_examples([str(table), str(text)])
+
+
+@pytest.mark.parametrize(
+    ("example", "field"),
+    [
+        ({"text": "a\ud800b"}, '"text"'),
+        ({"prompt": "a", "completion": "\udfff"}, '"completion"'),
+        ({"messages": [{"role": "assistant", "content": "\ud83d"}]}, "'content' of message 1"),
+    ],
+)
+def test_a_lone_surrogate_is_named(tmp_path: Path, example: dict[str, Any], field: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [example])
+    with pytest.raises(ConfigError, match=rf"a\.jsonl:1: {field} contains the lone surrogate U\+D"):
+        read_examples([str(path)])
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from overspill.core.errors import CheckpointError, ConfigError, NonFiniteError
 from overspill.train.batch_order import BatchOrder
-from overspill.train.finetune.batches import collate
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.finetuner import FinetuneSummary, finetune
+from overspill.train.finetune.rows import collate
 from overspill.train.finetune.spec import plan_finetuning
 from overspill.train.metrics import read_lines
 from overspill.train.schedule import lr_share

@@ -6,25 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.core.experts import ExpertId
 from overspill.models.budgets import Budgets, Size
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.experts import DictionaryExperts
 from overspill.models.huggingface.folder import CheckpointFolder, find_folder, read_config, silence
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
-from overspill.models.offload import count_filled, move_experts
-from overspill.moe.engine import Engine
+from overspill.models.offload import move_experts
 from overspill.moe.settings import Settings
 from overspill.tiers.slab import Progress
-
-_READERS = 8
-"""Reader threads: enough to keep an NVMe disk busy."""
-_BUFFERS = 3 << 29
-"""Maximum bytes of experts in buffers at once, where they cannot be read into place."""
 
 
 def load(
@@ -85,26 +77,9 @@ def load_within(
         model.train(train)
         layers = made.layers
         recipes = Recipes(model, layers, checkpoint)
-
-        def fill(engine: Engine, progress: Progress | None) -> None:
-            count = count_filled(engine, progress)
-
-            def fill_one(expert: ExpertId, record: Tensor) -> None:
-                recipes.fill(expert, record)
-                count()
-
-            engine.records.fill(fill_one, _readers(engine, recipes), on_host=True)
-
-        move_experts(model, layers, budgets, progress, quiet, fill)
+        move_experts(model, layers, budgets, progress, quiet, recipes)
     made.restore(model)
     return adapt(model, layers)
-
-
-def _readers(engine: Engine, recipes: Recipes) -> int:
-    """As many reader threads as `_BUFFERS` allows."""
-    staged = engine.placement.mode != "host"  # a buffer on the way to the disk or the device
-    each = engine.layout.weight_bytes * (int(staged) + 2 * int(recipes.copies))
-    return _READERS if each == 0 else max(1, min(_READERS, _BUFFERS // each))
 
 
 def _load_dense(

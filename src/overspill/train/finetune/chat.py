@@ -76,6 +76,12 @@ def _searched_row(tokenizer: Tokenizer, example: Chat) -> Row:
 def _answer(tokenizer: Tokenizer, example: Chat, number: int, text: str) -> Span:
     """The span of message `number` in `text`: from the generation prompt to the end of the
     turn."""
+    if number == 0:
+        raise ConfigError(
+            f'{example.where}: "messages" begin with the role "assistant"; put a message of the '
+            "user first, or mark answers with {% generation %} in a template given with "
+            "--chat-template"
+        )
     turn = _render(tokenizer, example, number, True)
     end = _render(tokenizer, example, number + 1, False)
     if not (end.startswith(turn) and text.startswith(end)):
@@ -92,8 +98,6 @@ def _answer(tokenizer: Tokenizer, example: Chat, number: int, text: str) -> Span
 
 
 def _render(tokenizer: Tokenizer, example: Chat, count: int, turn: bool) -> str:
-    if count == 0 and not turn:
-        return ""
     try:
         return str(
             tokenizer.apply_chat_template(

@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from overspill.train.finetune.batches import Batch
 from overspill.train.finetune.classification import Choice
-from overspill.train.finetune.rows import IGNORED, Row
+from overspill.train.finetune.rows import IGNORED, Batch, Row
 
 Collate = Callable[[Sequence[Row]], Batch]
 Model = Callable[..., object]

@@ -20,34 +20,32 @@ _SHOWN = 40
 
 
 @dataclass(frozen=True)
-class Text:
+class Example:
     where: str
     """file:line"""
+
+
+@dataclass(frozen=True)
+class Text(Example):
     text: str
 
 
 @dataclass(frozen=True)
-class Pair:
-    where: str
+class Pair(Example):
     prompt: str
     completion: str
 
 
 @dataclass(frozen=True)
-class Chat:
-    where: str
+class Chat(Example):
     messages: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Labelled:
-    where: str
+class Labelled(Example):
     sentence: str
     label: str
     """As in the file."""
-
-
-Example = Text | Pair | Chat | Labelled
 
 
 class Kind(Enum):
@@ -201,6 +199,7 @@ def _parse_chat(content: dict[str, Any], where: str) -> Chat:
             if not isinstance(message.get(key), str):
                 found = f"message {number} without a string {key!r}"
                 raise _expected(Kind.CHAT.value, found, where)
+            _check_unicode(message[key], f"{key!r} of message {number}", where)
     if not any(message["role"] == "assistant" for message in messages):
         raise _expected('a message of the role "assistant" to learn from', "none", where)
     return Chat(where, messages)
@@ -214,7 +213,19 @@ def _string(content: dict[str, Any], key: str, kind: Kind, where: str) -> str:
         raise _expected(kind.value, f'"{key}" = {_short(value)}', where)
     if not value:
         raise _expected(kind.value, f'an empty "{key}"', where)
+    _check_unicode(value, f'"{key}"', where)
     return value
+
+
+def _check_unicode(text: str, field: str, where: str) -> None:
+    """JSON can escape half of a surrogate pair, which no tokenizer accepts."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where}: {field} contains the lone surrogate U+{ord(text[error.start]):04X}; remove "
+            "or replace it"
+        ) from error
 
 
 def _expected(wanted: str, found: str, where: str) -> ConfigError:

@@ -11,12 +11,11 @@ import torch
 from overspill.models.huggingface.save import save
 from overspill.train.batch_order import BatchOrder
 from overspill.train.checkpoint import TrainState
-from overspill.train.finetune.batches import Batch, collate
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.evaluation import chosen, mean_loss, row_losses, summed_losses
 from overspill.train.finetune.lora import check_peft, save_adapter
 from overspill.train.finetune.outputs import Outputs
-from overspill.train.finetune.rows import IGNORED, Row
+from overspill.train.finetune.rows import IGNORED, Batch, Row, collate
 from overspill.train.finetune.spec import FinetuneSpec, plan_finetuning
 from overspill.train.loop import Loop, Losses, StepWork
 from overspill.train.metrics import EvalMetrics, read_lines

@@ -1,16 +1,18 @@
-"""A row: one sequence of a batch, with its tokens and labels."""
+"""A row: one sequence of a batch, with its tokens and labels; and batches of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from overspill.core.errors import ConfigError
 
 IGNORED = -100  # the label that losses of transformers ignore
 
 Ids = npt.NDArray[np.int32]
+Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,3 +74,21 @@ def too_long(where: str, length: int, seq_len: int) -> ConfigError:
         f"{where}: {length} tokens exceed --seq-len {seq_len}; raise it, or give --truncate to cut "
         "such examples"
     )
+
+
+def collate(rows: Sequence[Row], pad: int, device: torch.device) -> Batch:
+    """A batch of rows, padded on the right."""
+    tokens = [row.tokens for row in rows]
+    batch = {
+        "input_ids": _padded(tokens, pad),
+        "attention_mask": _padded([np.ones_like(row) for row in tokens], 0),
+        "labels": _padded([row.labels for row in rows], IGNORED),
+    }
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+def _padded(rows: Sequence[Ids], fill: int) -> torch.Tensor:
+    out = np.full((len(rows), max(len(row) for row in rows)), fill, dtype=np.int64)
+    for number, row in enumerate(rows):
+        out[number, : len(row)] = row
+    return torch.from_numpy(out)
