@@ -3,7 +3,7 @@
 import inspect
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        script = ROOT / "examples" / "make_tiny_checkpoint.py"
-        subprocess.run([sys.executable, str(script), "tiny"], check=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["make_tiny_checkpoint.py", "tiny"])
+            script = ROOT / "examples" / "make_tiny_checkpoint.py"
+            runpy.run_path(str(script), run_name="__main__")
         names: dict[str, Any] = {"folder": folder}
         exec(compile(_python(PAGE.read_text()), str(PAGE), "exec"), names)
         yield names

@@ -1,4 +1,4 @@
-"""The picture: drawn whoever wins, and however few points there are."""
+"""The picture is drawn for any curves."""
 
 import dataclasses
 from pathlib import Path
@@ -15,12 +15,10 @@ from tests.trace.test_picture import png_size
     "cpu",
     [
         Curve((1, 4, 16), (0.1, 0.2, 9.0)),  # crosses
-        Curve((1, 4, 16), (1e-6, 2e-6, 3e-6)),  # always wins
-        Curve((1, 4, 16), (5.0, 6.0, 7.0)),  # never wins
-        Curve((1,), (0.1,)),
+        Curve((1,), (5.0,)),  # never faster, one point only
     ],
 )
-def test_whoever_wins_it_is_drawn(cpu: Curve, tmp_path: Path) -> None:
+def test_any_curve_is_drawn(cpu: Curve, tmp_path: Path) -> None:
     costs = dataclasses.replace(some_costs(), cpu_forward=cpu)
     path = tmp_path / "deep" / "costs.png"
     draw_costs(costs, path, "one expert")

@@ -1,6 +1,5 @@
 """The file that Perfetto opens: rows, lanes, times, and the way back."""
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overspill.core.errors import ConfigError
-from overspill.trace.perfetto import read_perfetto, write_perfetto
+from overspill.trace.perfetto import write_perfetto
 from overspill.trace.spans import ROWS, Span
+from tests.trace.reader import read_perfetto
 
 SPANS = [
     Span("upload", "L0.1", 1_000_000, 1_500_000, 17_000_000),
@@ -90,19 +89,3 @@ def test_spans_of_a_thread_never_overlap(
 def test_no_spans_make_an_empty_timeline(tmp_path: Path) -> None:
     write_perfetto([], tmp_path / "t.json")
     assert read_perfetto(tmp_path / "t.json") == []
-
-
-def test_a_foreign_or_cut_file_is_named(tmp_path: Path) -> None:
-    write_perfetto(SPANS, tmp_path / "t.json.gz")
-    whole = (tmp_path / "t.json.gz").read_bytes()
-    files = {
-        "cut.json.gz": whole[: len(whole) // 2],
-        "text.json.gz": b"no gzip",
-        "cut.json": gzip.decompress(whole)[:-20],
-        "list.json": b"[]",
-        "other.json": b'{"traceEvents": [{"name": "x"}]}',
-    }
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ConfigError, match=f"{name} is not a timeline"):
-            read_perfetto(tmp_path / name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from overspill.trace.recorder import Recorder, Span, _Base
+from overspill.trace.recorder import ClockBase, GpuClock, Recorder, Span
 
 
 @dataclass
@@ -29,11 +29,9 @@ class FakeEvent:
 
 def started(capacity: int = 1000, base_ns: int = 5_000_000) -> Recorder:
     """A recorder that is on and whose GPU clock stood at 0 at `base_ns`."""
-    recorder = Recorder(capacity)
-    recorder.start()
     event: Any = FakeEvent(0.0)
-    recorder._base = _Base(event, base_ns)
-    recorder._align = lambda: recorder._base  # type: ignore[method-assign, assignment, return-value]
+    recorder = Recorder(capacity, read_clocks=lambda: ClockBase(event, base_ns))
+    recorder.start()
     return recorder
 
 
@@ -218,11 +216,9 @@ def test_device_spans_lie_on_the_hosts_clock() -> None:
 
 
 @pytest.mark.gpu
-def test_the_clocks_are_taken_again_without_waiting_for_work() -> None:
-    torch.ones(1, device="cuda")
-    recorder = Recorder()
-    recorder.start()
-    first = recorder._base
+def test_the_clocks_are_read_without_waiting_for_work() -> None:
+    clock = GpuClock(None)
+    clock.read()
     a, b, c = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     x = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
@@ -230,13 +226,15 @@ def test_the_clocks_are_taken_again_without_waiting_for_work() -> None:
     for _ in range(20):
         x @ x
     b.record()
-    assert recorder._align() is not first
-    assert not b.query(), "taking the clocks must not wait for running work"
-    # A span that began before its base was taken.
+    base = clock.read()
+    assert not b.query(), "reading the clocks must not wait for running work"
+    recorder = Recorder(read_clocks=lambda: base)
+    recorder.start()
+    # a span that began before its base was read
     recorder.device_span("gpu compute", "early", a, b)
     torch.cuda.synchronize()
     (early,) = recorder.spans()
-    assert early.start_ns < recorder._base.host_ns  # type: ignore[union-attr]
+    assert early.start_ns < base.host_ns
     c.record()
     recorder.device_span("gpu compute", "late", b, c)
     torch.cuda.synchronize()

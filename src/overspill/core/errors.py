@@ -1,32 +1,32 @@
-"""What goes wrong for a user: one line that says what was asked, what is there and what to do."""
+"""Errors for users: one line with the request, the situation and what to do."""
 
 
 class OverspillError(Exception):
-    """Base of every error whose message is meant for the user; the command line exits with 2."""
+    """Base of all errors for users; the command line exits with code 2."""
 
 
 class ConfigError(OverspillError, ValueError):
-    """A value, a flag or a file that cannot be right."""
+    """An invalid value, flag or file."""
 
 
 class BudgetError(OverspillError, ValueError):
-    """A memory budget that cannot hold what it must hold."""
+    """A memory budget that is too small."""
 
 
 class DiskError(OverspillError, OSError):
-    """A disk folder that is full, not writable or gone."""
+    """A disk folder that is full, not writable or missing."""
 
 
 class CheckpointError(OverspillError, ValueError):
-    """A checkpoint that is corrupt, foreign or of another shape."""
+    """A checkpoint that is corrupt, unknown or of another shape."""
 
 
 class NonFiniteError(OverspillError, ArithmeticError):
-    """A loss or a gradient that is NaN or infinite; nothing was updated with it."""
+    """A loss or a gradient is NaN or infinite; nothing was updated."""
 
 
 class OrderError(OverspillError, RuntimeError):
-    """Calls in an order that would silently train something else."""
+    """Calls in an order that would silently give wrong results."""
 
 
 class EngineError(OverspillError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The words for experts: which one, of what shape, in which phase of a step."""
+"""Basic types: the id and the shape of an expert, and the phase of a step."""
 
 import enum
 import functools
@@ -9,18 +9,17 @@ from typing import NamedTuple
 
 
 class ExpertId(NamedTuple):
-    """One expert: the MoE layer (counted over MoE layers only, from the input) and its index there.
+    """The MoE layer (counting MoE layers only) and the index of the expert in it.
 
-    The natural order of the tuple, lowest layer first, is also the order in which the next
-    forward will need the experts.
+    The order of the tuples, lowest layer first, is the order in which a forward needs the experts.
     """
 
     layer: int
-    index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody misses
+    index: int  # type: ignore[assignment]  # shadows tuple.index
 
 
 class Phase(enum.Enum):
-    """Which way a layer is being passed."""
+    """The direction of a pass through a layer."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -30,8 +29,8 @@ class Phase(enum.Enum):
 class ExpertShape:
     """The tensors of one feed-forward expert.
 
-    w_in is [2H, D] if `gated`, else [H, D]; w_out is [D, H]; `transposed`, both are the other way
-    round. With `bias` there is one for each. A record holds w_in, w_out, b_in, b_out, flat.
+    w_in is [2H, D] if `gated`, else [H, D]; w_out is [D, H]; both are transposed if `transposed`.
+    With `bias` each has one. A record consists of w_in, w_out, b_in and b_out, flat.
     """
 
     d_model: int
@@ -54,7 +53,7 @@ class ExpertShape:
 
     @functools.cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the tensors in a record, in its order."""
+        """The shapes of the tensors in a record."""
         w_in, w_out = (self.in_rows, self.d_model), (self.d_model, self.d_hidden)
         if self.transposed:
             w_in, w_out = w_in[::-1], w_out[::-1]
@@ -62,7 +61,7 @@ class ExpertShape:
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each of them begins."""
+        """The offsets of the tensors in a record."""
         return tuple(itertools.accumulate((math.prod(s) for s in self.sizes[:-1]), initial=0))
 
     @property

@@ -1,4 +1,4 @@
-"""Sizes as people write them: "12GiB", "1.5 GB", 4096."""
+"""Memory sizes such as "12GiB", "1.5 GB" and 4096."""
 
 import math
 import re
@@ -24,7 +24,7 @@ _UNITS = {
 
 
 def parse_size(size: str | int | float, name: str = "size") -> int:
-    """Bytes of `size`; `name` is the argument or flag that an error will name."""
+    """Bytes of `size`; `name` is the argument or flag for the error message."""
     if isinstance(size, int | float):
         value = int(size)
     else:
@@ -38,8 +38,7 @@ def parse_size(size: str | int | float, name: str = "size") -> int:
 
 
 def format_size(size: int | float, up: bool = False) -> str:
-    """`size` bytes in the unit that keeps it between 1 and 1024. `up`: rounded up, for a size that
-    someone is told to give."""
+    """`size` in the unit that makes it a number from 1 to 1024; `up` rounds up, for a minimum."""
     value = float(size)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(value) >= 1024 and len(units) > 1:

@@ -1,4 +1,4 @@
-"""What this machine has: memory, cores, GPU, disk, and which device computes."""
+"""The memory, cores, GPU and disk of this machine, and the device that computes."""
 
 import os
 import shutil
@@ -17,17 +17,15 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device: its name and all of its memory in bytes."""
+    """A CUDA device: its name and its total memory in bytes."""
 
     name: str
     memory: int
 
 
 def available_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Bytes of host memory this process can still take without swapping or being killed.
-
-    A container's limit counts as much as the machine's free memory: whichever is lower.
-    """
+    """Bytes of host memory that this process can allocate without swapping or being killed: the
+    machine's free memory, or what a container's limit leaves."""
     free = _meminfo(proc)["MemAvailable"]
     return max(0, min([free, *_cgroup_headroom(proc, cgroup)]))
 
@@ -37,30 +35,30 @@ def total_memory(proc: Path = _PROC) -> int:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on, which taskset and containers can make fewer than there are."""
+    """Cores this process may run on; taskset and containers can restrict them."""
     return len(os.sched_getaffinity(0))
 
 
 def cpu_threads(wanted: int | None = None) -> int:
-    """Threads for work that takes all the cores can give: all but four, which drive GPU and disk,
-    and at least three quarters."""
+    """Threads for compute-bound work: all cores but four, which drive GPU and disk, and at least
+    three quarters of them."""
     cores = usable_cores()
     return wanted or max(1, cores - 4, cores * 3 // 4)
 
 
 def resident_memory(proc: Path = _PROC) -> int:
-    """Bytes of host memory this process holds now."""
+    """Bytes of host memory of this process."""
     return _status(proc)["VmRSS"]
 
 
 def peak_resident_memory(proc: Path = _PROC) -> int:
-    """The most bytes of host memory this process has held since it began."""
+    """The most bytes of host memory that this process has used."""
     return _status(proc)["VmHWM"]
 
 
 def gpu() -> Gpu | None:
-    """The current CUDA device, or None when there is none."""
-    import torch  # delayed: everything else here works without it
+    """The current CUDA device, or None."""
+    import torch  # slow to import, and not needed elsewhere here
 
     if not torch.cuda.is_available():
         return None
@@ -93,7 +91,7 @@ def choose_device(device: "str | torch.device | None" = None) -> "torch.device":
 
 
 def disk_free(folder: str | os.PathLike[str]) -> int:
-    """Free bytes on the disk where `folder` is, or where it would be made."""
+    """Free bytes on the disk of `folder`, which need not exist."""
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
@@ -120,7 +118,7 @@ def _kilobytes(text: str) -> dict[str, int]:
 
 
 def _cgroup_headroom(proc: Path, cgroup: Path) -> list[int]:
-    """What is left under each memory limit of the cgroups this process is in, parents included."""
+    """The unused part of each memory limit of this process's cgroups and their parents."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -152,10 +150,10 @@ def _headroom(folder: Path, limit: str, usage: str) -> int | None:
         used = int((folder / usage).read_text())
         stat = (folder / "memory.stat").read_text()
     except (OSError, ValueError):
-        return None  # no such level seen from inside a container, or no limit kept at it
+        return None  # the level is not visible from inside a container, or has no limit
     if not most.isdigit():
         return None  # "max"
     counters = dict(line.split() for line in stat.splitlines() if len(line.split()) == 2)
-    # The page cache counts as used, but the kernel gives it back before it kills anyone.
+    # the page cache counts as used, but the kernel reclaims it before it kills a process
     cache = int(counters.get("inactive_file", 0)) + int(counters.get("active_file", 0))
     return int(most) - used + cache

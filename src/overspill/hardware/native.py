@@ -36,19 +36,12 @@ class _BuildError(Exception):
     """The reason for the warning."""
 
 
-def load_library(source: Path, name: str) -> ctypes.CDLL | None:
-    """The library compiled from `source`; None, with one warning, if that fails.
-
-    The result is cached for the life of the process.
-    """
-    with _lock:
-        return _load_library(source, name)
-
-
 @functools.cache
-def _load_library(source: Path, name: str) -> ctypes.CDLL | None:
+def load_library(source: Path, name: str) -> ctypes.CDLL | None:
+    """The library compiled from `source`; None, with one warning, if that fails."""
     try:
-        return _build_and_open(source, name)
+        with _lock:
+            return _build_and_open(source, name)
     except _BuildError as error:
         log.warning("native kernel %r is not available: %s", name, error)
         return None

@@ -1,4 +1,4 @@
-"""Models: `GPTMoE` and its presets. Imported on first use, because torch is slow to import."""
+"""`GPTMoE` and its presets, imported on first use because torch is slow to import."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
 """The shape of a GPT-MoE. Field docstrings are the help text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
@@ -38,20 +38,10 @@ class GPTConfig:
     """Base of the rotary position embedding."""
 
     def __post_init__(self) -> None:
-        for field in (
-            "vocab",
-            "n_layers",
-            "d_model",
-            "d_hidden",
-            "n_heads",
-            "n_experts",
-            "top_k",
-            "moe_every",
-            "max_seq",
-        ):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{field}={value!r} must be a whole number of at least 1")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (type(value) is not int or value < 1):
+                raise ConfigError(f"{field.name}={value!r} must be a whole number of at least 1")
         if self.top_k > self.n_experts:
             raise ConfigError(
                 f"top_k={self.top_k} is more than n_experts={self.n_experts}; "
@@ -60,7 +50,7 @@ class GPTConfig:
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise ConfigError(
                 f"d_model={self.d_model} cannot be cut into n_heads={self.n_heads} heads of even "
-                f"width (rotary positions turn pairs); give a multiple of {2 * self.n_heads}"
+                f"width (rotary embeddings rotate pairs); give a multiple of {2 * self.n_heads}"
             )
         if self.moe_every > self.n_layers:
             raise ConfigError(

@@ -1,9 +1,9 @@
-"""GPT-MoE: a decoder-only transformer whose feed-forwards are experts. Plain `torch.nn`.
+"""GPT-MoE: a decoder-only transformer with experts, in plain `torch.nn`.
 
 Shapes: B sequences of S tokens, T = B*S, D model, h heads, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,22 +20,19 @@ from overspill.moe.layer import MoE
 
 class GPTOutput(NamedTuple):
     loss: Tensor | None
-    """Cross-entropy plus the weighted balance losses: what to call backward on."""
+    """Cross-entropy plus the weighted balance losses."""
     logits: Tensor | None
     """[B, S, V]; only without targets."""
     ce: Tensor | None
     """Cross-entropy alone, detached."""
     balance: Tensor
-    """Mean balance loss of the MoE layers, detached; 1.0 is even load."""
+    """Mean balance loss of the MoE layers, detached; 1.0 for an even load."""
 
 
 class GPTMoE(nn.Module):
-    """The model.
-
-    `checkpoint`: keep only the input of each block and recompute the rest in backward.
-    `meta_experts`: expert parameters have a shape but no memory; `MoE.init_expert` gives their
-    initial weights one record at a time. `seed` fixes all initial weights on a given device.
-    """
+    """`checkpoint` recomputes blocks in backward from their inputs. With `meta_experts` the expert
+    parameters are on the meta device, and `MoE.init_expert` gives their initial weights one record
+    at a time. `seed` determines all initial weights on a device."""
 
     def __init__(
         self,
@@ -49,23 +46,21 @@ class GPTMoE(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint = checkpoint
-        self.embedding = nn.Embedding(config.vocab, config.d_model, device=device, dtype=dtype)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embedding = nn.Embedding(config.vocab, config.d_model, **where)
         self.blocks = nn.ModuleList(
-            Block(config, layer, seed, meta_experts, device, dtype)
-            for layer in range(config.n_layers)
+            Block(config, layer, seed, meta_experts, **where) for layer in range(config.n_layers)
         )
-        self.norm = nn.RMSNorm(config.d_model, eps=1e-6, device=device, dtype=dtype)
+        self.norm = nn.RMSNorm(config.d_model, eps=1e-6, **where)
         self.head: nn.Linear | None = None
         if not config.tie_embeddings:
-            self.head = nn.Linear(
-                config.d_model, config.vocab, bias=False, device=device, dtype=dtype
-            )
+            self.head = nn.Linear(config.d_model, config.vocab, bias=False, **where)
         self.rope = Rope(config, device=device)
         self._init_dense(seed)
 
     @torch.no_grad()
     def _init_dense(self, seed: int) -> None:
-        """Everything but experts, in the order of definition, from one generator."""
+        """Initializes all parameters but the experts from one generator."""
         device = self.embedding.weight.device
         if device.type == "meta":
             return
@@ -80,8 +75,8 @@ class GPTMoE(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, pieces: int = 1) -> GPTOutput:
         """Loss with targets [B, S] (-100 is ignored), logits without.
 
-        `pieces` > 1 treats the batch as that many micro-batches that pass each expert together: the
-        loss and gradients are those of accumulating them, attention runs one at a time.
+        With `pieces` > 1 the batch consists of that many micro-batches that are routed together:
+        loss and gradients are those of accumulating them, and attention runs on one at a time.
         """
         n_sequences, length = tokens.shape
         if length > self.config.max_seq:
@@ -100,16 +95,7 @@ class GPTMoE(nn.Module):
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
         for block in self.blocks:
             if recompute:
-                x_BSD, balance = run_checkpointed(
-                    block,
-                    x_BSD,
-                    cos,
-                    sin,
-                    pieces,
-                    recompute,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
+                x_BSD, balance = _checkpointed(block, x_BSD, cos, sin, pieces, recompute)
             else:
                 x_BSD, balance = block(x_BSD, cos, sin, pieces, recompute)
             if balance is not None:
@@ -127,56 +113,50 @@ class GPTMoE(nn.Module):
         return GPTOutput(loss, None, ce.detach(), balance_mean)
 
     def moe_layers(self) -> list[MoE]:
-        """The MoE layers, lowest first: the position is `ExpertId.layer`."""
+        """The MoE layers, lowest first, in the order of `ExpertId.layer`."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def num_parameters(self) -> int:
-        """All parameters, wherever the experts live now."""
+        """All parameters, with offloaded experts."""
         return self.config.total_params
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
-        """`tokens` [B, S] with `n` sampled ones behind; temperature 0 takes the likeliest.
+        """`tokens` [B, S] followed by `n` sampled ones; temperature 0 takes the likeliest.
 
-        Every step runs the whole context (its last max_seq tokens): enough to look at what a model
-        has learnt, not a way to serve it.
+        Every step runs the whole context (its last max_seq tokens), without a cache.
         """
         was_training = self.training
         self.eval()
+        generator = torch.Generator(tokens.device).manual_seed(seed)
         try:
-            return self._generate(tokens, n, temperature, seed)
+            for _ in range(n):
+                logits = self(tokens[:, -self.config.max_seq :]).logits[:, -1].float()
+                if temperature == 0:
+                    chosen = logits.argmax(-1, keepdim=True)
+                else:
+                    probs = (logits / temperature).softmax(-1)
+                    chosen = torch.multinomial(probs, 1, generator=generator)
+                tokens = torch.cat((tokens, chosen), dim=1)
         finally:
             self.train(was_training)
-
-    def _generate(self, tokens: Tensor, n: int, temperature: float, seed: int) -> Tensor:
-        generator = torch.Generator(tokens.device).manual_seed(seed)
-        for _ in range(n):
-            logits = self(tokens[:, -self.config.max_seq :]).logits[:, -1].float()
-            if temperature == 0:
-                chosen = logits.argmax(-1, keepdim=True)
-            else:
-                probs = (logits / temperature).softmax(-1)
-                chosen = torch.multinomial(probs, 1, generator=generator)
-            tokens = torch.cat((tokens, chosen), dim=1)
         return tokens
 
 
+def _checkpointed(function: Any, *args: Any) -> Any:
+    return run_checkpointed(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
 class Block(nn.Module):
-    """Attention, then experts (or one dense feed-forward), each added to the residual stream."""
+    """Attention, then experts or a dense feed-forward, each added to the residual stream."""
 
     def __init__(
-        self,
-        config: GPTConfig,
-        layer: int,
-        seed: int,
-        meta_experts: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, config: GPTConfig, layer: int, seed: int, meta_experts: bool, **where: Any
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6, device=device, dtype=dtype)
-        self.attention = Attention(config, device, dtype)
-        self.feed_norm = nn.RMSNorm(config.d_model, eps=1e-6, device=device, dtype=dtype)
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6, **where)
+        self.attention = Attention(config, **where)
+        self.feed_norm = nn.RMSNorm(config.d_model, eps=1e-6, **where)
         self.moe: MoE | None = None
         self.dense: FeedForward | None = None
         if config.is_moe(layer):
@@ -191,20 +171,19 @@ class Block(nn.Module):
                 n_layers=config.n_layers,
                 seed=seed,
                 meta_experts=meta_experts,
-                device=device,
-                dtype=dtype,
+                **where,
             )
         else:
-            self.dense = FeedForward(config, device, dtype)
+            self.dense = FeedForward(config, **where)
 
     def forward(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, pieces: int, recompute: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(x, balance loss or None).
 
-        The feed-forward's output joins the residual as the very last operation, and an addition
-        saves nothing for backward. So a recomputation under checkpoint, which stops at the last
-        saved tensor, never has to run past the experts' input.
+        The last operation is the addition to the residual, which saves nothing for backward. So a
+        recomputation under checkpoint, which stops at the last saved tensor, does not run the
+        experts.
         """
         x_BSD = self._attend(x_BSD, cos, sin, pieces, recompute)
         normed = self.feed_norm(x_BSD)
@@ -219,12 +198,10 @@ class Block(nn.Module):
     ) -> Tensor:
         if pieces == 1:
             return self._attend_piece(x_BSD, cos, sin)
-        # Backward would hold the insides of attention for all pieces at once; a checkpoint each
-        # holds one at a time, for one more forward of attention (a few percent of a step).
+        # A checkpoint for each piece, so that backward has the activations of one piece at a time.
+        # It costs one more forward of attention, a few percent of a step.
         done = [
-            run_checkpointed(
-                self._attend_piece, x, cos, sin, use_reentrant=False, preserve_rng_state=False
-            )
+            _checkpointed(self._attend_piece, x, cos, sin)
             if recompute
             else self._attend_piece(x, cos, sin)
             for x in x_BSD.chunk(pieces)
@@ -237,16 +214,14 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with rotary positions, packed q, k and v, no biases."""
+    """Causal multi-head attention with rotary embeddings, packed q, k and v, no biases."""
 
-    def __init__(
-        self, config: GPTConfig, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, config: GPTConfig, **where: Any) -> None:
         super().__init__()
         self.n_heads = config.n_heads
         d = config.d_model
-        self.qkv = nn.Linear(d, 3 * d, bias=False, device=device, dtype=dtype)
-        self.out = nn.Linear(d, d, bias=False, device=device, dtype=dtype)
+        self.qkv = nn.Linear(d, 3 * d, bias=False, **where)
+        self.out = nn.Linear(d, d, bias=False, **where)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, d_model = x_BSD.shape
@@ -258,18 +233,14 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """One expert's arithmetic for all tokens: the dense layers between MoE layers."""
+    """The dense layers between MoE layers: one expert for all tokens."""
 
-    def __init__(
-        self, config: GPTConfig, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, config: GPTConfig, **where: Any) -> None:
         super().__init__()
         shape = config.expert_shape
         self.gated = shape.gated
-        self.w_in = nn.Linear(shape.d_model, shape.in_rows, bias=False, device=device, dtype=dtype)
-        self.w_out = nn.Linear(
-            shape.d_hidden, shape.d_model, bias=False, device=device, dtype=dtype
-        )
+        self.w_in = nn.Linear(shape.d_model, shape.in_rows, bias=False, **where)
+        self.w_out = nn.Linear(shape.d_hidden, shape.d_model, bias=False, **where)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         h = self.w_in(x_BSD)
@@ -283,7 +254,7 @@ class FeedForward(nn.Module):
 
 
 class Rope(nn.Module):
-    """Cosines and sines of the rotary positions, kept in float32 outside of the state dict."""
+    """Cosines and sines of the rotary embedding, in float32 and not in the state dict."""
 
     cos: Tensor
     sin: Tensor
@@ -291,7 +262,7 @@ class Rope(nn.Module):
     def __init__(self, config: GPTConfig, device: torch.device | str | None) -> None:
         super().__init__()
         width = config.d_model // config.n_heads
-        # In float64: at thousands of radians float32 angles are visibly off.
+        # in float64: float32 angles of thousands of radians are inexact
         exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
         angles = torch.outer(
             torch.arange(config.max_seq, dtype=torch.float64), config.rope_theta**-exponent

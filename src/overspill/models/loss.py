@@ -1,8 +1,8 @@
-"""Output head and cross-entropy in one, a chunk of logits at a time.
+"""Output head and cross-entropy in one operation, in chunks of logits.
 
-At 64 x 1024 tokens and a vocabulary of 32,000 the float32 logits alone would be 8 GiB. Here the
-forward also computes the gradients, chunk by chunk, while the logits are there; the backward only
-scales them. Shapes: T tokens, D model, V vocabulary.
+At 64 x 1024 tokens and a vocabulary of 32,000 the float32 logits alone would take 8 GiB. Here the
+forward also computes the gradients, chunk by chunk; the backward only scales them. Shapes:
+T tokens, D model, V vocabulary.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """The mean cross-entropy of x @ weight^T over targets that are not -100, float32.
 
-    `pieces` micro-batches lie one after another in the tokens: the result is the mean of their
-    means, as accumulating them would give. A piece without any target counts as zero.
+    The tokens consist of `pieces` consecutive micro-batches: the result is the mean of their means.
+    A piece without any target counts as zero.
     """
     if not (torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)):
         return _run(x_TD, weight_VD, targets_T, chunk_bytes, pieces, False, False)[0]
@@ -53,7 +53,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx_TD, dw_VD = ctx.saved_tensors
-        # Not in place: with retain_graph this may run again.
+        # not in place: with retain_graph this may run again
         return (
             None if dx_TD is None else _scaled(dx_TD, dloss),
             None if dw_VD is None else _scaled(dw_VD, dloss),
@@ -64,8 +64,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiplied in float32 (as a matrix, because torch rounds a scalar tensor to bf16 first) and
-    rounded once."""
+    """Multiplies in float32 and rounds once; torch would round a scalar factor to bf16 first."""
     return torch.mul(gradient, factor.view(1, 1), out=torch.empty_like(gradient))
 
 
@@ -81,7 +80,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     scale_T = _row_scale(targets_T, pieces, wide)
-    target_T1 = targets_T.clamp(min=0).unsqueeze(1)  # an ignored one has scale 0: any will do
+    target_T1 = targets_T.clamp(min=0).unsqueeze(1)  # ignored targets have scale 0
     loss = x_TD.new_zeros((), dtype=wide)
     dx_TD = torch.empty_like(x_TD) if need_dx else None
     dw_wide = torch.zeros_like(weight_VD, dtype=wide) if need_dw else None
@@ -94,7 +93,7 @@ def _run(
         loss += ((lse - logits.gather(1, target).squeeze(1)) * scale).sum()
         if not need_dx and not need_dw:
             continue
-        # In the memory of the logits: (softmax - one_hot) * scale.
+        # (softmax - one_hot) * scale, in the memory of the logits
         dlogits = logits.sub_(lse.unsqueeze(1)).exp_()
         dlogits.scatter_add_(1, target, dlogits.new_full(target.shape, -1.0))
         narrow = dlogits.mul_(scale.unsqueeze(1)).to(x.dtype)
@@ -107,7 +106,7 @@ def _run(
 
 
 def _row_scale(targets_T: Tensor, pieces: int, dtype: torch.dtype) -> Tensor:
-    """What each token's loss is multiplied by, on the device: no count is read back."""
+    """The factor of each token's loss, computed without synchronizing with the device."""
     valid = (targets_T != IGNORE).view(pieces, -1)
     count = valid.sum(1, keepdim=True).clamp(min=1)
     return (valid.to(dtype) / (count * pieces)).view(-1)

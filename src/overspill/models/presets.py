@@ -1,9 +1,10 @@
-"""Named shapes. `moe-s` to `moe-xl` follow Table 4 of the ES-MoE paper, with any number of experts;
-`w1` is a Mixtral-shaped model of 5 B parameters; `nano` trains on two CPU cores in two minutes.
+"""Named model shapes. `moe-s` to `moe-xl` are those of Table 4 of the ES-MoE paper; `w1` is a model
+of 5 B parameters in the shape of Mixtral; `nano` trains on two CPU cores in two minutes.
 """
 
 import dataclasses
 import difflib
+from collections.abc import Collection
 from typing import Any
 
 from overspill.core.errors import ConfigError
@@ -24,7 +25,7 @@ def _es_moe(n_layers: int, d_model: int, d_hidden: int, n_heads: int) -> GPTConf
 
 PRESETS: dict[str, GPTConfig] = {
     "nano": GPTConfig(
-        vocab=264,  # 256 bytes, and room for special tokens
+        vocab=264,  # 256 bytes and 8 special tokens
         n_layers=4,
         d_model=128,
         d_hidden=256,
@@ -52,15 +53,16 @@ PRESETS: dict[str, GPTConfig] = {
 
 
 def get_preset(name: str, **overrides: Any) -> GPTConfig:
-    """The preset `name` with some fields replaced, checked like any other config."""
+    """The preset `name` with some fields replaced."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"preset {name!r} is not one of {', '.join(PRESETS)}{hint}")
+        raise ConfigError(f"preset {name!r} is not one of {_listed(PRESETS, name)}")
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     for key in overrides:
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{key!r} is not a field of a model ({', '.join(fields)}){hint}")
+            raise ConfigError(f"{key!r} is not one of a model's fields: {_listed(fields, key)}")
     return dataclasses.replace(PRESETS[name], **overrides)
+
+
+def _listed(names: Collection[str], wrong: str) -> str:
+    near = difflib.get_close_matches(wrong, names, n=1)
+    return ", ".join(names) + (f"; did you mean {near[0]}?" if near else "")

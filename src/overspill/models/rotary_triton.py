@@ -2,7 +2,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The rotary turn as one Triton kernel: a program a token."""
+"""The rotary embedding as one Triton kernel, with one program per token."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def rotate_cuda(qkv: Tensor, cos_SW: Tensor, sin_SW: Tensor, direction: float) -> Tensor:
-    """A turned copy of [B, S, 3, heads, width]; `direction` -1 turns back."""
+    """A rotated copy of [B, S, 3, heads, width]; `direction` -1 rotates back."""
     qkv = qkv.contiguous()
     batch, length, _, heads, width = qkv.shape
     out = qkv.new_empty(qkv.shape)
@@ -58,6 +58,6 @@ def _rotate(
     kind = out.dtype.element_ty
     tl.store(out + first_at, (first * c - second * s).to(kind), mask=inside)
     tl.store(out + second_at, (second * c + first * s).to(kind), mask=inside)
-    # values pass: they are as many elements as there are pairs
+    # values are copied: they have as many elements as there are pairs
     value_at = base + 2 * PAIRS + pair
     tl.store(out + value_at, tl.load(source + value_at, mask=inside), mask=inside)

@@ -1,7 +1,5 @@
-"""Initial weights of experts: a pure function of (seed, layer, index), one record at a time.
-
-An expert has the same weights on one device whether it is created in place among its neighbours or
-later, straight into the tier where it will live.
+"""Initial weights of experts: a function of (seed, layer, index) and of the device, so that they do
+not depend on when and where an expert is created.
 """
 
 import math
@@ -16,13 +14,13 @@ _MIX = 1_000_003  # a prime above any number of layers or experts: no two expert
 
 
 def expert_generator(seed: int, expert: ExpertId, device: torch.device) -> torch.Generator:
-    """The random numbers of one expert."""
+    """The random generator of one expert."""
     mixed = (seed * _MIX + expert.layer + 1) * _MIX + expert.index
     return torch.Generator(device).manual_seed(mixed % 2**63)
 
 
 def out_std(n_layers: int) -> float:
-    """For matrices that write into the residual stream: 2 * n_layers of them add up."""
+    """For the 2 * n_layers matrices whose outputs are added to the residual stream."""
     return STD / math.sqrt(2 * n_layers)
 
 
@@ -30,6 +28,6 @@ def out_std(n_layers: int) -> float:
 def init_expert_(
     record: Tensor, shape: ExpertShape, n_layers: int, generator: torch.Generator
 ) -> None:
-    """Fills a flat record [numel] (longer ones keep their padding) in place."""
+    """Fills a flat record in place, without its padding."""
     record[: shape.in_numel].normal_(0.0, STD, generator=generator)
     record[shape.in_numel : shape.numel].normal_(0.0, out_std(n_layers), generator=generator)

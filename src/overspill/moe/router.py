@@ -1,4 +1,4 @@
-"""Which experts each token goes to, with what weight. No token is dropped.
+"""The top-k router. No token is dropped.
 
 Shapes: T tokens, D model, E experts, K top-k.
 """
@@ -16,14 +16,12 @@ class RouterOutput(NamedTuple):
     expert_ids_TK: Tensor
     """Expert indices, int64, the likeliest first."""
     balance_loss: Tensor
-    """Scalar, float32; 1.0 when the load is even."""
+    """Scalar, float32; 1.0 for an even load."""
 
 
 class Router(nn.Module):
-    """Softmax over all experts, then the K likeliest.
-
-    The arithmetic is float32 whatever the dtype of the model: near ties decide where a token goes.
-    """
+    """Softmax over all experts, then the K likeliest. Computed in float32 for any dtype of the
+    model, because rounding would change the experts of a token."""
 
     def __init__(
         self,
@@ -37,14 +35,14 @@ class Router(nn.Module):
         super().__init__()
         self.n_experts = n_experts
         self.top_k = top_k
-        # With one expert per token, normalizing would make every weight 1 and the router would
-        # never get a gradient: the raw probability stays.
+        # With one expert per token normalized weights would all be 1, and the router would get no
+        # gradient.
         self.normalize = normalize and top_k > 1
         self.weight = nn.Parameter(torch.empty(n_experts, d_model, device=device, dtype=dtype))
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x_TD: Tensor, pieces: int = 1) -> RouterOutput:
-        """Routes the tokens; `pieces` is how many micro-batches lie one after another in them."""
+        """Routes tokens that consist of `pieces` consecutive micro-batches."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
         probs_TE = logits_TE.softmax(-1)
@@ -59,14 +57,13 @@ class Router(nn.Module):
 def balance_loss(probs_TE: Tensor, expert_ids_TK: Tensor, pieces: int = 1) -> Tensor:
     """The Switch loss E * sum_e(share of assignments * mean probability).
 
-    It is a product of two means, so that of a whole batch is not the mean over its micro-batches:
-    it is taken micro-batch by micro-batch and averaged, and a grouped batch gives the gradients of
+    It is averaged over micro-batches, so that grouped micro-batches have the gradients of
     accumulated ones.
     """
     n_experts = probs_TE.shape[1]
     ids = expert_ids_TK.reshape(pieces, -1)
     counts = probs_TE.new_zeros(pieces, n_experts)
-    # Adds of 1.0 are exact in any order, so this scatter is deterministic on a GPU too.
+    # sums of 1.0 are exact in any order, so this scatter is deterministic
     counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))
     share = counts / ids.shape[1]
     mean_prob = probs_TE.view(pieces, -1, n_experts).mean(1)

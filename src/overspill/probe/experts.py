@@ -26,14 +26,13 @@ from overspill.compute.experts import wave_backward, wave_forward
 from overspill.compute.permute import Permutation
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
-from overspill.core.sizes import round_up
 from overspill.hardware.machine import available_memory
 from overspill.hardware.profile import Curve, ExpertCosts
 from overspill.probe.clock import BackgroundCopies, Effort, Steps, copy_seconds, seconds_of
 from overspill.probe.measure import torch_threads
-from overspill.probe.pool import BufferRing, cold_bytes, fill_with_noise
-from overspill.tiers.layout import ALIGN, RecordLayout
-from overspill.tiers.slab import HostSlab, Progress, device_slab
+from overspill.probe.memory import buffers, cold_bytes, fill_with_noise
+from overspill.tiers.layout import RecordLayout
+from overspill.tiers.slab import Progress, device_slab
 from overspill.trace.recorder import Recorder
 from overspill.transfer.mapped import on_device
 from overspill.transfer.streams import CopyStream, StreamEvent, record_event
@@ -118,15 +117,17 @@ class _ExpertBench:
         count = min(max(_GROUP, -(-cold // size)), most)
         self.group = min(_GROUP, count, _slots_that_fit(size, device))
         self.slots = device_slab(self.group, size, device)
-        self.records = BufferRing(count, size, pinned=device.type == "cuda")
+        self.slab = buffers(count, size, pinned=device.type == "cuda")
+        self.records = self.slab.rows
+        self.next_record = itertools.cycle(range(count))
         self.lane = CopyStream("upload", device, Recorder(), None)
-        fill_with_noise(self.layout.weights(self.records.all[0]), scale=0.02)
-        self.records.all[1:] = self.records.all[0]
-        self.slots.copy_(self.records.all[: self.group])
+        fill_with_noise(self.layout.weights(self.records[0]), scale=0.02)
+        self.records[1:] = self.records[0]
+        self.slots.copy_(self.records[: self.group])
 
     def close(self) -> None:
-        self.records.close()
-        self.slots = self.slots.new_empty(0)
+        self.slab.close()
+        self.slots = self.records = self.slots.new_empty(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # budgets count cached memory
 
@@ -211,8 +212,8 @@ class _ExpertBench:
             return seconds_of(trip.run, self.effort.seconds)
 
     def _uploads(self) -> BackgroundCopies:
-        # by the number of a copy: take() is for the measuring thread only
-        records, slots = self.records.all, self.slots
+        # by the number of a copy: next_record is for the measuring thread only
+        records, slots = self.records, self.slots
         return BackgroundCopies(
             self.lane, lambda n: [(slots[n % self.group], records[n % len(records)])]
         )
@@ -223,10 +224,8 @@ class _ExpertBench:
         return x
 
     def _experts(self, tokens: int, group: int) -> list[ExpertRows]:
-        return [
-            ExpertRows(self.layout.weights(self.records.take()), n * tokens, (n + 1) * tokens)
-            for n in range(group)
-        ]
+        records = [self.layout.weights(self.records[next(self.next_record)]) for _ in range(group)]
+        return [ExpertRows(r, n * tokens, (n + 1) * tokens) for n, r in enumerate(records)]
 
     def _wave(self, tokens: int, group: int) -> tuple[Tensor, ExpertShape, Tensor, list[int]]:
         """Arguments of wave_forward and wave_backward."""
@@ -257,7 +256,7 @@ class _RoundTrip:
         # two experts: every eighth token is of the one on the CPU
         self._ids = (torch.arange(len(self._tokens)) % 8 == 0).to(torch.int64).unsqueeze(1)
         self._counts = torch.bincount(self._ids.view(-1), minlength=2).tolist()
-        self._slab = HostSlab("measuring", 2, round_up(rows.nbytes, ALIGN), device.type == "cuda")
+        self._slab = buffers(2, rows.nbytes, device.type == "cuda")
         self._received, self._answer = (self._view(row, rows) for row in self._slab.rows)
         mapped = [on_device(row, device) for row in self._slab.rows]
         self._sent, self._returned = (self._view(row, rows) for row in mapped)

@@ -24,7 +24,7 @@ from overspill.probe.clock import (
     repeat,
     seconds_of,
 )
-from overspill.probe.pool import BufferRing, cold_bytes
+from overspill.probe.memory import buffers, cold_bytes
 from overspill.tiers.slab import Progress, device_slab
 from overspill.tiers.ssd import RecordFile, check_folder
 from overspill.trace.recorder import Recorder
@@ -91,14 +91,14 @@ class _CopyBench:
         cold = cold_bytes() if effort.cold is None else effort.cold
         count = 2 * max(1, cold // size // 2)
         self._uploaded, self._downloaded = device_slab(2, size, device)
-        self._pool = BufferRing(count, size, pinned=device.type == "cuda")
-        self._from, self._to = self._pool.all.chunk(2)
+        self._slab = buffers(count, size, pinned=device.type == "cuda")
+        self._from, self._to = self._slab.rows.chunk(2)
         recorder = Recorder()
         self._up = CopyStream("upload", device, recorder, None)
         self._down = CopyStream("download", device, recorder, None)
 
     def close(self) -> None:
-        self._pool.close()
+        self._slab.close()
 
     def transfer(self, size: int) -> Transfer:
         limit, moved = self._effort.seconds, _batch(size) * size
@@ -108,7 +108,7 @@ class _CopyBench:
         return Transfer(size, moved / up, moved / down, moved / up_both, moved / down_both)
 
     def host_read(self, threads: int) -> float:
-        flat = self._pool.all.view(-1)
+        flat = self._slab.rows.view(-1)
         rates = repeat(lambda: read_bandwidth(flat, threads), self._effort.seconds)
         return statistics.median(rates)
 
@@ -164,12 +164,12 @@ def measure_disk(folder: Path, effort: Effort | None = None) -> tuple[float, flo
     check_folder(folder, blocks * _DISK_BLOCK)
     file = RecordFile(folder / f"probe-{os.getpid()}", blocks, _DISK_BLOCK)
     try:
-        with closing(BufferRing(_DISK_WORKERS, _DISK_BLOCK, pinned=False)) as pool:
-            pool.all.random_()  # some disks compress zeros
+        with closing(buffers(_DISK_WORKERS, _DISK_BLOCK, pinned=False)) as slab:
+            slab.rows.random_()  # some disks compress zeros
             limit = _DISK_LIMITS * effort.seconds
-            written, write = _disk_rate(file.write, pool.all, blocks, limit)
+            written, write = _disk_rate(file.write, slab.rows, blocks, limit)
             # unwritten blocks would be read without disk access
-            _, read = _disk_rate(file.read, pool.all, written, limit)
+            _, read = _disk_rate(file.read, slab.rows, written, limit)
     finally:
         file.close()
     return read, write

@@ -50,19 +50,9 @@ def _draw_panel(axes: "Axes", comparison: Comparison, cpu_beside: float) -> None
     for seconds, colour, style, width in lines:
         axes.plot(tokens, _ms(seconds), color=colour, linestyle=style, linewidth=width)
     for curve, colour in ((comparison.cpu, _CPU), (comparison.gpu, _GPU)):
-        shown = [
-            (count, time)
-            for count, time in zip(curve.tokens, curve.seconds, strict=True)
-            if count <= last
-        ]
-        axes.plot(
-            [count for count, _ in shown],
-            _ms([time for _, time in shown]),
-            color=colour,
-            marker="o",
-            markersize=4,
-            linewidth=0,
-        )
+        shown = [count for count in curve.tokens if count <= last]
+        points = shown, _ms([curve(count) for count in shown])
+        axes.plot(*points, color=colour, marker="o", markersize=4, linewidth=0)
     _mark_crossing(axes, comparison, last)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -1,53 +1,38 @@
-"""A timeline as a file that ui.perfetto.dev opens (Chrome's trace-event JSON)."""
+"""Writes a timeline for ui.perfetto.dev (Chrome's trace-event JSON)."""
 
 import gzip
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from overspill.core.errors import ConfigError
 from overspill.trace.spans import Span, assign_lanes, rows_in_order
 
 _PROCESS = 1
-# GPU events are exact to about half a microsecond, so two copies in a row on one stream may seem to
-# overlap by that; they stay on one lane, and the first is cut where the second starts.
+# GPU events are exact to about half a microsecond, so consecutive copies on one stream may seem to
+# overlap by that. They stay on one lane, and the first ends where the second starts.
 _CLOCK_ERROR_NS = 2_000
 
 
 def write_perfetto(spans: Iterable[Span], path: str | Path) -> None:
-    """Write `spans`, with times from the first one on; gzipped if `path` ends with .gz."""
+    """Writes `spans` with times relative to the first; gzipped if `path` ends with .gz."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".part")
     with gzip.open(aside, "wt") if path.suffix == ".gz" else open(aside, "w") as file:
-        # One event a line: a long run has many, and none needs the others in memory.
+        # one event per line, so that a long timeline is never in memory as a whole
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, event in enumerate(_events(list(spans))):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("\n]}\n")
-    os.replace(aside, path)  # a reader, or a kill, finds the old file or the new one
-
-
-def read_perfetto(path: str | Path) -> list[Span]:
-    """The spans of a file of `write_perfetto`, by their start; the first starts at 0 ns."""
-    path = Path(path)
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
-            events = json.load(file)["traceEvents"]
-        spans = [_span(event) for event in events if event["ph"] == "X"]
-    except (ValueError, KeyError, TypeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{path} is not a timeline of Overspill, or is cut short") from error
-    return sorted(spans, key=lambda span: (span.start_ns, span.end_ns))
+    os.replace(aside, path)  # never leaves a partial file
 
 
 def _events(spans: list[Span]) -> Iterator[dict[str, Any]]:
     placed = assign_lanes(spans, slack_ns=_CLOCK_ERROR_NS)
     origin_ns = min((span.start_ns for span in spans), default=0)
-    # A viewer nests what overlaps on one thread, wrongly unless it is truly nested; so each lane
-    # of a row is a thread of its own.
+    # The viewer nests overlapping events of a thread, so each lane of a row is a separate thread.
     lanes: dict[str, int] = {}
     for span, lane in placed:
         lanes[span.row] = max(lanes.get(span.row, 0), lane + 1)
@@ -84,9 +69,3 @@ def _events(spans: list[Span]) -> Iterator[dict[str, Any]]:
 
 def _metadata(name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "pid": _PROCESS, "tid": thread, "name": name, "args": args}
-
-
-def _span(event: dict[str, Any]) -> Span:
-    start_ns = round(event["ts"] * 1000)
-    end_ns = start_ns + round(event["dur"] * 1000)
-    return Span(event["cat"], event["name"], start_ns, end_ns, event["args"].get("bytes", 0))

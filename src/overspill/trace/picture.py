@@ -1,8 +1,8 @@
-"""A timeline as a PNG, for the docs and the run folder."""
+"""Draws a timeline as a PNG, for the docs and the run folder."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from overspill.core.errors import ConfigError
 from overspill.trace.spans import Span, assign_lanes, busy_shares, rows_in_order
@@ -10,7 +10,7 @@ from overspill.trace.spans import Span, assign_lanes, busy_shares, rows_in_order
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Two shades a row, in turn, so that spans without a gap can still be told apart.
+# Two alternating shades per row keep adjacent spans distinguishable.
 _SHADES = {
     "gpu compute": ("#2f7d4f", "#5fae7f"),
     "cpu compute": ("#b0413e", "#dd8784"),
@@ -27,19 +27,17 @@ _BAR_HEIGHT = 0.76
 
 
 def draw_timeline(spans: Iterable[Span], path: str | Path, title: str) -> None:
-    """One band of bars per row, and at the right how busy each row was.
-
-    Spans of a row that overlap share its band, one below the other.
-    """
-    # Here, not above: matplotlib takes a second to import. The figure is made without pyplot,
-    # which keeps global state and may look for a display.
+    """One band of bars per row, and at the right the busy share of each row. Overlapping spans of
+    a row share its band."""
+    # Imported here because matplotlib takes a second to import. Not pyplot: it keeps global state
+    # and may need a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     spans = list(spans)
     if not spans:
-        raise ConfigError(f"there is no span to draw in {path}; was the recorder started?")
+        raise ConfigError(f"there are no spans to draw in {path}; was the recorder started?")
     rows = rows_in_order(spans)
     since_ns = min(span.start_ns for span in spans)
     until_ns = max(max(span.end_ns for span in spans), since_ns + 1)
@@ -54,7 +52,7 @@ def draw_timeline(spans: Iterable[Span], path: str | Path, title: str) -> None:
     axes = figure.add_subplot()
     axes.set_xlim(0, (until_ns - since_ns) / unit_ns)
     axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
-    figure.draw_without_rendering()  # settles the widths, which tell what text fits into a bar
+    figure.draw_without_rendering()  # computes the widths, which decide what text fits a bar
     for position, row in enumerate(rows):
         _draw_row(axes, [span for span in spans if span.row == row], position, since_ns, unit_ns)
     _label_rows(axes, spans, rows, since_ns, until_ns)
@@ -79,7 +77,7 @@ def _draw_row(
 
     shades = _SHADES.get(spans[0].row, _OTHER)
     top = position - _BAR_HEIGHT / 2
-    # A faint track shows where the row was idle.
+    # a faint background shows idle time
     axes.axhspan(top, top + _BAR_HEIGHT, color=shades[1], alpha=0.10, linewidth=0)
     pixel_ns = axes.get_xlim()[1] * unit_ns / axes.get_window_extent().width
     bars, colours = [], []
@@ -90,26 +88,19 @@ def _draw_row(
         bars.append([(left, upper), (right, upper), (right, lower), (left, lower)])
         shade = shade_of_lane[lane] = 1 - shade_of_lane.get(lane, 1)
         colours.append(shades[shade])
-        # A character is about 10 pixels wide; text that would stick out of its bar is left away.
+        # a character is about 10 pixels wide; text wider than its bar is omitted
         if lanes <= 2 and (span.end_ns - span.start_ns) / pixel_ns > 10 * len(span.name) + 8:
-            axes.annotate(
-                span.name,
-                ((left + right) / 2, (upper + lower) / 2),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=_INK if shade else "white",
-            )
-    # One collection for all bars: thousands of patches would take seconds to draw. Not snapped to
-    # pixels: bars thinner than one then blend to the shade of how busy the row was.
+            at = (left + right) / 2, (upper + lower) / 2
+            color = _INK if shade else "white"
+            axes.annotate(span.name, at, ha="center", va="center", fontsize=8, color=color)
+    # One collection, because thousands of patches take seconds to draw. Not snapped to pixels, so
+    # that bars thinner than a pixel blend to a shade of the busy share.
     axes.add_collection(PolyCollection(bars, facecolors=colours, linewidths=0, snap=False))
 
 
 def _stacked(spans: Iterable[Span], slack_ns: int) -> Iterator[tuple[Span, int, int]]:
-    """Each span of a row with its lane and the number of lanes that share the height there.
-
-    Only where spans overlap by more than `slack_ns` is there more than one.
-    """
+    """Each span of a row with its lane and the number of lanes there: more than one only where
+    spans overlap by more than `slack_ns`."""
     cluster: list[Span] = []
     end_ns = 0
     for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
@@ -131,32 +122,22 @@ def _split(cluster: Iterable[Span], slack_ns: int) -> Iterator[tuple[Span, int, 
 def _label_rows(
     axes: "Axes", spans: Sequence[Span], rows: Sequence[str], since_ns: int, until_ns: int
 ) -> None:
-    """Two columns at the right: the busy share, and the bandwidth while busy where bytes moved."""
+    """Two columns at the right: the busy share, and the bandwidth while busy."""
     busy = busy_shares(spans, since_ns, until_ns)
     moved = {row: sum(span.bytes for span in spans if span.row == row) for row in rows}
-    columns = (
-        [(1.05, "busy"), (1.13, "GB/s\nwhen busy")] if any(moved.values()) else [(1.05, "busy")]
-    )
-    across = axes.get_yaxis_transform()  # x in widths of the axes, y in rows
+    columns = [(1.05, "busy"), (1.13, "GB/s\nwhen busy")][: 1 + any(moved.values())]
+    # x in widths of the axes, y in rows
+    style: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right"}
     for x, heading in columns:
-        axes.text(x, -0.62, heading, transform=across, ha="right", va="bottom", fontsize=9)
+        axes.text(x, -0.62, heading, va="bottom", fontsize=9, **style)
     for position, row in enumerate(rows):
         colour = _SHADES.get(row, _OTHER)[0]
         texts = [f"{busy[row]:.0%}"]
         if moved[row] and busy[row] > 0:
             texts.append(f"{moved[row] / (busy[row] * (until_ns - since_ns)):.1f}")
         for (x, _), text in zip(columns, texts, strict=False):
-            axes.text(
-                x,
-                position,
-                text,
-                transform=across,
-                ha="right",
-                va="center",
-                fontsize=11,
-                fontweight="bold",
-                color=colour,
-            )
+            bold: dict[str, Any] = {"fontsize": 11, "fontweight": "bold", "color": colour}
+            axes.text(x, position, text, va="center", **style, **bold)
 
 
 def _time_unit(length_ns: int) -> tuple[str, float]:

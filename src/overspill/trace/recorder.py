@@ -1,15 +1,14 @@
-"""Who was busy when: spans on named rows, and byte counters.
+"""Records spans of time on named rows, and byte counters.
 
-A host span is timed with the host's clock. A span on a GPU stream is given as two events, which
-the GPU passes later; `collect` turns those it has passed into spans on the host's clock.
+A host span is timed with the host's clock. A span on a GPU stream is given as two events; when they
+have completed, `collect` converts them to the host's clock.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from overspill.trace.spans import ROWS, Span, busy_shares
@@ -22,91 +21,103 @@ __all__ = ["ROWS", "Recorder", "Span"]
 _REALIGN_NS = 5_000_000_000
 
 
-class _Base(NamedTuple):
-    """One moment on both clocks: the GPU passed `event` when the host's clock showed `host_ns`."""
+class ClockBase(NamedTuple):
+    """One moment on both clocks: `event` completed at `host_ns` of the host's clock."""
 
     event: "torch.cuda.Event"
     host_ns: int
 
 
-class _Pending(NamedTuple):
-    """A device span whose end the GPU had not reached when it was last looked at."""
+class _PendingSpan(NamedTuple):
+    """A device span that may not have ended."""
 
     row: str
     name: str
     start: "torch.cuda.Event"
     end: "torch.cuda.Event"
     bytes: int
-    base: _Base
+    base: ClockBase
 
 
 class Recorder:
-    """Keeps the newest `capacity` spans; any thread may call any method.
+    """Keeps the newest `capacity` spans. Thread-safe.
 
-    Off (the default), `span` and `device_span` store nothing and cost next to nothing; counters
-    count always.
+    Spans are recorded between `start` and `stop` only; counters always count.
     """
 
-    def __init__(self, capacity: int = 200_000, device: "torch.device | None" = None) -> None:
+    def __init__(
+        self,
+        capacity: int = 200_000,
+        device: "torch.device | None" = None,
+        read_clocks: Callable[[], ClockBase] | None = None,
+    ) -> None:
+        """`read_clocks` gives one moment on both clocks; by default of the current CUDA device, or
+        of `device`."""
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1 span")
         self.enabled = False
-        self._device = device  # whose clock device spans are on; None: the current one
-        # Guards all below: worker threads add spans while the main thread reads them.
+        self._read_clocks = read_clocks or GpuClock(device).read
+        # Guards the fields below: worker threads add spans while the main thread reads.
         self._lock = threading.Lock()
-        # Each with the time it was kept. That time only grows along the deque and is not before
-        # the span's end, so `busy` can stop early without missing one.
+        # Each with the time it was added. That time only grows along the deque and is not before
+        # the span's end, so `busy` can stop early.
         self._kept: deque[tuple[int, Span]] = deque(maxlen=capacity)
-        self._pending: deque[_Pending] = deque(maxlen=capacity)
+        self._pending: deque[_PendingSpan] = deque(maxlen=capacity)
         self._counters: dict[str, int] = {}
         self._sources: list[Callable[[], None]] = []
         self._stopped_ns = 0
-        self._base: _Base | None = None
-        self._clock_stream: torch.cuda.Stream | None = None
+        self._base: ClockBase | None = None
 
-    def add_source(self, tell: Callable[[], None]) -> None:
-        """`tell` is called before anybody reads: it adds what was timed or counted elsewhere."""
-        self._sources.append(tell)
+    def add_source(self, source: Callable[[], None]) -> None:
+        """`source` is called before each read, to add what was timed or counted elsewhere."""
+        self._sources.append(source)
 
-    def remove_source(self, tell: Callable[[], None]) -> None:
-        """Asks it a last time; nothing if it is none."""
-        if tell in self._sources:
-            tell()
-            self._sources.remove(tell)
+    def remove_source(self, source: Callable[[], None]) -> None:
+        """Calls it a last time; no-op if unknown."""
+        if source in self._sources:
+            source()
+            self._sources.remove(source)
 
     def start(self) -> None:
-        """Record from now on. The first device span, or a GPU in use already, sets the clocks."""
+        """Starts recording, and aligns the clocks if the GPU is in use already."""
         import torch
 
-        # Asking for `is_initialized` does not start CUDA: a run on the CPU must not take a context.
+        # is_initialized() does not create a CUDA context
         if torch.cuda.is_initialized():
-            self._align()
+            self._base = self._read_clocks()
         self.enabled = True
 
     def stop(self) -> None:
-        """Record no more; what is open or on its way through the GPU is still kept."""
+        """Stops recording; spans that have begun are still kept."""
         self.enabled = False
         self._stopped_ns = time.perf_counter_ns()
 
     def clear(self) -> None:
-        """Forget all spans; counters stay."""
-        self._ask_sources()  # what they would tell later is of the past too
+        """Removes all spans, also those that sources have not added yet; counters stay."""
+        self._read_sources()
         with self._lock:
             self._kept.clear()
             self._pending.clear()
 
     def span(self, row: str, name: str, bytes: int = 0) -> AbstractContextManager[object]:
         """Times its body on the host's clock."""
-        return _HostSpan(self, row, name, bytes) if self.enabled else _NOTHING
+        return self._timed(row, name, bytes) if self.enabled else _NO_SPAN
+
+    @contextmanager
+    def _timed(self, row: str, name: str, bytes: int) -> Iterator[None]:
+        start_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:  # also if the recorder was stopped meanwhile
+            self._keep_host(row, name, start_ns, bytes)
 
     def host_span(self, row: str, name: str, start_ns: int, bytes: int = 0) -> None:
-        """From `start_ns` (time.perf_counter_ns) until now, where a body is no block of code."""
+        """A span from `start_ns` (of time.perf_counter_ns) until now."""
         if self.enabled:
             self._keep_host(row, name, start_ns, bytes)
 
     def past_span(self, row: str, name: str, start_ns: int, end_ns: int, bytes: int = 0) -> None:
-        """Something that was timed elsewhere, by the same clock, while the recorder was on: it may
-        have been stopped since."""
+        """A span that was timed elsewhere by the same clock, and began while recording."""
         if not self.enabled and start_ns > self._stopped_ns:
             return
         with self._lock:
@@ -121,32 +132,32 @@ class Recorder:
         end_event: "torch.cuda.Event",
         bytes: int = 0,
     ) -> None:
-        """What a stream does between two events, both recorded and made with enable_timing=True.
-
-        The events are the recorder's from here on: recorded again, they would tell another time.
-        """
+        """A span on a stream between two recorded events with enable_timing=True, which must not be
+        recorded again."""
         if not self.enabled:
             return
-        base = self._base or self._align()
+        if self._base is None:
+            self._base = self._read_clocks()
+        base = self._base
         with self._lock:
-            self._pending.append(_Pending(row, name, start_event, end_event, bytes, base))
+            self._pending.append(_PendingSpan(row, name, start_event, end_event, bytes, base))
 
     def add_bytes(self, counter: str, n: int) -> None:
         with self._lock:
             self._counters[counter] = self._counters.get(counter, 0) + n
 
     def counters(self) -> dict[str, int]:
-        """A copy of the byte counters, counted since the recorder was made."""
-        self._ask_sources()
+        """A copy of the byte counters."""
+        self._read_sources()
         with self._lock:
             return dict(self._counters)
 
     def collect(self) -> int:
-        """Resolve the device spans that have ended, without waiting; how many are still open."""
-        self._ask_sources()
+        """Converts the device spans that have ended, without waiting. Returns the number of the
+        others."""
+        self._read_sources()
         with self._lock:
-            # Taken out, so that two threads never resolve the same span, and that querying many
-            # events holds up nobody.
+            # taken out: no two threads convert the same span, and events are queried without lock
             waiting = list(self._pending)
             self._pending.clear()
         ended, open_still = [], []
@@ -163,21 +174,19 @@ class Recorder:
             self._kept.extend((now, span) for span in ended)
             still = len(self._pending)
         if self._base is not None and now - self._base.host_ns > _REALIGN_NS:
-            self._align()
+            self._base = self._read_clocks()
         return still
 
     def spans(self) -> list[Span]:
-        """All spans that are kept, by their start."""
+        """All spans, sorted by start."""
         self.collect()
         with self._lock:
             kept = [span for _, span in self._kept]
         return sorted(kept, key=lambda span: (span.start_ns, span.end_ns))
 
     def busy(self, since_ns: int, until_ns: int) -> dict[str, float]:
-        """The share of that time in which each row had a span; overlaps count once.
-
-        Every row of `ROWS` is there, with 0.0 if nothing ran on it.
-        """
+        """The share of that time covered by the spans of each row, 0.0 for an idle row of
+        `ROWS`."""
         self.collect()
         recent = []
         with self._lock:
@@ -187,63 +196,44 @@ class Recorder:
                 recent.append(span)
         return busy_shares(recent, since_ns, until_ns)
 
-    def _ask_sources(self) -> None:
-        for tell in list(self._sources):
-            tell()
+    def _read_sources(self) -> None:
+        for source in list(self._sources):
+            source()
 
     def _keep_host(self, row: str, name: str, start_ns: int, bytes: int) -> None:
         with self._lock:
-            # Read inside the lock, so that the times along the deque only grow.
+            # read with the lock, so that the times along the deque only grow
             end_ns = time.perf_counter_ns()
             self._kept.append((end_ns, Span(row, name, start_ns, end_ns, bytes)))
 
-    def _align(self) -> _Base:
-        """Take one moment on both clocks, again from time to time.
 
-        The two clocks drift, and `elapsed_time` is a 32-bit float that loses microseconds after a
-        minute. The event goes to a stream of its own, behind nothing, so no work is waited for.
-        """
+class GpuClock:
+    """Reads both clocks, again from time to time: they drift, and `elapsed_time` is a 32-bit float
+    that loses microseconds after a minute."""
+
+    def __init__(self, device: "torch.device | None") -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def read(self) -> ClockBase:
         import torch
 
-        stream = self._clock_stream or torch.cuda.Stream(self._device)
-        self._clock_stream = stream
+        # a separate stream, so that the event does not wait for any work
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         event = torch.cuda.Event(enable_timing=True)
         stream.synchronize()
         before_ns = time.perf_counter_ns()
         event.record(stream)
         event.synchronize()
-        base = _Base(event, (before_ns + time.perf_counter_ns()) // 2)
-        self._base = base
-        return base
+        return ClockBase(event, (before_ns + time.perf_counter_ns()) // 2)
 
 
-class _HostSpan:
-    __slots__ = ("_bytes", "_name", "_recorder", "_row", "_start_ns")
-
-    def __init__(self, recorder: Recorder, row: str, name: str, bytes: int) -> None:
-        self._recorder = recorder
-        self._row = row
-        self._name = name
-        self._bytes = bytes
-
-    def __enter__(self) -> None:
-        self._start_ns = time.perf_counter_ns()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._recorder._keep_host(self._row, self._name, self._start_ns, self._bytes)
+_NO_SPAN: AbstractContextManager[object] = nullcontext()
 
 
-_NOTHING: AbstractContextManager[object] = nullcontext()  # one for all: it holds no state
-
-
-def _resolve(pending: _Pending) -> Span:
+def _resolve(pending: _PendingSpan) -> Span:
     start_ms = pending.base.event.elapsed_time(pending.start)
-    # The length from its own two events: the difference of two long times would be less exact.
+    # from its own two events: the difference of two long times would be less exact
     length_ms = pending.start.elapsed_time(pending.end)
     start_ns = pending.base.host_ns + round(start_ms * 1e6)
     end_ns = start_ns + max(0, round(length_ms * 1e6))

@@ -1,4 +1,4 @@
-"""Spans of time on named rows, and the questions a timeline asks of them."""
+"""Spans of time on the named rows of a timeline."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,11 +13,11 @@ ROWS = (
     "ssd write",
     "main",
 )
-"""The rows of a timeline, in the order they are shown; a row not named here comes after them."""
+"""The rows of a timeline in their order; other rows follow."""
 
 
 class Span(NamedTuple):
-    """Something that ran on `row` from `start_ns` to `end_ns` (of `time.perf_counter_ns`)."""
+    """An activity on `row`; times are those of `time.perf_counter_ns`."""
 
     row: str
     name: str
@@ -43,10 +43,8 @@ def busy_shares(spans: Iterable[Span], since_ns: int, until_ns: int) -> dict[str
 
 
 def assign_lanes(spans: Iterable[Span], slack_ns: int = 0) -> list[tuple[Span, int]]:
-    """Each span, by its start, with the lowest lane of its row (0, 1, …) that is then free.
-
-    No two spans that overlap by more than `slack_ns` share a row and a lane.
-    """
+    """The spans sorted by start, each with the lowest free lane (0, 1, …) of its row: spans that
+    overlap by more than `slack_ns` get different lanes."""
     free_ns: dict[str, list[int]] = {}
     placed = []
     for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
@@ -63,6 +61,6 @@ def assign_lanes(spans: Iterable[Span], slack_ns: int = 0) -> list[tuple[Span, i
 
 
 def rows_in_order(spans: Iterable[Span]) -> list[str]:
-    """The rows that have a span: those of `ROWS` in their order, then others by name."""
+    """The rows that have spans: those of `ROWS` in their order, then others by name."""
     used = {span.row for span in spans}
     return [row for row in ROWS if row in used] + sorted(used.difference(ROWS))

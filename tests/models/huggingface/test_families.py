@@ -36,8 +36,9 @@ def test_a_family_trains(family: Family) -> None:
             assert len(set(parameter.shape)) == parameter.ndim, name  # so that a transpose shows
 
 
-@pytest.mark.parametrize("family", cases(FAMILIES))
-def test_a_family_is_the_same_each_time(family: Family) -> None:
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v4", "nllb-moe"])
+def test_the_seed_determines_a_model(name: str) -> None:
+    (family,) = (family for family in FAMILIES if family.name == name)
     first, second, other = make_model(family), make_model(family), make_model(family, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(weights(first), weights(second), strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(weights(first), weights(other), strict=True))

@@ -45,30 +45,63 @@ def again(family: Family, folder: Path) -> Any:
     return plain
 
 
+# one family for each layout of experts, and those whose dense tensors are converted too
+LAYOUTS = (
+    "mixtral",
+    "nemotron_h",
+    "gpt_oss",
+    "openai_privacy_filter",
+    "qwen3_vl_moe",
+    "kimi_linear",
+    "minimax_m3_vl_text",
+    "switch_transformers",
+    "nllb-moe",
+)
+
 # nothing to set: Switch and NLLB have one implementation only
 EAGER = tuple(f.name for f in SUPPORTED if f.auto != "AutoModelForSeq2SeqLM")
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
-@pytest.mark.parametrize("family", cases(SUPPORTED))
-def test_load_and_save_give_the_same_bits(family: Family, stacked: bool, tmp_path: Path) -> None:
+def check(family: Family, stacked: bool, folder: Path) -> None:
     plain = make_model(family)
     batch = make_batch(family, plain)
-    plain.save_pretrained(tmp_path / "a", save_original_format=not stacked)
-    eager = again(family, tmp_path / "a")
+    plain.save_pretrained(folder / "a", save_original_format=not stacked)
+    eager = again(family, folder / "a")
     reference = outputs(eager, batch)
-    eager.save_pretrained(tmp_path / "theirs")
+    eager.save_pretrained(folder / "theirs")
     mode = list(MODES)[SUPPORTED.index(family) % len(MODES)]
-    model = overspill.load(tmp_path / "a", dtype=torch.float32, **budgets(mode, tmp_path / "spill"))
+    model = overspill.load(folder / "a", dtype=torch.float32, **budgets(mode, folder / "spill"))
     try:
         assert type(model) is type(plain)
         torch.testing.assert_close(outputs(model, batch), reference, rtol=1e-6, atol=1e-6)
-        overspill.save(model, tmp_path / "b")
+        overspill.save(model, folder / "b")
     finally:
         model.overspill.close()
-    # names too are those that transformers gives after loading; mostly the checkpoint's own
-    assert_same_tensors(tmp_path / "theirs", tmp_path / "b")
-    assert torch.equal(outputs(again(family, tmp_path / "b"), batch), reference)
+    # the names are those that transformers gives after loading, mostly the checkpoint's
+    assert_same_tensors(folder / "theirs", folder / "b")
+
+
+@pytest.mark.parametrize("family", cases(SUPPORTED))
+def test_load_and_save_give_the_same_bits(family: Family, tmp_path: Path) -> None:
+    check(family, False, tmp_path)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_stacked_experts_are_loaded_too(name: str, tmp_path: Path) -> None:
+    check(BY_NAME[name], True, tmp_path)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
+    family = BY_NAME[name]
+    plain = make_model(family)
+    batch = make_batch(family, plain)
+    plain.save_pretrained(tmp_path / "theirs")
+    model = overspill.offload(plain, **budgets("host", tmp_path))
+    overspill.save(model, tmp_path / "mine")
+    model.overspill.close()
+    mine, theirs = (outputs(again(family, tmp_path / f), batch) for f in ("mine", "theirs"))
+    assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "switch_transformers", "nemotron_h"])

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM, MixtralForSequenceClassification
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from overspill.models.huggingface import loss as loss_file
 from overspill.models.huggingface.loss import causal_lm_loss, install
 
 VOCAB = 50
@@ -23,11 +22,16 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_same(
-    logits: torch.Tensor, labels: torch.Tensor | None, factor: float = 1.0, **kwargs: Any
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    factor: float = 1.0,
+    rows: int = 1000,
+    **kwargs: Any,
 ) -> None:
     """Loss and gradient are those of transformers; the gradient within one rounding."""
     expected = ForCausalLMLoss(logits, labels, VOCAB, **kwargs)
-    loss = causal_lm_loss(logits, labels, VOCAB, **kwargs)
+    chunk_bytes = rows * 2 * 4 * VOCAB
+    loss = causal_lm_loss(logits, labels, VOCAB, chunk_bytes=chunk_bytes, **kwargs)
     assert loss.dtype is expected.dtype is torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, equal_nan=True)
     (theirs,) = torch.autograd.grad(factor * expected, logits)
@@ -38,15 +42,14 @@ def assert_same(
 
 
 @pytest.fixture(params=[1, 7, 1000])
-def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Rows that one chunk holds."""
-    monkeypatch.setattr(loss_file, "_CHUNK_BYTES", request.param * 2 * 4 * VOCAB)
+def rows(request: pytest.FixtureRequest) -> int:
+    """Token rows in one chunk."""
     return int(request.param)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_mean_over_the_tokens_that_are_not_ignored(dtype: torch.dtype, rows: int) -> None:
-    assert_same(*inputs(dtype), factor=3.0)
+    assert_same(*inputs(dtype), factor=3.0, rows=rows)
 
 
 @pytest.mark.parametrize("items", [17, torch.tensor(17), torch.tensor(23.0)])
@@ -54,7 +57,7 @@ def test_mean_over_the_tokens_that_are_not_ignored(dtype: torch.dtype, rows: int
 def test_sum_over_the_items_of_the_batch(
     dtype: torch.dtype, items: torch.Tensor | int, rows: int
 ) -> None:
-    assert_same(*inputs(dtype), num_items_in_batch=items)
+    assert_same(*inputs(dtype), rows=rows, num_items_in_batch=items)
 
 
 def test_shifted_labels_another_ignored_index_and_foreign_arguments() -> None:
@@ -123,7 +126,7 @@ def test_float32_memory_is_bounded_and_without_gradient_there_is_no_backward(
     logits, labels = inputs(torch.bfloat16)
     n_tokens = labels.numel()
     with Largest() as largest:
-        causal_lm_loss(logits, labels, VOCAB).backward()
+        causal_lm_loss(logits, labels, VOCAB, chunk_bytes=rows * 2 * 4 * VOCAB).backward()
     assert largest.floats <= max(min(rows, n_tokens) * VOCAB, n_tokens)
     assert not causal_lm_loss(logits.detach(), labels, VOCAB).requires_grad
     with torch.no_grad():

@@ -15,26 +15,8 @@ _LEAST, _MOST = 256 << 20, 1 << 30
 _PATTERN = 1 << 20
 
 
-class BufferRing:
-    """Host buffers, used in turn."""
-
-    def __init__(self, count: int, size: int, pinned: bool) -> None:
-        self._slab = HostSlab("measuring", count, round_up(size, ALIGN), pinned)
-        self._next = 0
-
-    def close(self) -> None:
-        self._slab.close()
-
-    def take(self) -> Tensor:
-        """The next buffer."""
-        buffer = self._slab[self._next]
-        self._next = (self._next + 1) % len(self._slab)
-        return buffer
-
-    @property
-    def all(self) -> Tensor:
-        """[count, size] bytes."""
-        return self._slab.rows
+def buffers(count: int, size: int, pinned: bool) -> HostSlab:
+    return HostSlab("measuring", count, round_up(size, ALIGN), pinned)
 
 
 def cold_bytes() -> int:

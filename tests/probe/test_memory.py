@@ -3,16 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from overspill.probe import pool
-from overspill.probe.pool import BufferRing, cold_bytes, fill_with_noise, last_cache
-
-
-def test_buffers_are_used_in_turn() -> None:
-    own = BufferRing(3, 100, pinned=False)
-    given = [own.take().data_ptr() for _ in range(6)]
-    assert given[:3] == given[3:]
-    assert len(set(given)) == 3
-    own.close()
+from overspill.probe import memory
+from overspill.probe.memory import cold_bytes, fill_with_noise, last_cache
 
 
 def test_the_largest_cache_is_read(tmp_path: Path) -> None:
@@ -35,8 +27,8 @@ def test_the_largest_cache_is_read(tmp_path: Path) -> None:
 def test_cold_is_more_than_the_caches_and_less_than_the_memory(
     cache: int, free: int, cold: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "last_cache", lambda: cache)
-    monkeypatch.setattr(pool, "available_memory", lambda: free)
+    monkeypatch.setattr(memory, "last_cache", lambda: cache)
+    monkeypatch.setattr(memory, "available_memory", lambda: free)
     assert cold_bytes() == cold
 
 
