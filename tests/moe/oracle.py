@@ -1,4 +1,4 @@
-"""The same training twice: plain PyTorch, which is the oracle, and with the experts spilled."""
+"""The same training twice: plain PyTorch, which is the oracle, and with offloaded experts."""
 
 import dataclasses
 import functools
@@ -32,6 +32,8 @@ WHERE: dict[str, dict[str, Any]] = {
     "disk behind 3 host slots": {"mode": "disk", "slots": 3, "host_slots": 3},
     "disk behind 9 host slots": {"mode": "disk", "slots": 8, "host_slots": 9},
 }
+ONE_OF_EACH = ["gpu", "host with 2 slots", "disk behind 3 host slots"]
+STREAMED = [name for name in WHERE if name != "gpu"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Task:
     micro_batches: int = 1
     lr: float = 1e-2
     weight_decay: float = 0.1
-    steps: int = 20
+    steps: int = 6
     dtype: torch.dtype = torch.float32
 
     @property
@@ -73,8 +75,8 @@ class Task:
         return model
 
     def batches(self, first: int = 0) -> Iterator[list[Tensor]]:
-        """The micro-batches of each step from `first` on: each token is a small step from the last,
-        which can be learnt."""
+        """The micro-batches of each step from `first` on. They can be learnt: each token is the one
+        before plus a small number."""
         for step in range(first, self.steps):
             generator = torch.Generator().manual_seed(1000 + step)
             jumps = torch.randint(0, 3, (self.micro_batches, 3, 13), generator=generator)
@@ -84,7 +86,7 @@ class Task:
 
 @torch.no_grad()
 def _starve(model: GPTMoE) -> None:
-    """Routers, frozen, under which expert `STARVED` can never win a token.
+    """Freezes the routers so that expert `STARVED` never gets a token.
 
     Its logit is zero, and of two pairs of opposite logits two are above zero.
     """
@@ -100,7 +102,7 @@ def _starve(model: GPTMoE) -> None:
 
 @dataclass
 class Run:
-    """What a training left behind."""
+    """The results of a training."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -191,8 +193,8 @@ def spilled(
     idle: bool = True,
     **options: Any,
 ) -> Iterator[Engine]:
-    """The model's engine. At the end everything is at rest and accounted for (unless a failure was
-    meant: `idle` off), and no thread and no file is left."""
+    """Offloads the model and yields its engine. At the end all slots and buffers are accounted for
+    (not with `idle` off, for failures), and no thread and no file is left."""
     settings = settings or Settings()
     settings = dataclasses.replace(settings, threads=settings.threads or 1)
     options = {**WHERE[where], **options}
@@ -217,7 +219,7 @@ def threads_left() -> list[str]:
 
 
 def assert_follows(run: Run, plain: Run) -> None:
-    """Each loss to 1e-5, the norm of each parameter, and of each expert in it, to 1e-4."""
+    """Losses agree to 1e-5, norms of parameters, and of each expert in them, to 1e-4."""
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
     assert run.norms == pytest.approx(plain.norms, rel=1e-4)
     assert run.weights.keys() == plain.weights.keys()
@@ -238,14 +240,14 @@ def assert_same_bits(run: Run, other: Run) -> None:
 
 
 def delays(seed: int, longest: float = 3e-3, only: str = "") -> Callable[[str], None]:
-    """Makes every transfer and optimizer job (or those whose kind starts with `only`) late by a
-    random time."""
+    """Delays every transfer and optimizer job (or those whose kind starts with `only`) by a random
+    time."""
     generator, lock = random.Random(seed), threading.Lock()
 
-    def late(kind: str) -> None:
+    def delay(kind: str) -> None:
         if kind.startswith(only):
             with lock:
                 seconds = generator.random() * longest
             time.sleep(seconds)
 
-    return late
+    return delay

@@ -1,4 +1,4 @@
-"""Expert-wise updates: each at the right moment, with the whole gradient and nothing else."""
+"""Expert-wise updates: each at the right time, with the whole gradient and nothing else."""
 
 import math
 import threading
@@ -16,10 +16,10 @@ from overspill.optim.updates import Update, Updates
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
-from overspill.transfer.gradients import GradientRing
-from overspill.transfer.lanes import PASSED, Inject
+from overspill.transfer.downloads import GradientRing
 from overspill.transfer.stager import Stager
-from tests.transfer.fakes import LAYOUT, GatedMark, disk_store, host_store
+from overspill.transfer.streams import COMPLETED, Inject
+from tests.transfer.fakes import LAYOUT, GatedEvent, disk_store, host_store
 
 NUMEL = LAYOUT.shape.numel
 HYPER = AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, step=1)
@@ -31,20 +31,20 @@ class Bench:
     def __init__(self, store: ExpertStore, inject: Inject | None = None) -> None:
         self.store = store
         for part in (Part.STATES, Part.GRADS):
-            store.take(part)
+            store.allocate(part)
         for entry in store.entries:
-            store.write_part(entry, Part.WEIGHTS, lambda row: LAYOUT.weights(row).fill_(1.0))
+            store.write_part(entry, Part.WEIGHTS, lambda memory: LAYOUT.weights(memory).fill_(1.0))
         self.squares = torch.zeros(len(store.entries))
-        self.updates = Updates(store, self.squares, 1, Recorder(), inject)
-        slab = HostSlab("ring", 2, LAYOUT.weight_bytes, False)
-        self.ring = self.updates.ring = GradientRing(store, slab)
+        self.ring = GradientRing(store, HostSlab("ring", 2, LAYOUT.weight_bytes, False))
+        self.recorder = Recorder()
+        self.updates = Updates(store, self.squares, self.ring, 1, self.recorder, inject)
 
-    def land(self, entry: Entry, value: float) -> int:
+    def receive(self, entry: Entry, value: float) -> int:
         """A gradient arrives in a ring buffer."""
-        ring = self.ring.take()
-        LAYOUT.weights(self.ring.buffers[ring]).fill_(value)
+        buffer = self.ring.take()
+        LAYOUT.weights(self.ring.buffers[buffer]).fill_(value)
         self.squares[entry.number] = NUMEL * value**2
-        return ring
+        return buffer
 
     def weights(self, entry: Entry) -> Tensor:
         return LAYOUT.weights(self.store.read_part(entry, Part.WEIGHTS)).clone()
@@ -75,34 +75,34 @@ def after_one_step(grad: float, weight: float = 1.0, hyper: AdamHyper = HYPER) -
 
 
 def test_an_update_does_not_read_its_gradient_before_the_copy_has_ended(bench: Bench) -> None:
-    entry, landed = bench.store.entries[1], GatedMark()
-    ring = bench.ring.take()
-    bench.updates.submit(Update(entry, landed, ring, hyper=HYPER))
+    entry, arrived = bench.store.entries[1], GatedEvent()
+    buffer = bench.ring.take()
+    bench.updates.submit(Update(entry, arrived, buffer, hyper=HYPER))
     time.sleep(0.05)
     assert torch.equal(bench.weights(entry), torch.ones(NUMEL))
     # only now the gradient arrives
-    LAYOUT.weights(bench.ring.buffers[ring]).fill_(-3.0)
-    landed.open()
+    LAYOUT.weights(bench.ring.buffers[buffer]).fill_(-3.0)
+    arrived.open()
     bench.updates.wait_idle()
     torch.testing.assert_close(bench.weights(entry), after_one_step(-3.0))
 
 
-def test_the_buffer_comes_back_and_the_expert_is_current(bench: Bench) -> None:
+def test_the_buffer_is_given_back_and_the_weights_are_current(bench: Bench) -> None:
     entry = bench.store.entries[0]
-    with bench.store.lock:
-        entry.stale = True
-    bench.updates.submit(Update(entry, PASSED, bench.land(entry, 2.0), hyper=HYPER))
+    bench.store.begin_update(entry)
+    assert not entry.readable
+    bench.updates.submit(Update(entry, COMPLETED, bench.receive(entry, 2.0), hyper=HYPER))
     bench.updates.wait_idle()
     bench.ring.check_conserved()
     bench.store.check_conserved()
-    assert not entry.stale
+    assert entry.readable
     for other in bench.store.entries[1:]:
         assert torch.equal(bench.weights(other), torch.ones(NUMEL))
 
 
 def test_without_a_gradient_an_expert_decays(bench: Bench) -> None:
     entry = bench.store.entries[3]
-    bench.updates.submit(Update(entry, PASSED, hyper=HYPER))
+    bench.updates.submit(Update(entry, COMPLETED, hyper=HYPER))
     bench.updates.wait_idle()
     torch.testing.assert_close(bench.weights(entry), torch.full((NUMEL,), 1 - 0.1 * 0.5))
 
@@ -111,21 +111,21 @@ def test_micro_batches_add_up_and_the_sum_is_used_once(bench: Bench) -> None:
     entry = bench.store.entries[2]
     LAYOUT.weights(bench.store.host(entry, Part.GRADS)).fill_(1.0)
     for value in (2.0, -4.5):
-        ring = bench.land(entry, value)
-        bench.updates.submit(Update(entry, PASSED, ring, into_row=True))
+        buffer = bench.receive(entry, value)
+        bench.updates.submit(Update(entry, COMPLETED, buffer, accumulate=True))
     bench.updates.wait_idle()
-    assert torch.equal(bench.weights(entry), torch.ones(NUMEL)), "not before it is told to"
+    assert torch.equal(bench.weights(entry), torch.ones(NUMEL)), "the gradient is only kept"
     assert bench.squares[entry.number].item() == pytest.approx(NUMEL * 1.5**2)
-    bench.updates.submit(Update(entry, PASSED, from_row=True, hyper=HYPER))
+    bench.updates.submit(Update(entry, COMPLETED, use_kept=True, hyper=HYPER))
     bench.updates.wait_idle()
     torch.testing.assert_close(bench.weights(entry), after_one_step(-1.5))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_leaves_the_record_alone(value: float, bench: Bench) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(value: float, bench: Bench) -> None:
     entry = bench.store.entries[0]
     before = bench.store.read_part(entry, Part.STATES).clone()
-    bench.updates.submit(Update(entry, PASSED, bench.land(entry, value), hyper=HYPER))
+    bench.updates.submit(Update(entry, COMPLETED, bench.receive(entry, value), hyper=HYPER))
     bench.updates.wait_idle()
     assert torch.equal(bench.weights(entry), torch.ones(NUMEL))
     assert torch.equal(bench.store.read_part(entry, Part.STATES), before)
@@ -133,7 +133,6 @@ def test_a_gradient_that_is_not_finite_leaves_the_record_alone(value: float, ben
 
 
 def test_the_lowest_layer_goes_first() -> None:
-    order: list[str] = []
     held, go = threading.Event(), threading.Event()
 
     def inject(kind: str) -> None:
@@ -141,50 +140,47 @@ def test_the_lowest_layer_goes_first() -> None:
         assert go.wait(10)
 
     bench = Bench(host_store(4), inject)
-    recorder = bench.updates.recorder
-    recorder.enabled = True
-    bench.updates.submit(Update(bench.store.entries[3], PASSED, hyper=HYPER))
+    bench.recorder.start()
+    bench.updates.submit(Update(bench.store.entries[3], COMPLETED, hyper=HYPER))
     assert held.wait(10)
     for number in (2, 0, 1):
-        bench.updates.submit(Update(bench.store.entries[number], PASSED, hyper=HYPER))
+        bench.updates.submit(Update(bench.store.entries[number], COMPLETED, hyper=HYPER))
     go.set()
     bench.updates.wait_idle()
-    order = [span.name for span in recorder.spans() if span.row == "optimizer"]
+    order = [span.name for span in bench.recorder.spans() if span.row == "optimizer"]
     assert order == ["expert 0.3", "expert 0.0", "expert 0.1", "expert 0.2"]
     bench.close()
 
 
-def test_who_waits_hears_that_an_update_failed() -> None:
+def test_a_failed_update_is_raised_where_updates_are_awaited() -> None:
     def fail(kind: str) -> None:
-        raise MemoryError("no room")
+        raise MemoryError("no memory")
 
     bench = Bench(host_store(1), fail)
-    bench.updates.submit(Update(bench.store.entries[0], PASSED, hyper=HYPER))
-    with pytest.raises(EngineError, match="no room"):
+    bench.updates.submit(Update(bench.store.entries[0], COMPLETED, hyper=HYPER))
+    with pytest.raises(EngineError, match="no memory"):
         bench.updates.wait_idle()
     bench.close()
 
 
 @pytest.mark.parametrize("cache", [1, 2, 3])
-def test_experts_on_disk_are_brought_updated_and_written_back(cache: int, tmp_path: Path) -> None:
-    """All at once, through fewer rows than there are experts, with kept gradients on disk too."""
+def test_experts_on_disk_are_read_updated_and_written_back(cache: int, tmp_path: Path) -> None:
+    """All at once, through few host slots, with kept gradients on disk too."""
     store = disk_store(6, 1, cache, tmp_path)
     bench = Bench(store, lambda _: time.sleep(0.001))
     stager = Stager(store, bench.updates.waiting, 2, Recorder(), lambda _: time.sleep(0.001))
-    bench.updates.stager = stager
     for entry in store.entries:
         store.write_part(
-            entry, Part.GRADS, lambda row, e=entry: LAYOUT.weights(row).fill_(e.number - 2.5)
+            entry, Part.GRADS, lambda m, e=entry: LAYOUT.weights(m).fill_(e.number - 2.5)
         )
         bench.squares[entry.number] = 1.0
     for entry in reversed(store.entries):
-        ring = bench.land(entry, 1.0)
-        bench.updates.submit(Update(entry, PASSED, ring, into_row=True))
+        buffer = bench.receive(entry, 1.0)
+        bench.updates.submit(Update(entry, COMPLETED, buffer, accumulate=True))
     for entry in store.entries:
-        bench.updates.submit(Update(entry, PASSED, from_row=True, hyper=HYPER))
+        bench.updates.submit(Update(entry, COMPLETED, use_kept=True, hyper=HYPER))
     bench.updates.wait_idle()
-    with store.lock:
-        store.wait_main(stager.idle)
+    store.wait(stager.idle, "disk transfers")
     store.check_conserved()
     for entry in store.entries:
         torch.testing.assert_close(bench.weights(entry), after_one_step(entry.number - 1.5))

@@ -24,7 +24,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, Wish]:
         weight_record=weights,
         state_record=weights * draw(st.integers(2, 5)),
         dense=draw(st.integers(1, 8 * GIB)),
-        row_bytes=draw(st.integers(64, 200_000)),
+        token_bytes=draw(st.integers(64, 200_000)),
         training=draw(st.booleans()),
     )
     share = st.floats(0.01, 1.5)
@@ -33,13 +33,13 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, Wish]:
         gpu_memory=model.dense
         + int(draw(share) * all_records)
         + 6 * weights
-        + 256 * model.row_bytes,
+        + 256 * model.token_bytes,
         host_memory=PROCESS + int(draw(share) * 1.3 * all_records),
         disk_free=draw(st.none() | st.integers(0, 3 * all_records)),
         mode=draw(st.sampled_from(["auto", "gpu", "host", "disk"])),
         slots=draw(st.none() | st.integers(2, 300)),
         host_slots=draw(st.none() | st.integers(2, 300)),
-        pin_share=draw(st.sampled_from([0.0, 0.25, 0.5, 0.99])),
+        resident_share=draw(st.sampled_from([0.0, 0.25, 0.5, 0.99])),
         keep_gradients=draw(st.sampled_from([None, True, False])),
     )
     return model, wish
@@ -62,12 +62,12 @@ def test_every_expert_has_a_home_and_slots_are_enough(case: tuple[ModelSizes, Wi
     if placement.mode == "gpu":
         assert placement.slots == model.experts
         return
-    assert placement.home_rows + placement.disk_rows == model.experts
-    assert placement.cache_rows >= min(2, placement.disk_rows)
+    assert placement.home_slots + placement.disk_slots == model.experts
+    assert placement.cache_slots >= min(2, placement.disk_slots)
     assert 1 <= placement.slots <= max(2, model.experts)
-    assert 0 <= placement.pinned < placement.slots
-    assert placement.pinned + placement.banked == placement.slots
-    assert placement.banked >= min(2, model.experts), "one computes while another loads"
+    assert 0 <= placement.resident < placement.slots
+    assert placement.resident + placement.banked == placement.slots
+    assert placement.banked >= min(2, model.experts), "one computes while another is uploaded"
     assert (placement.ring > 0) == model.training
     assert placement.max_rows >= 1
 
@@ -77,19 +77,19 @@ def test_a_placement_keeps_within_its_budgets(case: tuple[ModelSizes, Wish]) -> 
     model, wish = case
     wish = replace(wish, slots=None, host_slots=None)  # these override the budgets
     placement = placed(model, wish)
-    # not known: a placement with a disk leaves room for them, one without says so when they come
+    # None: a placement with a disk reserves memory for kept gradients
     kept = wish.keep_gradients or (wish.keep_gradients is None and placement.mode == "disk")
     row = model.record + (model.weight_record if model.training and kept else 0)
     if placement.mode == "gpu":
         assert model.dense + model.experts * row <= wish.gpu_memory
     else:
         assert model.dense + placement.slots * model.weight_record <= wish.gpu_memory
-        rows = placement.home_rows + placement.cache_rows
+        slots = placement.home_slots + placement.cache_slots
         ring = placement.ring * model.weight_record
-        assert rows * row + ring + PROCESS <= wish.host_memory
-    if placement.disk_rows:
+        assert slots * row + ring + PROCESS <= wish.host_memory
+    if placement.disk_slots:
         assert wish.disk_free is not None
-        assert placement.disk_rows * row <= wish.disk_free
+        assert placement.disk_slots * row <= wish.disk_free
 
 
 @given(cases())
@@ -102,12 +102,12 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, Wish]) -> N
     fits = model.dense + model.experts * model.record + layer <= 0.75 * wish.gpu_memory
     assert (placement.mode == "gpu") == fits
     if placement.mode == "disk":
-        # a disk is there: room for gradients that may have to wait counts too
+        # with a disk, memory for gradients that may be kept counts too
         with pytest.raises(BudgetError):
             place(model, replace(wish, mode="host", keep_gradients=True))
 
 
-def told(model: ModelSizes, wish: Wish) -> str | None:
+def error_of(model: ModelSizes, wish: Wish) -> str | None:
     try:
         place(model, wish)
     except BudgetError as error:
@@ -125,7 +125,7 @@ def test_the_fix_in_the_message_fixes_it(
     wish = replace(wish, slots=None, host_slots=None, disk_free=10**18, mode="disk")
     wish = replace(wish, gpu_memory=gpu_memory, host_memory=host_memory)
     fields = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
-    while (message := told(model, wish)) is not None:
+    while (message := error_of(model, wish)) is not None:
         match = re.search(r"(--[a-z-]+) .* give at least ([0-9.]+ [A-Za-z]+)", message)
         assert match, message
         assert match[1] in fields, f"the fix did not help: {message}"
@@ -136,15 +136,15 @@ def test_the_fix_in_the_message_fixes_it(
 def test_host_mode_says_what_it_needs(case: tuple[ModelSizes, Wish], host_memory: int) -> None:
     model, wish = case
     wish = replace(wish, mode="host", slots=None, host_slots=None, host_memory=host_memory)
-    message = told(model, wish)
+    message = error_of(model, wish)
     assume(message is not None)
     assert message is not None
     match = re.search(r"--host-memory .* need ([0-9.]+ [A-Za-z]+); .*--disk", message)
     assert match, message
-    assert told(model, replace(wish, host_memory=parse_size(match[1]))) is None
+    assert error_of(model, replace(wish, host_memory=parse_size(match[1]))) is None
 
 
-SMALL = ModelSizes(4, 8, 4 * MIB, 8 * MIB, dense=100 * MIB, row_bytes=1000, training=True)
+SMALL = ModelSizes(4, 8, 4 * MIB, 8 * MIB, dense=100 * MIB, token_bytes=1000, training=True)
 ROOM = Wish(gpu_memory=GIB, host_memory=8 * GIB, disk_free=100 * GIB)
 
 
@@ -161,7 +161,7 @@ ROOM = Wish(gpu_memory=GIB, host_memory=8 * GIB, disk_free=100 * GIB)
         (replace(ROOM, mode="disk", host_slots=4, disk_free=GIB // 8), r"free.*--host-memory"),
     ],
 )
-def test_what_does_not_fit_names_flag_and_fix(wish: Wish, names: str) -> None:
+def test_a_budget_that_is_too_small_names_flag_and_fix(wish: Wish, names: str) -> None:
     with pytest.raises(BudgetError, match=names):
         place(SMALL, wish)
 
@@ -171,7 +171,7 @@ def test_an_unknown_mode_lists_the_modes() -> None:
         place(SMALL, replace(ROOM, mode="ssd"))
 
 
-def test_modes_follow_the_memory_there_is() -> None:
+def test_the_mode_follows_from_the_memory() -> None:
     assert place(SMALL, ROOM).mode == "gpu"
     assert place(SMALL, replace(ROOM, gpu_memory=300 * MIB)).mode == "host"
     tight = replace(ROOM, gpu_memory=300 * MIB, host_memory=GIB + 300 * MIB)
@@ -185,11 +185,11 @@ def test_asking_for_slots_asks_for_spilling() -> None:
     assert place(SMALL, replace(ROOM, slots=5)).slots == 5
     placement = place(SMALL, replace(ROOM, host_slots=6))
     assert placement.mode == "disk"
-    assert placement.home_rows + placement.cache_rows == 6
+    assert placement.home_slots + placement.cache_slots == 6
 
 
 def test_a_single_expert_can_be_spilled() -> None:
     one = replace(SMALL, n_layers=1, n_experts=1)
     placement = place(one, replace(ROOM, mode="host", slots=2))
-    assert placement.pinned == 0
+    assert placement.resident == 0
     assert placement.banked == placement.slots == 1

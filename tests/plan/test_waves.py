@@ -1,4 +1,4 @@
-"""Waves are runs of neighbours that have arrived; row pieces cover an expert's rows."""
+"""Waves are runs of neighbours that have arrived; row pieces cover the rows of an expert."""
 
 import itertools
 
@@ -10,23 +10,23 @@ from overspill.plan.waves import Candidate, first_of_wave, next_wave, row_pieces
 
 @st.composite
 def pending(draw: st.DrawFn) -> list[Candidate]:
-    indices = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=8)))
+    positions = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=8)))
     base = draw(st.integers(0, 5))
     candidates: list[Candidate] = []
     start = 0
-    for index in indices:
-        here = draw(st.booleans()) or not candidates
-        start += draw(st.sampled_from([0, 0, 0, 7]))  # somebody in between has had his turn
+    for position in positions:
+        issued = draw(st.booleans()) or not candidates
+        start += draw(st.sampled_from([0, 0, 0, 7]))  # an expert in between was computed
         rows = draw(st.integers(1, 50))
         candidates.append(
             Candidate(
-                index=index,
-                # in its bank, beside its neighbours, or pinned anywhere
-                slot=draw(st.one_of(st.just(base + index), st.integers(0, 40))),
+                position=position,
+                # in its bank, beside its neighbours, or resident in any slot
+                slot=draw(st.one_of(st.just(base + position), st.integers(0, 40))),
                 start=start,
                 rows=rows,
-                here=here,
-                arrived=here and draw(st.booleans()),
+                issued=issued,
+                arrived=issued and draw(st.booleans()),
             )
         )
         start += rows
@@ -43,10 +43,10 @@ def test_a_wave_is_a_run_of_neighbours_that_have_arrived(
     first = wave[0]
     for candidate in wave[1:]:
         assert waves
-        assert candidate.slot - first.slot == candidate.index - first.index
+        assert candidate.slot - first.slot == candidate.position - first.position
         assert candidate.arrived
     for before, after in itertools.pairwise(wave):
-        assert before.start + before.rows == after.start, "nobody is computed twice"
+        assert before.start + before.rows == after.start, "no expert is computed twice"
     assert count == 1 or sum(candidate.rows for candidate in wave) <= max_rows
 
 
@@ -55,7 +55,7 @@ def test_a_wave_is_as_long_as_it_can_be(candidates: list[Candidate], max_rows: i
     count = next_wave(candidates, max_rows, waves=True)
     if count < len(candidates):
         last, after = candidates[count - 1], candidates[count]
-        near = after.slot - last.slot == after.index - last.index
+        near = after.slot - last.slot == after.position - last.position
         near = near and last.start + last.rows == after.start
         rows = sum(candidate.rows for candidate in candidates[: count + 1])
         assert not (near and after.arrived and rows <= max_rows)
@@ -63,8 +63,8 @@ def test_a_wave_is_as_long_as_it_can_be(candidates: list[Candidate], max_rows: i
 
 def test_a_gap_without_tokens_does_not_end_a_wave() -> None:
     candidates = [
-        Candidate(index, 10 + index, 3 * place, 3, True, True)
-        for place, index in enumerate((0, 2, 3))
+        Candidate(position, 10 + position, 3 * number, 3, True, True)
+        for number, position in enumerate((0, 2, 3))
     ]
     assert next_wave(candidates, max_rows=100, waves=True) == 3
 
@@ -73,11 +73,11 @@ def test_a_gap_without_tokens_does_not_end_a_wave() -> None:
 def test_a_wave_begins_at_the_first_neighbour_that_has_arrived(
     candidates: list[Candidate], data: st.DataObject
 ) -> None:
-    here = [place for place, candidate in enumerate(candidates) if candidate.here]
-    lead = data.draw(st.sampled_from(here))
+    issued = [number for number, candidate in enumerate(candidates) if candidate.issued]
+    lead = data.draw(st.sampled_from(issued))
     first = first_of_wave(candidates, lead)
     assert first <= lead
-    assert candidates[first].here
+    assert candidates[first].issued
     assert next_wave(candidates[first:], max_rows=10**6, waves=True) > lead - first or not all(
         candidate.arrived for candidate in candidates[first : lead + 1]
     )

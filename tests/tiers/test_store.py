@@ -1,145 +1,224 @@
-"""The store: every expert has exactly one home, every row exactly one holder."""
+"""The store: every expert has exactly one home, and every host slot exactly one holder."""
 
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from overspill.core.errors import DiskError, EngineError
+from overspill.core.errors import DiskError, EngineError, OrderError
+from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.store import ExpertStore, Part
 
 LAYOUT = RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
+Split = tuple[int, int, int, int]
+
+
+def new_store(split: Split, folder: Path, watchdog: float = 10.0) -> ExpertStore:
+    layers, experts, home, cache = split
+    return ExpertStore(
+        layers,
+        ExpertMap.whole(experts),
+        LAYOUT,
+        home,
+        cache,
+        False,
+        folder,
+        watchdog_seconds=watchdog,
+    )
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> tuple[int, int, int, int]:
-    """(layers, experts, home rows, cache rows)."""
+def splits(draw: st.DrawFn) -> Split:
+    """(layers, experts, home slots, cache slots)."""
     layers, experts = draw(st.integers(1, 6)), draw(st.integers(1, 7))
     home = draw(st.integers(0, layers * experts + 2))
     cache = draw(st.integers(1, layers * experts + 2))
     return layers, experts, home, cache
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(splits())
-def test_every_expert_has_one_home_and_homes_are_spread_evenly(
-    split: tuple[int, int, int, int],
-) -> None:
-    layers, experts, home, cache = split
+def test_every_expert_has_one_home_and_homes_are_spread_evenly(split: Split) -> None:
+    layers, experts, home, _ = split
     with tempfile.TemporaryDirectory() as folder:
-        store = ExpertStore(layers, experts, LAYOUT, home, cache, False, Path(folder))
+        store = new_store(split, Path(folder))
         store.check_conserved()
         assert [store.entry(entry.id) for entry in store.entries] == store.entries
+        assert [e for layer in range(layers) for e in store.layer_entries(layer)] == store.entries
         assert len({entry.id for entry in store.entries}) == layers * experts
-        in_host = [entry for entry in store.entries if entry.disk_row is None]
-        on_disk = [entry for entry in store.entries if entry.disk_row is not None]
-        assert len(in_host) == store.home_rows == min(home, layers * experts)
-        assert sorted(entry.row for entry in in_host) == list(range(len(in_host)))
-        assert sorted(entry.disk_row for entry in on_disk) == list(range(store.disk_rows))
-        assert all(entry.row is None and not entry.have for entry in on_disk)
-        assert all(entry.have == Part.WEIGHTS for entry in in_host)
+        in_host = [entry for entry in store.entries if entry.disk_slot is None]
+        on_disk = [entry for entry in store.entries if entry.disk_slot is not None]
+        assert len(in_host) == store.home_slots == min(home, layers * experts)
+        assert sorted(entry.host_slot for entry in in_host) == list(range(len(in_host)))
+        assert sorted(entry.disk_slot for entry in on_disk) == list(range(store.disk_slots))
+        assert all(entry.host_slot is None and not entry.valid for entry in on_disk)
+        assert all(entry.readable for entry in in_host)
         homes = [sum(entry.id.layer == layer for entry in in_host) for layer in range(layers)]
         assert max(homes) - min(homes) <= 1
-        rows = store.home_rows + store.cache_rows
-        assert store.host_bytes() == rows * LAYOUT.weight_bytes
-        assert store.disk_bytes() == store.disk_rows * LAYOUT.weight_bytes
+        slots = store.home_slots + store.cache_slots
+        assert store.host_bytes() == slots * LAYOUT.weight_bytes
+        assert store.disk_bytes() == store.disk_slots * LAYOUT.weight_bytes
         store.close()
         assert not list(Path(folder).iterdir())
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(splits(), st.randoms(use_true_random=False))
-def test_what_is_written_to_an_expert_is_read_from_it_alone(
-    split: tuple[int, int, int, int], random: object
-) -> None:
+def test_bytes_written_to_an_expert_are_read_from_it_alone(split: Split, random: Random) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        store = ExpertStore(*split[:2], LAYOUT, *split[2:], False, Path(folder))
-        store.take(Part.STATES)
+        store = new_store(split, Path(folder))
+        store.allocate(Part.STATES)
         entries = list(store.entries)
-        random.shuffle(entries)  # type: ignore[attr-defined]
+        random.shuffle(entries)
         for entry in entries:
             for part in (Part.WEIGHTS, Part.STATES):
-                store.write_part(
-                    entry, part, lambda row, e=entry, p=part: _fill(row, e.number * 4 + p)
-                )
+                write = store.set_part if random.random() < 0.5 else store.write_part
+                write(entry, part, lambda memory, e=entry, p=part: memory.fill_(e.number * 4 + p))
         for entry in store.entries:
             for part in (Part.WEIGHTS, Part.STATES):
                 assert (store.read_part(entry, part) == entry.number * 4 + part).all()
         store.close()
 
 
-def _fill(row: Tensor, value: int) -> None:
-    row.fill_(value)
+def test_a_store_of_some_experts_knows_them_by_their_global_ids(tmp_path: Path) -> None:
+    experts = ExpertMap.of(6, [4, 1])
+    store = ExpertStore(2, experts, LAYOUT, 4, 0, False)
+    assert [tuple(entry.id) for entry in store.entries] == [(0, 1), (0, 4), (1, 1), (1, 4)]
+    entry = store.entry(ExpertId(1, 4))
+    assert store.at(1, 1) is entry
+    assert store.position(entry) == 1
+    with pytest.raises(KeyError):
+        store.entry(ExpertId(0, 2))
+    store.close()
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ExpertStore:
-    return ExpertStore(2, 3, LAYOUT, 2, 2, False, tmp_path)
-
-
-def test_a_leaked_row_is_found(store: ExpertStore) -> None:
-    store.check_conserved()
-    row = store.free_rows.pop()
-    with pytest.raises(AssertionError, match="leaked"):
-        store.check_conserved()
-    store.free_rows += [row, row]
-    with pytest.raises(AssertionError, match="leaked"):
-        store.check_conserved()
-    store.free_rows.pop()
-    store.entries[0].queued = 1
-    with pytest.raises(AssertionError, match="not idle"):
-        store.check_conserved()
+def store(tmp_path: Path) -> Iterator[ExpertStore]:
+    """Two layers of three experts: two in host memory, the others through two cache slots."""
+    store = new_store((2, 3, 2, 2), tmp_path)
+    yield store
     store.close()
 
 
-def test_memory_of_a_part_is_taken_once(store: ExpertStore) -> None:
+def test_memory_of_a_part_is_allocated_once(store: ExpertStore) -> None:
     before = store.host_bytes(), store.disk_bytes()
-    store.take(Part.WEIGHTS)
+    store.allocate(Part.WEIGHTS)
     assert (store.host_bytes(), store.disk_bytes()) == before
-    store.take(Part.STATES)
+    store.allocate(Part.STATES)
     assert store.host_bytes() == before[0] + 4 * LAYOUT.state_bytes
     assert store.disk_bytes() == before[1] + 4 * LAYOUT.state_bytes
-    store.close()
 
 
-def test_writing_weights_makes_what_is_on_the_device_old(store: ExpertStore) -> None:
+def test_writing_weights_makes_the_copy_on_the_gpu_out_of_date(store: ExpertStore) -> None:
     entry = store.entry(ExpertId(1, 1))
     version = entry.version
-    store.write_part(entry, Part.WEIGHTS, lambda row: _fill(row, 1))
+    store.write_part(entry, Part.WEIGHTS, lambda memory: memory.fill_(1))
     assert entry.version == version + 1
-    store.close()
 
 
-def test_who_waits_hears_of_a_failure(store: ExpertStore) -> None:
-    threading.Timer(0.05, store.fail, [ValueError("first")]).start()
-    with store.lock, pytest.raises(EngineError, match="first") as caught:
-        store.wait_main(lambda: False)
-    assert isinstance(caught.value.__cause__, ValueError)
-    store.fail(ValueError("second"))
-    with pytest.raises(EngineError, match="first"):
-        store.raise_error()
-    store.close()
+def test_an_update_hides_the_weights_until_it_has_ended(store: ExpertStore) -> None:
+    entry = next(entry for entry in store.entries if entry.disk_slot is None)
+    version = entry.version
+    store.begin_update(entry)
+    assert not entry.readable
+    assert entry.version == version + 1
+    store.end_update(entry)
+    assert entry.readable
+    assert not entry.dirty, "it has no place on disk"
 
 
-def test_an_error_for_the_user_is_passed_on_as_it_is(store: ExpertStore) -> None:
-    store.fail(DiskError("the disk is gone"))
-    with pytest.raises(DiskError, match="the disk is gone"):
-        store.raise_error()
-    store.close()
+def test_dropped_gradients_make_the_weights_current_again(store: ExpertStore) -> None:
+    kept, held = (entry for entry in store.entries if entry.disk_slot is None)
+    for entry in (kept, held):
+        store.begin_update(entry)
+    store.hold(held)  # its update is pending
+    store.discard_gradients({kept.number})
+    assert kept.readable
+    assert not held.readable
+    store.release(held)
 
 
 def test_two_stores_share_a_folder(tmp_path: Path) -> None:
-    stores = [ExpertStore(1, 2, LAYOUT, 0, 1, False, tmp_path) for _ in range(2)]
+    stores = [new_store((1, 2, 0, 1), tmp_path) for _ in range(2)]
     for number, store in enumerate(stores):
-        store.write_part(store.entries[0], Part.WEIGHTS, lambda row, n=number: _fill(row, n + 1))
+        store.write_part(store.entries[0], Part.WEIGHTS, lambda m, n=number: m.fill_(n + 1))
     for number, store in enumerate(stores):
         assert (store.read_part(store.entries[0], Part.WEIGHTS) == number + 1).all()
         store.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_in_use_is_not_idle(store: ExpertStore) -> None:
+    entry = store.entries[0]
+    store.hold(entry)
+    with pytest.raises(AssertionError, match="not idle"):
+        store.check_conserved()
+    store.release(entry)
+    store.begin_io(entry, Part.WEIGHTS, write=False)
+    with pytest.raises(AssertionError, match="not idle"):
+        store.check_conserved()
+    store.end_io(entry, Part.WEIGHTS, write=False)
+    store.check_conserved()
+
+
+# -- waiting and failing ------------------------------------------------------------------------
+
+
+def test_a_waiting_thread_raises_the_first_failure(store: ExpertStore) -> None:
+    threading.Timer(0.05, store.fail, [ValueError("first")]).start()
+    with pytest.raises(EngineError, match="first") as caught:
+        store.wait(lambda: False, "an upload")
+    assert isinstance(caught.value.__cause__, ValueError)
+    store.fail(ValueError("second"))
+    with pytest.raises(EngineError, match="first"):
+        store.raise_error()
+
+
+def test_an_error_for_the_user_is_raised_as_it_is(store: ExpertStore) -> None:
+    store.fail(DiskError("the disk is gone"))
+    with pytest.raises(DiskError, match="the disk is gone"):
+        store.raise_error()
+
+
+def test_the_watchdog_names_what_was_waited_for(tmp_path: Path) -> None:
+    store = new_store((1, 2, 2, 1), tmp_path, watchdog=0.05)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"no progress .* the upload of expert 0\.1; .*threads"):
+        store.wait(lambda: False, "the upload of expert 0.1")
+    assert time.monotonic() - began < 5
+    store.close()
+
+
+def test_the_watchdog_takes_every_change_for_progress(tmp_path: Path) -> None:
+    store = new_store((1, 2, 2, 1), tmp_path, watchdog=0.2)
+    changes = 0
+
+    def change() -> None:
+        nonlocal changes
+        while changes < 8:
+            time.sleep(0.05)
+            changes += 1
+            store.wake_main()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    store.wait(lambda: changes == 8, "eight changes")  # takes twice as long as the watchdog allows
+    thread.join()
+    store.close()
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = new_store((1, 2, 2, 1), tmp_path)
+    store.check_open()
+    store.close()
+    with pytest.raises(OrderError, match="closed"):
+        store.check_open()

@@ -1,91 +1,99 @@
-"""Marks and lanes whose copies end when a test lets them."""
+"""Events and copy streams whose copies end when a test allows it, and small stores."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.store import Entry, ExpertStore, Part
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Lane, Mark
+from overspill.transfer.streams import CopyStream, Inject, StreamEvent
 
 LAYOUT = RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
 CPU = torch.device("cpu")
+WATCHDOG = 10.0
 
 
-class GatedMark(Mark):
-    """Passes when `open` is called."""
+class GatedEvent(StreamEvent):
+    """Completes when `open` is called."""
 
-    __slots__ = ("_passed",)
+    __slots__ = ("_completed",)
 
     def __init__(self) -> None:
         super().__init__()
-        self._passed = threading.Event()
+        self._completed = threading.Event()
 
     def open(self) -> None:
-        self._passed.set()
+        self._completed.set()
 
     def done(self) -> bool:
-        return self._passed.is_set()
+        return self._completed.is_set()
 
     def wait(self) -> None:
-        assert self._passed.wait(10), "nobody opened the mark"
+        assert self._completed.wait(WATCHDOG), "the event was never completed"
 
 
-class GatedLane(Lane):
-    """Carries out a copy when `gate` is open and tells what was copied, and after what."""
+class GatedStream(CopyStream):
+    """Copies at once, but a copy has ended only when `arrive` is called (or `at_once` is set)."""
 
-    def __init__(self) -> None:
-        super().__init__("upload", CPU, Recorder(), None)
-        self.names: list[str] = []
-        self.after: list[list[Mark]] = []
-        self.begun = threading.Semaphore(0)
-        self.gate = threading.Event()
-        self.gate.set()
+    def __init__(self, name: str, inject: Inject | None = None, at_once: bool = False) -> None:
+        super().__init__(name, CPU, Recorder(), inject)
+        self.at_once = at_once
+        self.after: list[list[StreamEvent]] = []
+        self.sources: list[int] = []  # addresses
+        self.events: list[GatedEvent] = []
 
     def copy(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], name: str, after: Iterable[Mark] = ()
-    ) -> Mark:
-        self.names.append(name)
+        self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, after: Iterable[StreamEvent] = ()
+    ) -> StreamEvent:
+        end = GatedEvent()
+        super().copy(pairs, label, after)
+        self.sources.append(pairs[0][1].data_ptr())
         self.after.append(list(after))
-        self.begun.release()
-        assert self.gate.wait(10), "nobody opened the lane"
-        return super().copy(pairs, name, after)
+        self.events.append(end)
+        if self.at_once:
+            end.open()
+        return end
+
+    @property
+    def in_flight(self) -> int:
+        return sum(not event.done() for event in self.events)
+
+    def arrive(self) -> None:
+        """The oldest copy in flight ends."""
+        next(event for event in self.events if not event.done()).open()
 
 
-def host_store(experts: int) -> ExpertStore:
+def host_store(n_experts: int, watchdog: float = WATCHDOG) -> ExpertStore:
     """One layer of experts in host memory, each filled with its number + 1."""
-    store = ExpertStore(1, experts, LAYOUT, experts, 0, False)
+    experts = ExpertMap.whole(n_experts)
+    store = ExpertStore(1, experts, LAYOUT, n_experts, 0, False, watchdog_seconds=watchdog)
     for entry in store.entries:
-        store.host(entry, Part.WEIGHTS).fill_(entry.number + 1)
+        store.host(entry, Part.WEIGHTS).fill_(value_of(entry))
     return store
 
 
-def disk_store(experts: int, home: int, cache: int, folder: Path) -> ExpertStore:
-    return ExpertStore(1, experts, LAYOUT, home, cache, False, folder)
+def disk_store(n_experts: int, home: int, cache: int, folder: Path) -> ExpertStore:
+    experts = ExpertMap.whole(n_experts)
+    return ExpertStore(1, experts, LAYOUT, home, cache, False, folder, watchdog_seconds=WATCHDOG)
 
 
-def wait_until(store: ExpertStore, ready: object, entry: Entry | None = None) -> None:
-    """As the main thread waits, but not for ever."""
-    with store.lock:
-        done = store.wake_main.wait_for(lambda: store.error is not None or ready(), 10)  # type: ignore[operator]
-        store.raise_error()
-        assert done, f"nothing came of it: {entry.id if entry else ''}"
+def wait_until(store: ExpertStore, ready: Callable[[], bool]) -> None:
+    store.wait(ready, "the condition of a test")
 
 
 def value_of(entry: Entry) -> int:
-    """What the weights of its version are filled with."""
+    """What the weights of the expert's current version are filled with."""
     return (entry.number + 1 + 7 * entry.version) % 256
 
 
-def rewrite(store: ExpertStore, entries: list[Entry]) -> None:
-    """As the optimizer ends its updates."""
+def rewrite(store: ExpertStore, entries: Sequence[Entry]) -> None:
+    """Ends the updates of these experts as the update thread does."""
     for entry in entries:
         store.host(entry, Part.WEIGHTS).fill_(value_of(entry))
-        with store.lock:
-            entry.stale = False
-            store.wake_loader.notify()
+        store.end_update(entry)

@@ -1,4 +1,4 @@
-"""The CUDA driver's copies, events and signals, against torch's."""
+"""Copies, events and signals of the CUDA driver, against those of torch."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from overspill.transfer.mapped import on_device
 CPU = torch.device("cpu")
 
 
-def test_on_a_cpu_memory_is_what_it_is() -> None:
+def test_on_a_cpu_host_memory_is_device_memory() -> None:
     memory = torch.zeros(8, dtype=torch.uint8)
     assert on_device(memory, CPU) is memory
 
@@ -31,23 +31,23 @@ def slab() -> Iterator[HostSlab]:
 
 
 @on_a_gpu
-def test_copies_go_both_ways_in_the_order_of_their_stream(slab: HostSlab) -> None:
+def test_copies_run_in_both_directions_in_the_order_of_their_stream(slab: HostSlab) -> None:
     stream = torch.cuda.Stream()
     slab[0].random_(0, 255)
-    there = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    on_gpu = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    driver.copy_on(stream, there, slab[0])
-    driver.copy_on(stream, slab[1], there)
+    driver.copy_on(stream, on_gpu, slab[0])
+    driver.copy_on(stream, slab[1], on_gpu)
     end = driver.new_event(stream.device, blocking=True)
     end.record(stream)
     end.synchronize()
     assert end.query()
     assert torch.equal(slab[0], slab[1])
-    assert torch.equal(there.cpu(), slab[0])
+    assert torch.equal(on_gpu.cpu(), slab[0])
 
 
 @on_a_gpu
-def test_what_does_not_lie_in_one_piece_is_copied_by_torch(slab: HostSlab) -> None:
+def test_tensors_that_are_not_contiguous_are_copied_by_torch(slab: HostSlab) -> None:
     stream = torch.cuda.Stream()
     source = torch.arange(64, dtype=torch.uint8, device="cuda").view(8, 8).t()
     torch.cuda.synchronize()
@@ -76,16 +76,16 @@ def test_a_stream_waits_for_an_event_of_another(slab: HostSlab) -> None:
 
 
 @on_a_gpu
-def test_a_thread_of_its_own_may_copy(slab: HostSlab) -> None:
+def test_any_thread_may_copy(slab: HostSlab) -> None:
     stream = torch.cuda.Stream()
-    there = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    on_gpu = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     slab[0].fill_(5)
     torch.cuda.synchronize()
-    thread = threading.Thread(target=driver.copy_on, args=(stream, there, slab[0]))
+    thread = threading.Thread(target=driver.copy_on, args=(stream, on_gpu, slab[0]))
     thread.start()
     thread.join()
     stream.synchronize()
-    assert (there == 5).all()
+    assert (on_gpu == 5).all()
 
 
 @on_a_gpu
@@ -99,25 +99,25 @@ def test_kernels_read_and_write_pinned_memory(slab: HostSlab) -> None:
 
 
 @on_a_gpu
-def test_stream_and_host_wait_for_each_others_numbers(slab: HostSlab) -> None:
+def test_stream_and_host_wait_for_each_others_signals(slab: HostSlab) -> None:
     stream = torch.cuda.Stream()
     flags = slab[1][:8].view(torch.int32)
-    there, done = flags.data_ptr(), flags.data_ptr() + 4
-    if not driver.can_signal(stream, there):
-        pytest.skip("this driver's streams cannot wait for memory")
+    made, done = flags.data_ptr(), flags.data_ptr() + 4
+    if not driver.can_signal(stream, made):
+        pytest.skip("the driver lacks stream memory operations")
     flags.zero_()
     mapped = on_device(slab[0], torch.device("cuda", 0))
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         mapped[:16].fill_(1)
-        driver.signal(stream, there, 1)
+        driver.signal(stream, made, 1)
         driver.await_signal(stream, done, 1)
         result = mapped[:16].clone()
     deadline = time.monotonic() + 10
     while flags[0] != 1:
         assert time.monotonic() < deadline
-    assert (slab[0][:16] == 1).all(), "rows come before their number"
-    assert not stream.query(), "the stream waits for us"
+    assert (slab[0][:16] == 1).all(), "the kernel ran before the signal"
+    assert not stream.query(), "the stream waits for the host"
     slab[0][:16] = 2
     flags[1] = 1
     stream.synchronize()

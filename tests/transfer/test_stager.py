@@ -1,9 +1,11 @@
-"""The stager: what is read back is what was written last, whatever the order and the delays."""
+"""The stager: a record that is read back is the one written last, whatever the order and delays."""
 
 import random
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,9 @@ from torch import Tensor
 from overspill.core.errors import EngineError
 from overspill.tiers.store import Entry, Part
 from overspill.trace.recorder import Recorder
-from overspill.transfer.lanes import Inject
 from overspill.transfer.stager import Stager
-from tests.transfer.fakes import GatedMark, disk_store, wait_until
+from overspill.transfer.streams import Inject
+from tests.transfer.fakes import GatedEvent, disk_store, wait_until
 
 BOTH = Part.WEIGHTS | Part.STATES
 
@@ -25,51 +27,61 @@ BOTH = Part.WEIGHTS | Part.STATES
 class Bench:
     """A stager whose needs are a list that the test sets."""
 
-    def __init__(self, experts: int, home: int, cache: int, folder: Path, late: Inject | None):
+    def __init__(
+        self,
+        experts: int,
+        home: int,
+        cache: int,
+        folder: Path,
+        inject: Inject | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.store = disk_store(experts, home, cache, folder)
-        self.store.take(Part.STATES)
+        self.store.allocate(Part.STATES)
         self.needs: list[tuple[Entry, Part]] = []
-        self.stager = Stager(self.store, lambda: self.needs, 3, Recorder(), late)
+        self.stager = Stager(self.store, lambda: self.needs, 3, recorder or Recorder(), inject)
 
-    def want(self, *experts: int, parts: Part = BOTH) -> None:
+    def need(self, *experts: int, parts: Part = BOTH) -> None:
         with self.store.lock:
             self.needs = [(self.store.entries[expert], parts) for expert in experts]
         self.stager.pump()
 
-    def bring(self, expert: int, parts: Part = BOTH) -> Entry:
+    def wait_for(self, expert: int, parts: Part = BOTH) -> Entry:
         entry = self.store.entries[expert]
-        wait_until(self.store, lambda: entry.row is not None and not parts & ~entry.have, entry)
+        wait_until(self.store, lambda: entry.host_slot is not None and not parts & ~entry.valid)
         return entry
 
     def update(self, entry: Entry, value: int) -> None:
-        """As the optimizer does it: the row is held, changed, and then newer than the disk."""
-        with self.store.lock:
-            entry.queued += 1
+        """Changes a record as the update thread does."""
+        self.store.hold(entry)
         for part in (Part.WEIGHTS, Part.STATES):
             self.store.host(entry, part).fill_((value + part) % 256)
-        with self.store.lock:
-            entry.queued -= 1
-            if entry.disk_row is not None:
-                entry.dirty |= BOTH
-            self.stager.pump()
+        self.store.end_update(entry)
+        self.store.release(entry)
 
-    def rest(self) -> None:
+    def in_host(self, *experts: int) -> list[bool]:
+        return [self.store.entries[expert].host_slot is not None for expert in experts]
+
+    def wait_idle(self) -> None:
         wait_until(self.store, self.stager.idle)
 
     def close(self) -> None:
         self.stager.close()
         self.store.close()
+        assert not [t for t in threading.enumerate() if t.name.startswith("overspill-ssd")]
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(experts=5, home=0, cache=2, folder=tmp_path, late=None)
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(experts=5, home=0, cache=2, folder=tmp_path)
+    yield bench
+    bench.close()
 
 
 @st.composite
-def courses(draw: st.DrawFn) -> tuple[tuple[int, int, int], list[tuple[list[int], bool]], int]:
-    """(experts, home rows, cache rows), then what is needed in which order and whether the first of
-    it is updated, and a seed for the delays."""
+def scenarios(draw: st.DrawFn) -> tuple[tuple[int, int, int], list[tuple[list[int], bool]], int]:
+    """(experts, home slots, cache slots); then what is needed in which order, and whether the first
+    of it is updated; and a seed for the delays."""
     experts = draw(st.integers(2, 7))
     home = draw(st.integers(0, experts - 1))
     cache = draw(st.integers(1, experts))
@@ -82,156 +94,150 @@ def courses(draw: st.DrawFn) -> tuple[tuple[int, int, int], list[tuple[list[int]
 
 
 @settings(max_examples=40)
-@given(courses())
-def test_data_read_back_is_the_data_written_last(
-    course: tuple[tuple[int, int, int], list[tuple[list[int], bool]], int],
+@given(scenarios())
+def test_a_record_that_is_read_back_is_the_one_written_last(
+    scenario: tuple[tuple[int, int, int], list[tuple[list[int], bool]], int],
 ) -> None:
-    sizes, steps, seed = course
-    late = random.Random(seed)
+    sizes, steps, seed = scenario
+    delay = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(*sizes, Path(folder), lambda _: time.sleep(late.random() * 2e-3))
+        bench = Bench(*sizes, Path(folder), lambda _: time.sleep(delay.random() * 2e-3))
         store = bench.store
         expected = {}
         for entry in store.entries:
             expected[entry] = entry.number * 8
             for part in (Part.WEIGHTS, Part.STATES):
-                store.write_part(entry, part, lambda row, v=entry.number * 8 + part: row.fill_(v))
+                store.write_part(entry, part, lambda m, v=entry.number * 8 + part: m.fill_(v))
         for number, (needs, updated) in enumerate(steps):
-            bench.want(*needs)
-            entry = bench.bring(needs[0])
+            bench.need(*needs)
+            entry = bench.wait_for(needs[0])
             for part in (Part.WEIGHTS, Part.STATES):
                 _check(store.host(entry, part), expected[entry] + part)
             if updated:
                 expected[entry] = 64 + 8 * number
                 bench.update(entry, expected[entry])
-        bench.want()
-        bench.rest()
+        bench.need()
+        bench.wait_idle()
         store.check_conserved()
         for entry, value in expected.items():
             for part in (Part.WEIGHTS, Part.STATES):
                 _check(store.read_part(entry, part), value + part)
-            if entry.disk_row is not None:
-                assert not entry.dirty, "nobody needs it, and the disk has not got it"
+            assert not entry.dirty, "an expert that is not needed is written back"
         bench.close()
 
 
-def _check(row: Tensor, value: int) -> None:
-    assert torch.equal(row, torch.full_like(row, value % 256))
+def _check(memory: Tensor, value: int) -> None:
+    assert torch.equal(memory, torch.full_like(memory, value % 256))
 
 
-def test_an_update_during_the_write_back_of_the_last_one_is_not_lost(bench: Bench) -> None:
-    bench.want(0)
-    entry = bench.bring(0)
+class SlowWrites(Recorder):
+    """Holds a write back after its bytes were written, until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.go = threading.Event(), threading.Event()
+
+    def span(self, row: str, name: str, bytes: int = 0) -> AbstractContextManager[object]:
+        return self._after_write() if row == "ssd write" else super().span(row, name, bytes)
+
+    @contextmanager
+    def _after_write(self) -> Iterator[None]:
+        yield
+        self.written.set()
+        assert self.go.wait(10)
+
+
+def test_an_update_during_the_write_back_of_the_one_before_is_not_lost(tmp_path: Path) -> None:
+    recorder = SlowWrites()
+    bench = Bench(5, 0, 2, tmp_path, recorder=recorder)
+    bench.need(0)
+    entry = bench.wait_for(0)
     bench.update(entry, 10)
-    file = bench.store.files[Part.WEIGHTS]
-    write, written, go = file.write, threading.Event(), threading.Event()
-
-    def slow(row: int, source: Tensor) -> None:
-        write(row, source)
-        written.set()
-        assert go.wait(10)
-
-    file.write = slow  # type: ignore[method-assign]
-    bench.want(1)  # 0 is not needed any more: it is written back
-    assert written.wait(10)
+    bench.need(1)  # 0 is not needed any more: it is written back
+    assert recorder.written.wait(10)
     bench.update(entry, 20)
-    go.set()
-    bench.want(1, 2)
-    bench.bring(1)
-    bench.bring(2)  # both rows were given away
-    bench.want(0)
-    _check(bench.store.host(bench.bring(0), Part.WEIGHTS), 20 + Part.WEIGHTS)
+    recorder.go.set()
+    bench.need(1, 2)
+    bench.wait_for(1)
+    bench.wait_for(2)  # both host slots were given to others
+    bench.need(0)
+    _check(bench.store.host(bench.wait_for(0), Part.WEIGHTS), 20 + Part.WEIGHTS)
     bench.close()
 
 
-def test_the_rows_hold_what_is_needed_next_and_no_more_is_read(bench: Bench) -> None:
-    bench.want(3, 1, 4)
-    bench.bring(3)
-    bench.bring(1)
-    bench.rest()
-    assert bench.store.entries[4].row is None
-    assert not bench.store.free_rows
+def test_host_slots_hold_what_is_needed_next_and_no_more_is_read(bench: Bench) -> None:
+    bench.need(3, 1, 4)
+    bench.wait_for(3)
+    bench.wait_for(1)
+    bench.wait_idle()
+    assert bench.in_host(0, 1, 2, 3, 4) == [False, True, False, True, False]
     bench.store.check_conserved()
-    bench.close()
 
 
 def test_only_the_parts_that_are_needed_are_read(bench: Bench) -> None:
-    bench.want(3, parts=Part.WEIGHTS)
-    assert bench.bring(3, Part.WEIGHTS).have == Part.WEIGHTS
-    bench.rest()
-    bench.want(3)
-    assert bench.bring(3).have == BOTH
+    bench.need(3, parts=Part.WEIGHTS)
+    assert bench.wait_for(3, Part.WEIGHTS).valid == Part.WEIGHTS
+    bench.wait_idle()
+    bench.need(3)
+    assert bench.wait_for(3).valid == BOTH
+
+
+def test_experts_that_live_in_host_memory_are_not_transferred(tmp_path: Path) -> None:
+    recorder = Recorder()
+    bench = Bench(3, 2, 1, tmp_path, recorder=recorder)
+    bench.need(*(entry.number for entry in bench.store.entries if entry.disk_slot is None))
+    bench.wait_idle()
     bench.close()
+    assert recorder.counters() == {}
 
 
-def test_what_lives_in_host_memory_is_left_alone(tmp_path: Path) -> None:
-    bench = Bench(experts=3, home=2, cache=1, folder=tmp_path, late=None)
-    at_home = [entry.number for entry in bench.store.entries if entry.disk_row is None]
-    bench.want(*at_home)
-    bench.rest()
-    assert len(bench.store.free_rows) == 1
-    bench.close()
+def test_the_least_recently_needed_is_evicted_first(bench: Bench) -> None:
+    bench.need(0, 1)
+    bench.wait_for(0)
+    bench.wait_for(1)
+    bench.need(1)  # 1 was needed after 0
+    bench.need(2)
+    bench.wait_for(2)
+    assert bench.in_host(0, 1) == [False, True]
 
 
-def test_the_least_recently_needed_goes_first(bench: Bench) -> None:
-    bench.want(0, 1)
-    bench.bring(0)
-    bench.bring(1)
-    bench.want(1)  # 1 was needed after 0
-    bench.want(2)
-    bench.bring(2)
-    assert bench.store.entries[0].row is None
-    assert bench.store.entries[1].row is not None
-    bench.close()
-
-
-def test_a_row_stays_while_it_is_uploaded_updated_or_moved(bench: Bench) -> None:
-    bench.want(0, 1)
-    uploaded, updated = bench.bring(0), bench.bring(1)
-    upload = GatedMark()
-    with bench.store.lock:
-        uploaded.upload = upload
-        updated.queued = 1
-    bench.want(2, 3)
-    bench.rest()
-    assert [bench.store.entries[expert].row is None for expert in (0, 1, 2, 3)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-    upload.open()
+def test_an_expert_keeps_its_host_slot_while_it_is_uploaded_or_held(bench: Bench) -> None:
+    bench.need(0, 1)
+    uploaded, held = bench.wait_for(0), bench.wait_for(1)
+    upload = GatedEvent()
+    bench.store.begin_upload(uploaded)
+    bench.store.hold(held)
+    bench.need(2, 3)
+    bench.wait_idle()
+    assert bench.in_host(0, 1, 2, 3) == [True, True, False, False]
+    bench.store.end_upload(uploaded, upload)
     bench.stager.pump()
-    bench.bring(2)
-    assert uploaded.row is None
-    with bench.store.lock:
-        updated.queued = 0
-        bench.stager.pump()
-    bench.bring(3)
-    bench.close()
+    bench.wait_idle()
+    assert bench.in_host(0, 2) == [True, False], "issued, but not ended"
+    upload.open()
+    bench.store.upload_done(uploaded)
+    bench.wait_for(2)
+    assert bench.in_host(0) == [False]
+    bench.store.release(held)
+    bench.wait_for(3)
 
 
-def test_a_sooner_expert_is_not_overtaken_by_a_later_one(bench: Bench) -> None:
-    bench.want(0, 1)
-    held = bench.bring(0)
-    bench.bring(1)
-    with bench.store.lock:
-        held.queued = 1
-    bench.want(2, 3, 4)
-    bench.bring(2)
-    bench.rest()
-    # one row is held: of those that wait for it, none may have taken another's place
-    assert bench.store.entries[3].row is None
-    assert bench.store.entries[4].row is None
-    with bench.store.lock:
-        held.queued = 0
-        bench.stager.pump()
-    bench.bring(3)
-    bench.close()
+def test_a_later_expert_does_not_take_the_slot_of_a_sooner_one(bench: Bench) -> None:
+    bench.need(0, 1)
+    held = bench.wait_for(0)
+    bench.wait_for(1)
+    bench.store.hold(held)
+    bench.need(2, 3, 4)
+    bench.wait_for(2)
+    bench.wait_idle()
+    assert bench.in_host(3, 4) == [False, False]
+    bench.store.release(held)
+    bench.wait_for(3)
+    assert bench.in_host(4) == [False]
 
 
 @pytest.mark.parametrize("kind", ["ssd read", "ssd write"])
-def test_who_waits_hears_that_the_disk_failed(kind: str, tmp_path: Path) -> None:
+def test_a_failed_transfer_is_raised_where_its_record_is_awaited(kind: str, tmp_path: Path) -> None:
     def fail(what: str) -> None:
         if what == kind:
             raise OSError("no disk")
@@ -240,21 +246,19 @@ def test_who_waits_hears_that_the_disk_failed(kind: str, tmp_path: Path) -> None
     with pytest.raises(EngineError, match="no disk"):
         _write_back(bench)
     bench.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("overspill-ssd")]
 
 
 def _write_back(bench: Bench) -> None:
-    bench.want(0)
-    bench.update(bench.bring(0), 1)
-    bench.want(1)
-    bench.bring(1)
+    bench.need(0)
+    bench.update(bench.wait_for(0), 1)
+    bench.need(1)
+    bench.wait_for(1)
 
 
-def test_closing_with_jobs_under_way_ends_the_threads(tmp_path: Path) -> None:
+def test_closing_during_transfers_ends_the_threads(tmp_path: Path) -> None:
     bench = Bench(5, 0, 2, tmp_path, lambda _: time.sleep(0.02))
-    bench.want(0, 1)
-    bench.update(bench.bring(0), 1)
-    bench.want(2, 3, 4)
+    bench.need(0, 1)
+    bench.update(bench.wait_for(0), 1)
+    bench.need(2, 3, 4)
     bench.close()
     assert bench.store.error is None
-    assert not [t for t in threading.enumerate() if t.name.startswith("overspill-ssd")]

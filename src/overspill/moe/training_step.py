@@ -208,9 +208,9 @@ class TrainingStep:
     def _check_finished(self, layer: int) -> None:
         if self._states[layer] is LayerState.RUNNING:
             remedy = (
-                "call opt.zero_grad() to drop the gradients"
-                if self._keeps
-                else "some experts were updated already: load the last checkpoint"
+                "some experts were updated already: load the last checkpoint"
+                if self._updated_with
+                else "call opt.zero_grad() to drop the gradients"
             )
             raise OrderError(f"a backward failed inside MoE layer {layer}; {remedy}")
 

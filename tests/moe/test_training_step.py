@@ -1,0 +1,459 @@
+"""The state machine of a training step: every transition and every refusal, with a fake sink."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from overspill.core.errors import NonFiniteError, OrderError
+from overspill.core.expert_map import ExpertMap
+from overspill.core.experts import ExpertId, ExpertShape
+from overspill.moe.dispatch import RowOrder
+from overspill.moe.gradient_sink import GradientSink
+from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.moe.records import ExpertRecords
+from overspill.moe.training_step import TrainingStep
+from overspill.optim.kernel import AdamHyper
+from overspill.tiers.layout import RecordLayout
+
+N_LAYERS = 2
+COUNTS = [2, 0]
+
+
+class FakeSink(GradientSink):
+    """Notes what it is told. `fail_in` is the method that finds a gradient that is not finite."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.fail_in = ""
+
+    def _note(self, name: str, *args: object) -> None:
+        self.log.append((name, *args))
+        if self.fail_in == name:
+            raise NonFiniteError("not finite")
+
+    def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
+        self._note("attach", keep)
+
+    def reset_states(self) -> None:
+        self._note("reset_states")
+
+    def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
+        self._note("add", layer, hyper is not None)
+
+    def complete_layer(
+        self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
+    ) -> None:
+        self._note("complete_layer", layer, counts, hyper is not None)
+
+    def sum_of_squares(self) -> float:
+        return 9.0
+
+    def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
+        self._note("end_step", sorted(kept))
+
+    def discard(self) -> None:
+        self._note("discard")
+
+
+class NoRecords(ExpertRecords):
+    def __init__(self) -> None:
+        super().__init__(N_LAYERS, ExpertMap.whole(2))
+
+    @property
+    def layout(self) -> RecordLayout:
+        return RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
+
+    def fill(self, *_: object, **__: object) -> None: ...
+    def read_weights(self, expert: ExpertId, out: Tensor) -> None: ...
+    def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None: ...
+    def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None: ...
+    def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None: ...
+
+
+@dataclass
+class FakeRule:
+    """An optimizer; it has the experts of `layers`."""
+
+    training: TrainingStep
+    keep_gradients: bool = False
+    accumulating: bool = False
+    lr: float = 0.1
+    layers: tuple[int, ...] = (0, 1)
+
+    def hyper(self, layer: int) -> AdamHyper | None:
+        if layer not in self.layers:
+            return None
+        return AdamHyper(self.lr, 0.9, 0.99, 1e-8, 0.0, self.training.steps(layer) + 1)
+
+
+class Bench:
+    def __init__(self, keep: bool = False, attach: bool = True) -> None:
+        self.sink, self.records = FakeSink(), NoRecords()
+        self.training = TrainingStep(N_LAYERS, self.sink, self.records)
+        self.rule = FakeRule(self.training, keep_gradients=keep)
+        if attach:
+            self.training.attach(self.rule, torch.float32)
+            self.sink.log.clear()
+
+    def forward(self, layer: int = 0) -> LayerPass:
+        self.training.check_forward(layer)
+        layer_pass = LayerPass(layer, training=True, order=RowOrder(2, False, COUNTS))
+        self.training.open_pass(layer_pass)
+        return layer_pass
+
+    def deliver(self, layer_pass: LayerPass) -> None:
+        nothing = torch.empty(0)
+        self.training.deliver(layer_pass, Wave(0, 2, 0, 2, nothing, nothing, COUNTS), [])
+
+    def backward(self, layer_pass: LayerPass, accumulate: bool = False) -> None:
+        self.rule.accumulating = accumulate
+        try:
+            if self.training.begin_backward(layer_pass):
+                self.deliver(layer_pass)
+                self.training.end_backward(layer_pass)
+        finally:
+            self.rule.accumulating = False
+
+    def fail_backward(self, accumulate: bool = False) -> None:
+        """A backward that ends after its first wave."""
+        layer_pass = self.forward()
+        self.rule.accumulating = accumulate
+        self.training.begin_backward(layer_pass)
+        self.deliver(layer_pass)
+        self.rule.accumulating = False
+
+    def told(self) -> list[tuple[Any, ...]]:
+        """What the sink was told since the last call."""
+        log, self.sink.log = self.sink.log, []
+        return log
+
+
+@pytest.fixture
+def at_once() -> Bench:
+    """Experts are updated during backward."""
+    return Bench(keep=False)
+
+
+@pytest.fixture
+def kept() -> Bench:
+    """Gradients are kept until step()."""
+    return Bench(keep=True)
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "kept"])
+def either(request: pytest.FixtureRequest) -> Bench:
+    return Bench(keep=request.param)
+
+
+# -- transitions --------------------------------------------------------------------------------
+
+
+def test_a_complete_gradient_updates_the_experts_during_backward(at_once: Bench) -> None:
+    at_once.backward(at_once.forward())
+    assert at_once.told() == [("add", 0, True), ("complete_layer", 0, COUNTS, True)]
+    at_once.training.step()
+    assert at_once.told() == [("end_step", [])]
+    assert [at_once.training.steps(layer) for layer in range(2)] == [1, 0]
+
+
+def test_a_kept_gradient_updates_the_experts_in_step(kept: Bench) -> None:
+    kept.backward(kept.forward())
+    assert kept.told() == [("add", 0, False), ("complete_layer", 0, COUNTS, False)]
+    kept.training.step()
+    assert kept.told() == [("end_step", [0])]
+    assert [kept.training.steps(layer) for layer in range(2)] == [1, 0]
+
+
+def test_micro_batches_are_kept_until_the_last_completes_them(at_once: Bench) -> None:
+    for _ in range(2):
+        at_once.backward(at_once.forward(), accumulate=True)
+    assert at_once.told() == [("add", 0, False)] * 2
+    at_once.backward(at_once.forward())
+    assert at_once.told() == [("add", 0, True), ("complete_layer", 0, COUNTS, True)]
+    at_once.training.step()
+    assert at_once.told() == [("end_step", [])]
+    assert at_once.training.steps(0) == 1
+
+
+def test_of_two_forwards_the_second_backward_completes_the_gradient(either: Bench) -> None:
+    one, two = either.forward(), either.forward()
+    either.backward(two)
+    assert either.told() == [("add", 0, False)]
+    either.backward(one)
+    complete = not either.rule.keep_gradients
+    assert either.told() == [("add", 0, complete), ("complete_layer", 0, COUNTS, complete)]
+
+
+def test_a_forward_whose_graph_was_freed_is_not_waited_for(at_once: Bench) -> None:
+    freed, used = at_once.forward(), at_once.forward()
+    del freed
+    at_once.backward(used)
+    assert ("complete_layer", 0, COUNTS, True) in at_once.told()
+
+
+def test_step_completes_gradients_that_are_still_partial(either: Bench) -> None:
+    either.backward(either.forward(1), accumulate=True)
+    either.told()
+    either.training.step()
+    at_once = not either.rule.keep_gradients
+    assert either.told() == [
+        ("complete_layer", 1, None, at_once),
+        ("end_step", [] if at_once else [1]),
+    ]
+    assert [either.training.steps(layer) for layer in range(2)] == [0, 1]
+
+
+def test_after_step_the_next_step_begins(either: Bench) -> None:
+    for _ in range(2):
+        either.backward(either.forward())
+        either.training.step()
+    assert either.training.steps(0) == 2
+
+
+def test_a_layer_that_the_optimizer_does_not_have_needs_no_weight_gradients(either: Bench) -> None:
+    either.rule.layers = (1,)
+    assert not either.training.begin_backward(either.forward(0))
+    either.training.step()
+    assert either.told() == [("end_step", [])]
+    assert either.training.steps(0) == 0
+
+
+def test_zero_grad_drops_kept_and_partial_gradients(kept: Bench) -> None:
+    kept.backward(kept.forward(0))
+    kept.backward(kept.forward(1), accumulate=True)
+    kept.told()
+    kept.training.zero_grad()
+    assert kept.told() == [("discard",)]
+    kept.training.zero_grad()
+    assert kept.told() == [], "there is nothing to drop"
+    kept.backward(kept.forward(0))  # starts over
+
+
+def test_discard_drops_a_failed_backward(kept: Bench) -> None:
+    kept.fail_backward()
+    kept.training.discard()
+    kept.backward(kept.forward())
+    kept.training.step()
+    assert kept.training.steps(0) == 1
+
+
+@pytest.mark.parametrize("method", ["add", "complete_layer"])
+def test_after_a_gradient_that_is_not_finite_the_step_starts_over(
+    method: str, at_once: Bench
+) -> None:
+    at_once.sink.fail_in = method
+    with pytest.raises(NonFiniteError):
+        at_once.backward(at_once.forward())
+    at_once.sink.fail_in = ""
+    at_once.training.zero_grad()
+    at_once.backward(at_once.forward())
+    at_once.training.step()
+    assert at_once.training.steps(0) == 1
+
+
+def test_a_step_that_finds_a_gradient_that_is_not_finite_counts_no_update(either: Bench) -> None:
+    either.backward(either.forward())
+    either.sink.fail_in = "end_step"
+    with pytest.raises(NonFiniteError):
+        either.training.step()
+    assert either.training.steps(0) == 0
+    either.sink.fail_in = ""
+    either.backward(either.forward())
+
+
+def test_step_marks_the_records_as_changed(either: Bench, tmp_path: Any) -> None:
+    either.records.mark_saved(tmp_path)
+    either.backward(either.forward())
+    assert either.records.saved_to == tmp_path
+    either.training.step()
+    assert either.records.saved_to is None
+
+
+def test_the_norm_of_kept_gradients_is_shown_once(kept: Bench) -> None:
+    training = kept.training
+    assert training.waiting_norm(0) is None
+    for layer in (1, 0):
+        kept.backward(kept.forward(layer))
+    assert training.waiting_norm(0) == torch.tensor([3.0])
+    assert training.waiting_norm(1) is None
+    training.step()
+    assert training.waiting_norm(0) is None
+
+
+def test_gradients_that_are_not_kept_have_no_norm(at_once: Bench) -> None:
+    at_once.backward(at_once.forward())
+    assert at_once.training.waiting_norm(0) is None
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("accumulating", [False, True])
+def test_experts_are_updated_at_once_unless_gradients_are_kept_or_accumulated(
+    keep: bool, accumulating: bool
+) -> None:
+    bench = Bench(keep)
+    bench.rule.accumulating = accumulating
+    assert bench.training.updates_at_once == (not keep and not accumulating)
+    assert not Bench(attach=False).training.updates_at_once
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+def test_a_backward_without_optimizer_is_refused() -> None:
+    bench = Bench(attach=False)
+    with pytest.raises(OrderError, match=r"overspill\.AdamW"):
+        bench.backward(bench.forward())
+
+
+def test_a_second_backward_before_step_is_refused(either: Bench) -> None:
+    one = either.forward()
+    either.backward(one)
+    with pytest.raises(OrderError, match=r"layer 0 got a second backward"):
+        either.backward(one)
+    either.training.step()  # the first one counts
+
+
+def test_the_same_graph_twice_is_refused_while_accumulating(either: Bench) -> None:
+    one = either.forward()
+    either.backward(one, accumulate=True)
+    with pytest.raises(OrderError, match=r"opt\.accumulate\(\)"):
+        either.backward(one, accumulate=True)
+
+
+def test_a_graph_from_before_step_is_refused(either: Bench) -> None:
+    used, late = either.forward(), either.forward()
+    either.backward(used)
+    either.training.step()
+    with pytest.raises(OrderError, match=r"before step\(\)"):
+        either.backward(late)
+
+
+def test_a_forward_between_backward_and_step_is_refused(either: Bench) -> None:
+    either.backward(either.forward())
+    with pytest.raises(OrderError, match=r"opt\.step\(\)"):
+        either.forward()
+    either.forward(1)  # this layer has no gradient yet
+    either.training.step()
+    either.forward()
+
+
+def test_a_forward_between_micro_batches_is_allowed(either: Bench) -> None:
+    either.backward(either.forward(), accumulate=True)
+    either.forward()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_after_a_failed_backward_step_and_backward_are_refused(
+    keep: bool, accumulate: bool
+) -> None:
+    bench = Bench(keep)
+    bench.fail_backward(accumulate)
+    updated = not keep and not accumulate
+    remedy = "load the last checkpoint" if updated else r"opt\.zero_grad\(\)"
+    with pytest.raises(OrderError, match=f"failed inside MoE layer 0; .*{remedy}"):
+        bench.training.step()
+    with pytest.raises(OrderError, match=remedy):
+        bench.backward(bench.forward())
+    assert bench.training.steps(0) == 0
+    if not updated:
+        bench.training.zero_grad()
+        bench.backward(bench.forward())
+        bench.training.step()
+        assert bench.training.steps(0) == 1
+
+
+def test_zero_grad_after_updates_during_backward_is_refused(at_once: Bench) -> None:
+    at_once.backward(at_once.forward())
+    with pytest.raises(OrderError, match="max_grad_norm"):
+        at_once.training.zero_grad()
+    at_once.training.step()
+    at_once.training.zero_grad()
+
+
+def test_zero_grad_after_a_failed_backward_that_may_have_updated_experts_is_refused(
+    at_once: Bench,
+) -> None:
+    at_once.fail_backward()
+    with pytest.raises(OrderError, match="updated during"):
+        at_once.training.zero_grad()
+
+
+def test_saving_between_backward_and_step_is_refused_if_experts_are_ahead(
+    at_once: Bench, kept: Bench
+) -> None:
+    for bench in (at_once, kept):
+        bench.training.check_between_steps("saved")
+        bench.backward(bench.forward())
+    with pytest.raises(OrderError, match=r"cannot be saved .* opt\.step\(\)"):
+        at_once.training.check_between_steps("saved")
+    kept.training.check_between_steps("saved")
+    at_once.training.step()
+    at_once.training.check_between_steps("saved")
+
+
+def test_clipping_must_not_be_switched_between_backward_and_step(either: Bench) -> None:
+    before = either.rule.keep_gradients
+    either.backward(either.forward())
+    either.rule.keep_gradients = not before
+    with pytest.raises(OrderError, match=r"switch it after step\(\)"):
+        either.training.step()
+    either.rule.keep_gradients = before
+    either.training.step()
+    either.rule.keep_gradients = not before
+    either.backward(either.forward())
+    either.training.step()
+    assert either.training.steps(0) == 2
+
+
+def test_the_learning_rate_must_not_change_after_an_update_during_backward(
+    at_once: Bench, kept: Bench
+) -> None:
+    for bench in (at_once, kept):
+        bench.backward(bench.forward())
+        bench.rule.lr = 0.5
+    with pytest.raises(OrderError, match=r"change it after step\(\)"):
+        at_once.training.step()
+    at_once.rule.lr = 0.1
+    at_once.training.step()
+    kept.training.step()  # kept gradients use the new rate
+
+
+# -- optimizers ---------------------------------------------------------------------------------
+
+
+def test_a_second_optimizer_is_refused_while_the_first_lives(either: Bench) -> None:
+    with pytest.raises(OrderError, match="has an optimizer already"):
+        either.training.attach(FakeRule(either.training), torch.float32)
+    either.training.attach(either.rule, torch.float32)  # the same one again is none
+
+
+def test_an_optimizer_that_replaces_a_deleted_one_starts_from_zero(kept: Bench) -> None:
+    kept.backward(kept.forward())
+    kept.training.step()
+    kept.backward(kept.forward())
+    del kept.rule
+    assert kept.training.rule is None
+    kept.told()
+    kept.rule = FakeRule(kept.training)
+    kept.training.attach(kept.rule, torch.float32)
+    assert kept.told() == [("attach", False), ("discard",), ("reset_states",)]
+    assert kept.training.steps(0) == 0
+    kept.forward()  # the gradient of the old optimizer is gone
+
+
+def test_the_step_does_not_keep_its_optimizer_alive(either: Bench) -> None:
+    assert either.training.rule is either.rule
+    del either.rule
+    assert either.training.rule is None
+
+
+def test_steps_can_be_set_for_a_checkpoint(either: Bench) -> None:
+    either.training.set_steps(1, 7)
+    either.backward(either.forward(1))
+    either.training.step()
+    assert [either.training.steps(layer) for layer in range(2)] == [0, 8]

@@ -1,0 +1,517 @@
+"""Both uploaders: the right weights in the right slot, most urgent first, never over one in use."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from overspill.core.errors import ConfigError, EngineError
+from overspill.core.expert_map import ExpertMap
+from overspill.core.experts import ExpertShape
+from overspill.tiers.layout import RecordLayout
+from overspill.tiers.slab import device_slab
+from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.trace.recorder import Recorder
+from overspill.transfer.native_uploader import NativeUploader
+from overspill.transfer.new_uploader import new_uploader
+from overspill.transfer.streams import CopyStream, Inject, record_event, wait_event
+from overspill.transfer.thread_uploader import ThreadUploader
+from overspill.transfer.upload_thread import upload_library
+from overspill.transfer.uploader import PieceSizes, Target, Uploader
+from tests.transfer.fake_calls import FakeCalls
+from tests.transfer.fakes import (
+    CPU,
+    LAYOUT,
+    GatedEvent,
+    GatedStream,
+    disk_store,
+    host_store,
+    rewrite,
+    value_of,
+)
+
+needs_compiler = pytest.mark.skipif(upload_library() is None, reason="no C++ compiler")
+KINDS = ["thread", pytest.param("native", marks=needs_compiler)]
+RECORD = LAYOUT.weight_bytes
+HALVES = PieceSizes(piece=RECORD // 2, align=64, certain_in_flight=3 * RECORD)
+
+
+class Bench:
+    """An uploader over one layer of experts, whose copies end when the test says so."""
+
+    def __init__(
+        self,
+        kind: str,
+        experts: int,
+        slots: int,
+        sizes: PieceSizes | None = None,
+        at_once: bool = True,
+        inject: Inject | None = None,
+        store: ExpertStore | None = None,
+    ) -> None:
+        self.store = store or host_store(experts)
+        self.slab = device_slab(slots, RECORD, CPU)
+        self.stream = GatedStream("upload", inject, at_once)
+        self.calls = FakeCalls(at_once)
+        self.native = kind == "native"
+        self.uploader: Uploader
+        if self.native:
+            args = self.store, self.slab, self.stream, slots, self.calls, sizes
+            self.uploader = NativeUploader(*args)
+        else:
+            self.uploader = ThreadUploader(self.store, self.slab, self.stream, slots, sizes)
+
+    def entry(self, expert: int) -> Entry:
+        return self.store.entries[expert]
+
+    def target(self, *pairs: tuple[int, int], certain: bool = False) -> None:
+        with self.store.lock:
+            self.uploader.set_targets(
+                [Target(self.entry(e), slot, "by test", certain) for e, slot in pairs]
+            )
+
+    def is_issued(self, expert: int, slot: int) -> bool:
+        with self.store.lock:
+            return self.uploader.is_issued(self.entry(expert), slot)
+
+    def wait_issued(self, *pairs: tuple[int, int]) -> None:
+        self.uploader.wait_issued([(self.entry(e), slot) for e, slot in pairs], every=True)
+        assert all(self.is_issued(*pair) for pair in pairs)
+
+    def issued(self) -> list[int]:
+        """The expert of every piece that was issued, once no more are issued."""
+        seen: list[int] = []
+        while True:
+            sources = list(self.calls.sources if self.native else self.stream.sources)
+            if sources and len(sources) == len(seen):
+                break
+            seen = sources
+            time.sleep(0.01)
+        first = self.store.host(self.entry(0), Part.WEIGHTS).data_ptr()
+        return [(source - first) // RECORD for source in sources]
+
+    def arrive(self) -> None:
+        """The oldest piece in flight arrives."""
+        if self.native:
+            self.calls.arrive()
+        else:
+            self.stream.arrive()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.calls.work) // 2 if self.native else self.stream.in_flight
+
+    def drain(self) -> None:
+        while self.in_flight:
+            self.arrive()
+            self.issued()
+
+    def holds(self, slot: int, value: int) -> bool:
+        for event in self.uploader.end_events([slot]):
+            event.wait()
+        return bool((self.slab[slot] == value).all())
+
+    def close(self) -> None:
+        self.target()
+        self.drain()
+        self.uploader.close()
+        self.store.close()
+        assert not [t for t in threading.enumerate() if t.name == "overspill-uploader"]
+
+
+@pytest.fixture(params=KINDS)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(request.param, experts=4, slots=3)
+    yield bench
+    bench.close()
+
+
+@pytest.fixture(params=KINDS)
+def slow(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """Records of two pieces that arrive when the test says so."""
+    bench = Bench(request.param, experts=6, slots=6, sizes=HALVES, at_once=False)
+    yield bench
+    bench.close()
+
+
+# -- what is uploaded -------------------------------------------------------------------------
+
+
+def test_uploads_follow_the_order_of_need(bench: Bench) -> None:
+    bench.target((2, 0), (0, 2), (3, 1))
+    bench.wait_issued((2, 0), (0, 2), (3, 1))
+    assert bench.issued() == [2, 0, 3]
+    assert all(bench.holds(slot, value) for slot, value in enumerate((3, 4, 1)))
+    assert bench.uploader.has_arrived(0)
+
+
+def test_an_expert_that_is_there_is_not_uploaded_again(bench: Bench) -> None:
+    bench.target((0, 0), (1, 1))
+    bench.wait_issued((0, 0), (1, 1))
+    bench.target((1, 1), (0, 0), (2, 2))
+    bench.wait_issued((2, 2))
+    assert bench.issued() == [0, 1, 2]
+
+
+def test_new_targets_drop_uploads_that_had_not_started(slow: Bench) -> None:
+    slow.target((0, 0), (1, 1), (2, 2))
+    assert slow.issued() == [0, 0]
+    slow.target((3, 1))
+    slow.drain()
+    slow.wait_issued((3, 1))
+    assert slow.issued() == [0, 0, 3, 3]
+    assert slow.is_issued(0, 0), "an upload that had started is of use"
+    assert not slow.is_issued(1, 1)
+    assert not slow.is_issued(2, 2)
+
+
+def test_an_upload_that_lost_its_slot_is_never_computed_with(slow: Bench) -> None:
+    slow.target((0, 1), (1, 0))
+    slow.issued()
+    slow.arrive()
+    assert slow.issued() == [0, 0, 1], "half of expert 1"
+    slow.target((2, 0))
+    assert not slow.is_issued(1, 0)
+    slow.drain()
+    slow.wait_issued((2, 0))
+    assert not slow.is_issued(1, 0)
+    assert slow.holds(0, 3)
+
+
+def test_a_slot_that_is_being_overwritten_holds_no_expert(slow: Bench) -> None:
+    slow.target((0, 0))
+    slow.wait_issued((0, 0))
+    slow.target((1, 0))
+    slow.arrive()
+    assert slow.issued()[2:] == [1]
+    assert not slow.is_issued(0, 0), "half of it is overwritten"
+    slow.drain()
+    slow.wait_issued((1, 0))
+
+
+def test_wait_issued_returns_with_the_first_or_with_every_upload(slow: Bench) -> None:
+    slow.target((0, 0), (1, 1))
+    pairs = [(slow.entry(expert), expert) for expert in range(2)]
+    slow.uploader.wait_issued(pairs, every=False)
+    assert slow.is_issued(0, 0)
+    waiting = threading.Thread(target=slow.uploader.wait_issued, args=(pairs, True), daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    slow.drain()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+# -- updates ------------------------------------------------------------------------------------
+
+
+def test_an_expert_waits_for_its_own_update_and_delays_no_other(bench: Bench) -> None:
+    entry = bench.entry(0)
+    bench.store.begin_update(entry)
+    bench.target((0, 0), (1, 1))
+    bench.wait_issued((1, 1))
+    bench.uploader.wait_idle()
+    assert bench.issued() == [1]
+    assert not bench.is_issued(0, 0)
+    rewrite(bench.store, [entry])
+    bench.wait_issued((0, 0))
+    assert bench.holds(0, value_of(entry))
+
+
+def test_weights_that_changed_are_uploaded_again_without_being_asked_for(bench: Bench) -> None:
+    bench.target((0, 0), (1, 1))
+    bench.wait_issued((0, 0), (1, 1))
+    bench.store.write_part(bench.entry(1), Part.WEIGHTS, lambda memory: memory.fill_(50))
+    bench.wait_issued((1, 1))
+    assert bench.holds(1, 50)
+
+
+def test_an_upload_of_old_weights_begins_again(slow: Bench) -> None:
+    slow.target((0, 0), (1, 1))
+    slow.issued()
+    slow.arrive()
+    assert slow.issued() == [0, 0, 1]
+    entry = slow.entry(1)
+    slow.store.begin_update(entry)  # after half of it
+    slow.drain()
+    assert not slow.is_issued(1, 1)
+    rewrite(slow.store, [entry])
+    slow.issued()
+    slow.drain()
+    slow.wait_issued((1, 1))
+    assert slow.holds(1, value_of(entry))
+
+
+def test_waiting_for_weights_that_change_meanwhile_returns_with_the_new_ones(slow: Bench) -> None:
+    slow.target(*((e, e) for e in range(4)))
+    waiting = threading.Thread(target=slow.wait_issued, args=((3, 3),), daemon=True)
+    waiting.start()
+    slow.issued()
+    slow.store.write_part(slow.entry(3), Part.WEIGHTS, lambda memory: memory.fill_(50))
+    slow.drain()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert slow.is_issued(3, 3)
+    assert slow.holds(3, 50)
+
+
+# -- what is expected and what is urgent --------------------------------------------------------
+
+
+def test_expected_records_are_issued_with_one_record_in_flight(slow: Bench) -> None:
+    slow.target((0, 0), (1, 1), (2, 2))
+    assert slow.issued() == [0, 0]
+    assert not slow.uploader.has_arrived(0)
+    slow.arrive()
+    assert slow.issued() == [0, 0, 1]
+
+
+def test_an_urgent_upload_waits_for_one_record_and_the_other_continues_after_it(
+    slow: Bench,
+) -> None:
+    slow.target((0, 0), (1, 1), (2, 2))
+    slow.issued()
+    slow.arrive()
+    assert slow.issued()[2:] == [1], "half of it"
+    slow.target((5, 5), (1, 1), (2, 2))
+    for _ in range(2):  # the two pieces in front of it
+        slow.arrive()
+    assert slow.issued()[3:] == [5, 5]
+    for _ in range(2):
+        slow.arrive()
+    assert slow.issued()[5:] == [1, 2], "the missing half, then the next expert"
+    slow.drain()
+    slow.wait_issued((5, 5), (1, 1), (2, 2))
+    assert all(slow.holds(expert, expert + 1) for expert in (5, 1, 2))
+
+
+def test_certain_records_are_issued_whole_and_further_ahead(slow: Bench) -> None:
+    slow.target(*((e, e) for e in range(6)), certain=True)
+    assert slow.issued() == [0, 1, 2, 3], "until the limit is exceeded"
+    slow.arrive()
+    assert slow.issued() == [0, 1, 2, 3, 4]
+
+
+def test_without_overlap_one_copy_is_in_flight(slow: Bench) -> None:
+    slow.uploader.set_overlap(False)
+    slow.target((0, 0), (1, 1), certain=True)
+    assert slow.issued() == [0]
+    slow.arrive()
+    assert slow.issued() == [0, 1]
+
+
+# -- slots --------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_used_from_a_computation_until_the_next_upload(bench: Bench) -> None:
+    bench.target((0, 0))
+    bench.wait_issued((0, 0))
+    with bench.store.lock:
+        assert not bench.uploader.was_used(0)
+        bench.uploader.release([0], record_event(CPU))
+        assert bench.uploader.was_used(0)
+    bench.target((1, 0))
+    bench.wait_issued((1, 0))
+    assert not bench.uploader.was_used(0)
+
+
+def test_an_upload_waits_for_the_last_reader_of_its_slot() -> None:
+    bench, reader = Bench("thread", experts=2, slots=2), GatedEvent()
+    with bench.store.lock:
+        bench.uploader.release([1], reader)
+    bench.target((0, 0), (1, 1))
+    bench.wait_issued((0, 0), (1, 1))
+    assert reader not in bench.stream.after[0]
+    assert bench.stream.after[1] == [reader]
+    bench.close()
+
+
+def test_a_host_slot_is_not_reused_until_the_copy_out_of_it_has_ended(tmp_path: Path) -> None:
+    """Also if only half of the record was copied, and the expert is not wanted any more."""
+    store = disk_store(2, home=0, cache=1, folder=tmp_path)
+    first, second = store.entries
+    transfers = threading.Semaphore(0)
+    assert store.assign_host_slot(first, ())
+    store.begin_io(first, Part.WEIGHTS, write=False)
+    store.end_io(first, Part.WEIGHTS, write=False)
+    store.on_change(transfers.release)
+    bench = Bench("thread", 2, 2, HALVES, at_once=False, store=store)
+    bench.target((0, 0))
+    while not bench.stream.in_flight:
+        time.sleep(0.001)
+    bench.target()
+    assert not store.assign_host_slot(second, ())
+    assert not transfers.acquire(blocking=False)
+    bench.stream.arrive()
+    assert transfers.acquire(timeout=10), "the stager is told that the slot may be reused"
+    assert store.assign_host_slot(second, ())
+    bench.uploader.close()
+    store.close()
+
+
+# -- failures, delays, traces -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_upload_is_raised_where_it_is_awaited(kind: str) -> None:
+    def fail(what: str) -> None:
+        raise OSError(f"no link for {what}")
+
+    bench = Bench(kind, 1, 1, inject=fail)
+    bench.target((0, 0))
+    with pytest.raises(EngineError, match="no link for upload") as caught:
+        bench.wait_issued((0, 0))
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(EngineError, match="no link for upload"):
+        bench.uploader.wait_idle()
+    bench.uploader.close()
+    bench.store.close()
+
+
+@needs_compiler
+def test_an_error_of_the_driver_is_raised_where_the_upload_is_awaited() -> None:
+    bench = Bench("native", 1, 1)
+    bench.calls.code = 700
+    bench.target((0, 0))
+    with pytest.raises(EngineError, match="700"):
+        bench.wait_issued((0, 0))
+    bench.uploader.close()
+    bench.store.close()
+
+
+class Arrivals:
+    """A thread in which copies arrive after random delays."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        delays = random.Random(3)
+        while not self._stop.is_set():
+            if self._bench.in_flight:
+                self._bench.arrive()
+            time.sleep(delays.random() * 5e-4)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("late", ["nothing", "issue", "arrival"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_issued_slot_gets_the_current_weights_under_updates_and_delays(
+    kind: str, late: str, overlap: bool
+) -> None:
+    numbers, delays = random.Random(1), random.Random(2)
+    inject = (lambda _: time.sleep(delays.random() * 1e-3)) if late == "issue" else None
+    bench = Bench(kind, 6, 4, HALVES, at_once=late != "arrival", inject=inject)
+    arrivals = Arrivals(bench) if late == "arrival" else None
+    bench.uploader.set_overlap(overlap)
+    for _ in range(40):
+        pairs = list(zip(numbers.sample(range(6), 4), numbers.sample(range(4), 4), strict=True))
+        updated = [bench.entry(expert) for expert in numbers.sample(range(6), 2)]
+        for entry in updated:
+            bench.store.begin_update(entry)
+        bench.target(*pairs, certain=numbers.random() < 0.5)
+        updates = threading.Thread(target=rewrite, args=(bench.store, updated))
+        updates.start()
+        for expert, slot in pairs[: numbers.randrange(1, 4)]:
+            bench.wait_issued((expert, slot))
+            assert bench.holds(slot, value_of(bench.entry(expert)))
+        updates.join()
+    if arrivals is not None:
+        arrivals.stop()
+    bench.close()
+
+
+def test_every_upload_is_counted_and_traced(bench: Bench) -> None:
+    recorder = bench.stream.recorder
+    bench.target((0, 0))
+    bench.wait_issued((0, 0))
+    recorder.start()
+    bench.target((2, 2), (1, 1))
+    bench.wait_issued((2, 2), (1, 1))
+    deadline = time.monotonic() + 10
+    while len(spans := recorder.spans()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [span.name for span in spans] == ["expert 0.2 by test", "expert 0.1 by test"]
+    assert recorder.counters() == {"upload": 3 * RECORD}
+
+
+# -- which uploader -----------------------------------------------------------------------------
+
+
+def made(kind: str, store: ExpertStore) -> str:
+    slab = device_slab(1, RECORD, CPU)
+    stream = CopyStream("upload", CPU, Recorder(), None)
+    uploader = new_uploader(store, slab, stream, 1, kind)
+    uploader.close()
+    return type(uploader).__name__
+
+
+def test_without_a_gpu_the_native_uploader_is_used_only_if_asked_for() -> None:
+    store = host_store(1)
+    assert made("auto", store) == made("thread", store) == "ThreadUploader"
+    if upload_library() is not None:
+        assert made("native", store) == "NativeUploader"
+    store.close()
+
+
+def test_the_native_uploader_refuses_experts_on_disk(tmp_path: Path) -> None:
+    store = disk_store(3, home=1, cache=1, folder=tmp_path)
+    assert made("auto", store) == "ThreadUploader"
+    with pytest.raises(ConfigError, match=r"uploader='native' .* disk .* uploader='auto'"):
+        made("native", store)
+    store.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(2))
+def test_on_a_gpu_a_stream_that_waits_for_the_arrival_reads_the_current_weights(seed: int) -> None:
+    """Under updates, dropped uploads and slow readers."""
+    device, numbers = torch.device("cuda"), random.Random(seed)
+    layout = RecordLayout(ExpertShape(512, 4096, gated=False), torch.bfloat16)
+    store = ExpertStore(1, ExpertMap.whole(12), layout, 12, 0, pinned=True)
+    store.wait_allocated()
+    for entry in store.entries:
+        store.host(entry, Part.WEIGHTS).fill_(value_of(entry))
+    slab = device_slab(6, layout.weight_bytes, device)
+    stream = CopyStream("upload", device, Recorder(device=device), None)
+    uploader = new_uploader(store, slab, stream, 6, "native")
+    found, expected = [], []
+    for _ in range(100):
+        pairs = list(zip(numbers.sample(range(12), 6), range(6), strict=True))
+        updated = [store.entries[expert] for expert in numbers.sample(range(12), 3)]
+        torch.cuda.synchronize()  # no copy reads the records that are updated now
+        for entry in updated:
+            store.begin_update(entry)
+        with store.lock:
+            certain = numbers.random() < 0.5
+            uploader.set_targets([Target(store.entries[e], s, "", certain) for e, s in pairs])
+        updates = threading.Thread(target=rewrite, args=(store, updated))
+        updates.start()
+        for expert, slot in pairs[: numbers.randrange(7)]:
+            uploader.wait_issued([(store.entries[expert], slot)], every=True)
+            with store.lock:
+                for event in uploader.end_events([slot]):
+                    wait_event(device, event)
+                torch.cuda._sleep(20_000)
+                found.append(slab[slot][:: 1 << 16].clone())
+                uploader.release([slot], record_event(device))
+            expected.append(value_of(store.entries[expert]))
+        updates.join()
+    uploader.wait_idle()
+    uploader.close()
+    torch.cuda.synchronize()
+    for sample, value in zip(found, expected, strict=True):
+        assert (sample == value).all()
+    store.close()
