@@ -15,8 +15,9 @@ from overspill.moe.records import ExpertRecords
 from overspill.moe.resident.memory import ResidentMemory
 from overspill.moe.resident.records import ResidentRecords
 from overspill.moe.streaming.records import StreamingRecords
+from overspill.tiers.entry import Part
 from overspill.tiers.layout import RecordLayout
-from overspill.tiers.store import ExpertStore, Part
+from overspill.tiers.store import ExpertStore
 
 LAYOUT = RecordLayout(ExpertShape(8, 4, gated=True), torch.bfloat16)
 NUMEL = LAYOUT.shape.numel

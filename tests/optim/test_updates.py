@@ -13,8 +13,9 @@ from torch import Tensor
 from overspill.core.errors import EngineError
 from overspill.optim.kernel import AdamHyper
 from overspill.optim.updates import Update, Updates
+from overspill.tiers.entry import Entry, Part
 from overspill.tiers.slab import HostSlab
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.downloads import GradientRing
 from overspill.transfer.stager import Stager

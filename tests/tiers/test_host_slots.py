@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
+from overspill.tiers.entry import Entry, Part
 from overspill.tiers.layout import RecordLayout
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.store import ExpertStore
 
 LAYOUT = RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
 N_EXPERTS, HOME, CACHE = 6, 1, 3

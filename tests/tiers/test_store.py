@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from overspill.core.errors import DiskError, EngineError, OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
+from overspill.tiers.entry import Part
 from overspill.tiers.layout import RecordLayout
-from overspill.tiers.store import ExpertStore, Part
+from overspill.tiers.store import ExpertStore
 
 LAYOUT = RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
 Split = tuple[int, int, int, int]

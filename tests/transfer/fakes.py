@@ -9,8 +9,9 @@ from torch import Tensor
 
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
+from overspill.tiers.entry import Entry, Part
 from overspill.tiers.layout import RecordLayout
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.streams import CopyStream, Inject, StreamEvent
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from overspill.core.errors import EngineError
-from overspill.tiers.store import Entry, Part
+from overspill.tiers.entry import Entry, Part
 from overspill.trace.recorder import Recorder
 from overspill.transfer.stager import Stager
 from overspill.transfer.streams import Inject

@@ -12,9 +12,10 @@ import torch
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
+from overspill.tiers.entry import Entry, Part
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import device_slab
-from overspill.tiers.store import Entry, ExpertStore, Part
+from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.native_uploader import NativeUploader
 from overspill.transfer.new_uploader import new_uploader
