@@ -309,7 +309,7 @@ def test_a_pass_that_is_interrupted_anywhere_leaves_nothing_behind(tmp_path: Pat
         return y.detach(), torch.autograd.grad(y.square().sum(), x)[0]
 
     expected = run(task.model().moe_layers()[0])
-    settings = cpu_settings(fixed_policy(0, 2, 4), inject=delays(6, longest=1e-4, only="cpu"))
+    settings = cpu_settings(fixed_policy(0, 1, 2, 3), inject=delays(6, longest=1e-4, only="cpu"))
     with traced(task, HOST[1], tmp_path, settings) as (model, engine):
         moe = model.moe_layers()[0]
         for number in itertools.count(1):
