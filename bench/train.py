@@ -15,7 +15,6 @@ from overspill.moe.settings import Settings
 
 # The reference machine's measured ceilings (docs/benchmarks.md).
 ADAM_RATE, PCIE, MATRIX = 5.36e9, 55e9, 786e12
-DEEPSPEED = {16: "DeepSpeed ZeRO-3 offload: 5,200 tok/s", 64: "DeepSpeed ZeRO-3 offload: 17,700"}
 
 
 def limit(config: GPTConfig, tokens: int, offloaded: bool) -> Limit:
@@ -47,7 +46,6 @@ def save(name: str, config: GPTConfig, run: Run, offloaded: bool, args: argparse
         row += ", everything on the GPU"
     details = {
         "row": row,
-        "compare": DEEPSPEED.get(batch, "") if offloaded else "DeepSpeed: 27,100 tok/s",
         "show": ["gpu_memory", "host_memory"],
         "gpu_memory": args.gpu_memory,
         "expert_parameters": config.expert_params,

@@ -210,8 +210,17 @@ def test_close_ends_a_runner_that_waits_for_rows_and_its_waiters(
 ) -> None:
     runner, out, request = Runner(), torch.zeros_like(group.x), flags.request(1)
     runner.forward(group.x, out, group.experts, group.shape, 2, request)
+    answers: list[bool] = []
+    waiters = [
+        threading.Thread(target=lambda: answers.append(runner.wait(request))) for _ in range(2)
+    ]
+    for waiter in waiters:
+        waiter.start()
     time.sleep(0.005)
     runner.close()
+    for waiter in waiters:
+        waiter.join(10)
+    assert answers == [False, False]
     assert not runner.wait(request)
     assert not out.any()
     with pytest.raises(EngineError, match="closed"):

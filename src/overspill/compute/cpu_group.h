@@ -84,7 +84,7 @@ constexpr int64_t MAX_SHARED_DX_ROWS = 48;
 constexpr int64_t MAX_PREFETCH = 512 << 10;  // bytes of w_in: must fit the L2 cache
 constexpr int64_t ROWS_AHEAD = 32;           // distance at which rows of w_out are prefetched
 
-// Arguments of a call, mirrored by `_Group` in cpu_kernel.py. Strides count elements.
+// Arguments of a call, mirrored by `GroupArgs` in cpu_kernel.py. Strides count elements.
 struct GroupArgs {
     const void *x, *dy;       // [R, D]; dy in backward only
     void* out;                // [R, D]: y in forward, dx in backward

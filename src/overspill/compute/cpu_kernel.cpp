@@ -88,6 +88,9 @@ void overspill_compute(const GroupArgs* args) {
 
 void* overspill_runner_new() { return new Runner; }
 
+void overspill_runner_close(Runner* runner) { runner->close(); }
+
+// After close(), when no thread is in a call with this runner.
 void overspill_runner_free(Runner* runner) { delete runner; }
 
 // Has the runner compute a group once `ready` reaches `number`; returns at once. `inject` (may be

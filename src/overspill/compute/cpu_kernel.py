@@ -211,6 +211,7 @@ def cpu_library() -> ctypes.CDLL | None:
         "compute": (None, [args]),
         "read": (ctypes.c_uint64, [pointer, ctypes.c_int64, ctypes.c_int]),
         "runner_new": (pointer, []),
+        "runner_close": (None, [pointer]),
         "runner_free": (None, [pointer]),
         "runner_submit": (None, [pointer, args, pointer, pointer, number, times, pointer]),
         "runner_wait": (ctypes.c_int, [pointer, pointer, number]),

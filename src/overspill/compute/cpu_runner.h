@@ -126,7 +126,7 @@ class Runner {
     void submit(std::unique_ptr<Request> request, Flag* done, int64_t* times) {
         request->complete = [this, from = request.get(), done, times] {
             times[0] = from->began;
-            times[1] = now_ns();
+            __atomic_store_n(&times[1], now_ns(), __ATOMIC_RELEASE);
             // Before the lock is taken: its holder may be preempted, and a GPU needs the flag only.
             done->store(from->number, std::memory_order_release);
             { const std::lock_guard<std::mutex> guard(lock); }
@@ -146,15 +146,17 @@ class Runner {
         return reached(done, number);
     }
 
-    // Finishes the request that is being computed and discards the others.
-    ~Runner() {
+    // Finishes the request that is being computed and discards the others. Threads in wait() return.
+    void close() {
         {
             const std::lock_guard<std::mutex> guard(lock);
             closed = true;
         }
         changed.notify_all();
-        thread.join();
+        if (thread.joinable()) thread.join();
     }
+
+    ~Runner() { close(); }
 
   private:
     void work() {

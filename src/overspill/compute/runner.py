@@ -51,8 +51,9 @@ class Runner:
         self._failure: BaseException | None = None
         # Kept here: the native threads call it until close().
         self._callback = None if inject is None else _CALLBACK(partial(self._call, inject))
-        self._handle: int | None = self._library.overspill_runner_new()
         self._process = os.getpid()
+        self._closed = False
+        self._handle: int = self._library.overspill_runner_new()
 
     def forward(
         self,
@@ -94,10 +95,16 @@ class Runner:
         return bool(done)
 
     def close(self) -> None:
-        """Ends the thread after the request that it computes, and discards the others."""
-        alive, handle, self._handle = self._alive(), self._handle, None
-        if alive:
-            self._library.overspill_runner_free(handle)
+        """Ends the thread after the request that it computes, and discards the others. Another
+        thread may be in `wait`."""
+        if self._alive():
+            self._closed = True
+            self._library.overspill_runner_close(self._handle)
+
+    def __del__(self) -> None:
+        # here and not in close(): another thread may still use the native object
+        if os.getpid() == self._process:
+            self._library.overspill_runner_free(self._handle)
 
     def _submit(self, args: GroupArgs, request: CpuRequest) -> None:
         self.check()
@@ -110,7 +117,7 @@ class Runner:
 
     def _alive(self) -> bool:
         """A forked child does not have the thread."""
-        return self._handle is not None and os.getpid() == self._process
+        return not self._closed and os.getpid() == self._process
 
     def _call(self, inject: Callable[[str], None]) -> None:
         try:

@@ -106,31 +106,34 @@ class StreamingCompute(ExpertCompute):
         self, layer_pass: LayerPass, expert_ids_TK: Tensor, phase: Phase, keep: bool
     ) -> None:
         self._store.check_open()
-        allowed, likely = self._begin_split(layer_pass, keep)
+        may_split = self._may_split(layer_pass, keep)
+        likely = may_split and self._likely_splits(layer_pass.layer)
         layer_pass.order = self.dispatcher.route(
-            expert_ids_TK, layer_pass.drops, True, may_resort=allowed, sort_later=likely
+            expert_ids_TK, layer_pass.drops, True, may_resort=may_split, sort_later=likely
         )
         self._enter(layer_pass, phase)
         self.trace.enter_experts()
 
     def enter_backward(self, layer_pass: LayerPass) -> None:
         self._store.check_open()
-        self._begin_split(layer_pass, keep=layer_pass.kept is not None)
+        self._may_split(layer_pass, keep=layer_pass.kept is not None)
         self._enter(layer_pass, Phase.BACKWARD)
         self.trace.enter_experts()
 
-    def _begin_split(self, layer_pass: LayerPass, keep: bool) -> tuple[bool, bool]:
-        """Whether the CPU may get experts of this pass, and whether it likely will: not where
-        weight gradients are made, and not with kept activations, which lie in the order of their
-        rows."""
+    def _may_split(self, layer_pass: LayerPass, keep: bool) -> bool:
+        """Whether the CPU may get experts of this pass: not where weight gradients are made, and
+        not with kept activations, which lie in the order of their rows."""
         if self.split is None:
-            return False, False
+            return False
         trains = layer_pass.training and layer_pass.trained
         layout = self._store.layout
         supported = why_unsupported(layout.dtype, layout.shape, layer_pass.activation) is None
         with self._store.lock:
-            allowed = self.split.enter(supported and not trains and not keep)
-            return allowed, allowed and self.split.likely(layer_pass.layer)
+            return self.split.enter(supported and not trains and not keep)
+
+    def _likely_splits(self, layer: int) -> bool:
+        with self._store.lock:
+            return self.split is not None and self.split.likely(layer)
 
     def _enter(self, layer_pass: LayerPass, phase: Phase) -> None:
         rows = layer_pass.rows

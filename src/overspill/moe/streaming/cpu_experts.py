@@ -169,9 +169,10 @@ class CpuExperts:
             CpuRequest(*flags, self._last_number, (ctypes.c_int64 * 2)()),
             self._recorder.enabled,
         )
+        self._submit(job)
+        # only now: the next job waits for this one, which must not be lost
         self._last = job
         self._running.append(job)
-        self._submit(job)
         return job
 
     def _submit(self, job: CpuJob) -> None:
@@ -217,12 +218,13 @@ class CpuExperts:
 
     def _sent(self, job: CpuJob) -> CpuJob:
         """The rows are in the buffers, or will be when the stream reaches this point."""
-        job.sent = Timestamp(self._device)
+        sent = Timestamp(self._device)
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             signal(stream, job.request.ready, job.request.number)
         else:
             self._host.ready.view(torch.int32).fill_(_signed(job.request.number))
+        job.sent = sent  # only now: if the signal fails, `_finish_last` repeats it
         self._collect()  # while the CPU is busy
         return job
 
@@ -238,9 +240,10 @@ class CpuExperts:
         """Notes the times of jobs that have ended. Any thread may call it."""
         with self._store.lock:
             while self._running:
-                start, end = self._running[0].request.times  # the end is written last
-                if not end:
+                times = self._running[0].request.times
+                if not times[1]:  # written last, so it is read first
                     return
+                start, end = times
                 job = self._running.popleft()
                 if job.traced:
                     size = len(job.places) * self._store.layout.weight_bytes

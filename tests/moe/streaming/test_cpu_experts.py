@@ -1,0 +1,468 @@
+"""The CPU computes some experts of a pass beside the device: any split gives the results of plain
+PyTorch, whatever fails or is late meanwhile."""
+
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from overspill.compute.cpu_kernel import cpu_isa
+from overspill.core.errors import EngineError, OrderError
+from overspill.core.expert_map import ExpertMap
+from overspill.core.experts import ExpertShape
+from overspill.models.gpt import GPTMoE
+from overspill.moe.engine import Engine
+from overspill.moe.settings import CpuPolicy, Settings
+from overspill.moe.streaming.engine import StreamingEngine
+from overspill.plan.budget import Placement
+from overspill.tiers.layout import RecordLayout
+from overspill.trace.recorder import Recorder
+from tests.moe.oracle import (
+    N_EXPERTS,
+    Task,
+    adamw,
+    assert_follows,
+    delays,
+    loss_of,
+    plain_run,
+    spilled,
+    train,
+    train_step,
+)
+from tests.moe.streaming.policies import all_on_cpu, fixed_policy, random_policy
+
+pytestmark = pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
+
+HOST = ["host with 2 slots", "host with 5 slots", "host with 12 slots"]
+UPLOADERS = ["thread", "native"]
+
+
+@dataclass(frozen=True)
+class SmallTask(Task):
+    """Its batches have 8 tokens, so no expert has more token rows than the CPU kernel takes. The
+    experts of the layers `frozen` are not trained."""
+
+    frozen: tuple[int, ...] = (0, 1, 2)
+
+    def model(self) -> GPTMoE:
+        model = super().model()
+        for layer in self.frozen:
+            for parameter in model.moe_layers()[layer].expert_parameters():
+                parameter.requires_grad_(False)
+        return model
+
+    def batches(self, first: int = 0) -> Iterator[list[Tensor]]:
+        for batch in super().batches(first):
+            yield [tokens[:1, :9] for tokens in batch]
+
+    @property
+    def tokens(self) -> Tensor:
+        return next(iter(self.batches()))[0]
+
+
+class Results(NamedTuple):
+    logits: Tensor
+    gradients: dict[str, Tensor]
+
+    def assert_close(self, expected: "Results") -> None:
+        torch.testing.assert_close(self.logits, expected.logits, rtol=1e-5, atol=1e-6)
+        assert self.gradients.keys() == expected.gradients.keys()
+        for name, gradient in expected.gradients.items():
+            torch.testing.assert_close(self.gradients[name], gradient, rtol=1e-4, atol=1e-7)
+
+    def distance(self, other: "Results") -> float:
+        """Largest difference of any tensor, relative to its norm."""
+        pairs = [(self.logits, other.logits)]
+        pairs += [(self.gradients[name], value) for name, value in other.gradients.items()]
+        return max(float((a - b).float().norm() / b.float().norm()) for a, b in pairs)
+
+
+def compute(model: GPTMoE, tokens: Tensor) -> Results:
+    """The logits, and the gradients of all parameters that are not experts: the embedding has the
+    input's."""
+    model.zero_grad()
+    logits = model(tokens[:, :-1]).logits
+    F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+    named = dict(model.named_parameters())
+    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    assert any("router" in name for name in gradients)
+    assert any("embedding" in name for name in gradients)
+    return Results(logits.detach(), gradients)
+
+
+@functools.cache
+def plain(task: SmallTask) -> Results:
+    return compute(task.model(), task.tokens)
+
+
+def cpu_settings(policy: CpuPolicy, **options: Any) -> Settings:
+    return Settings(cpu_experts=True, cpu_policy=policy, **options)
+
+
+@contextmanager
+def traced(
+    task: Task, where: str, disk: Path, settings: Settings, idle: bool = True
+) -> Iterator[tuple[GPTMoE, Engine]]:
+    model = task.model()
+    with spilled(model, where, disk, settings, idle) as engine:
+        engine.recorder.start()
+        yield model, engine
+
+
+def cpu_jobs(engine: Engine) -> list[str]:
+    """As "forward 1: 0, 3": the layer, then its experts."""
+    return [span.name for span in engine.recorder.spans() if span.row == "cpu compute"]
+
+
+def uploads(engine: Engine) -> int:
+    return engine.recorder.counters().get("upload", 0)
+
+
+# -- exactness --------------------------------------------------------------------------------
+
+TASKS = {
+    "gated": SmallTask(),
+    "top 1, not gated": SmallTask(top_k=1, gated=False),
+    "checkpointed": SmallTask(checkpoint=True),
+    "some dense layers": SmallTask(n_layers=4, moe_every=2, frozen=(0, 1)),
+}
+
+
+@pytest.mark.parametrize("where", HOST)
+@pytest.mark.parametrize("name", TASKS)
+def test_any_split_gives_plain_logits_and_gradients(name: str, where: str, tmp_path: Path) -> None:
+    task = TASKS[name]
+    with traced(task, where, tmp_path, cpu_settings(random_policy(1))) as (model, engine):
+        for _ in range(4):
+            compute(model, task.tokens).assert_close(plain(task))
+        jobs = cpu_jobs(engine)
+    assert {job.split()[0] for job in jobs} == {"forward", "backward"}
+    assert uploads(engine) > 0
+
+
+@pytest.mark.parametrize("uploader", UPLOADERS)
+@pytest.mark.parametrize("where", HOST)
+def test_any_split_is_exact_with_delays_and_several_threads(
+    where: str, uploader: str, tmp_path: Path
+) -> None:
+    task, kinds = SmallTask(), set()
+    late = delays(2, longest=1e-3)
+
+    def inject(kind: str) -> None:
+        kinds.add(kind)
+        late(kind)
+
+    settings = cpu_settings(random_policy(3), threads=3, uploader=uploader, inject=inject)
+    with traced(task, where, tmp_path, settings) as (model, _):
+        for _ in range(3):
+            compute(model, task.tokens).assert_close(plain(task))
+    assert {"cpu", "upload"} <= kinds
+
+
+def test_bf16_is_as_near_to_plain_pytorch_as_without_cpu_experts(tmp_path: Path) -> None:
+    task = SmallTask(dtype=torch.bfloat16)
+    distances = []
+    for policy in (fixed_policy(), all_on_cpu):
+        with traced(task, HOST[1], tmp_path, cpu_settings(policy)) as (model, _):
+            distances.append(compute(model, task.tokens).distance(plain(task)))
+    alone, on_cpu = distances
+    assert on_cpu <= 1.1 * alone + 2**-8  # one rounding of bf16
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_inference_is_exact_and_training_may_follow(
+    guard: Callable[[], Any], tmp_path: Path
+) -> None:
+    task = SmallTask()
+    settings = cpu_settings(random_policy(4))
+    with traced(task, HOST[1], tmp_path, settings) as (model, engine):
+        for _ in range(3):
+            with guard():
+                logits = model(task.tokens[:, :-1]).logits
+            torch.testing.assert_close(logits, plain(task).logits, rtol=1e-5, atol=1e-6)
+        assert cpu_jobs(engine)
+        compute(model, task.tokens).assert_close(plain(task))
+
+
+def test_only_frozen_layers_are_computed_on_the_cpu_while_others_train(tmp_path: Path) -> None:
+    task = SmallTask(frozen=(1,), steps=6, clip=0.5)
+    settings = cpu_settings(random_policy(5), inject=delays(5, longest=1e-3))
+    with traced(task, HOST[1], tmp_path, settings) as (model, engine):
+        run = train(model, adamw(model, task), task)
+        layers = {job.split(":")[0] for job in cpu_jobs(engine)}
+    assert_follows(run, plain_run(task))
+    assert layers == {"forward 1", "backward 1"}
+
+
+def test_evaluation_sees_updates_that_are_pending(tmp_path: Path) -> None:
+    """Experts whose update is pending go to the device, which waits for them."""
+    task = SmallTask(frozen=(), steps=3)
+    n_experts = task.n_layers * N_EXPERTS
+    updates_may_end, updates = threading.Event(), itertools.count()
+
+    def inject(kind: str) -> None:
+        # not the first ones of a step: backward would wait for their gradient buffers
+        if kind == "optimizer" and next(updates) % n_experts >= n_experts - 3:
+            assert updates_may_end.wait(20)
+
+    twin = task.model()
+    twin_optimizer = torch.optim.AdamW(
+        twin.parameters(), lr=task.lr, weight_decay=task.weight_decay
+    )
+    settings = cpu_settings(all_on_cpu, inject=inject)
+    with traced(task, HOST[2], tmp_path, settings) as (model, engine):
+        optimizer = adamw(model, task)
+        for batch in task.batches():
+            updates_may_end.clear()
+            train_step(model, optimizer, batch)
+            twin_optimizer.zero_grad()
+            loss_of(twin, batch[0]).backward()
+            twin_optimizer.step()
+            before = uploads(engine)
+            threading.Timer(0.1, updates_may_end.set).start()
+            with torch.inference_mode():
+                logits = model(task.tokens[:, :-1]).logits
+                torch.testing.assert_close(
+                    logits, twin(task.tokens[:, :-1]).logits, rtol=1e-4, atol=1e-5
+                )
+            assert uploads(engine) > before
+            engine.flush()
+            before, jobs = uploads(engine), len(cpu_jobs(engine))
+            with torch.inference_mode():
+                assert torch.allclose(model(task.tokens[:, :-1]).logits, logits, atol=1e-6)
+            assert uploads(engine) == before, "all experts are readable now"
+            assert len(cpu_jobs(engine)) == jobs + task.n_layers
+
+
+def test_experts_of_the_cpu_are_not_uploaded(tmp_path: Path) -> None:
+    task = SmallTask()
+    with traced(task, HOST[1], tmp_path, cpu_settings(fixed_policy(0, 1))) as (model, engine):
+        compute(model, task.tokens)  # the first forward knows nothing of the layers ahead
+        engine.flush()
+        engine.recorder.clear()
+        for _ in range(2):
+            compute(model, task.tokens)
+        names = [span.name for span in engine.recorder.spans() if span.row == "upload"]
+    assert {name.split()[1].split(".")[1] for name in names} == {"2", "3", "4"}
+    assert any(name.endswith("by history") for name in names)
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+def test_a_failure_in_the_runner_is_raised_once(failing: str, tmp_path: Path) -> None:
+    task, fail = SmallTask(), threading.Event()
+
+    def inject(kind: str) -> None:
+        if kind == "cpu" and fail.is_set():
+            raise OSError("no cores")
+
+    settings = cpu_settings(all_on_cpu, inject=inject, threads=2)
+    with traced(task, HOST[1], tmp_path, settings) as (model, _):
+        for _ in range(2):
+            if failing == "forward":
+                fail.set()
+            loss = model(task.tokens[:, :-1]).logits.sum() if failing == "backward" else None
+            fail.set()
+            with pytest.raises(OSError, match="no cores"):
+                model(task.tokens[:, :-1]) if loss is None else loss.backward()
+            fail.clear()
+            compute(model, task.tokens).assert_close(plain(task))
+
+
+class Interrupted(BaseException):
+    pass
+
+
+class InterruptAt(TorchDispatchMode):
+    """Raises instead of the operation with this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            raise Interrupted
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_pass_that_is_interrupted_anywhere_leaves_nothing_behind(tmp_path: Path) -> None:
+    task = SmallTask(n_layers=1, frozen=(0,))
+    x = torch.randn(1, 8, task.config.d_model, requires_grad=True)
+
+    def run(moe: nn.Module) -> tuple[Tensor, Tensor]:
+        y = moe(x)[0]
+        return y.detach(), torch.autograd.grad(y.square().sum(), x)[0]
+
+    expected = run(task.model().moe_layers()[0])
+    settings = cpu_settings(fixed_policy(0, 1, 2, 3), inject=delays(6, longest=1e-4, only="cpu"))
+    with traced(task, HOST[1], tmp_path, settings) as (model, engine):
+        moe = model.moe_layers()[0]
+        for number in itertools.count(1):
+            try:
+                with InterruptAt(number):
+                    run(moe)
+            except Interrupted:
+                torch.testing.assert_close(run(moe), expected, rtol=1e-5, atol=1e-6)
+            else:
+                break
+        assert len(cpu_jobs(engine)) > 2 * number > 100
+
+
+def test_an_exception_in_a_later_layer_leaves_nothing_behind(tmp_path: Path) -> None:
+    task = SmallTask()
+
+    def fail(*_: object) -> None:
+        raise ValueError("a hook")
+
+    with traced(task, HOST[1], tmp_path, cpu_settings(random_policy(7))) as (model, _):
+        for moe in model.moe_layers():
+            hook = moe.register_forward_pre_hook(fail)
+            with pytest.raises(ValueError, match="a hook"):
+                model(task.tokens[:, :-1])
+            hook.remove()
+            compute(model, task.tokens).assert_close(plain(task))
+
+
+def test_closing_between_two_layers_ends_the_pass(tmp_path: Path) -> None:
+    task = SmallTask()
+    with traced(task, HOST[1], tmp_path, cpu_settings(all_on_cpu), idle=False) as (model, engine):
+        model.moe_layers()[1].register_forward_pre_hook(lambda *_: engine.close())
+        with pytest.raises(OrderError, match="closed"):
+            model(task.tokens[:, :-1])
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.01])
+def test_closing_while_the_cpu_computes_ends_the_pass(seconds: float, tmp_path: Path) -> None:
+    task, started, errors = SmallTask(), threading.Event(), []
+
+    def inject(kind: str) -> None:
+        started.set()
+        time.sleep(0.001)
+
+    def run(model: nn.Module) -> None:
+        try:
+            with torch.inference_mode():
+                while True:
+                    model(task.tokens[:, :-1])
+        except (EngineError, OrderError) as error:
+            errors.append(str(error))
+
+    settings = cpu_settings(all_on_cpu, inject=inject, threads=2)
+    with traced(task, HOST[1], tmp_path, settings, idle=False) as (model, engine):
+        thread = threading.Thread(target=run, args=(model,))
+        thread.start()
+        assert started.wait(10)
+        time.sleep(seconds)
+        engine.close()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert "closed" in errors[0]
+
+
+# -- the trace, and where the CPU gets no experts -----------------------------------------------
+
+
+def test_the_trace_has_every_job_of_the_cpu(tmp_path: Path) -> None:
+    task = SmallTask()
+    with traced(task, HOST[1], tmp_path, cpu_settings(all_on_cpu)) as (model, engine):
+        with torch.no_grad():
+            model(task.tokens[:, :-1])
+        engine.recorder.stop()
+        jobs = cpu_jobs(engine)
+        spans = [span for span in engine.recorder.spans() if span.row == "cpu compute"]
+    assert [job.split(":")[0] for job in jobs] == [f"forward {n}" for n in range(3)]
+    for span in spans:
+        n_experts = len(span.name.split(":")[1].split(","))
+        assert span.bytes == n_experts * engine.layout.weight_bytes
+        assert 0 < span.end_ns - span.start_ns < 1e9
+
+
+def assert_cpu_is_off(task: SmallTask, where: str, disk: Path, settings: Settings) -> None:
+    with traced(task, where, disk, settings) as (model, engine):
+        for _ in range(2):
+            compute(model, task.tokens).assert_close(plain(task))
+        assert not cpu_jobs(engine)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_kept_activations_turn_cpu_experts_off(checkpoint: bool, tmp_path: Path) -> None:
+    task = SmallTask(checkpoint=checkpoint)
+    assert_cpu_is_off(task, HOST[1], tmp_path, cpu_settings(all_on_cpu, activations="keep"))
+
+
+def test_deterministic_algorithms_turn_cpu_experts_off(tmp_path: Path) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_cpu_is_off(SmallTask(), HOST[1], tmp_path, cpu_settings(all_on_cpu))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_setting_turns_cpu_experts_off_and_on_between_passes(tmp_path: Path) -> None:
+    task, on = SmallTask(), cpu_settings(all_on_cpu, threads=1)
+    off = Settings(cpu_policy=all_on_cpu, threads=1)
+    with traced(task, HOST[1], tmp_path, off) as (model, engine):
+        compute(model, task.tokens).assert_close(plain(task))
+        assert not cpu_jobs(engine)
+        engine.switch(on)
+        compute(model, task.tokens).assert_close(plain(task))
+        assert cpu_jobs(engine)
+
+
+def test_a_switch_between_forward_and_backward_keeps_the_results(tmp_path: Path) -> None:
+    task, on = SmallTask(), cpu_settings(all_on_cpu, threads=1)
+    with traced(task, HOST[1], tmp_path, on) as (model, engine):
+        logits = model(task.tokens[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), task.tokens[:, 1:].flatten())
+        engine.switch(Settings(cpu_policy=all_on_cpu, threads=1))
+        loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        Results(logits.detach(), gradients).assert_close(plain(task))
+        assert not any(job.startswith("backward") for job in cpu_jobs(engine))
+
+
+def test_experts_on_disk_turn_cpu_experts_off_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_cpu_is_off(SmallTask(), "disk behind 3 host slots", tmp_path, cpu_settings(all_on_cpu))
+    assert "cpu_experts is off: experts on disk" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        (ExpertShape(8, 8, gated=True, bias=True), "biases"),
+        (ExpertShape(8, 8, gated=True, transposed=True), "transposed weights"),
+    ],
+)
+def test_experts_that_the_kernel_cannot_compute_turn_cpu_experts_off_with_a_warning(
+    shape: ExpertShape, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = RecordLayout(shape, torch.float32, torch.float32)
+    placement = Placement("host", 2, 0, N_EXPERTS, 0, 0, 0, 256, 1 << 30, training=False)
+    engine = StreamingEngine(
+        1,
+        ExpertMap.whole(N_EXPERTS),
+        layout,
+        torch.device("cpu"),
+        placement,
+        cpu_settings(all_on_cpu),
+        Recorder(),
+    )
+    engine.close()
+    assert f"cpu_experts is off: {reason}" in caplog.text
