@@ -30,6 +30,7 @@ class FakeEngine:
         self.shape: ExpertShape = self.layers[0].shape
         self.dtype = self.layers[0].w_in.dtype
         self.recorder = Recorder()
+        self.records = self  # reads and writes the plain model's parameters
         self.closed = False
 
     def _parts(self, expert: ExpertId) -> tuple[Tensor, Tensor]:

@@ -185,12 +185,12 @@ def write_profile(profile: Profile, path: Path | None = None) -> Path:
     profile."""
     path = path or profile_file(profile.machine)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.part")
+    temporary = path.with_suffix(f".{os.getpid()}.part")
     try:
-        aside.write_text(json.dumps(dataclasses.asdict(profile), indent=2) + "\n")
-        os.replace(aside, path)
+        temporary.write_text(json.dumps(dataclasses.asdict(profile), indent=2) + "\n")
+        os.replace(temporary, path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return path
 
 

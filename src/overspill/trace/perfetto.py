@@ -19,14 +19,14 @@ def write_perfetto(spans: Iterable[Span], path: str | Path) -> None:
     """Writes `spans` with times relative to the first; gzipped if `path` ends with .gz."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".part")
-    with gzip.open(aside, "wt") if path.suffix == ".gz" else open(aside, "w") as file:
+    temporary = path.with_name(path.name + ".part")
+    with gzip.open(temporary, "wt") if path.suffix == ".gz" else open(temporary, "w") as file:
         # one event per line, so that a long timeline is never in memory as a whole
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, event in enumerate(_events(list(spans))):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("\n]}\n")
-    os.replace(aside, path)  # never leaves a partial file
+    os.replace(temporary, path)  # never leaves a partial file
 
 
 def _events(spans: list[Span]) -> Iterator[dict[str, Any]]:

@@ -29,9 +29,12 @@ def budgets(mode: str, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def offloaded(model: Any, mode: str, folder: Path) -> Iterator[Any]:
+def offloaded(
+    model: Any, mode: str, folder: Path, settings: overspill.Settings | None = None
+) -> Iterator[Any]:
     """A copy of `model` with offloaded experts."""
-    twin = overspill.offload(copy.deepcopy(model), **budgets(mode, folder))
+    given = budgets(mode, folder)
+    twin = overspill.offload(copy.deepcopy(model), settings=settings, **given)
     try:
         yield twin
     finally:

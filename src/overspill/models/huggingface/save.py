@@ -83,16 +83,16 @@ def save_pretrained(
     engine.flush()
     _check_room(out, engine, model)
     try:
-        with temporary_folder(_aside(out)) as aside:
+        with temporary_folder(_temporary_path(out)) as temporary:
             # transformers writes the dense part, with its ties, names and configs
             dense = dense_tensors(model)
             with silence():
                 type(model).save_pretrained(
-                    model, aside, state_dict=dense, max_shard_size=max_shard_size, **kwargs
+                    model, temporary, state_dict=dense, max_shard_size=max_shard_size, **kwargs
                 )
-            _write_experts(model, aside, shard_bytes, _free_stem(out))
-            sync_all(aside)
-            _move(aside, out)
+            _write_experts(model, temporary, shard_bytes, _free_stem(out))
+            sync_all(temporary)
+            _move(temporary, out)
         engine.records.mark_saved(out)
     except (OSError, SafetensorError) as error:
         if isinstance(error, DiskError):
@@ -103,7 +103,7 @@ def save_pretrained(
         ) from error
 
 
-def _aside(out: Path) -> Path:
+def _temporary_path(out: Path) -> Path:
     """Inside the folder if it exists: as a link or a mount it may be on another disk."""
     return out / ".tmp-checkpoint" if out.is_dir() else out.parent / f".tmp-{out.name}"
 
@@ -277,14 +277,14 @@ def _free_stem(out: Path) -> str:
     return next(s for s in stems if not any(out.glob(f"{s}-?????-of-?????.safetensors")))
 
 
-def _move(aside: Path, out: Path) -> None:
+def _move(temporary: Path, out: Path) -> None:
     """Renames the folder, or its files if `out` exists: the index last, and after it the old shards
     are removed. So a checkpoint is complete at any moment."""
     if not out.exists():
-        os.rename(aside, out)
+        os.rename(temporary, out)
         sync(out.parent)
         return
-    new = sorted(aside.iterdir(), key=lambda file: file.name == INDEX)
+    new = sorted(temporary.iterdir(), key=lambda file: file.name == INDEX)
     old = [file for file in out.iterdir() if _is_weights(file.name)]
     for file in new:
         if file.name == INDEX:
