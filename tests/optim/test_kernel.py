@@ -254,7 +254,7 @@ def _fallback(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def forget() -> None:
         kernel._library.cache_clear()
-        native._load_library.cache_clear()
+        native.load_library.cache_clear()
 
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(native.shutil, "which", lambda _: None)

@@ -16,7 +16,7 @@ from tests.models.huggingface.oracle import (
     expert_gradients,
     offloaded,
 )
-from tests.moe.test_sharing import at_random, force
+from tests.moe.streaming.policies import random_policy
 
 # families that Overspill refuses by name, see test_refused.py
 UNSUPPORTED = ("muse_spark",)
@@ -41,11 +41,13 @@ def check(
     if frozen_split is not None:
         for name, parameter in plain.named_parameters():
             parameter.requires_grad_(".experts." not in name)
-    with offloaded(plain, mode, folder) as twin:
+    settings = None
+    if frozen_split is not None:
+        policy = random_policy(frozen_split)
+        settings = overspill.Settings(cpu_experts=True, cpu_policy=policy, threads=1)
+    with offloaded(plain, mode, folder, settings) as twin:
         theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **ADAM)
         mine = overspill.AdamW(twin, max_grad_norm=1e9, **ADAM)
-        if frozen_split is not None:
-            force(twin.overspill, at_random(frozen_split))
         for step in range(steps):
             expected, got = plain(**batch), twin(**batch)
             atol = 1e-5 * float(expected.logits.detach().abs().max())
