@@ -368,11 +368,11 @@ def test_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     with offloaded("mixtral", "host", tmp_path) as base:
         model = adapted(base)
         before = weights(base)
-        read = base.overspill.read_weights
-        base.overspill.read_weights = None  # nobody needs an expert to save adapters
+        read = base.overspill.records.read_weights
+        base.overspill.records.read_weights = None  # nobody needs an expert to save adapters
         mine = trainer_of(model, arguments(tmp_path / "mine", **changes))
         mine.train()
-        base.overspill.read_weights = read
+        base.overspill.records.read_weights = read
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-5)
         trained = adapters(model)
         for name, value in adapters(plain).items():
