@@ -431,7 +431,8 @@ def test_a_value_that_cannot_be_right_is_named(options: dict[str, Any], names: s
 
 
 @pytest.mark.parametrize(
-    "options", [{"activations": "kep"}, {"resident_share": 1.5}, {"resident_share": -0.1}, {"threads": 0}]
+    "options",
+    [{"activations": "kep"}, {"resident_share": 1.5}, {"resident_share": -0.1}, {"threads": 0}],
 )
 def test_settings_that_cannot_be_right_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
