@@ -214,6 +214,15 @@ def spilled(
     assert not list(disk.glob("overspill-*"))
 
 
+def losses_without(task: Task, where: str, disk: Path, skip: int) -> list[float]:
+    """The losses of a run that never saw batch `skip`."""
+    model = task.model()
+    with spilled(model, where, disk):
+        optimizer = adamw(model, task)
+        batches = [batch for number, batch in enumerate(task.batches()) if number != skip]
+        return [train_step(model, optimizer, batch) for batch in batches]
+
+
 def threads_left() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("overspill-")]
 

@@ -1,24 +1,38 @@
-"""What an engine tells of the step it is in."""
+"""The engine from outside: gradients, memory, residents, and what it holds when it is closed."""
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import overspill
 from overspill.core.errors import OrderError
-from overspill.moe.streaming.engine import StreamingEngine
-from tests.moe.oracle import Task, adamw, loss_of, spilled
+from overspill.moe.settings import Settings
+from overspill.moe.streaming.compute import StreamingCompute
+from tests.moe.oracle import (
+    N_EXPERTS,
+    ONE_OF_EACH,
+    Run,
+    Task,
+    adamw,
+    loss_of,
+    plain_run,
+    spilled,
+    train,
+    train_step,
+)
 
 TASK = Task(n_layers=2, clip=0.5, micro_batches=2)
-PLACES = ["gpu", "host with 2 slots", "disk behind 3 host slots"]
 
 
 def norm(model: nn.Module) -> float:
     return float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_the_norm_over_all_parameters_is_that_of_the_plain_model(
     where: str, tmp_path: Path
 ) -> None:
@@ -33,7 +47,7 @@ def test_the_norm_over_all_parameters_is_that_of_the_plain_model(
         expected = norm(plain)
         assert norm(model) == pytest.approx(expected, rel=1e-5)
         optimizer.step()
-        assert optimizer.total_norm == pytest.approx(expected, rel=1e-5)  # told, not counted twice
+        assert optimizer.total_norm == pytest.approx(expected, rel=1e-5), "not counted twice"
         assert all(
             p.grad is None for p in model.parameters() if hasattr(p, "is_expert_placeholder")
         )
@@ -43,35 +57,114 @@ def test_gradients_of_experts_cannot_be_set(tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, "gpu", tmp_path):
         placeholder = next(p for p in model.parameters() if hasattr(p, "is_expert_placeholder"))
-        placeholder.grad = None  # what zero_grad does
+        placeholder.grad = None  # as zero_grad does
         with pytest.raises(OrderError, match="cannot be set"):
             placeholder.grad = torch.zeros(0)
 
 
-def test_a_saved_folder_holds_the_weights_until_the_next_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["gpu", "host with 2 slots"])
+def test_a_saved_folder_holds_the_weights_until_the_next_step(where: str, tmp_path: Path) -> None:
     model = TASK.model()
-    with spilled(model, "host with 2 slots", tmp_path) as engine:
+    with spilled(model, where, tmp_path) as engine:
         optimizer = adamw(model, TASK)
-        engine.saved_to = tmp_path
+        engine.records.mark_saved(tmp_path)
         loss_of(model, next(TASK.batches())[0]).backward()
-        assert engine.saved_to == tmp_path
+        assert engine.records.saved_to == tmp_path
         optimizer.step()
-        assert engine.saved_to is None
+        assert engine.records.saved_to is None
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_closed_it_gives_its_memory_back(where: str, tmp_path: Path) -> None:
+def tensors_over(size: int) -> set[int]:
+    """Addresses of all tensors whose memory is larger than `size` bytes."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) is Tensor]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr() for storage in storages if storage.nbytes() > size}
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_a_closed_engine_has_released_its_memory(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path, idle=False) as engine:
+        record = engine.layout.weight_bytes
         optimizer = adamw(model, TASK)
         loss_of(model, next(TASK.batches())[0]).backward()
         optimizer.step()
+        optimizer.zero_grad()
+        engine.flush()
+        opened = tensors_over(record)
         engine.close()
-        if isinstance(engine, StreamingEngine):
-            assert engine.gradients.ring is not None
-            slabs = [*engine.store.slabs.values(), engine.gradients.ring.buffers]
-            kept = [*(slab.rows for slab in slabs), engine.loader.slab, engine._waves._slot_weights]
-        else:
-            assert engine.grads is None
-            kept = [engine.weights, *engine.states.values()]
-        assert [tensor.untyped_storage().nbytes() for tensor in kept] == [0] * len(kept)
+        closed = tensors_over(record)
+    memories = {"gpu": 4, "host with 2 slots": 5, "disk behind 3 host slots": 5}
+    assert len(opened - closed) == memories[where], "weights, states, gradients, slots, buffers"
+    assert engine.bytes_by_tier()["gpu"] == 0
+
+
+def test_the_memory_of_each_tier_does_not_grow(tmp_path: Path) -> None:
+    task = Task(steps=4)
+    model = task.model()
+    with spilled(model, "disk behind 9 host slots", tmp_path) as engine:
+        optimizer = adamw(model, task)
+        allocated = engine.bytes_by_tier()
+        train(model, optimizer, task)
+        assert engine.bytes_by_tier() == allocated
+        # 8 slots, whatever was uploaded: no expert is on the device beside them
+        assert allocated["gpu"] == 8 * engine.layout.weight_bytes
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_resident_are_the_busiest_of_the_last_step_and_evaluation_does_not_count(
+    checkpoint: bool, tmp_path: Path
+) -> None:
+    task = Task(micro_batches=2, checkpoint=checkpoint, steps=3)
+    model = task.model()
+    with spilled(model, "host with 12 slots", tmp_path, Settings(resident_share=0.4)) as engine:
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            routed = torch.zeros(3, N_EXPERTS, dtype=torch.long)
+
+            def count(layer: int, output: Any, routed: Tensor = routed) -> None:
+                if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                    ids = output.expert_ids_TK.flatten()
+                    routed[layer] += ids.bincount(minlength=N_EXPERTS)
+
+            hooks = [
+                moe.router.register_forward_hook(lambda _, __, out, i=i: count(i, out))
+                for i, moe in enumerate(model.moe_layers())
+            ]
+            with torch.no_grad():
+                loss_of(model, batches[0].flip(1))
+            train_step(model, optimizer, batches)
+            for hook in hooks:
+                hook.remove()
+            residents = residents_of(engine.compute, engine.placement.banked)
+            others = {(n, e) for n in range(3) for e in range(N_EXPERTS)} - residents
+            assert len(residents) == 4
+            assert min(routed[at] for at in residents) >= max(routed[at] for at in others)
+
+
+def residents_of(compute: object, banked: int) -> set[tuple[int, int]]:
+    """(layer, position) of the experts in slots behind the banks."""
+    assert isinstance(compute, StreamingCompute)
+    plan = compute.plan
+    first = banked // plan.bank_size * plan.bank_size
+    return {(n, p) for n in range(3) for p, slot in plan.slots(n).items() if slot >= first}
+
+
+def test_two_jobs_share_a_disk_folder(tmp_path: Path) -> None:
+    task = Task(steps=3)
+    models = [task.model(), task.model()]
+    options = {"device": "cpu", "mode": "disk", "slots": 3, "host_slots": 3, "quiet": True}
+    for model in models:
+        overspill.offload(model, disk=tmp_path, **options)
+    try:
+        runs = [Run(), Run()]
+        optimizers = [adamw(model, task) for model in models]
+        for batches in task.batches():
+            for model, optimizer, run in zip(models, optimizers, runs, strict=True):
+                run.losses.append(train_step(model, optimizer, batches))
+        assert runs[0].losses == runs[1].losses == pytest.approx(plain_run(task).losses, rel=1e-5)
+    finally:
+        for model in models:
+            model.overspill.close()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,160 @@
+"""Loops that are not one forward, one backward and one step are exact too."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import overspill
+from overspill.core.errors import OrderError
+from overspill.models.gpt import GPTMoE
+from tests.moe.oracle import (
+    ONE_OF_EACH,
+    WHERE,
+    Run,
+    Task,
+    adamw,
+    assert_follows,
+    assert_same_bits,
+    loss_of,
+    plain_run,
+    spilled,
+    spilled_run,
+    train_step,
+    weights_of,
+)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_evaluation_between_steps_changes_no_bit(where: str, tmp_path: Path) -> None:
+    task = Task(steps=4)
+    undisturbed = spilled_run(task, where, tmp_path)
+    model, run = task.model(), Run()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            with torch.no_grad():
+                before = loss_of(model, batches[0]).item()
+            run.losses.append(train_step(model, optimizer, batches))
+            assert before == run.losses[-1]
+            model.eval()
+            with torch.no_grad():
+                # other tokens, so that other experts are uploaded than training will need
+                model(torch.zeros(1, 4, dtype=torch.long))
+            model.train()
+        run.weights = weights_of(model)
+    assert_same_bits(run, undisturbed)
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_two_forwards_and_one_backward(
+    where: str, checkpoint: bool, clip: float | None, tmp_path: Path
+) -> None:
+    task = Task(micro_batches=2, steps=3, checkpoint=checkpoint, clip=clip, top_k=1)
+
+    def two(model: GPTMoE, optimizer: torch.optim.Optimizer) -> Run:
+        run = Run()
+        for a, b in task.batches():
+            loss = loss_of(model, a) + 2 * loss_of(model, b)
+            loss.backward()
+            if clip is not None and not isinstance(optimizer, overspill.AdamW):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.losses.append(loss.item())
+        run.weights = weights_of(model)
+        return run
+
+    plain = task.model()
+    options = {"lr": task.lr, "weight_decay": task.weight_decay}
+    expected = two(plain, torch.optim.AdamW(plain.parameters(), **options))
+    model = task.model()
+    with spilled(model, where, tmp_path):
+        run = two(model, adamw(model, task))
+    assert_follows(run, expected)
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_graph_that_is_freed_without_backward_changes_nothing(
+    where: str, clip: float | None, tmp_path: Path
+) -> None:
+    task = Task(steps=4, clip=clip)
+    model, run = task.model(), Run()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            discarded = loss_of(model, batches[0].flip(1))
+            assert discarded.requires_grad
+            del discarded
+            kept_alive = loss_of(model, batches[0].flip(0))  # alive during the backward
+            run.losses.append(train_step(model, optimizer, batches))
+            del kept_alive
+        run.weights = weights_of(model)
+    # norms are compared by the losses they lead to
+    assert_follows(run, replace(plain_run(task), norms=[]))
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("freed", [False, True])
+def test_experts_are_updated_during_backward_once_no_other_graph_is_alive(
+    where: str, freed: bool, tmp_path: Path
+) -> None:
+    task = Task(n_layers=2, steps=1)
+    model = task.model()
+    (tokens,) = next(task.batches())
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        other = loss_of(model, tokens)
+        if freed:
+            del other
+        loss_of(model, tokens).backward()
+        if freed:
+            with pytest.raises(OrderError, match="updated during backward"):
+                optimizer.zero_grad()
+            optimizer.step()
+        else:
+            optimizer.zero_grad()  # the gradients wait for the other graph
+            del other
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_every_backward_may_be_under_accumulate(where: str, tmp_path: Path) -> None:
+    task = Task(micro_batches=2, steps=4)
+    model, run = task.model(), Run()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            losses = []
+            for tokens in batches:
+                with optimizer.accumulate():
+                    loss = loss_of(model, tokens) / 2
+                    loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            run.losses.append(sum(losses))
+        run.weights = weights_of(model)
+    assert_follows(run, plain_run(task))
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_micro_batches_grouped_in_one_pass_learn_as_accumulated_ones(
+    where: str, tmp_path: Path
+) -> None:
+    task = Task(micro_batches=3, steps=4, clip=0.5)
+    model, run = task.model(), Run()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            tokens = torch.cat(batches)
+            loss = model(tokens[:, :-1], tokens[:, 1:], pieces=3).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.losses.append(loss.item())
+        run.weights = weights_of(model)
+    assert_follows(run, replace(plain_run(task), norms=[]))
