@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from overspill.hardware.profile import Curve
 from overspill.plan.split import SplitCosts, pass_time, split
 
-# about what the reference machine was measured to do with experts of 1024x4096
+# roughly as measured on the reference machine with experts of 1024x4096
 LIKE_MEASURED = SplitCosts(
     load=0.34e-3,
     load_beside=0.36e-3,
@@ -33,7 +33,7 @@ def replace(costs: SplitCosts, **changes: object) -> SplitCosts:
 
 @st.composite
 def machines(draw: st.DrawFn) -> SplitCosts:
-    """Any at all, but with a GPU that is five times faster than the CPU or more."""
+    """Any costs, but with a GPU that is at least five times faster than the CPU."""
     load = draw(st.floats(1e-5, 1e-2))
     first = draw(st.floats(1e-5, 1e-2))
     knee = draw(st.integers(2, 300))
@@ -55,7 +55,7 @@ counts = st.lists(st.sampled_from([0, 0, 1, 2, 5, 9, 30, 70, 200, 600]), min_siz
 
 
 @given(counts, st.sets(st.integers(0, 8)), machines())
-def test_it_is_within_a_tenth_of_the_best_subset(
+def test_the_split_is_within_a_tenth_of_the_best_subset(
     tokens: list[int], resident: set[int], costs: SplitCosts
 ) -> None:
     chosen = split(tokens, resident, costs)
@@ -65,7 +65,7 @@ def test_it_is_within_a_tenth_of_the_best_subset(
 
 
 @given(counts, st.sets(st.integers(0, 8)), machines())
-def test_it_never_promises_less_than_no_split(
+def test_a_split_is_planned_only_if_it_is_faster_than_none(
     tokens: list[int], resident: set[int], costs: SplitCosts
 ) -> None:
     chosen = split(tokens, resident, costs)
@@ -73,7 +73,7 @@ def test_it_never_promises_less_than_no_split(
     assert not chosen or pass_time(tokens, resident, chosen, costs) < alone
 
 
-def test_rare_experts_stay_and_popular_ones_go() -> None:
+def test_experts_with_few_tokens_stay_on_the_cpu_and_busy_ones_are_uploaded() -> None:
     tokens = [450, 440, *[10] * 14]
     chosen = split(tokens, set(), LIKE_MEASURED)
     assert chosen
@@ -84,11 +84,11 @@ def test_rare_experts_stay_and_popular_ones_go() -> None:
     assert ratio > 1.5
 
 
-def test_equal_and_large_counts_all_go_to_the_gpu() -> None:
+def test_equal_and_large_counts_are_all_computed_on_the_gpu() -> None:
     assert not split([4096] * 16, set(), LIKE_MEASURED)
 
 
-def test_what_is_on_the_device_computes_there() -> None:
+def test_experts_on_the_device_compute_there() -> None:
     tokens = [5] * 16
     chosen = split(tokens, set(range(0, 16, 2)), LIKE_MEASURED)
     assert chosen <= set(range(1, 16, 2))
@@ -96,7 +96,7 @@ def test_what_is_on_the_device_computes_there() -> None:
 
 
 @pytest.mark.parametrize("claim", [5e-3, 20e-3])
-def test_where_the_optimizer_needs_the_cores_the_cpu_takes_nothing(claim: float) -> None:
+def test_the_cpu_gets_fewer_experts_if_the_optimizer_needs_the_cores(claim: float) -> None:
     tokens = [450, 440, *[10] * 14]
     alone = pass_time(tokens, set(), set(), LIKE_MEASURED)
     chosen = split(tokens, set(), replace(LIKE_MEASURED, claim=claim))
@@ -107,7 +107,7 @@ def test_where_the_optimizer_needs_the_cores_the_cpu_takes_nothing(claim: float)
 
 
 @given(counts, st.sets(st.integers(0, 8)), machines())
-def test_what_was_uploaded_for_this_pass_stays_and_counts(
+def test_experts_uploaded_for_this_pass_compute_on_the_device(
     tokens: list[int], uploaded: set[int], costs: SplitCosts
 ) -> None:
     chosen = split(tokens, set(), costs, uploaded=uploaded)
@@ -120,11 +120,11 @@ def test_what_was_uploaded_for_this_pass_stays_and_counts(
     assert pass_time(tokens, set(), chosen, costs) <= 1.1 * best + 1e-12
 
 
-def test_the_cpu_takes_no_more_rows_than_there_is_room_for() -> None:
+def test_the_cpu_gets_at_most_max_rows() -> None:
     tokens = [10] * 16
-    for room in (0, 9, 10, 35, 1000):
-        chosen = split(tokens, set(), LIKE_MEASURED, max_rows=room)
-        assert sum(tokens[index] for index in chosen) <= room
+    for limit in (0, 9, 10, 35, 1000):
+        chosen = split(tokens, set(), LIKE_MEASURED, max_rows=limit)
+        assert sum(tokens[index] for index in chosen) <= limit
 
 
 def test_one_token_decode_uses_both_sides() -> None:
