@@ -1,9 +1,11 @@
-"""Small budgets go on, and an engine goes when the last who could use it goes."""
+"""Small budgets work, and an engine closes when nothing can use it any more."""
 
 import gc
 import math
 import queue
 import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ from overspill.core.errors import OrderError
 from overspill.core.experts import ExpertId
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
-from overspill.models.offload import _close
-from tests.moe.oracle import Task, adamw, loss_of, spilled, threads_left, train_step
+from overspill.moe.settings import Settings
+from tests.moe.oracle import ONE_OF_EACH, Task, adamw, loss_of, spilled, threads_left, train_step
 
 CONFIG = GPTConfig(
     vocab=32, n_layers=2, d_model=16, d_hidden=16, n_heads=2, n_experts=8, top_k=2, max_seq=16
@@ -29,7 +31,7 @@ def batch() -> torch.Tensor:
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("host_slots", [2, 4])
 @pytest.mark.parametrize("slots", [2, 16])
-def test_a_bank_longer_than_the_cache_of_host_rows_fills_and_empties(
+def test_a_bank_may_be_longer_than_the_cache_of_host_slots(
     slots: int, host_slots: int, clip: float | None, tmp_path: Path
 ) -> None:
     model = GPTMoE(CONFIG, seed=1)
@@ -66,13 +68,13 @@ def test_dropping_model_and_optimizer_ends_the_threads(tmp_path: Path) -> None:
     assert not threads_left()
 
 
-def test_nothing_is_left_on_the_disk_even_while_it_runs(tmp_path: Path) -> None:
+def test_files_on_the_disk_have_no_name_while_they_are_used(tmp_path: Path) -> None:
     model = GPTMoE(CONFIG, seed=1)
     overspill.offload(
         model, device="cpu", quiet=True, mode="disk", slots=4, host_slots=3, disk=tmp_path
     )
     assert model.overspill.bytes_by_tier()["disk"] > 0
-    assert list(tmp_path.iterdir()) == [], "a killed run would leave its spill behind"
+    assert list(tmp_path.iterdir()) == [], "a killed run would leave its files behind"
     model.overspill.close()
 
 
@@ -100,12 +102,12 @@ def test_one_optimizer_at_a_time(where: str, tmp_path: Path) -> None:
         assert second.steps_taken == 0
         moments = torch.empty(engine.shape.numel)
         second.read_expert_state(ExpertId(0, 0), "exp_avg", moments)
-        assert moments.eq(0).all(), "a new optimizer begins without moments"
+        assert moments.eq(0).all(), "a new optimizer starts without moments"
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])
-def test_a_backward_that_failed_half_way_is_not_added_to_the_next(
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_a_backward_that_failed_is_not_added_to_the_next(
     where: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = Task(clip=clip)
@@ -118,9 +120,11 @@ def test_a_backward_that_failed_half_way_is_not_added_to_the_next(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "end_backward", fail)
+            patch.setattr(engine.training, "end_backward", fail)
             with pytest.raises(KeyboardInterrupt):
                 loss_of(model, tokens).backward()
+        with pytest.raises(OrderError, match="failed inside MoE layer"):
+            optimizer.step()
         if clip is None:
             with pytest.raises(OrderError, match="updated during backward already"):
                 optimizer.zero_grad()
@@ -152,8 +156,8 @@ def test_a_closed_engine_says_so(where: str, tmp_path: Path) -> None:
                 call()
 
 
-@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])
-def test_loaded_weights_are_the_masters_too(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_loaded_weights_are_the_fp32_masters_too(where: str, tmp_path: Path) -> None:
     task = Task(dtype=torch.bfloat16)
     model = task.model()
     with spilled(model, where, tmp_path) as engine:
@@ -168,7 +172,7 @@ def test_loaded_weights_are_the_masters_too(where: str, tmp_path: Path) -> None:
         assert low.eq(0).all()
 
 
-def test_frozen_experts_need_no_optimizer_of_ours(tmp_path: Path) -> None:
+def test_frozen_experts_train_with_any_optimizer(tmp_path: Path) -> None:
     task = Task()
     model = task.model()
     with spilled(model, "host with 5 slots", tmp_path):
@@ -199,17 +203,37 @@ def test_switching_clipping_between_backward_and_step_is_refused(tmp_path: Path)
             optimizer.step()
 
 
-def test_an_engine_collected_in_one_of_its_own_threads_is_closed_by_another() -> None:
-    """Such a thread may hold the lock that `close` waits for."""
-    closed_by: queue.SimpleQueue[str] = queue.SimpleQueue()
+@pytest.mark.parametrize("kind", ["optimizer", "upload"])
+def test_a_model_that_is_freed_in_a_thread_of_its_engine_is_closed(
+    kind: str, tmp_path: Path
+) -> None:
+    """Such a thread may hold the lock that `close` waits for, and `close` cannot join it."""
+    held: list[object] = []
+    armed, dropped = threading.Event(), threading.Event()
+    freed_in: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    class Engine:
-        def close(self) -> None:
-            closed_by.put(threading.current_thread().name)
+    def free(what: str) -> None:
+        if what == kind and armed.is_set():
+            armed.clear()
+            assert dropped.wait(10)
+            held.clear()
+            gc.collect()
+            if alive() is None:
+                freed_in.put(threading.current_thread().name)
 
-    for name in ("overspill-loader", "somebody"):
-        thread = threading.Thread(target=_close, args=(Engine(),), name=name)
-        thread.start()
-        thread.join()
-        found = closed_by.get(timeout=10)
-        assert (found == name) == (name == "somebody")
+    model = Task(n_layers=2).model()
+    alive = weakref.ref(model)
+    settings = Settings(inject=free, threads=1)
+    overspill.offload(model, device="cpu", mode="host", slots=2, quiet=True, settings=settings)
+    optimizer = overspill.AdamW(model, max_grad_norm=1.0)
+    loss_of(model, next(Task().batches())[0]).backward()
+    armed.set()
+    optimizer.step()  # updates the experts, then uploads them for the next forward
+    held += [model, optimizer]
+    del model, optimizer
+    dropped.set()
+    assert freed_in.get(timeout=10).startswith("overspill-")
+    deadline = time.monotonic() + 10
+    while threads_left() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads_left()

@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from overspill.core.errors import OrderError
 from overspill.core.experts import Phase
 from overspill.models.gpt import GPTMoE
-from overspill.moe import functions
+from overspill.moe import autograd
 from overspill.moe.engine import Engine
-from overspill.moe.passes import LayerPass, Wave
+from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
+    ONE_OF_EACH,
     Run,
     Task,
     adamw,
@@ -32,23 +33,21 @@ from tests.moe.oracle import (
     weights_of,
 )
 
-WHERE = ["gpu", "host with 2 slots", "disk behind 3 host slots"]
 
-
-def count_passes(engine: Engine) -> Counter[tuple[int, Phase]]:
-    """How often each layer's experts are passed in each phase from now on."""
+def count_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, Phase]]:
+    """Counts the passes through each layer's experts in each phase from now on."""
     passes: Counter[tuple[int, Phase]] = Counter()
-    waves = engine.waves
+    waves = engine.compute.waves
 
     def counted(layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
         passes[layer_pass.layer, phase] += 1
         return waves(layer_pass, phase)
 
-    engine.waves = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.compute, "waves", counted)
     return passes
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_a_recomputed_block_stops_before_its_experts(
     where: str, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -62,11 +61,11 @@ def test_a_recomputed_block_stops_before_its_experts(
         computed += 1
         return wave_forward(*args)
 
-    wave_forward = functions.wave_forward
-    monkeypatch.setattr(functions, "wave_forward", counted)
+    wave_forward = autograd.wave_forward
+    monkeypatch.setattr(autograd, "wave_forward", counted)
     with spilled(model, where, tmp_path) as engine:
         optimizer = adamw(model, task)
-        passes = count_passes(engine)
+        passes = count_passes(engine, monkeypatch)
         (tokens,) = next(task.batches())
         loss = model(tokens[:, :-1], tokens[:, 1:], pieces).loss
         assert passes == {(layer, Phase.FORWARD): 1 for layer in range(3)}
@@ -77,12 +76,14 @@ def test_a_recomputed_block_stops_before_its_experts(
         assert passes == {(layer, phase): 1 for layer in range(3) for phase in Phase}
 
 
-def test_kept_activations_are_dropped_by_a_checkpoint_and_computed_again(tmp_path: Path) -> None:
+def test_kept_activations_are_dropped_by_a_checkpoint_and_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = Task(checkpoint=True)
     model = task.model()
     with spilled(model, "host with 2 slots", tmp_path, Settings(activations="keep")) as engine:
         optimizer = adamw(model, task)
-        passes = count_passes(engine)
+        passes = count_passes(engine, monkeypatch)
         train_step(model, optimizer, next(task.batches()))
         # once for the activations, once for the gradients
         assert passes == {
@@ -91,9 +92,9 @@ def test_kept_activations_are_dropped_by_a_checkpoint_and_computed_again(tmp_pat
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_a_checkpoint_changes_no_bit(where: str, activations: str, tmp_path: Path) -> None:
-    task = Task(steps=6, micro_batches=2, clip=0.5)
+    task = Task(steps=3, micro_batches=2, clip=0.5)
     settings = Settings(activations=activations)
     kept = spilled_run(task, where, tmp_path, settings)
     model = task.model()
@@ -107,10 +108,10 @@ def _reentrant(model: GPTMoE) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=True)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize(
     ("task", "activations"),
-    [(Task(steps=8), "keep"), (Task(steps=8, micro_batches=2, clip=0.5, top_k=1), "recompute")],
+    [(Task(steps=4), "keep"), (Task(steps=4, micro_batches=2, clip=0.5, top_k=1), "recompute")],
     ids=["one", "accumulated"],
 )
 def test_reentrant_checkpoints_are_exact_too(
@@ -126,7 +127,7 @@ def test_reentrant_checkpoints_are_exact_too(
 def test_two_forwards_through_reentrant_checkpoints_are_refused(
     clip: float | None, tmp_path: Path
 ) -> None:
-    """Such a forward leaves no trace, so the first backward looks like the whole gradient."""
+    """Such a forward opens no pass, so the first backward seems to complete the gradient."""
     task = Task(micro_batches=2, clip=clip)
     model = task.model()
     _reentrant(model)
@@ -139,9 +140,9 @@ def test_two_forwards_through_reentrant_checkpoints_are_refused(
         assert optimizer.steps_taken == 0
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_a_checkpoint_around_all_layers_is_exact(where: str, tmp_path: Path) -> None:
-    task = Task(steps=6, clip=0.5)
+    task = Task(steps=4, clip=0.5)
     model, run = task.model(), Run()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)
@@ -158,9 +159,11 @@ def test_a_checkpoint_around_all_layers_is_exact(where: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_inputs_that_need_no_gradient_work_alone(activations: str, tmp_path: Path) -> None:
+def test_experts_learn_where_their_inputs_need_no_gradient(
+    activations: str, tmp_path: Path
+) -> None:
     """Frozen dense weights: the gradient of the lowest layer ends in its experts."""
-    task = Task(steps=5)
+    task = Task(steps=4)
     plain, model = task.model(), task.model()
     for each in (plain, model):
         each.embedding.weight.requires_grad_(False)

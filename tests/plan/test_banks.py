@@ -1,4 +1,4 @@
-"""Banks hold what is needed next, and in training no policy needs fewer uploads."""
+"""Banks hold the chunks that are needed next; in training no policy needs fewer uploads."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,7 @@ def test_the_first_chunks_needed_are_held_each_once(
 
 
 @given(held_and_needed())
-def test_a_chunk_that_stays_keeps_its_bank_and_nothing_unneeded_comes(
+def test_a_chunk_that_stays_keeps_its_bank_and_only_needed_chunks_are_added(
     case: tuple[list[Chunk | None], list[Chunk]],
 ) -> None:
     held, needed = case
@@ -43,13 +43,13 @@ def test_a_chunk_that_stays_keeps_its_bank_and_nothing_unneeded_comes(
         if before in order:
             assert after == before
         assert after == before or after in order
-    # and what is dropped is dropped only for a chunk that is needed
-    came = [chunk for chunk in order if chunk not in held]
-    assert sum(a != b for a, b in zip(held, banks, strict=True)) == len(came)
+    # a chunk is dropped only for one that is needed
+    added = [chunk for chunk in order if chunk not in held]
+    assert sum(a != b for a, b in zip(held, banks, strict=True)) == len(added)
 
 
 def fewest_loads(sequence: list[Chunk], banks: int) -> int:
-    """Over all choices of what to drop: the oracle, exponential."""
+    """The oracle: tries all choices of which chunk to drop."""
     costs = {frozenset[Chunk](): 0}
     for wanted in sequence:
         after: dict[frozenset[Chunk], int] = {}
@@ -98,7 +98,7 @@ def test_on_any_order_a_chunk_is_uploaded_again_only_if_others_filled_the_banks(
     assert loads(sequence, number) == expected >= fewest_loads(sequence, number)
 
 
-def test_what_is_needed_is_asked_for_no_further_than_there_are_banks() -> None:
+def test_no_more_chunks_are_requested_than_there_are_banks() -> None:
     asked = []
 
     def needed() -> Iterator[Chunk]:

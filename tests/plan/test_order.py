@@ -25,7 +25,7 @@ def walk(here: Position, n_layers: int, training: bool) -> list[tuple[int, Phase
         (Position(1, B), False, "1B 0B 0F 1F 2F"),
     ],
 )
-def test_what_follows(here: Position, training: bool, order: str) -> None:
+def test_the_order_of_passes(here: Position, training: bool, order: str) -> None:
     expected = [(int(step[0]), F if step[1] == "F" else B) for step in order.split()]
     assert walk(here, 3, training) == expected
 
