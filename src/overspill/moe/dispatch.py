@@ -61,11 +61,16 @@ class Dispatcher(Protocol):
     """Rows of tokens sorted by local expert, whichever process the tokens are in."""
 
     def route(
-        self, expert_ids_TK: Tensor, drops: bool, need_counts: bool, may_resort: bool
+        self,
+        expert_ids_TK: Tensor,
+        drops: bool,
+        need_counts: bool,
+        may_resort: bool,
+        unsorted: bool = False,
     ) -> RowOrder:
         """The order of the rows. With `need_counts` the host waits for the rows of each expert.
-        With `may_resort` the rows are sorted by the first call of `sort`, and may be sorted anew by
-        later ones."""
+        With `may_resort` the rows may be sorted anew by `sort`; with `unsorted` too, only the first
+        call of `sort` sorts them."""
 
     def sort(self, order: RowOrder, last: frozenset[int]) -> None:
         """Sorts the rows by expert; those of the experts `last` come after all others."""
@@ -94,13 +99,19 @@ class LocalDispatcher:
         self._device = device
 
     def route(
-        self, expert_ids_TK: Tensor, drops: bool, need_counts: bool, may_resort: bool
+        self,
+        expert_ids_TK: Tensor,
+        drops: bool,
+        need_counts: bool,
+        may_resort: bool,
+        unsorted: bool = False,
     ) -> RowOrder:
         order = RowOrder(expert_ids_TK.numel(), drops)
-        if may_resort:
+        if may_resort and unsorted:
             self._count(order, expert_ids_TK)
             return order
         order.sorted = Permutation.build(expert_ids_TK, self._n_experts)
+        order.expert_ids_TK = expert_ids_TK if may_resort else None
         if need_counts or drops:
             order.counts = to_host(order.sorted.counts_E).tolist()
         return order

@@ -5,7 +5,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from overspill.compute.cpu_kernel import cpu_isa
 from overspill.core.errors import EngineError, OrderError
 from overspill.core.expert_map import ExpertMap
-from overspill.core.experts import ExpertShape
+from overspill.core.experts import ExpertShape, Phase
 from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Engine
 from overspill.moe.settings import CpuPolicy, Settings
@@ -256,6 +256,21 @@ def test_experts_of_the_cpu_are_not_uploaded(tmp_path: Path) -> None:
         names = [span.name for span in engine.recorder.spans() if span.row == "upload"]
     assert {name.split()[1].split(".")[1] for name in names} == {"2", "3", "4"}
     assert any(name.endswith("by history") for name in names)
+
+
+def test_a_pass_may_be_split_although_none_was_expected(tmp_path: Path) -> None:
+    """By the passes before, the CPU gets no expert; by the routing, it does."""
+    task = SmallTask()
+
+    def choose(counts: Sequence[int], phase: Phase) -> frozenset[int]:
+        return frozenset(range(N_EXPERTS)) if sum(counts) == 6 * task.top_k else frozenset()
+
+    with traced(task, HOST[1], tmp_path, cpu_settings(choose)) as (model, engine):
+        compute(model, task.tokens).assert_close(plain(task))
+        assert not cpu_jobs(engine)
+        expected = compute(task.model(), task.tokens[:, :7])
+        compute(model, task.tokens[:, :7]).assert_close(expected)
+        assert len(cpu_jobs(engine)) == 2 * task.n_layers
 
 
 # -- failures ---------------------------------------------------------------------------------

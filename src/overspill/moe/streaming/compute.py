@@ -106,42 +106,52 @@ class StreamingCompute(ExpertCompute):
         self, layer_pass: LayerPass, expert_ids_TK: Tensor, phase: Phase, keep: bool
     ) -> None:
         self._store.check_open()
-        resort = self._may_split(layer_pass, keep)
+        allowed = self._allow_split(layer_pass, sortable=not keep)
         layer_pass.order = self.dispatcher.route(
-            expert_ids_TK, layer_pass.drops, need_counts=True, may_resort=resort
+            expert_ids_TK,
+            layer_pass.drops,
+            need_counts=True,
+            may_resort=allowed,
+            unsorted=allowed and self._expects_split(layer_pass.layer),
         )
         self._enter(layer_pass, phase)
         self.trace.enter_experts()
 
     def enter_backward(self, layer_pass: LayerPass) -> None:
         self._store.check_open()
-        self._may_split(layer_pass, keep=layer_pass.kept is not None)
+        self._allow_split(layer_pass, sortable=layer_pass.rows.expert_ids_TK is not None)
         self._enter(layer_pass, Phase.BACKWARD)
         self.trace.enter_experts()
 
-    def _may_split(self, layer_pass: LayerPass, keep: bool) -> bool:
+    def _allow_split(self, layer_pass: LayerPass, sortable: bool) -> bool:
         """Whether the CPU may get experts of this pass: not where weight gradients are made, and
-        not with kept activations, which lie in the order of their rows."""
+        only if the rows can be sorted by the split. With kept activations they cannot: these lie in
+        the order of their rows."""
         if self.split is None:
             return False
         trains = layer_pass.training and layer_pass.trained
         layout = self._store.layout
         supported = why_unsupported(layout.dtype, layout.shape, layer_pass.activation) is None
         with self._store.lock:
-            allowed = self.split.enter(supported and not trains and not keep)
-            return allowed and self.split.likely(layer_pass.layer)
+            return self.split.enter(layer_pass.layer, supported and not trains and sortable)
+
+    def _expects_split(self, layer: int) -> bool:
+        assert self.split is not None
+        with self._store.lock:
+            return self.split.likely(layer)
 
     def _enter(self, layer_pass: LayerPass, phase: Phase) -> None:
         rows = layer_pass.rows
         assert rows.counts is not None
         with self._store.lock:
             self.cursor.enter(layer_pass.layer, phase, rows.counts, layer_pass.training)
-            if self.split is None or rows.expert_ids_TK is None:
+            if self.split is None:
                 return
             layer_pass.on_cpu = self.split.decide(
                 layer_pass.layer, rows.counts, phase, layer_pass.on_cpu
             )
-        self.dispatcher.sort(rows, layer_pass.on_cpu)
+        if rows.expert_ids_TK is not None:
+            self.dispatcher.sort(rows, layer_pass.on_cpu)
 
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
         settings = self._settings
