@@ -185,6 +185,12 @@ class StreamingCompute(ExpertCompute):
                 )
         return self._cpu
 
+    def wait_idle(self) -> None:
+        """Blocks until all uploads have arrived and the CPU reads no expert."""
+        self.uploader.wait_idle()
+        if self._cpu is not None:
+            self._cpu.wait_idle()
+
     @property
     def cpu_bytes(self) -> int:
         """Host memory of the buffers of CPU experts."""

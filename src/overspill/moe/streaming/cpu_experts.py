@@ -147,6 +147,12 @@ class CpuExperts:
             own = self._mapped.dweights.index_select(0, indices)
             drow_weight_R[job.rows] = own.to(drow_weight_R.dtype)
 
+    def wait_idle(self) -> None:
+        """Blocks the host until no job reads weights. A job whose pass failed before its rows were
+        sent does not start before the next one."""
+        if self._last is not None and self._last.sent is not None:
+            self._runner.wait(self._last.request)
+
     def _begin(self, layer_pass: LayerPass, phase: Phase) -> CpuJob:
         """Creates a job. The runner gets its request before the rows are there, to wake up."""
         self._runner.check()
