@@ -17,12 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from overspill.compute.activation import Differentiated
 from overspill.compute.cpu_kernel import cpu_isa
 from overspill.core.errors import EngineError, OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape, Phase
 from overspill.models.gpt import GPTMoE
+from overspill.moe.autograd import routed_experts
 from overspill.moe.engine import Engine
+from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import CpuPolicy, Settings
 from overspill.moe.streaming.engine import StreamingEngine
 from overspill.plan.budget import Placement
@@ -482,3 +485,22 @@ def test_experts_that_the_kernel_cannot_compute_turn_cpu_experts_off_with_a_warn
     )
     engine.close()
     assert f"cpu_experts is off: {reason}" in caplog.text
+
+
+def test_another_activation_turns_cpu_experts_off_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = SmallTask(gated=False)
+    x, ids = torch.randn(8, task.config.d_model), torch.arange(8).view(8, 1) % N_EXPERTS
+    expected = task.model().moe_layers()[0]
+    with torch.no_grad():
+        pairs = zip(x, expected.w_in[ids[:, 0]], expected.w_out[ids[:, 0]], strict=True)
+        y = torch.stack([w_out @ F.relu(w_in @ row) for row, w_in, w_out in pairs])
+    with traced(task, HOST[1], tmp_path, cpu_settings(all_on_cpu)) as (_, engine):
+        placeholder = ExpertPlaceholder(engine, 0, activation=Differentiated(F.relu))
+        with torch.no_grad():
+            for _ in range(2):
+                got = routed_experts(placeholder, x, ids, torch.ones(8, 1))
+                torch.testing.assert_close(got, y)
+        assert not cpu_jobs(engine)
+    assert caplog.text.count("cpu_experts is off for layer 0: activations") == 1

@@ -61,6 +61,7 @@ class StreamingCompute(ExpertCompute):
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)
         self.split = self._new_split(costs)
         self._cpu: CpuExperts | None = None
+        self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
         self.uploader, self._waves = self._start_uploads()
 
     def _start_uploads(self) -> tuple[Uploader, Waves]:
@@ -130,10 +131,17 @@ class StreamingCompute(ExpertCompute):
         if self.split is None:
             return False
         trains = layer_pass.training and layer_pass.trained
-        layout = self._store.layout
-        supported = why_unsupported(layout.dtype, layout.shape, layer_pass.activation) is None
+        allowed = sortable and not trains and self._is_supported(layer_pass)
         with self._store.lock:
-            return self.split.enter(layer_pass.layer, supported and not trains and sortable)
+            return self.split.enter(layer_pass.layer, allowed)
+
+    def _is_supported(self, layer_pass: LayerPass) -> bool:
+        layout = self._store.layout
+        reason = why_unsupported(layout.dtype, layout.shape, layer_pass.activation)
+        if reason is not None and layer_pass.layer not in self._unsupported:
+            self._unsupported.add(layer_pass.layer)
+            _log.warning("cpu_experts is off for layer %d: %s", layer_pass.layer, reason)
+        return reason is None
 
     def _expects_split(self, layer: int) -> bool:
         assert self.split is not None
