@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from overspill.hardware.profile import Curve
 from overspill.plan.split import SplitCosts, pass_time, split
 
-# about what the reference machine was measured to do with experts of 1024x4096
+# close to measurements of the reference machine with experts of 1024x4096
 LIKE_MEASURED = SplitCosts(
     load=0.34e-3,
     load_beside=0.36e-3,
@@ -26,19 +26,15 @@ def brute_force(tokens: list[int], resident: set[int], costs: SplitCosts) -> flo
     return min(pass_time(tokens, resident, set(subset), costs) for subset in subsets)
 
 
-def replace(costs: SplitCosts, **changes: object) -> SplitCosts:
-    return SplitCosts(**{**costs.__dict__, **changes})  # type: ignore[arg-type]
-
-
 @st.composite
 def machines(draw: st.DrawFn) -> SplitCosts:
-    """Any at all, but with a GPU that is five times faster than the CPU or more."""
+    """Any costs with a GPU at least five times faster than the CPU."""
     load = draw(st.floats(1e-5, 1e-2))
     first = draw(st.floats(1e-5, 1e-2))
     knee = draw(st.integers(2, 300))
     last = first * 1.1 + draw(st.floats(0, 1e-4)) * (1000 - knee)
     cpu = (first, first * 1.1, last)
-    faster = sorted(draw(st.floats(5, 200)) for _ in cpu)  # the more, the more tokens
+    faster = sorted(draw(st.floats(5, 200)) for _ in cpu)  # grows with the tokens
     gpu = [seconds / factor for seconds, factor in zip(cpu, faster, strict=True)]
     return SplitCosts(
         load=load,
@@ -53,7 +49,7 @@ counts = st.lists(st.sampled_from([0, 0, 1, 2, 5, 9, 30, 70, 200, 600]), min_siz
 
 
 @given(counts, st.sets(st.integers(0, 8)), machines())
-def test_it_is_within_a_tenth_of_the_best_subset(
+def test_the_split_is_within_a_tenth_of_the_best_subset(
     tokens: list[int], resident: set[int], costs: SplitCosts
 ) -> None:
     chosen = split(tokens, resident, costs)
@@ -63,7 +59,7 @@ def test_it_is_within_a_tenth_of_the_best_subset(
 
 
 @given(counts, st.sets(st.integers(0, 8)), machines())
-def test_it_never_promises_less_than_no_split(
+def test_a_split_is_always_faster_than_no_split(
     tokens: list[int], resident: set[int], costs: SplitCosts
 ) -> None:
     chosen = split(tokens, resident, costs)
@@ -71,7 +67,7 @@ def test_it_never_promises_less_than_no_split(
     assert not chosen or pass_time(tokens, resident, chosen, costs) < alone
 
 
-def test_rare_experts_stay_and_popular_ones_go() -> None:
+def test_experts_with_few_tokens_stay_and_busy_ones_are_uploaded() -> None:
     tokens = [450, 440, *[10] * 14]
     chosen = split(tokens, set(), LIKE_MEASURED)
     assert chosen
@@ -82,11 +78,11 @@ def test_rare_experts_stay_and_popular_ones_go() -> None:
     assert ratio > 1.5
 
 
-def test_equal_and_large_counts_all_go_to_the_gpu() -> None:
+def test_large_equal_counts_all_go_to_the_gpu() -> None:
     assert not split([4096] * 16, set(), LIKE_MEASURED)
 
 
-def test_what_is_on_the_device_computes_there() -> None:
+def test_resident_experts_compute_on_the_gpu() -> None:
     tokens = [5] * 16
     chosen = split(tokens, set(range(0, 16, 2)), LIKE_MEASURED)
     assert chosen <= set(range(1, 16, 2))
@@ -94,7 +90,7 @@ def test_what_is_on_the_device_computes_there() -> None:
 
 
 @given(counts, st.sets(st.integers(0, 8)), machines())
-def test_what_was_uploaded_for_this_pass_stays_and_counts(
+def test_experts_uploaded_for_this_pass_stay_and_count_for_the_link(
     tokens: list[int], uploaded: set[int], costs: SplitCosts
 ) -> None:
     chosen = split(tokens, set(), costs, uploaded=uploaded)
@@ -107,11 +103,11 @@ def test_what_was_uploaded_for_this_pass_stays_and_counts(
     assert pass_time(tokens, set(), chosen, costs) <= 1.1 * best + 1e-12
 
 
-def test_the_cpu_takes_no_more_rows_than_there_is_room_for() -> None:
+def test_the_cpu_takes_no_more_rows_than_max_rows() -> None:
     tokens = [10] * 16
-    for room in (0, 9, 10, 35, 1000):
-        chosen = split(tokens, set(), LIKE_MEASURED, max_rows=room)
-        assert sum(tokens[index] for index in chosen) <= room
+    for limit in (0, 9, 10, 35, 1000):
+        chosen = split(tokens, set(), LIKE_MEASURED, max_rows=limit)
+        assert sum(tokens[index] for index in chosen) <= limit
 
 
 def test_one_token_decode_uses_both_sides() -> None:

@@ -66,11 +66,11 @@ class Dispatcher(Protocol):
         drops: bool,
         need_counts: bool,
         may_resort: bool = False,
-        sort_later: bool = False,
+        unsorted: bool = False,
     ) -> RowOrder:
         """The order of the rows. With `need_counts` the host waits for the rows of each expert.
-        With `may_resort` they can be sorted anew by `sort`; with `sort_later` they are sorted by
-        its first call only."""
+        With `may_resort` the rows may be sorted anew by `sort`; with `unsorted` too, only the first
+        call of `sort` sorts them."""
 
     def sort(self, order: RowOrder, last: frozenset[int]) -> None:
         """Sorts the rows by expert; those of the experts `last` come after all others."""
@@ -104,14 +104,14 @@ class LocalDispatcher:
         drops: bool,
         need_counts: bool,
         may_resort: bool = False,
-        sort_later: bool = False,
+        unsorted: bool = False,
     ) -> RowOrder:
         order = RowOrder(expert_ids_TK.numel(), drops)
-        if sort_later:
+        if may_resort and unsorted:
             self._count(order, expert_ids_TK)
             return order
-        order.expert_ids_TK = expert_ids_TK if may_resort else None
         order.sorted = Permutation.build(expert_ids_TK, self._n_experts)
+        order.expert_ids_TK = expert_ids_TK if may_resort else None
         if need_counts or drops:
             order.counts = to_host(order.sorted.counts_E).tolist()
         return order

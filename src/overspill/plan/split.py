@@ -1,19 +1,19 @@
-"""Which experts of a layer the CPU computes where they lie, and which go to the GPU.
+"""Which experts of a layer the CPU computes in host memory, and which go to the GPU.
 
 Equation 1 of APTMoE: experts are ranked by their tokens; the CPU takes them from the low end while
 its time stays below the time that uploading the others takes. Here every cost is measured, and the
-cut is put where the slowest of the resources is done first.
+cut is where the slowest resource finishes earliest.
 
-The resources work side by side, and each pass through a layer keeps each of them busy for a time:
-the link with uploads, the GPU with its experts, the cores with theirs.
+Three resources work in parallel: the link with uploads, the GPU with its experts, the cores with
+theirs.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 _WORTH = 0.91
-"""What a split must promise, as a share of the time without: less gain is within what a plan can be
-wrong by."""
+"""A split must take at most this share of the time without one: a smaller gain is within the error
+of the estimate."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class SplitCosts:
     """Seconds, for one pass through one layer in one direction."""
 
     load: float
-    """Upload of one expert, alone, …"""
+    """Upload of one expert while the CPU is idle."""
     load_beside: float
-    """… and while the CPU computes."""
+    """The same while the CPU computes."""
     cpu: Callable[[int], float]
-    """One expert with so many tokens on the CPU, while uploads go on."""
+    """One expert with this many tokens on the CPU, during uploads."""
     gpu: Callable[[int], float]
     fixed: float
     """Handing tokens to the CPU and their results back."""
@@ -34,8 +34,8 @@ class SplitCosts:
 def pass_time(
     tokens: Sequence[int], resident: Collection[int], on_cpu: Collection[int], costs: SplitCosts
 ) -> float:
-    """How long the busiest resource works if the CPU takes the experts `on_cpu`. All others that
-    are not `resident` are uploaded, or were for this pass."""
+    """How long the busiest resource works if the CPU computes the experts `on_cpu`. All others that
+    are not `resident` are uploaded for this pass."""
     busy = [index for index, count in enumerate(tokens) if count]
     rest = [index for index in busy if index not in on_cpu]
     load = costs.load_beside if on_cpu else costs.load
@@ -53,10 +53,10 @@ def split(
     max_rows: int | None = None,
     uploaded: Collection[int] = (),
 ) -> frozenset[int]:
-    """The experts that the CPU computes. `tokens` are those of each expert; `resident` experts are
-    on the device anyway; those `uploaded` ahead for this pass stay there, and count for the link:
-    it will have to do the same for the next layer meanwhile. `max_rows` is how many tokens the CPU
-    may take in all."""
+    """The experts that the CPU computes. `tokens` are the tokens of each expert. `resident` experts
+    need no upload. Experts `uploaded` ahead for this pass stay on the device, and count for the
+    link, which will upload as many for the next layer meanwhile. `max_rows` bounds the tokens of
+    the CPU."""
     nothing: frozenset[int] = frozenset()
     every = [index for index, count in enumerate(tokens) if count]
     absent = [i for i in every if i not in resident and i not in uploaded]
@@ -68,8 +68,8 @@ def split(
     ranked = sorted(absent, key=lambda index: (tokens[index], index))
     found, seconds = _cut(sums, ranked, max_rows)
     if gpu >= uploads:
-        # the GPU is the slowest: what is there already counts too, and a few large experts may
-        # fill the time better than many small ones
+        # the GPU is the slowest: resident experts may move too, and a few large experts may use
+        # the time better than many small ones
         movable = [index for index in every if index not in uploaded]
         largest = sorted(movable, key=lambda index: (-tokens[index], index))
         for order in (largest[::-1], largest):
@@ -80,11 +80,11 @@ def split(
 
 
 class _Sums:
-    """What each resource has to do, as experts move to the CPU one by one."""
+    """The work of each resource, as experts move to the CPU one by one."""
 
     def __init__(self, tokens: Sequence[int], resident: Collection[int], costs: SplitCosts) -> None:
         self.tokens, self.resident, self.load = tokens, resident, costs.load_beside
-        # a pass has few different counts, and is planned in a hurry
+        # computed once: a pass has few different counts, and the GPU waits for the plan
         self.times = {count: (costs.cpu(count), costs.gpu(count)) for count in set(tokens)}
         self.uploads = sum(bool(n) and i not in resident for i, n in enumerate(tokens))
         self.gpu = sum(self.times[count][1] for count in tokens if count)
@@ -116,14 +116,14 @@ def _cut(sums: _Sums, ranked: Sequence[int], max_rows: int | None) -> tuple[froz
         if seconds < best_time:
             best, best_time = number, seconds
         if sums.cpu >= best_time:
-            break  # it only grows from here on
+            break  # the CPU time only grows
     return frozenset(ranked[:best]), best_time
 
 
 def _pick(
     sums: _Sums, order: Sequence[int], max_rows: int | None, best_time: float
 ) -> tuple[frozenset[int], float]:
-    """Takes each expert in turn if the pass is quicker with it: than `best_time`, than before."""
+    """Takes each expert in turn if that makes the pass faster than `best_time` and than before."""
     taken: set[int] = set()
     for index in order:
         sums.move(index)

@@ -61,6 +61,7 @@ class StreamingCompute(ExpertCompute):
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)
         self.split = self._new_split(costs)
         self._cpu: CpuExperts | None = None
+        self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
         self.uploader, self._waves = self._start_uploads()
 
     def _start_uploads(self) -> tuple[Uploader, Waves]:
@@ -106,46 +107,59 @@ class StreamingCompute(ExpertCompute):
         self, layer_pass: LayerPass, expert_ids_TK: Tensor, phase: Phase, keep: bool
     ) -> None:
         self._store.check_open()
-        may_split = self._may_split(layer_pass, keep)
-        likely = may_split and self._likely_splits(layer_pass.layer)
+        allowed = self._allow_split(layer_pass, sortable=not keep)
         layer_pass.order = self.dispatcher.route(
-            expert_ids_TK, layer_pass.drops, True, may_resort=may_split, sort_later=likely
+            expert_ids_TK,
+            layer_pass.drops,
+            need_counts=True,
+            may_resort=allowed,
+            unsorted=allowed and self._expects_split(layer_pass.layer),
         )
         self._enter(layer_pass, phase)
         self.trace.enter_experts()
 
     def enter_backward(self, layer_pass: LayerPass) -> None:
         self._store.check_open()
-        self._may_split(layer_pass, keep=layer_pass.kept is not None)
+        self._allow_split(layer_pass, sortable=layer_pass.rows.expert_ids_TK is not None)
         self._enter(layer_pass, Phase.BACKWARD)
         self.trace.enter_experts()
 
-    def _may_split(self, layer_pass: LayerPass, keep: bool) -> bool:
+    def _allow_split(self, layer_pass: LayerPass, sortable: bool) -> bool:
         """Whether the CPU may get experts of this pass: not where weight gradients are made, and
-        not with kept activations, which lie in the order of their rows."""
+        only if the rows can be sorted by the split. With kept activations they cannot: these lie in
+        the order of their rows."""
         if self.split is None:
             return False
         trains = layer_pass.training and layer_pass.trained
-        layout = self._store.layout
-        supported = why_unsupported(layout.dtype, layout.shape, layer_pass.activation) is None
+        allowed = sortable and not trains and self._is_supported(layer_pass)
         with self._store.lock:
-            return self.split.enter(supported and not trains and not keep)
+            return self.split.enter(layer_pass.layer, allowed)
 
-    def _likely_splits(self, layer: int) -> bool:
+    def _is_supported(self, layer_pass: LayerPass) -> bool:
+        layout = self._store.layout
+        reason = why_unsupported(layout.dtype, layout.shape, layer_pass.activation)
+        if reason is not None and layer_pass.layer not in self._unsupported:
+            self._unsupported.add(layer_pass.layer)
+            _log.warning("cpu_experts is off for layer %d: %s", layer_pass.layer, reason)
+        return reason is None
+
+    def _expects_split(self, layer: int) -> bool:
+        assert self.split is not None
         with self._store.lock:
-            return self.split is not None and self.split.likely(layer)
+            return self.split.likely(layer)
 
     def _enter(self, layer_pass: LayerPass, phase: Phase) -> None:
         rows = layer_pass.rows
         assert rows.counts is not None
         with self._store.lock:
             self.cursor.enter(layer_pass.layer, phase, rows.counts, layer_pass.training)
-            if self.split is None or rows.expert_ids_TK is None:
+            if self.split is None:
                 return
             layer_pass.on_cpu = self.split.decide(
                 layer_pass.layer, rows.counts, phase, layer_pass.on_cpu
             )
-        self.dispatcher.sort(rows, layer_pass.on_cpu)
+        if rows.expert_ids_TK is not None:
+            self.dispatcher.sort(rows, layer_pass.on_cpu)
 
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
         settings = self._settings
@@ -178,6 +192,12 @@ class StreamingCompute(ExpertCompute):
                     self._settings.inject,
                 )
         return self._cpu
+
+    def wait_idle(self) -> None:
+        """Blocks until all uploads have arrived and the CPU reads no expert."""
+        self.uploader.wait_idle()
+        if self._cpu is not None:
+            self._cpu.wait_idle()
 
     @property
     def cpu_bytes(self) -> int:

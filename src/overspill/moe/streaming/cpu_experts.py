@@ -1,9 +1,9 @@
-"""Experts that the CPU computes, where they lie in host memory, beside those of the GPU.
+"""Experts that the CPU computes from their host slots while the GPU computes others.
 
-Only token rows travel. Both sides see the same pinned buffers: the GPU writes rows there and reads
-results from there in its own kernels, so neither waits behind uploads on the link. A native
-`Runner` computes: the GPU's stream writes a number to memory when the rows are there, and waits for
-the runner's number in turn, while the interpreter continues.
+Only token rows are transferred, through pinned buffers that both sides address. Kernels of the GPU
+write rows and read results there, so neither waits behind uploads. A native `Runner` computes: the
+GPU's stream writes a number to memory when the rows are written, and waits for the runner's number,
+while the interpreter continues.
 """
 
 import ctypes
@@ -141,15 +141,21 @@ class CpuExperts:
         """Waits for the job and writes its results into its rows."""
         self._wait(job)
         job.taken = Timestamp(self._device)
-        # a kernel reads the host's memory: a copy would wait behind the uploads
+        # a kernel reads host memory: a copy would wait behind the uploads
         indices = self._indices[: job.n_rows]
         torch.index_select(self._mapped.out, 0, indices, out=out_RD[job.rows])
         if drow_weight_R is not None:
             own = self._mapped.dweights.index_select(0, indices)
             drow_weight_R[job.rows] = own.to(drow_weight_R.dtype)
 
+    def wait_idle(self) -> None:
+        """Blocks the host until no job reads weights. A job whose pass failed before its rows were
+        sent does not start before the next one."""
+        if self._last is not None and self._last.sent is not None:
+            self._runner.wait(self._last.request)
+
     def _begin(self, layer_pass: LayerPass, phase: Phase) -> CpuJob:
-        """Creates a job. The runner gets its request before the rows are there, to wake up."""
+        """Creates a job. The runner gets its request before the rows are sent, to wake up."""
         self._runner.check()
         self._finish_last()
         counts = layer_pass.rows.counts

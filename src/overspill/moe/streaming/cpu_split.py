@@ -61,7 +61,7 @@ class CpuSplit:
         self._on_device = on_device
         self._readable = readable
         self._enabled = True
-        self._allowed = False  # in the current pass
+        self._allowed: dict[int, bool] = {}  # in the current or last pass through each layer
         self._current: frozenset[int] = frozenset()
         self._forward: dict[int, frozenset[int]] = {}  # the last forward's split of each layer
         self._ahead: dict[int, tuple[Sequence[float], frozenset[int]]] = {}
@@ -73,17 +73,21 @@ class CpuSplit:
     def set_enabled(self, enabled: bool) -> None:
         self._enabled = enabled
 
-    def enter(self, allowed: bool) -> bool:
+    def enter(self, layer: int, allowed: bool) -> bool:
         """A pass begins; `allowed` is whether the CPU may compute experts in it. Returns whether it
         may: who computes what depends on timing, so not under deterministic algorithms."""
         deterministic = torch.are_deterministic_algorithms_enabled()
-        self._allowed = allowed and self._enabled and not deterministic
+        self._allowed[layer] = allowed and self._enabled and not deterministic
         self._current = frozenset()
-        return self._allowed
+        return self._allowed[layer]
+
+    def _may_get(self, layer: int) -> bool:
+        """Whether the CPU may get experts of the layer, as far as is known."""
+        return self._enabled and self._allowed.get(layer, False)
 
     def likely(self, layer: int) -> bool:
         """Whether the CPU is expected to get experts of the pass that is about to begin."""
-        if not self._allowed:
+        if not self._may_get(layer):
             return False
         counts, _ = self._cursor.expected(layer)
         return counts is None or bool(self._plan(layer, counts, Phase.FORWARD))
@@ -94,7 +98,7 @@ class CpuSplit:
         """The experts of the current pass that the CPU computes: those of `before`, for which the
         rows are sorted, unless others are clearly better."""
         self._current = frozenset()
-        if self._allowed:
+        if self._may_get(layer):
             chosen = self._choose(layer, counts, phase, before)
             self._current = frozenset(p for p in chosen if self._readable(layer, p))
             if not self._current:
@@ -109,7 +113,9 @@ class CpuSplit:
         present = self._on_device(layer)
         limit = self._max_rows_per_expert(phase)
         if self._policy is not None:
-            return frozenset(p for p in self._policy(counts, phase) if 0 < counts[p] <= limit)
+            chosen = [p for p in self._policy(counts, phase) if 0 < counts[p] <= limit]
+            fits = sum(counts[p] for p in chosen) <= self._max_rows
+            return frozenset(chosen) if fits else frozenset()
         costs = self._costs_of(phase)
         # an expert with too many rows for the CPU's kernel counts as uploaded
         fixed = present.uploaded | {p for p, count in enumerate(counts) if count > limit}
@@ -132,7 +138,7 @@ class CpuSplit:
         """Which of these experts of a layer are uploaded, and in which order."""
         counts, _ = self._cursor.expected(layer)
         busy = [position for position in self._cursor.busy(layer) if position in positions]
-        if counts is None or not self._allowed:
+        if counts is None or not self._may_get(layer):
             return busy
         current = layer == self._cursor.here.layer
         on_cpu = self._current if current else self._plan(layer, counts)
@@ -146,7 +152,7 @@ class CpuSplit:
         counts, _ = self._cursor.expected(layer)
         if counts is None or min(counts) < 1:
             return False
-        return not self._allowed or not self._plan(layer, counts)
+        return not self._may_get(layer) or not self._plan(layer, counts)
 
     def _plan(
         self, layer: int, counts: Sequence[float], phase: Phase | None = None

@@ -105,7 +105,7 @@ class StreamingEngine(Engine):
             self._sink.wait()
         # all at once: what one of them ends may let another begin
         self._store.wait(self._idle, "pending transfers and updates")
-        self._compute.uploader.wait_idle()
+        self._compute.wait_idle()
 
     def _idle(self) -> bool:
         stager_idle = self._stager is None or self._stager.idle()
