@@ -1,5 +1,5 @@
-# `make train` and `make test` do all their own set-up in .venv; they need Python 3.11 or newer
-# and a C++ compiler.
+# `make train` and `make test` create .venv and install everything there. They need Python 3.11 or
+# newer and a C++ compiler.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,43 +10,43 @@ TEST_ARGS ?=
 .DEFAULT_GOAL := help
 .PHONY: help train test newest lint format tables clean
 
-help:  ## this list
+help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
-	@echo 'PYTHON=python3.12 chooses the interpreter; TRAIN_ARGS and TEST_ARGS are passed on.'
+	@echo 'PYTHON=python3.12 selects the interpreter; TRAIN_ARGS and TEST_ARGS are passed to the commands.'
 
-train: $(INSTALLED)  ## train a small MoE eight times larger than its memory budget
+train: $(INSTALLED)  ## train a small MoE with an eighth of its experts on the compute device
 	$(BIN)/overspill train nano $(TRAIN_ARGS)
 
-test: lint  ## all checks: ruff, mypy, import-linter, pytest
+test: lint  ## run all checks: ruff, mypy, import-linter, pytest
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
-newest: $(INSTALLED)  ## the tests of Hugging Face models against the newest transformers
+newest: $(INSTALLED)  ## test Hugging Face models with the newest transformers
 	$(BIN)/python -m pip install --quiet --upgrade --target build/newest --no-deps transformers
 	PYTHONPATH=build/newest $(BIN)/python -m pytest $(TEST_ARGS) tests/models/huggingface \
 		tests/train/finetune tests/train/test_hf_trainer.py tests/docs/test_families.py \
 		tests/docs/test_huggingface.py
 
-lint: $(INSTALLED)  ## the checks that run nothing
+lint: $(INSTALLED)  ## run ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(INSTALLED)  ## put the code in order
+format: $(INSTALLED)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-tables: $(INSTALLED)  ## write the tables of the docs from bench/results and the tests
+tables: $(INSTALLED)  ## write the tables of the docs from bench/results and from the tests
 	$(BIN)/python bench/tables.py --write $(wildcard README.md docs/benchmarks.md docs/finetuning.md)
 	$(BIN)/python -m tests.docs.test_families --write
 
-clean:  ## remove the environment and all caches; runs/ stays
+clean:  ## remove the environment and all caches, but not runs/
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is touched last, so an installation that was interrupted is taken up again. torch goes
-# first and alone: what comes after must live with the version pinned here.
+# The stamp is touched last, so an interrupted installation is repeated. torch is installed first and
+# alone: all other packages must accept the version in constraints.txt.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"Overspill needs Python 3.11 or newer; name one: make PYTHON=python3.12")'

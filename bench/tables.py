@@ -1,10 +1,10 @@
 """Makes the tables of README.md and the docs from the records in bench/results.
 
-A table stands between `<!-- bench:NAME start -->` and `<!-- bench:NAME end -->` and shows the
-records whose name is NAME or starts with NAME and a dash. A record that fits several names of a
-file is shown under the longest of them only.
+A table is between `<!-- bench:NAME start -->` and `<!-- bench:NAME end -->`. It shows the records
+whose name is NAME or starts with NAME and a dash. A record that fits several names of a file is
+shown under the longest of them only. The name `summary` shows the records of SUMMARY, a row each.
 
-    python3 bench/tables.py --write README.md docs/benchmarks.md   # warns of outdated records
+    python3 bench/tables.py --write README.md docs/benchmarks.md   # warns about outdated records
     python3 bench/tables.py --check README.md        # exit code 1 if a table is out of date
 """
 
@@ -25,11 +25,26 @@ _MARKED = re.compile(
     r"(<!-- bench:(?P<name>[a-z0-9.-]+) start -->\n).*?(<!-- bench:(?P=name) end -->)", re.DOTALL
 )
 _MARKER = re.compile(r"<!-- bench:.*?-->")
-_NOTED = 0.01  # a share of the cores' time worth to be told
+_NOTED = 0.01  # steal time below this share is not mentioned
+
+SUMMARY = (
+    "train-w1-16x1024",
+    "train-w1-16x1024-clip",
+    "train-w1-64x1024",
+    "train-w1-64x1024-clip",
+    "train-w1-gpu-only-16x1024",
+    "train-hf-w1-16x1024",
+    "train-w1-vs-deepspeed",
+    "split-frozen-g0.4",
+    "load-30gb",
+)
+"""Records of the table `summary`, in its order. Those that do not exist are left out."""
+_MEMORY = {"gpu_memory": "GPU", "host_memory": "host", "peak": "host"}
+"""Metrics that the summary shows as memory."""
 
 
 def read_records(folder: Path) -> list[Record]:
-    """All records, in the order people count: 8, 16, 64."""
+    """All records, sorted by name; numbers in names are sorted by value: 8, 16, 64."""
     records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     return sorted(records, key=lambda record: _counting_order(record["name"]))
 
@@ -40,7 +55,7 @@ def _counting_order(name: str) -> list[tuple[int, str]]:
 
 
 def fill(text: str, records: Sequence[Record]) -> str:
-    """`text` with the content between each pair of markers made anew."""
+    """`text` with new content between each pair of markers."""
     if len(_MARKER.findall(text)) != 2 * len(_MARKED.findall(text)):
         raise ValueError("each <!-- bench:NAME start --> needs its <!-- bench:NAME end -->")
 
@@ -51,10 +66,37 @@ def fill(text: str, records: Sequence[Record]) -> str:
         return max(fitting, key=len, default=None)
 
     def table(match: re.Match[str]) -> str:
-        own = [record for record in records if home(record) == match["name"]]
-        return f"{match[1]}\n{render(own)}\n\n{match[3]}"
+        if match["name"] == "summary":
+            content = summary(records)
+        else:
+            content = render([one for one in records if home(one) == match["name"]])
+        return f"{match[1]}\n{content}\n\n{match[3]}"
 
     return _MARKED.sub(table, text)
+
+
+def summary(records: Sequence[Record]) -> str:
+    """The records of SUMMARY, with date and commit in their rows."""
+    by_name = {record["name"]: record for record in records}
+    chosen = [by_name[name] for name in SUMMARY if name in by_name]
+    if not chosen:
+        return "*Not measured yet.*"
+    rows = []
+    for record in chosen:
+        metrics = record["metrics"]
+        memory = [
+            f"{word} {_figure(metrics[key])}" for key, word in _MEMORY.items() if key in metrics
+        ]
+        first = record.get("table", [{}])[0]  # of the rows of such a record, the headline
+        row = {
+            "work": ", ".join(filter(None, [_label(record), first.get("work")])),
+            "figure (low–high)": _figure(next(iter(metrics.values()))),
+            "memory": ", ".join(memory),
+            "compare": record["config"].get("compare", ""),
+            "measured": _when(record),
+        }
+        rows.append(row)
+    return f"{_markdown(rows)}\n\n{_measured_on(chosen, when=False)}"
 
 
 def render(records: Sequence[Record]) -> str:
@@ -62,7 +104,7 @@ def render(records: Sequence[Record]) -> str:
     if not records:
         return "*Not measured yet.*"
     lines = [record for record in records if "table" not in record]
-    blocks = [_summary(lines), _commands(lines), _measured_on(lines)] if lines else []
+    blocks = [_lines(lines), _commands(lines), _measured_on(lines)] if lines else []
     for record in records:
         if "table" in record:
             heading = f"**{_label(record)}** (`{record['command']}`)"
@@ -70,30 +112,30 @@ def render(records: Sequence[Record]) -> str:
     return "\n\n".join(blocks)
 
 
-def _summary(records: Sequence[Record]) -> str:
+def _lines(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
         config = record["config"]
         headline = next(iter(record["metrics"].values()))
-        beside = [
+        others = [
             f"{key.replace('_', ' ')} {_figure(record['metrics'][key])}"
             for key in config.get("show", ())
         ]
         row = {
             "work": _label(record),
             "figure (low–high)": _figure(headline),
-            "beside it": "; ".join(beside),
+            "other figures": "; ".join(others),
             "limit, and share of it": _share(headline, record["limit"]),
             "compare": config.get("compare", ""),
         }
         rows.append(row)
-    # A column that no record fills is left out.
+    # columns that are empty in all rows are left out
     filled = [key for key in rows[0] if any(row[key] for row in rows)]
     return _markdown([{key: row[key] for key in filled} for row in rows])
 
 
 def _commands(records: Sequence[Record]) -> str:
-    """Below the table: most records of a group come from one command."""
+    """Listed once below the table, because most records of a group have the same command."""
     commands = dict.fromkeys(record["command"] for record in records)
     return "\n".join(["```bash", *commands, "```"])
 
@@ -117,14 +159,14 @@ def _share(headline: Record, limit: Record | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Three figures at least, whole numbers in full: 43,120; 17.7; 0.0412."""
+    """Three significant digits at least, whole numbers in full: 43,120; 17.7; 0.0412."""
     if float(value).is_integer() or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:#.3g}".rstrip(".")
 
 
-def _measured_on(records: Iterable[Record]) -> str:
-    """Where and with what, each machine once, with its commits and days."""
+def _measured_on(records: Iterable[Record], when: bool = True) -> str:
+    """The machines and versions, each once; with `when` also dates and commits."""
     measured: dict[str, set[str]] = {}
     for record in records:
         hardware, versions = record["hardware"], record["versions"]
@@ -132,15 +174,17 @@ def _measured_on(records: Iterable[Record]) -> str:
         parts = [f"{gpu['name']} ({gpu['memory_gib']:.0f} GiB)"] if gpu else []
         parts += [f"{hardware['cores']} cores of {hardware['cpu']}"]
         parts += [f"{hardware['ram_gib']:.0f} GiB RAM", f"torch {versions['torch']}"]
-        when = f"{record['date'][:10]} at {record['commit']}"
-        stolen = hardware.get("stolen", 0)  # older records do not know
-        if stolen >= _NOTED:
-            when += f" (the host took {stolen:.0%} of the cores' time)"
-        measured.setdefault(", ".join(parts), set()).add(when)
+        measured.setdefault(", ".join(parts), set()).add(_when(record))
     return "\n".join(
-        f"<sub>Measured on {machine}; {', '.join(sorted(whens))}.</sub>"
+        f"<sub>Measured on {machine}{'; ' + ', '.join(sorted(whens)) if when else ''}.</sub>"
         for machine, whens in measured.items()
     )
+
+
+def _when(record: Record) -> str:
+    text = f"{record['date'][:10]} at {record['commit']}"
+    stolen = record["hardware"].get("stolen", 0)  # older records do not have it
+    return f"{text} (steal time {stolen:.0%})" if stolen >= _NOTED else text
 
 
 def _markdown(rows: Sequence[Record]) -> str:
@@ -158,7 +202,7 @@ def _cell(value: object) -> str:
 
 
 def outdated(records: Iterable[Record], root: Path) -> Iterator[str]:
-    """A warning for each record whose commit is unknown or whose code, src/, has changed since."""
+    """A warning for each record whose commit is unknown or since which src/ has changed."""
     changes = cache(lambda commit: _changes_since(commit, root))
     for record in records:
         count = changes(record["commit"])
@@ -181,8 +225,10 @@ def _changes_since(commit: str, root: Path) -> int | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", nargs="+", metavar="FILE", help="bring these files up to date")
-    what.add_argument("--check", nargs="+", metavar="FILE", help="exit 1 if one is out of date")
+    what.add_argument("--write", nargs="+", metavar="FILE", help="update the tables of these files")
+    what.add_argument(
+        "--check", nargs="+", metavar="FILE", help="exit code 1 if a table is out of date"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
     options = parser.parse_args(arguments)
     records = read_records(options.results)

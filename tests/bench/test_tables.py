@@ -51,11 +51,11 @@ def test_a_line_has_the_figure_its_share_and_its_command() -> None:
     assert "adam" not in filled
 
 
-def test_time_that_the_host_took_is_told() -> None:
+def test_steal_time_is_shown_from_one_percent_on() -> None:
     hardware = record("train-w1")["hardware"]
-    for stolen, told in ((0.123, True), (0.004, False)):
+    for stolen, shown in ((0.123, True), (0.004, False)):
         filled = fill(TEXT, [record("train-w1", hardware={**hardware, "stolen": stolen})])
-        assert ("at abc1234 (the host took 12% of the cores' time)" in filled) == told
+        assert ("at abc1234 (steal time 12%)" in filled) == shown
 
 
 def test_filling_twice_changes_nothing() -> None:
@@ -67,7 +67,11 @@ def test_columns_that_a_record_asks_for_appear() -> None:
     config = {"compare": "DeepSpeed 5,200", "show": ["memory"]}
     filled = fill(TEXT, [record("train-a", config=config), record("train-b", limit=None)])
     head = next(line for line in filled.splitlines() if line.startswith("| work"))
-    assert head.strip("| ").split(" | ")[2:] == ["beside it", "limit, and share of it", "compare"]
+    assert head.strip("| ").split(" | ")[2:] == [
+        "other figures",
+        "limit, and share of it",
+        "compare",
+    ]
     assert "| memory 11.2 GiB |" in filled
     assert "| DeepSpeed 5,200 |" in filled
 
@@ -80,6 +84,34 @@ def test_a_record_with_a_table_is_a_table_of_its_own() -> None:
         "| experts | tok/s | on the GPU |\n| --- | --- | --- |\n| 8 | 10,240 |  |\n| 16 |  | – |\n"
     ) in filled
     assert "| work |" not in filled
+
+
+def test_the_summary_shows_chosen_records_in_its_own_order() -> None:
+    records = [
+        record("load-30gb", config={"row": "load"}, metrics={"rate": _metric(2.5, "GB/s")}),
+        record("train-w1-16x1024", config={"row": "W1", "compare": "peer 5"}),
+        record(
+            "train-w1-vs-deepspeed",
+            config={"row": "ratio"},
+            metrics={"ratio": _metric(2.5, "×"), "gpu_memory": _metric(12.5, "GiB")},
+            table=[{"work": "both clip"}, {"work": "one clips"}],
+        ),
+        record("train-w1"),
+    ]
+    filled = fill(TEXT.replace("bench:train", "bench:summary"), records)
+    assert [line for line in filled.splitlines() if line.startswith("|")] == [
+        "| work | figure (low–high) | memory | compare | measured |",
+        "| --- | --- | --- | --- | --- |",
+        "| W1 | 11,342 tok/s (11,200–11,400) |  | peer 5 | 2025-03-02 at abc1234 |",
+        "| ratio, both clip | 2.50 × | GPU 12.5 GiB |  | 2025-03-02 at abc1234 |",
+        "| load | 2.50 GB/s |  |  | 2025-03-02 at abc1234 |",
+    ]
+    assert "RAM, torch 2.11.0.</sub>" in filled
+    assert fill(filled, records) == filled
+
+
+def _metric(value: float, unit: str) -> dict[str, Any]:
+    return {"median": value, "low": value, "high": value, "unit": unit}
 
 
 def test_a_name_takes_whole_words_only() -> None:

@@ -1,6 +1,6 @@
-"""docs/families.md lists the families that the tests cover and those they see refused.
+"""docs/families.md lists the families that the tests cover and those that are refused.
 
-After a change of the families: `make tables`, or `python -m tests.docs.test_families --write`.
+After a change to the families: `make tables`, or `python -m tests.docs.test_families --write`.
 """
 
 import re
@@ -17,13 +17,13 @@ from tests.models.huggingface.test_exactness import SUPPORTED, UNSUPPORTED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 
-# The notes that are about the tensors of an expert. All but the last can be read off a module.
+# Notes about the layout of expert tensors. These can be detected from a module.
 LAYOUT = ("no gate", "own gate", "transposed", "biases", "gate and up interleaved")
 MODULE_PER_EXPERT = "a module per expert"
 
 
 def page(text: str) -> str:
-    """`text` with its tables made anew. They say the same in every version of transformers."""
+    """`text` with new tables. They do not depend on the version of transformers."""
     text = _between("families", supported_table(SUPPORTED), text)
     return _between("refused", refused_table(), text)
 
@@ -39,7 +39,7 @@ def supported_table(families: Iterable[Family]) -> str:
         )
         for family in sorted(families, key=lambda family: family.name)
     ]
-    head = ("model type", "transformers", "tested as", "experts", "beside them")
+    head = ("model type", "transformers", "tested as", "experts", "other features")
     return f"{len(rows)} families.\n\n" + _table(head, rows)
 
 

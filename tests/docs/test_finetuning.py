@@ -1,4 +1,4 @@
-"""docs/finetuning.md does what it says, and says all there is."""
+"""docs/finetuning.md: its commands run, and it names all flags."""
 
 import re
 import shlex

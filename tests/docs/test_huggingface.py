@@ -1,4 +1,4 @@
-"""docs/huggingface.md does what it says."""
+"""docs/huggingface.md: its code runs and does what the text says."""
 
 import inspect
 import os
@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "huggingface.md"
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The names that the page's Python leaves when it is run from top to bottom."""
+    """The variables of the page's Python code, run from top to bottom."""
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("page")
     before = Path.cwd()
@@ -39,7 +39,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _python(text: str) -> str:
-    """The Python of the page on the lines where it stands, so that errors name them."""
+    """The Python code of the page, with its line numbers, so that errors name them."""
     lines, inside = [], False
     for line in text.splitlines():
         if line.startswith("```"):
@@ -53,7 +53,7 @@ def test_the_loop_learns(ran: Any) -> None:
     assert ran["opt"].steps_taken == 3
 
 
-def test_the_trainer_takes_steps_and_leaves_a_checkpoint(ran: Any) -> None:
+def test_the_trainer_takes_steps_and_writes_a_checkpoint(ran: Any) -> None:
     assert ran["trainer"].state.global_step == 2
     saved = ran["folder"] / "runs" / "trainer" / "checkpoint-2"
     assert (saved / "overspill_optimizer.safetensors").is_file()
@@ -66,7 +66,7 @@ def test_adapters_are_saved_alone(ran: Any) -> None:
     assert files == {"adapter_model.safetensors"}
 
 
-def test_what_was_saved_is_what_was_trained(ran: Any) -> None:
+def test_the_saved_model_is_the_trained_model(ran: Any) -> None:
     again, model = ran["again"], ran["model"]
     assert type(again) is type(model)
     theirs, mine = again.state_dict(), model.state_dict()
@@ -74,7 +74,7 @@ def test_what_was_saved_is_what_was_trained(ran: Any) -> None:
     assert all(torch.equal(theirs[name], mine[name]) for name in theirs)
 
 
-def test_the_model_answers_as_the_table_says(ran: Any) -> None:
+def test_the_model_behaves_as_the_table_says(ran: Any) -> None:
     plain = ran["again"]
     assert ran["total"] == plain.num_parameters()
     assert ran["experts"].shape == (8, 128, 32)

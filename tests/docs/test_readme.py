@@ -1,4 +1,4 @@
-"""The README does what it says."""
+"""README and docs: code and commands run; links, flags and tables are correct."""
 
 import re
 import runpy
@@ -39,14 +39,14 @@ def test_the_fine_tuning_commands_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "runs/lora/final/adapter_model.safetensors").is_file()
 
 
-def test_every_file_it_names_is_there() -> None:
+def test_all_links_exist() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
         missing = [link for link in links if not (page.parent / link).exists()]
-        assert not missing, f"{page.name} names {missing}"
+        assert not missing, f"{page.name} links to missing {missing}"
 
 
-def test_every_flag_it_names_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_flags_of_training_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert app(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     known = set(re.findall(r"--[a-z0-9-]+", shown)) | {"--experts"}
@@ -57,12 +57,12 @@ def test_every_flag_it_names_is_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/finetuning.md"])
-def test_its_tables_are_those_of_the_records(page: str) -> None:
+def test_the_tables_match_the_records(page: str) -> None:
     command = [sys.executable, "bench/tables.py", "--check", page]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
-def test_the_map_of_the_code_names_every_file() -> None:
+def test_the_structure_page_names_every_file() -> None:
     page = (ROOT / "docs" / "structure.md").read_text()
     files = [path for path in (ROOT / "src" / "overspill").rglob("*.py") if path.stem != "__init__"]
     missing = [f"{p.parent.name}/{p.stem}" for p in files if not re.search(rf"\b{p.stem}\b", page)]

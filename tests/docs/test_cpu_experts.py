@@ -1,4 +1,4 @@
-"""docs/sharing.md does what it says, and says what there is."""
+"""docs/cpu-experts.md: its code runs, and it names all flags and costs."""
 
 import dataclasses
 import re
@@ -15,20 +15,20 @@ from overspill.hardware.profile import Curve, ExpertCosts
 from overspill.probe.table import lacking
 from overspill.train.config import MemorySection
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sharing.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cpu-experts.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def ran() -> Iterator[dict[str, Any]]:
-    """The names that the page's Python leaves when it is run from top to bottom."""
+    """The variables of the page's Python code, run from top to bottom."""
     names: dict[str, Any] = {}
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
-    exec(compile(code, "docs/sharing.md", "exec"), names)
+    exec(compile(code, "docs/cpu-experts.md", "exec"), names)
     yield names
     names["model"].overspill.close()
 
 
-def test_the_split_is_the_one_it_tells_of(ran: dict[str, Any]) -> None:
+def test_the_split_is_the_one_in_its_comments(ran: dict[str, Any]) -> None:
     assert ran["on_cpu"] == set(range(2, 9))
     assert f"{ran['alone'] * 1e3:.1f} ms" == "5.4 ms"
     assert f"{ran['shared'] * 1e3:.1f} ms" == "3.5 ms"
@@ -38,20 +38,20 @@ def test_the_simulator_draws_the_imbalance_it_was_asked_for(ran: dict[str, Any])
     assert ran["g"] == pytest.approx(0.4, abs=0.02)
 
 
-def test_it_is_on_by_default_as_the_page_says() -> None:
-    assert "**It is on by default**" in PAGE
-    assert Settings().cpu_experts
-    assert MemorySection().cpu_experts
+def test_cpu_experts_are_off_by_default_as_the_page_says() -> None:
+    assert "**They are off by default**" in PAGE
+    assert not Settings().cpu_experts
+    assert not MemorySection().cpu_experts
 
 
 def test_it_names_every_flag_of_the_probe_and_no_other() -> None:
     probe = typer.main.get_command(commands).commands["probe"]  # type: ignore[attr-defined]
     options = [flag for p in probe.params for flag in (*p.opts, *p.secondary_opts)]
     named = set(re.findall(r"--[a-z][a-z-]*", PAGE))
-    assert named - {"--no-cpu-experts"} == set(options) - {"--help"}
+    assert named - {"--cpu-experts"} == set(options) - {"--help"}
 
 
-def test_it_says_where_every_cost_of_an_expert_goes() -> None:
+def test_it_names_every_cost_of_an_expert() -> None:
     (table,) = re.findall(r"\| in the formula \|.*?\n\n", PAGE, re.DOTALL)
     fields = " ".join(row.split("|")[2] for row in table.strip().splitlines())
     named = set(re.findall(r"`(\w+)`", fields))
@@ -59,6 +59,6 @@ def test_it_says_where_every_cost_of_an_expert_goes() -> None:
     assert named == costs
 
 
-@pytest.mark.parametrize("kernel", ["torch", "generic", "avx2", "avx512", "amx"])
-def test_it_quotes_what_the_probe_says_of_poor_machines(kernel: str) -> None:
+@pytest.mark.parametrize("kernel", ["none", "generic", "avx2", "avx512", "amx"])
+def test_it_quotes_the_messages_about_missing_features(kernel: str) -> None:
     assert all(f"`{line}`" in PAGE for line in lacking(cores=1, kernel=kernel, gpu=False))
