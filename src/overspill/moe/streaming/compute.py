@@ -204,6 +204,12 @@ class StreamingCompute(ExpertCompute):
         """Host memory of the buffers of CPU experts."""
         return 0 if self._cpu is None else self._cpu.nbytes
 
+    def wait_readers(self) -> None:
+        """Blocks until no upload and no CPU expert reads weights in host memory."""
+        self.uploader.wait_idle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def set_settings(self, settings: Settings) -> None:
         """While nothing is being computed or transferred."""
         before, self._settings = self._settings, settings

@@ -72,6 +72,7 @@ class StreamingEngine(Engine):
                 compute.trace,
                 threads,
                 device,
+                compute.wait_readers,
                 progress,
             )
             training = TrainingStep(n_layers, self._sink, records)

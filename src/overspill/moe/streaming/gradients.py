@@ -1,7 +1,7 @@
 """Gradients of streamed experts: from the device into a ring buffer and straight into the expert's
 update, or into the expert's own host slot, where they wait for more or for the global norm."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,9 +42,12 @@ class StreamingGradients(GradientSink):
         trace: ComputeTrace,
         threads: int,
         device: torch.device,
+        wait_readers: Callable[[], None],
         progress: Progress | None,
     ) -> None:
+        """`wait_readers` blocks until no copy or computation reads weights in host memory."""
         self._store = store
+        self._wait_readers = wait_readers
         self._cursor = cursor
         self._plan = plan
         self._placement = placement
@@ -212,6 +215,9 @@ class StreamingGradients(GradientSink):
     def complete_layer(
         self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
     ) -> None:
+        if counts is None:
+            # In step(), not in backward: a forward without gradients may still be running.
+            self._wait_readers()
         for position, entry in enumerate(self._store.layer_entries(layer)):
             if hyper is None:
                 self._store.begin_update(entry)
