@@ -204,13 +204,14 @@ def test_switching_clipping_between_backward_and_step_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "upload"])
-def test_a_model_that_is_freed_in_a_thread_of_its_engine_is_closed(
-    kind: str, tmp_path: Path
+def test_a_model_that_is_freed_in_a_thread_of_its_engine_is_closed_by_another(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a thread may hold the lock that `close` waits for, and `close` cannot join it."""
     held: list[object] = []
     armed, dropped = threading.Event(), threading.Event()
     freed_in: queue.SimpleQueue[str] = queue.SimpleQueue()
+    closed_in: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def free(what: str) -> None:
         if what == kind and armed.is_set():
@@ -225,14 +226,23 @@ def test_a_model_that_is_freed_in_a_thread_of_its_engine_is_closed(
     alive = weakref.ref(model)
     settings = Settings(inject=free, threads=1)
     overspill.offload(model, device="cpu", mode="host", slots=2, quiet=True, settings=settings)
+    close = model.overspill.close
+
+    def noted_close() -> None:
+        closed_in.put(threading.current_thread().name)
+        close()
+
+    monkeypatch.setattr(model.overspill, "close", noted_close)
     optimizer = overspill.AdamW(model, max_grad_norm=1.0)
     loss_of(model, next(Task().batches())[0]).backward()
+    model.overspill.flush()  # gradients have arrived: step() will not wait for a thread
     armed.set()
     optimizer.step()  # updates the experts, then uploads them for the next forward
     held += [model, optimizer]
     del model, optimizer
     dropped.set()
     assert freed_in.get(timeout=10).startswith("overspill-")
+    assert not closed_in.get(timeout=10).startswith("overspill-")
     deadline = time.monotonic() + 10
     while threads_left() and time.monotonic() < deadline:
         time.sleep(0.01)

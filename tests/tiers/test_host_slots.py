@@ -1,8 +1,10 @@
 """Host slots of the store against a model of them, under any sequence of calls."""
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import settings
@@ -19,8 +21,10 @@ LAYOUT = RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
 N_EXPERTS, HOME, CACHE = 6, 1, 3
 UPDATED = Part.WEIGHTS | Part.STATES
 NONE = Part(0)
-parts = st.sampled_from(list(Part))
 experts = st.integers(0, N_EXPERTS - 1)
+
+
+Step = Callable[["HostSlots", Entry, "Model"], None]
 
 
 class Copy:
@@ -52,6 +56,20 @@ class Model:
         return self.slot and not (self.dirty or self.io or self.holds or copying)
 
 
+def on(condition: Callable[[Model], bool]) -> Callable[[Step], Any]:
+    """A rule for one of the experts that meet the condition."""
+
+    def decorate(step: Step) -> Any:
+        def run(self: "HostSlots", number: int) -> None:
+            entries = [entry for entry, model in self.models.items() if condition(model)]
+            step(self, *self.pick(number, entries))
+
+        possible = precondition(lambda self: any(map(condition, self.models.values())))
+        return possible(rule(number=experts)(run))
+
+    return decorate
+
+
 class HostSlots(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
@@ -75,8 +93,9 @@ class HostSlots(RuleBasedStateMachine):
             self.store.close()
             self.folder.cleanup()
 
-    def pick(self, number: int) -> tuple[Entry, Model]:
-        entry = list(self.models)[number % len(self.models)]
+    def pick(self, number: int, among: list[Entry] | None = None) -> tuple[Entry, Model]:
+        entries = list(self.models) if among is None else among
+        entry = entries[number % len(entries)]
         return entry, self.models[entry]
 
     def use(self, entry: Entry) -> None:
@@ -84,18 +103,15 @@ class HostSlots(RuleBasedStateMachine):
             self.uses.remove(entry)
         self.uses.append(entry)
 
-    @rule(number=experts)
-    def touch(self, number: int) -> None:
-        entry, model = self.pick(number)
-        if model.slot:
-            self.store.touch(entry)
-            self.use(entry)
+    @on(lambda model: model.slot)
+    def touch(self, entry: Entry, model: Model) -> None:
+        self.store.touch(entry)
+        self.use(entry)
 
-    @rule(number=experts, needed=st.sets(experts, max_size=3))
+    @precondition(lambda self: any(not model.slot for model in self.models.values()))
+    @rule(number=experts, needed=st.sets(experts, max_size=2))
     def assign(self, number: int, needed: set[int]) -> None:
-        entry, model = self.pick(number)
-        if model.slot:
-            return
+        entry, model = self.pick(number, [e for e, m in self.models.items() if not m.slot])
         kept = [self.pick(other)[0] for other in needed]
         free = CACHE - sum(other.slot for other in self.models.values())
         victims = [e for e in self.uses if self.models[e].evictable and e not in kept]
@@ -109,93 +125,76 @@ class HostSlots(RuleBasedStateMachine):
         model.slot, model.valid = True, NONE
         self.use(entry)
 
-    @rule(number=experts)
-    def hold(self, number: int) -> None:
-        entry, model = self.pick(number)
-        if model.slot:
-            self.store.hold(entry)
-            model.holds += 1
+    @on(lambda model: model.slot and not model.holds)
+    def hold(self, entry: Entry, model: Model) -> None:
+        self.store.hold(entry)
+        model.holds += 1
 
-    @rule(number=experts)
-    def release(self, number: int) -> None:
-        entry, model = self.pick(number)
-        if model.holds:
-            before = self.changes
-            self.store.release(entry)
-            model.holds -= 1
-            assert self.changes == before + 1, "a slot may be free now"
+    @on(lambda model: model.holds > 0)
+    def release(self, entry: Entry, model: Model) -> None:
+        before = self.changes
+        self.store.release(entry)
+        model.holds -= 1
+        assert self.changes == before + 1, "a slot may be free now"
 
-    @rule(number=experts, part=parts)
-    def begin_read(self, number: int, part: Part) -> None:
-        entry, model = self.pick(number)
-        if model.slot and not model.io and not model.valid & part:
-            self.store.begin_io(entry, part, write=False)
-            model.io, model.writing = part, False
+    @on(lambda model: model.slot and not model.io and bool(UPDATED & ~model.valid))
+    def read(self, entry: Entry, model: Model) -> None:
+        part = next(part for part in Part if UPDATED & part & ~model.valid)
+        self.store.begin_io(entry, part, write=False)
+        model.io, model.writing = part, False
 
-    @rule(number=experts)
-    def begin_write(self, number: int) -> None:
-        entry, model = self.pick(number)
-        if model.dirty and not model.io:
-            part = next(part for part in Part if model.dirty & part)
-            self.store.begin_io(entry, part, write=True)
-            model.io, model.writing = part, True
-            model.dirty &= ~part
+    @on(lambda model: bool(model.dirty) and not model.io)
+    def write(self, entry: Entry, model: Model) -> None:
+        part = next(part for part in Part if model.dirty & part)
+        self.store.begin_io(entry, part, write=True)
+        model.io, model.writing = part, True
+        model.dirty &= ~part
 
-    @rule(number=experts)
-    def end_io(self, number: int) -> None:
-        entry, model = self.pick(number)
-        if model.io:
-            before = self.changes
-            self.store.end_io(entry, model.io, model.writing)
-            if not model.writing:
-                model.valid |= model.io
-            model.io = NONE
-            assert self.changes == before + 1
+    @on(lambda model: bool(model.io))
+    def end_io(self, entry: Entry, model: Model) -> None:
+        before = self.changes
+        self.store.end_io(entry, model.io, model.writing)
+        if not model.writing:
+            model.valid |= model.io
+        model.io = NONE
+        assert self.changes == before + 1
 
-    @rule(number=experts)
-    def issue_upload(self, number: int) -> None:
-        entry, model = self.pick(number)
-        if model.valid & Part.WEIGHTS and not model.stale:
-            self.store.begin_upload(entry)
-            assert not entry.evictable, "the copy is being issued"
-            model.copy = Copy()
-            self.store.end_upload(entry, model.copy)
+    @on(lambda model: bool(model.valid & Part.WEIGHTS) and not model.stale)
+    def issue_upload(self, entry: Entry, model: Model) -> None:
+        self.store.begin_upload(entry)
+        assert not entry.evictable, "the copy is being issued"
+        model.copy = Copy()
+        self.store.end_upload(entry, model.copy)
 
-    @rule(number=experts)
-    def end_upload(self, number: int) -> None:
-        entry, model = self.pick(number)
-        if model.copy is not None:
-            before = self.changes
-            model.copy.ended = True
-            self.store.upload_done(entry)
-            assert self.changes == before + 1
+    @on(lambda model: model.copy is not None and not model.copy.ended)
+    def end_upload(self, entry: Entry, model: Model) -> None:
+        before = self.changes
+        assert model.copy is not None
+        model.copy.ended = True
+        self.store.upload_done(entry)
+        assert self.changes == before + 1
 
-    @rule(number=experts)
-    def begin_update(self, number: int) -> None:
-        entry, model = self.pick(number)
+    @on(lambda model: not model.stale)
+    def begin_update(self, entry: Entry, model: Model) -> None:
         version = entry.version
         self.store.begin_update(entry)
         model.stale = True
         assert entry.version == version + 1
 
-    @rule(number=experts)
-    def end_update(self, number: int) -> None:
-        entry, model = self.pick(number)
-        if model.stale and not model.io and not UPDATED & ~model.valid:
-            self.store.end_update(entry)
-            model.stale = False
-            model.dirty = (model.dirty | UPDATED) & ~Part.GRADS
-            model.valid &= ~Part.GRADS
+    @on(lambda model: model.stale and not model.io and not UPDATED & ~model.valid)
+    def end_update(self, entry: Entry, model: Model) -> None:
+        self.store.end_update(entry)
+        model.stale = False
+        model.dirty = (model.dirty | UPDATED) & ~Part.GRADS
+        model.valid &= ~Part.GRADS
 
-    @rule(number=experts)
-    def keep_gradient(self, number: int) -> None:
-        entry, model = self.pick(number)
-        if model.slot and not model.io:
-            self.store.keep_gradient(entry)
-            model.valid |= Part.GRADS
-            model.dirty |= Part.GRADS
+    @on(lambda model: model.slot and not model.valid & Part.GRADS)
+    def keep_gradient(self, entry: Entry, model: Model) -> None:
+        self.store.keep_gradient(entry)
+        model.valid |= Part.GRADS
+        model.dirty |= Part.GRADS
 
-    @precondition(lambda self: not any(model.io for model in self.models.values()))
+    @precondition(lambda self: any(model.valid & Part.GRADS for model in self.models.values()))
     @rule(kept=st.sets(experts))
     def discard(self, kept: set[int]) -> None:
         self.store.discard_gradients(kept)
@@ -223,5 +222,5 @@ class HostSlots(RuleBasedStateMachine):
             self.store.check_conserved()
 
 
-HostSlots.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+HostSlots.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 TestHostSlots = HostSlots.TestCase

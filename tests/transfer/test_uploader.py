@@ -183,6 +183,29 @@ def test_an_upload_that_lost_its_slot_is_never_computed_with(slow: Bench) -> Non
     assert slow.holds(0, 3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_upload_that_loses_its_slot_while_it_is_issued_is_not_used(kind: str) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(_: str) -> None:
+        begun.set()
+        assert go.wait(10)
+
+    bench = Bench(kind, experts=2, slots=1, inject=wait)
+    second = bench.entry(1)
+    bench.store.begin_update(second)  # its upload cannot start yet
+    bench.target((0, 0))
+    assert begun.wait(10)
+    bench.target((1, 0))
+    go.set()
+    bench.uploader.wait_idle()
+    assert not bench.is_issued(0, 0)
+    rewrite(bench.store, [second])
+    bench.wait_issued((1, 0))
+    assert bench.holds(0, value_of(second))
+    bench.close()
+
+
 def test_a_slot_that_is_being_overwritten_holds_no_expert(slow: Bench) -> None:
     slow.target((0, 0))
     slow.wait_issued((0, 0))
