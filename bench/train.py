@@ -4,7 +4,9 @@ PYTHONPATH=src python3 bench/train.py --preset w1 --gpu-memory 12GiB --batches 1
 """
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from record import Limit, metric, write_record
 from workload import SEQ, Run, Work, build, measure, optimize, show
@@ -15,6 +17,11 @@ from overspill.moe.settings import Settings
 
 # The reference machine's measured ceilings (docs/benchmarks.md).
 ADAM_RATE, PCIE, MATRIX = 5.36e9, 55e9, 786e12
+
+
+def record_name(batch: int, offloaded: bool, clip: bool, preset: str = "w1") -> str:
+    middle = "" if offloaded else "gpu-only-"
+    return f"train-{preset}-{middle}{batch}x{SEQ}{'-clip' if clip else ''}"
 
 
 def limit(config: GPTConfig, tokens: int, offloaded: bool) -> Limit:
@@ -29,8 +36,12 @@ def limit(config: GPTConfig, tokens: int, offloaded: bool) -> Limit:
     return Limit(tokens / seconds, "tokens/s", source)
 
 
-def save(name: str, config: GPTConfig, run: Run, offloaded: bool, args: argparse.Namespace) -> None:
+def save(
+    config: GPTConfig, run: Run, offloaded: bool, clip: bool, given: Mapping[str, Any], out: Path
+) -> None:
+    """Writes the record of a run; `given` are the arguments it was made with."""
     batch = run.tokens // SEQ
+    name = record_name(batch, offloaded, clip, str(given["preset"]))
     metrics = {
         "tokens_per_second": metric(run.speed, "tokens/s"),
         "step": metric(run.seconds, "s"),
@@ -39,22 +50,20 @@ def save(name: str, config: GPTConfig, run: Run, offloaded: bool, args: argparse
     }
     for row, share in run.busy.items():
         metrics[f"busy_{row.replace(' ', '_')}"] = metric([share], "share")
-    row = f"{args.preset}, {batch}×{SEQ} tokens a step"
-    if name.endswith("clip"):
+    row = f"{given['preset']}, {batch}×{SEQ} tokens a step"
+    if clip:
         row += ", exact clipping"
     if not offloaded:
         row += ", everything on the GPU"
     details = {
         "row": row,
         "show": ["gpu_memory", "host_memory"],
-        "gpu_memory": args.gpu_memory,
+        **given,
         "expert_parameters": config.expert_params,
         "parameters": config.total_params,
         "dtype": "bf16 weights, fp32 master and moments",
-        "warm": args.warm,
-        "steps": args.steps,
     }
-    write_record(name, details, metrics, limit(config, run.tokens, offloaded), args.out)
+    write_record(name, details, metrics, limit(config, run.tokens, offloaded), out)
 
 
 def main() -> None:
@@ -71,6 +80,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     config = get_preset(args.preset)
+    given = {key: getattr(args, key) for key in ("preset", "gpu_memory", "warm", "steps")}
     settings = Settings(threads=args.threads)
     model = build(config, settings, gpu_memory=args.gpu_memory, mode=args.mode)
     engine = model.overspill
@@ -79,12 +89,12 @@ def main() -> None:
         optimizer = None  # an engine has one optimizer at a time
         optimizer = optimize(model, norm)
         for batch in (int(text) for text in args.batches.split(",")):
-            middle = "" if offloaded else "gpu-only-"
-            name = f"train-{args.preset}-{middle}{batch}x{SEQ}{'' if norm is None else '-clip'}"
+            clip = norm is not None
+            name = record_name(batch, offloaded, clip, args.preset)
             timeline = None if args.timeline is None else args.timeline / name
             run = measure(model, optimizer, Work(batch), args.warm, args.steps, timeline)
             show(name, run)
-            save(name, config, run, offloaded, args)
+            save(config, run, offloaded, clip, given, args.out)
     engine.close()
 
 

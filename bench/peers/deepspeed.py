@@ -26,7 +26,10 @@ sys.path[0] = str(ROOT / "bench")
 from peers.compare import compare, comparisons, metrics_of, table_of  # noqa: E402
 from peers.measurement import Measurement, Options, from_line  # noqa: E402
 from record import write_record  # noqa: E402
-from workload import SEQ  # noqa: E402
+from train import save as save_run  # noqa: E402
+from workload import SEQ, Run  # noqa: E402
+
+from overspill.models.presets import get_preset  # noqa: E402
 
 PEER = "deepspeed"
 SIDES = ("overspill", PEER)
@@ -161,7 +164,21 @@ def save(measured: list[Measurement], args: argparse.Namespace) -> bool:
     for row in table:
         print("; ".join(f"{key}: {value}" for key, value in row.items()))
     write_record(record, details, metrics_of(compared, PEER), None, args.out, table)
+    if not args.tiny:
+        save_own(measured, args)
     return True
+
+
+def save_own(measured: list[Measurement], args: argparse.Namespace) -> None:
+    """Writes Overspill's side as the records of `bench/train.py`."""
+    own = [one for one in measured if one.side == "overspill"]
+    for work in dict.fromkeys(one.work for one in own):
+        runs = [one for one in own if one.work == work]
+        seconds = [each for one in runs for each in one.seconds]
+        memory = [max(one.gpu_bytes for one in runs), max(one.host_bytes for one in runs)]
+        run = Run(runs[0].tokens, seconds, runs[-1].loss, *memory, busy={})
+        given = {"preset": "w1", **runs[0].settings, "warm": args.warm, "steps": args.steps}
+        save_run(get_preset("w1"), run, work.mode == "offload", work.clip, given, args.out)
 
 
 def parse() -> argparse.Namespace:
