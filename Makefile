@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEV := $(VENV)/.dev
 TRAIN_ARGS ?=
 TEST_ARGS ?=
 
@@ -18,25 +19,25 @@ train: $(INSTALLED)  ## train a small MoE with an eighth of its experts on the c
 	$(BIN)/overspill train nano $(TRAIN_ARGS)
 
 test: lint  ## run all checks: ruff, mypy, import-linter, pytest
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(TEST_ARGS)
 
-newest: $(INSTALLED)  ## test Hugging Face models with the newest transformers
+newest: $(DEV)  ## test Hugging Face models with the newest transformers
 	$(BIN)/python -m pip install --quiet --upgrade --target build/newest --no-deps transformers
 	PYTHONPATH=build/newest $(BIN)/python -m pytest $(TEST_ARGS) tests/models/huggingface \
 		tests/train/finetune tests/train/test_hf_trainer.py tests/docs/test_families.py \
 		tests/docs/test_huggingface.py
 
-lint: $(INSTALLED)  ## run ruff, mypy and import-linter
+lint: $(DEV)  ## run ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(INSTALLED)  ## format the code
+format: $(DEV)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-tables: $(INSTALLED)  ## write the tables of the docs from bench/results and from the tests
+tables: $(DEV)  ## write the tables of the docs from bench/results and from the tests
 	$(BIN)/python bench/tables.py --write $(wildcard README.md docs/benchmarks.md docs/finetuning.md)
 	$(BIN)/python -m tests.docs.test_families --write
 
@@ -45,12 +46,17 @@ clean:  ## remove the environment and all caches, but not runs/
 		.import_linter_cache .hypothesis
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is touched last, so an interrupted installation is repeated. torch is installed first and
-# alone: all other packages must accept the version in constraints.txt.
+# A stamp is touched last, so an interrupted installation is repeated. torch is installed first and
+# alone: all other packages must accept the version in constraints.txt. Training needs none of the
+# development tools.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"Overspill needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(DEV): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
