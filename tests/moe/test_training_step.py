@@ -1,135 +1,12 @@
 """The state machine of a training step: every transition and every refusal, with a fake sink."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from overspill.core.errors import NonFiniteError, OrderError
-from overspill.core.expert_map import ExpertMap
-from overspill.core.experts import ExpertId, ExpertShape
-from overspill.moe.dispatch import RowOrder
-from overspill.moe.gradient_sink import GradientSink
-from overspill.moe.layer_pass import LayerPass, Wave
-from overspill.moe.records import ExpertRecords
-from overspill.moe.training_step import TrainingStep
-from overspill.optim.kernel import AdamHyper
-from overspill.tiers.layout import RecordLayout
-
-N_LAYERS = 2
-COUNTS = [2, 0]
-
-
-class FakeSink(GradientSink):
-    """Notes what it is told. `fail_in` is the method that finds a gradient that is not finite."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[Any, ...]] = []
-        self.fail_in = ""
-
-    def _note(self, name: str, *args: object) -> None:
-        self.log.append((name, *args))
-        if self.fail_in == name:
-            raise NonFiniteError("not finite")
-
-    def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
-        self._note("attach", keep)
-
-    def reset_states(self) -> None:
-        self._note("reset_states")
-
-    def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
-        self._note("add", layer, hyper is not None)
-
-    def complete_layer(
-        self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
-    ) -> None:
-        self._note("complete_layer", layer, counts, hyper is not None)
-
-    def sum_of_squares(self) -> float:
-        return 9.0
-
-    def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
-        self._note("end_step", sorted(kept))
-
-    def discard(self) -> None:
-        self._note("discard")
-
-
-class NoRecords(ExpertRecords):
-    def __init__(self) -> None:
-        super().__init__(N_LAYERS, ExpertMap.whole(2))
-
-    @property
-    def layout(self) -> RecordLayout:
-        return RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
-
-    def fill(self, *_: object, **__: object) -> None: ...
-    def read_weights(self, expert: ExpertId, out: Tensor) -> None: ...
-    def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None: ...
-    def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None: ...
-    def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None: ...
-
-
-@dataclass
-class FakeRule:
-    """An optimizer; it has the experts of `layers`."""
-
-    training: TrainingStep
-    keep_gradients: bool = False
-    accumulating: bool = False
-    lr: float = 0.1
-    layers: tuple[int, ...] = (0, 1)
-
-    def hyper(self, layer: int) -> AdamHyper | None:
-        if layer not in self.layers:
-            return None
-        return AdamHyper(self.lr, 0.9, 0.99, 1e-8, 0.0, self.training.steps(layer) + 1)
-
-
-class Bench:
-    def __init__(self, keep: bool = False, attach: bool = True) -> None:
-        self.sink, self.records = FakeSink(), NoRecords()
-        self.training = TrainingStep(N_LAYERS, self.sink, self.records)
-        self.rule = FakeRule(self.training, keep_gradients=keep)
-        if attach:
-            self.training.attach(self.rule, torch.float32)
-            self.sink.log.clear()
-
-    def forward(self, layer: int = 0) -> LayerPass:
-        self.training.check_forward(layer)
-        layer_pass = LayerPass(layer, training=True, order=RowOrder(2, False, COUNTS))
-        self.training.open_pass(layer_pass)
-        return layer_pass
-
-    def deliver(self, layer_pass: LayerPass) -> None:
-        nothing = torch.empty(0)
-        self.training.deliver(layer_pass, Wave(0, 2, 0, 2, nothing, nothing, COUNTS), [])
-
-    def backward(self, layer_pass: LayerPass, accumulate: bool = False) -> None:
-        self.rule.accumulating = accumulate
-        try:
-            if self.training.begin_backward(layer_pass):
-                self.deliver(layer_pass)
-                self.training.end_backward(layer_pass)
-        finally:
-            self.rule.accumulating = False
-
-    def fail_backward(self, accumulate: bool = False) -> None:
-        """A backward that ends after its first wave."""
-        layer_pass = self.forward()
-        self.rule.accumulating = accumulate
-        self.training.begin_backward(layer_pass)
-        self.deliver(layer_pass)
-        self.rule.accumulating = False
-
-    def told(self) -> list[tuple[Any, ...]]:
-        """What the sink was told since the last call."""
-        log, self.sink.log = self.sink.log, []
-        return log
+from tests.moe.step_bench import COUNTS, Bench, FakeRule
 
 
 @pytest.fixture
@@ -154,53 +31,53 @@ def either(request: pytest.FixtureRequest) -> Bench:
 
 def test_a_complete_gradient_updates_the_experts_during_backward(at_once: Bench) -> None:
     at_once.backward(at_once.forward())
-    assert at_once.told() == [("add", 0, True), ("complete_layer", 0, COUNTS, True)]
+    assert at_once.sink_calls() == [("add", 0, True), ("complete_layer", 0, COUNTS, True)]
     at_once.training.step()
-    assert at_once.told() == [("end_step", [])]
+    assert at_once.sink_calls() == [("end_step", [])]
     assert [at_once.training.steps(layer) for layer in range(2)] == [1, 0]
 
 
 def test_a_kept_gradient_updates_the_experts_in_step(kept: Bench) -> None:
     kept.backward(kept.forward())
-    assert kept.told() == [("add", 0, False), ("complete_layer", 0, COUNTS, False)]
+    assert kept.sink_calls() == [("add", 0, False), ("complete_layer", 0, COUNTS, False)]
     kept.training.step()
-    assert kept.told() == [("end_step", [0])]
+    assert kept.sink_calls() == [("end_step", [0])]
     assert [kept.training.steps(layer) for layer in range(2)] == [1, 0]
 
 
 def test_micro_batches_are_kept_until_the_last_completes_them(at_once: Bench) -> None:
     for _ in range(2):
         at_once.backward(at_once.forward(), accumulate=True)
-    assert at_once.told() == [("add", 0, False)] * 2
+    assert at_once.sink_calls() == [("add", 0, False)] * 2
     at_once.backward(at_once.forward())
-    assert at_once.told() == [("add", 0, True), ("complete_layer", 0, COUNTS, True)]
+    assert at_once.sink_calls() == [("add", 0, True), ("complete_layer", 0, COUNTS, True)]
     at_once.training.step()
-    assert at_once.told() == [("end_step", [])]
+    assert at_once.sink_calls() == [("end_step", [])]
     assert at_once.training.steps(0) == 1
 
 
 def test_of_two_forwards_the_second_backward_completes_the_gradient(either: Bench) -> None:
     one, two = either.forward(), either.forward()
     either.backward(two)
-    assert either.told() == [("add", 0, False)]
+    assert either.sink_calls() == [("add", 0, False)]
     either.backward(one)
     complete = not either.rule.keep_gradients
-    assert either.told() == [("add", 0, complete), ("complete_layer", 0, COUNTS, complete)]
+    assert either.sink_calls() == [("add", 0, complete), ("complete_layer", 0, COUNTS, complete)]
 
 
 def test_a_forward_whose_graph_was_freed_is_not_waited_for(at_once: Bench) -> None:
     freed, used = at_once.forward(), at_once.forward()
     del freed
     at_once.backward(used)
-    assert ("complete_layer", 0, COUNTS, True) in at_once.told()
+    assert ("complete_layer", 0, COUNTS, True) in at_once.sink_calls()
 
 
 def test_step_completes_gradients_that_are_still_partial(either: Bench) -> None:
     either.backward(either.forward(1), accumulate=True)
-    either.told()
+    either.sink_calls()
     either.training.step()
     at_once = not either.rule.keep_gradients
-    assert either.told() == [
+    assert either.sink_calls() == [
         ("complete_layer", 1, None, at_once),
         ("end_step", [] if at_once else [1]),
     ]
@@ -218,18 +95,18 @@ def test_a_layer_that_the_optimizer_does_not_have_needs_no_weight_gradients(eith
     either.rule.layers = (1,)
     assert not either.training.begin_backward(either.forward(0))
     either.training.step()
-    assert either.told() == [("end_step", [])]
+    assert either.sink_calls() == [("end_step", [])]
     assert either.training.steps(0) == 0
 
 
 def test_zero_grad_drops_kept_and_partial_gradients(kept: Bench) -> None:
     kept.backward(kept.forward(0))
     kept.backward(kept.forward(1), accumulate=True)
-    kept.told()
+    kept.sink_calls()
     kept.training.zero_grad()
-    assert kept.told() == [("discard",)]
+    assert kept.sink_calls() == [("discard",)]
     kept.training.zero_grad()
-    assert kept.told() == [], "there is nothing to drop"
+    assert kept.sink_calls() == [], "there is nothing to drop"
     kept.backward(kept.forward(0))  # starts over
 
 
@@ -265,7 +142,7 @@ def test_a_step_that_finds_a_gradient_that_is_not_finite_counts_no_update(either
     either.backward(either.forward())
 
 
-def test_step_marks_the_records_as_changed(either: Bench, tmp_path: Any) -> None:
+def test_step_marks_the_records_as_changed(either: Bench, tmp_path: Path) -> None:
     either.records.mark_saved(tmp_path)
     either.backward(either.forward())
     assert either.records.saved_to == tmp_path
@@ -438,10 +315,10 @@ def test_an_optimizer_that_replaces_a_deleted_one_starts_from_zero(kept: Bench) 
     kept.backward(kept.forward())
     del kept.rule
     assert kept.training.rule is None
-    kept.told()
+    kept.sink_calls()
     kept.rule = FakeRule(kept.training)
     kept.training.attach(kept.rule, torch.float32)
-    assert kept.told() == [("attach", False), ("discard",), ("reset_states",)]
+    assert kept.sink_calls() == [("attach", False), ("discard",), ("reset_states",)]
     assert kept.training.steps(0) == 0
     kept.forward()  # the gradient of the old optimizer is gone
 
