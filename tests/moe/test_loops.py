@@ -158,3 +158,39 @@ def test_micro_batches_grouped_in_one_pass_learn_as_accumulated_ones(
             run.losses.append(loss.item())
         run.weights = weights_of(model)
     assert_follows(run, replace(plain_run(task), norms=[]))
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_gradients_of_other_tensors_leave_the_experts_alone(
+    where: str, clip: float | None, tmp_path: Path
+) -> None:
+    """`autograd.grad` and `backward(inputs=...)` name what they want gradients of."""
+    task = Task(steps=3, clip=clip)
+    model, run = task.model(), Run()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            loss = loss_of(model, batches[0])
+            (gradient,) = torch.autograd.grad(loss, [model.embedding.weight])
+            loss_of(model, batches[0]).backward(inputs=[model.embedding.weight])
+            assert torch.equal(gradient, model.embedding.weight.grad)
+            optimizer.zero_grad()
+            run.losses.append(train_step(model, optimizer, batches))
+        run.weights = weights_of(model)
+    plain = plain_run(task)
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name, expected in plain.weights.items():
+        torch.testing.assert_close(run.weights[name], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_second_derivative_is_refused(tmp_path: Path) -> None:
+    task = Task(steps=1)
+    model = task.model()
+    with spilled(model, "host with 2 slots", tmp_path):
+        optimizer = adamw(model, task)  # noqa: F841  # the experts need one
+        x = torch.randn(1, 6, 16, requires_grad=True)
+        y, _ = model.moe_layers()[0](x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), [x], create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
 from overspill.core.experts import Phase
@@ -76,9 +77,14 @@ class _Entrance(torch.autograd.Function):
         return x_TD.new_zeros(()).expand(x_TD.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x_TD, weights_TK = ctx.saved_tensors
-        dx_TD, dweights_TK = _backward(x_TD, weights_TK, dy_TD, ctx.engine, ctx.layer_pass)
+        # autograd.grad() and backward(inputs=...) leave out parameters that they do not name
+        (_, _, (placeholder, _)) = ctx.next_functions
+        wanted = placeholder is not None and torch._C._will_engine_execute_node(placeholder)
+        args = x_TD, weights_TK, dy_TD, ctx.engine, ctx.layer_pass
+        dx_TD, dweights_TK = _backward(*args, trained=ctx.layer_pass.trained and wanted)
         return dx_TD, dweights_TK, None, None, None
 
 
@@ -105,6 +111,7 @@ class _Experts(torch.autograd.Function):
         return y_TD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         saved = ctx.saved_tensors  # once: under a checkpoint it can be read only once
         if saved:
@@ -152,10 +159,17 @@ def _recomputing() -> bool:
 
 @torch.no_grad()
 def _backward(
-    x_TD: Tensor, weights_TK: Tensor, dy_TD: Tensor, engine: Engine, layer_pass: LayerPass
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    dy_TD: Tensor,
+    engine: Engine,
+    layer_pass: LayerPass,
+    trained: bool,
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of the input and of the routing weights; if `trained`, those of the experts are
+    delivered to the training step."""
     compute, dispatcher = engine.compute, engine.compute.dispatcher
-    need_dw = layer_pass.trained and engine.training.begin_backward(layer_pass)
+    need_dw = trained and engine.training.begin_backward(layer_pass)
     compute.enter_backward(layer_pass)
     rows = layer_pass.rows
     dy_TD = dy_TD.contiguous()
