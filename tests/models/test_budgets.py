@@ -10,15 +10,10 @@ CPU = torch.device("cpu")
 
 
 def test_budgets_reach_the_planner_in_bytes(tmp_path: Path) -> None:
-    request = Budgets("1GiB", 4096, tmp_path, mode="disk", slots=3, keep_gradients=True).request(
-        CPU
-    )
-    assert (request.gpu_memory, request.host_memory, request.mode, request.slots) == (
-        2**30,
-        4096,
-        "disk",
-        3,
-    )
+    budgets = Budgets("1GiB", 4096, tmp_path, mode="disk", slots=3, keep_gradients=True)
+    request = budgets.request(CPU)
+    assert (request.gpu_memory, request.host_memory) == (2**30, 4096)
+    assert (request.mode, request.slots) == ("disk", 3)
     assert request.disk_free is not None
     assert request.keep_gradients
 

@@ -1,4 +1,4 @@
-"""Banks hold what is needed next, and in training no policy needs fewer uploads."""
+"""Banks hold the chunks needed next; in training no policy needs fewer uploads."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,7 @@ def test_the_first_chunks_needed_are_held_each_once(
 
 
 @given(held_and_needed())
-def test_a_chunk_that_stays_keeps_its_bank_and_nothing_unneeded_comes(
+def test_chunks_keep_their_banks_and_only_needed_ones_are_added(
     case: tuple[list[Chunk | None], list[Chunk]],
 ) -> None:
     held, needed = case
@@ -43,13 +43,13 @@ def test_a_chunk_that_stays_keeps_its_bank_and_nothing_unneeded_comes(
         if before in order:
             assert after == before
         assert after == before or after in order
-    # and what is dropped is dropped only for a chunk that is needed
+    # a chunk is dropped only for a needed one
     came = [chunk for chunk in order if chunk not in held]
     assert sum(a != b for a, b in zip(held, banks, strict=True)) == len(came)
 
 
 def fewest_loads(sequence: list[Chunk], banks: int) -> int:
-    """Over all choices of what to drop: the oracle, exponential."""
+    """The minimum over all eviction choices (exponential)."""
     costs = {frozenset[Chunk](): 0}
     for wanted in sequence:
         after: dict[frozenset[Chunk], int] = {}
@@ -87,7 +87,7 @@ def test_in_training_no_policy_needs_fewer_uploads(parts: int, layers_held: int)
 
 
 @given(st.lists(chunks, min_size=1, max_size=14), st.integers(1, 4))
-def test_on_any_order_a_chunk_is_uploaded_again_only_if_others_filled_the_banks(
+def test_a_chunk_is_uploaded_again_only_if_others_filled_the_banks(
     sequence: list[Chunk], number: int
 ) -> None:
     expected = 0
@@ -98,7 +98,7 @@ def test_on_any_order_a_chunk_is_uploaded_again_only_if_others_filled_the_banks(
     assert loads(sequence, number) == expected >= fewest_loads(sequence, number)
 
 
-def test_what_is_needed_is_asked_for_no_further_than_there_are_banks() -> None:
+def test_no_more_needed_chunks_are_read_than_there_are_banks() -> None:
     asked = []
 
     def needed() -> Iterator[Chunk]:
@@ -115,6 +115,6 @@ def test_banks_divide_the_slots_and_the_layer(slots: int, experts: int) -> None:
     size = bank_size(slots, experts)
     assert 1 <= size <= min(experts, max(1, slots // 3))
     assert slots // size >= min(slots, 3), "some fill while one computes"
-    # parts are as equal as can be: one expert less in a bank would take one part more
+    # parts are equal: one expert less per bank would need one more part
     parts = -(-experts // size)
     assert size == 1 or -(-experts // (size - 1)) > parts

@@ -1,4 +1,4 @@
-"""Budgets become a placement that keeps within them, or an error that names flag and fix."""
+"""A placement stays within its budgets, or an error names the flag and the fix."""
 
 import re
 from dataclasses import replace
@@ -54,7 +54,7 @@ def placed(model: ModelSizes, request: BudgetRequest) -> Placement:
 
 
 @given(cases())
-def test_every_expert_has_a_home_and_slots_are_enough(
+def test_every_expert_is_placed_and_slots_are_enough(
     case: tuple[ModelSizes, BudgetRequest],
 ) -> None:
     model, request = case
@@ -75,7 +75,7 @@ def test_every_expert_has_a_home_and_slots_are_enough(
 
 
 @given(cases())
-def test_a_placement_keeps_within_its_budgets(case: tuple[ModelSizes, BudgetRequest]) -> None:
+def test_a_placement_stays_within_its_budgets(case: tuple[ModelSizes, BudgetRequest]) -> None:
     model, request = case
     request = replace(request, slots=None, host_slots=None)  # these override the budgets
     placement = placed(model, request)
@@ -100,7 +100,7 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetReque
     request = replace(request, mode="auto", slots=None, host_slots=None, keep_gradients=None)
     placement = placed(model, request)
     layer = model.n_experts * model.weight_record if model.training else 0
-    # a quarter of the device is left to activations
+    # a quarter of the device remains for activations
     fits = model.dense + model.experts * model.record + layer <= 0.75 * request.gpu_memory
     assert (placement.mode == "gpu") == fits
     if placement.mode == "disk":
@@ -118,7 +118,7 @@ def error_of(model: ModelSizes, request: BudgetRequest) -> str | None:
 
 
 @given(cases(), st.integers(1, 2 * GIB), st.integers(1, 2 * GIB))
-def test_the_fix_in_the_message_fixes_it(
+def test_the_suggested_size_is_enough(
     case: tuple[ModelSizes, BudgetRequest], gpu_memory: int, host_memory: int
 ) -> None:
     """An error names a flag and a size; given that size, it is not raised again."""
@@ -135,7 +135,7 @@ def test_the_fix_in_the_message_fixes_it(
 
 
 @given(cases(), st.integers(1, 2 * GIB))
-def test_host_mode_says_what_it_needs(
+def test_host_mode_reports_what_it_needs(
     case: tuple[ModelSizes, BudgetRequest], host_memory: int
 ) -> None:
     model, request = case
@@ -149,51 +149,51 @@ def test_host_mode_says_what_it_needs(
 
 
 SMALL = ModelSizes(4, 8, 4 * MIB, 8 * MIB, dense=100 * MIB, token_bytes=1000, training=True)
-ROOM = BudgetRequest(gpu_memory=GIB, host_memory=8 * GIB, disk_free=100 * GIB)
+AMPLE = BudgetRequest(gpu_memory=GIB, host_memory=8 * GIB, disk_free=100 * GIB)
 
 
 @pytest.mark.parametrize(
-    ("request", "names"),
+    ("asked", "message"),
     [
-        (replace(ROOM, gpu_memory=50 * MIB), r"--gpu-memory 50\.0 MiB .*dense.*100\.0 MiB"),
-        (replace(ROOM, gpu_memory=110 * MIB), r"--gpu-memory .*two experts.*24\.2 MiB"),
-        (replace(ROOM, slots=1), r"slots=1 .*give 2"),
-        (replace(ROOM, mode="gpu", gpu_memory=200 * MIB), r"--gpu-memory .*mode='auto' to spill"),
-        (replace(ROOM, mode="host", host_memory=GIB), r"--host-memory 1\.0 GiB .*--disk"),
-        (replace(ROOM, mode="disk", disk_free=None), r"--disk FOLDER"),
-        (replace(ROOM, mode="disk", host_memory=GIB), r"--host-memory .*give at least"),
-        (replace(ROOM, mode="disk", host_slots=4, disk_free=GIB // 8), r"free.*--host-memory"),
+        (replace(AMPLE, gpu_memory=50 * MIB), r"--gpu-memory 50\.0 MiB .*dense.*100\.0 MiB"),
+        (replace(AMPLE, gpu_memory=110 * MIB), r"--gpu-memory .*two experts.*24\.2 MiB"),
+        (replace(AMPLE, slots=1), r"slots=1 .*give 2"),
+        (replace(AMPLE, mode="gpu", gpu_memory=200 * MIB), r"--gpu-memory .*mode='auto' to spill"),
+        (replace(AMPLE, mode="host", host_memory=GIB), r"--host-memory 1\.0 GiB .*--disk"),
+        (replace(AMPLE, mode="disk", disk_free=None), r"--disk FOLDER"),
+        (replace(AMPLE, mode="disk", host_memory=GIB), r"--host-memory .*give at least"),
+        (replace(AMPLE, mode="disk", host_slots=4, disk_free=GIB // 8), r"free.*--host-memory"),
     ],
 )
-def test_a_budget_that_is_too_small_names_flag_and_fix(request: BudgetRequest, names: str) -> None:
-    with pytest.raises(BudgetError, match=names):
-        place(SMALL, request)
+def test_a_budget_that_is_too_small_names_flag_and_fix(asked: BudgetRequest, message: str) -> None:
+    with pytest.raises(BudgetError, match=message):
+        place(SMALL, asked)
 
 
 def test_an_unknown_mode_lists_the_modes() -> None:
     with pytest.raises(ConfigError, match="mode='ssd' is not one of auto, gpu, host, disk"):
-        place(SMALL, replace(ROOM, mode="ssd"))
+        place(SMALL, replace(AMPLE, mode="ssd"))
 
 
 def test_the_mode_follows_from_the_memory() -> None:
-    assert place(SMALL, ROOM).mode == "gpu"
-    assert place(SMALL, replace(ROOM, gpu_memory=300 * MIB)).mode == "host"
-    tight = replace(ROOM, gpu_memory=300 * MIB, host_memory=GIB + 300 * MIB)
+    assert place(SMALL, AMPLE).mode == "gpu"
+    assert place(SMALL, replace(AMPLE, gpu_memory=300 * MIB)).mode == "host"
+    tight = replace(AMPLE, gpu_memory=300 * MIB, host_memory=GIB + 300 * MIB)
     assert place(SMALL, tight).mode == "disk"
     with pytest.raises(BudgetError, match="--disk"):
         place(SMALL, replace(tight, disk_free=None))
 
 
-def test_asking_for_slots_asks_for_spilling() -> None:
-    assert place(SMALL, replace(ROOM, slots=5)).mode == "host"
-    assert place(SMALL, replace(ROOM, slots=5)).slots == 5
-    placement = place(SMALL, replace(ROOM, host_slots=6))
+def test_given_slots_imply_spilling() -> None:
+    assert place(SMALL, replace(AMPLE, slots=5)).mode == "host"
+    assert place(SMALL, replace(AMPLE, slots=5)).slots == 5
+    placement = place(SMALL, replace(AMPLE, host_slots=6))
     assert placement.mode == "disk"
     assert placement.home_slots + placement.cache_slots == 6
 
 
 def test_a_single_expert_can_be_spilled() -> None:
     one = replace(SMALL, n_layers=1, n_experts=1)
-    placement = place(one, replace(ROOM, mode="host", slots=2))
+    placement = place(one, replace(AMPLE, mode="host", slots=2))
     assert placement.resident == 0
     assert placement.banked == placement.slots == 1

@@ -1,4 +1,4 @@
-"""The order of a step: up through the layers, down again, then the next step."""
+"""The order of a step: forward, backward, then the next forward."""
 
 import pytest
 from hypothesis import given
@@ -25,13 +25,13 @@ def walk(here: Position, n_layers: int, training: bool) -> list[tuple[int, Phase
         (Position(1, B), False, "1B 0B 0F 1F 2F"),
     ],
 )
-def test_what_follows(here: Position, training: bool, order: str) -> None:
+def test_upcoming_positions(here: Position, training: bool, order: str) -> None:
     expected = [(int(step[0]), F if step[1] == "F" else B) for step in order.split()]
     assert walk(here, 3, training) == expected
 
 
 @given(st.integers(1, 8), st.data())
-def test_the_rest_of_the_order_is_the_order_from_the_next_place(
+def test_the_rest_of_the_order_is_the_order_from_the_next_position(
     n_layers: int, data: st.DataObject
 ) -> None:
     layer = data.draw(st.integers(0, n_layers - 1))
@@ -41,5 +41,5 @@ def test_the_rest_of_the_order_is_the_order_from_the_next_place(
     if len(order) > n_layers + 1:
         following = Position(*order[1])
         assert order[1:] == walk(following, n_layers, training=True)
-    # every layer is passed again before the order ends
+    # every layer is visited again before the order ends
     assert {layer for layer, phase in order if phase is F} == set(range(n_layers))

@@ -1,4 +1,4 @@
-"""The split of a layer's experts between CPU and GPU, against trying every subset."""
+"""The split of a layer's experts between CPU and GPU, compared with every possible subset."""
 
 import itertools
 
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from overspill.hardware.profile import Curve
 from overspill.plan.split import SplitCosts, pass_time, split
 
-# about what the reference machine was measured to do with experts of 1024x4096
-LIKE_MEASURED = SplitCosts(
+# similar to measurements of the reference machine with experts of 1024x4096
+MEASURED = SplitCosts(
     load=0.34e-3,
     load_beside=0.36e-3,
     cpu=Curve((1, 16, 64, 256, 1024), (0.45e-3, 0.5e-3, 0.7e-3, 1.4e-3, 4.2e-3)),
@@ -32,13 +32,13 @@ def replace(costs: SplitCosts, **changes: object) -> SplitCosts:
 
 @st.composite
 def machines(draw: st.DrawFn) -> SplitCosts:
-    """Any at all, but with a GPU that is five times faster than the CPU or more."""
+    """Any machine whose GPU is at least five times faster than its CPU."""
     load = draw(st.floats(1e-5, 1e-2))
     first = draw(st.floats(1e-5, 1e-2))
     knee = draw(st.integers(2, 300))
     last = first * 1.1 + draw(st.floats(0, 1e-4)) * (1000 - knee)
     cpu = (first, first * 1.1, last)
-    faster = sorted(draw(st.floats(5, 200)) for _ in cpu)  # the more, the more tokens
+    faster = sorted(draw(st.floats(5, 200)) for _ in cpu)  # the speed-up grows with the tokens
     gpu = [seconds / factor for seconds, factor in zip(cpu, faster, strict=True)]
     return SplitCosts(
         load=load,
@@ -53,7 +53,7 @@ counts = st.lists(st.sampled_from([0, 0, 1, 2, 5, 9, 30, 70, 200, 600]), min_siz
 
 
 @given(counts, st.sets(st.integers(0, 8)), machines())
-def test_it_is_within_a_tenth_of_the_best_subset(
+def test_a_split_is_within_a_tenth_of_the_best_subset(
     tokens: list[int], resident: set[int], costs: SplitCosts
 ) -> None:
     chosen = split(tokens, resident, costs)
@@ -63,7 +63,7 @@ def test_it_is_within_a_tenth_of_the_best_subset(
 
 
 @given(counts, st.sets(st.integers(0, 8)), machines())
-def test_it_never_promises_less_than_no_split(
+def test_a_split_is_never_slower_than_no_split(
     tokens: list[int], resident: set[int], costs: SplitCosts
 ) -> None:
     chosen = split(tokens, resident, costs)
@@ -71,30 +71,28 @@ def test_it_never_promises_less_than_no_split(
     assert not chosen or pass_time(tokens, resident, chosen, costs) < alone
 
 
-def test_rare_experts_stay_and_popular_ones_go() -> None:
+def test_the_cpu_takes_rare_experts_and_the_gpu_busy_ones() -> None:
     tokens = [450, 440, *[10] * 14]
-    chosen = split(tokens, set(), LIKE_MEASURED)
+    chosen = split(tokens, set(), MEASURED)
     assert chosen
     assert chosen <= set(range(2, 16))
-    ratio = pass_time(tokens, set(), set(), LIKE_MEASURED) / pass_time(
-        tokens, set(), chosen, LIKE_MEASURED
-    )
+    ratio = pass_time(tokens, set(), set(), MEASURED) / pass_time(tokens, set(), chosen, MEASURED)
     assert ratio > 1.5
 
 
 def test_equal_and_large_counts_all_go_to_the_gpu() -> None:
-    assert not split([4096] * 16, set(), LIKE_MEASURED)
+    assert not split([4096] * 16, set(), MEASURED)
 
 
-def test_what_is_on_the_device_computes_there() -> None:
+def test_resident_experts_compute_on_the_gpu() -> None:
     tokens = [5] * 16
-    chosen = split(tokens, set(range(0, 16, 2)), LIKE_MEASURED)
+    chosen = split(tokens, set(range(0, 16, 2)), MEASURED)
     assert chosen <= set(range(1, 16, 2))
-    assert not split(tokens, set(range(16)), LIKE_MEASURED)
+    assert not split(tokens, set(range(16)), MEASURED)
 
 
 @given(counts, st.sets(st.integers(0, 8)), machines())
-def test_what_was_uploaded_for_this_pass_stays_and_counts(
+def test_uploaded_experts_stay_on_the_gpu_and_count_for_the_link(
     tokens: list[int], uploaded: set[int], costs: SplitCosts
 ) -> None:
     chosen = split(tokens, set(), costs, uploaded=uploaded)
@@ -107,17 +105,17 @@ def test_what_was_uploaded_for_this_pass_stays_and_counts(
     assert pass_time(tokens, set(), chosen, costs) <= 1.1 * best + 1e-12
 
 
-def test_the_cpu_takes_no_more_rows_than_there_is_room_for() -> None:
+def test_the_cpu_takes_at_most_max_rows_tokens() -> None:
     tokens = [10] * 16
-    for room in (0, 9, 10, 35, 1000):
-        chosen = split(tokens, set(), LIKE_MEASURED, max_rows=room)
-        assert sum(tokens[index] for index in chosen) <= room
+    for limit in (0, 9, 10, 35, 1000):
+        chosen = split(tokens, set(), MEASURED, max_rows=limit)
+        assert sum(tokens[index] for index in chosen) <= limit
 
 
-def test_one_token_decode_uses_both_sides() -> None:
+def test_one_token_decode_uses_cpu_and_gpu() -> None:
     tokens = [0] * 128
     for index in (3, 17, 40, 41, 77, 90, 101, 127):
         tokens[index] = 1
-    chosen = split(tokens, {3, 17}, LIKE_MEASURED)
+    chosen = split(tokens, {3, 17}, MEASURED)
     assert 1 <= len(chosen) <= 5
     assert not chosen & {3, 17}
