@@ -90,15 +90,9 @@ class AdamW(torch.optim.Optimizer):
         self._accumulating = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        placeholders = [
-            (p, group)
-            for group in self.param_groups
-            for p in group["params"]
-            if getattr(p, "is_expert_placeholder", False)
-        ]
+        placeholders = [(p, group) for p, group in self._parameters() if _is_placeholder(p)]
         self._engine = self._find_engine([p.engine for p, _ in placeholders])
-        # placeholder and group of each MoE layer
-        self._layers = {p.layer: (p, group) for p, group in placeholders}
+        self._layer_groups = {p.layer: group for p, group in placeholders}
         planned = None if self._engine is None else self._engine.layout.state_dtype
         self.state_dtype = state_dtype or planned or torch.float32
         if self._engine is not None:
@@ -124,11 +118,11 @@ class AdamW(torch.optim.Optimizer):
         return self._accumulating or _accelerate_accumulates()
 
     def hyper(self, layer: int) -> AdamHyper | None:
-        found = self._layers.get(layer)
-        if found is None:
+        group = self._layer_groups.get(layer)
+        if group is None:
             return None
         assert self._engine is not None
-        return self._hyper(found[1], self._engine.training.steps(layer) + 1)
+        return self._hyper(group, self._engine.training.steps(layer) + 1)
 
     def _hyper(self, group: dict[str, Any], step: int) -> AdamHyper:
         beta1, beta2 = group["betas"]
@@ -165,12 +159,12 @@ class AdamW(torch.optim.Optimizer):
             self._scale = 1.0
         return loss
 
-    def _dense(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Yields each parameter that is not a placeholder, with its group."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if not getattr(parameter, "is_expert_placeholder", False):
-                    yield parameter, group
+    def _parameters(self) -> list[tuple[Any, dict[str, Any]]]:
+        """All parameters with their groups, in the order of their numbers in a state dict."""
+        return [(p, group) for group in self.param_groups for p in group["params"]]
+
+    def _dense(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        return [(p, group) for p, group in self._parameters() if not _is_placeholder(p)]
 
     def _clip(self) -> float:
         """The factor for all gradients, dense and expert, as in torch's clip_grad_norm_."""
@@ -242,26 +236,20 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Like torch's; a layer's experts are one entry of stacked [E, numel] states. It copies all
         of them; checkpoints stream them instead."""
-        packed = super().state_dict()
-        if self._engine is None:
+        packed, engine = super().state_dict(), self._engine
+        if engine is None:
             return packed
-        self._engine.flush()
-        numbers = self._parameter_numbers()
-        for placeholder, _ in self._layers.values():
-            step = self._engine.training.steps(placeholder.layer)
-            if step == 0:
+        engine.flush()
+        for number, (parameter, _) in enumerate(self._parameters()):
+            if not _is_placeholder(parameter) or engine.training.steps(parameter.layer) == 0:
                 continue  # as in torch, there are no states before the first update
-            entry: dict[str, Any] = {"step": step}
+            entry: dict[str, Any] = {"step": engine.training.steps(parameter.layer)}
             for name, dtype in self.expert_sections():
-                stack = torch.empty(
-                    self._engine.n_experts, self._engine.layout.shape.numel, dtype=dtype
-                )
-                for index in range(self._engine.n_experts):
-                    self._engine.records.read_state(
-                        ExpertId(placeholder.layer, index), name, stack[index]
-                    )
+                stack = torch.empty(engine.n_experts, engine.layout.shape.numel, dtype=dtype)
+                for index in range(engine.n_experts):
+                    engine.records.read_state(ExpertId(parameter.layer, index), name, stack[index])
                 entry[name] = stack
-            packed["state"][numbers[id(placeholder)]] = entry
+            packed["state"][number] = entry
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,11 +261,11 @@ class AdamW(torch.optim.Optimizer):
             )
         for group, other in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
-        for number, parameter in self._numbered():
+        for number, (parameter, _) in enumerate(self._parameters()):
             entry = state_dict["state"].get(number)
             if entry is None:
                 continue
-            if getattr(parameter, "is_expert_placeholder", False):
+            if _is_placeholder(parameter):
                 self._load_experts(parameter.layer, entry)
             else:
                 self.state[parameter] = {
@@ -293,17 +281,10 @@ class AdamW(torch.optim.Optimizer):
             for index in range(self._engine.n_experts):
                 self._engine.records.write_state(ExpertId(layer, index), name, entry[name][index])
 
-    def _numbered(self) -> list[tuple[int, Any]]:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return list(enumerate(parameters))
-
-    def _parameter_numbers(self) -> dict[int, int]:
-        return {id(parameter): number for number, parameter in self._numbered()}
-
     def dense_state_dict(self) -> dict[str, Tensor]:
         """The dense states under flat names `number.key`, and the steps of each expert layer."""
         flat = {}
-        for number, parameter in self._numbered():
+        for number, (parameter, _) in enumerate(self._parameters()):
             for key, value in self.state.get(parameter, {}).items():
                 flat[f"{number}.{key}"] = torch.as_tensor(value)
         if self._engine is not None:
@@ -312,7 +293,7 @@ class AdamW(torch.optim.Optimizer):
 
     def load_dense_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Loads the result of `dense_state_dict`."""
-        numbered = dict(self._numbered())
+        parameters = self._parameters()
         for name, value in flat.items():
             if name == "layer_steps":
                 assert self._engine is not None
@@ -320,9 +301,13 @@ class AdamW(torch.optim.Optimizer):
                     self._engine.training.set_steps(layer, steps)
                 continue
             number, key = name.split(".", 1)
-            parameter = numbered[int(number)]
+            parameter = parameters[int(number)][0]
             entry = self.state[parameter]
             entry[key] = int(value) if key == "step" else value.to(parameter.device).clone()
+
+
+def _is_placeholder(parameter: Tensor) -> bool:
+    return getattr(parameter, "is_expert_placeholder", False)
 
 
 def _accelerate_accumulates() -> bool:

@@ -106,17 +106,14 @@ def adamw_(
     current stream. `isa` selects an index of ISA_NAMES in tests.
     """
     _check(state, grad, hyper)
-    if state.weight.is_cuda:
-        if has_triton("AdamW on the GPU"):
-            from overspill.optim.gpu_kernel import adamw_cuda_
+    if state.weight.is_cuda and has_triton("AdamW on the GPU"):
+        from overspill.optim.gpu_kernel import adamw_cuda_
 
-            adamw_cuda_(state, grad, adam_scalars(hyper))
-        else:
-            _adamw_torch_(state, grad, hyper)
+        adamw_cuda_(state, grad, adam_scalars(hyper))
         return
-    library = _library()
+    library = None if state.weight.is_cuda else _library()
     if library is None:
-        _adamw_torch_(state, grad, hyper)
+        adamw_torch_(state, grad, hyper)
         return
     assert threads >= 1
     assert _BEST_ISA <= isa <= ISA_NAMES.index(kernel_name())
@@ -218,13 +215,15 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def _adamw_torch_(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> None:
-    """The same update with torch operations, one piece of the record at a time."""
+def adamw_torch_(
+    state: RecordState, grad: Tensor | None, hyper: AdamHyper, chunk: int = _FALLBACK_CHUNK
+) -> None:
+    """The same update with torch operations, `chunk` elements of the record at a time."""
     device = state.weight.device
     step = torch.full((), hyper.step, dtype=torch.float32, device=device)
     seed = adam_scalars(hyper).seed
-    for begin in range(0, state.weight.numel(), _FALLBACK_CHUNK):
-        piece = slice(begin, begin + _FALLBACK_CHUNK)
+    for begin in range(0, state.weight.numel(), chunk):
+        piece = slice(begin, begin + chunk)
         weight = state.weight[piece]
         low = None if state.low is None else state.low[piece]
         master = weight if low is None else join_master(weight, low)
