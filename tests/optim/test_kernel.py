@@ -145,9 +145,7 @@ def test_no_gradient_is_a_gradient_of_zero(weight: torch.dtype) -> None:
 
 @pytest.mark.parametrize("weight", [FP32, BF16])
 def test_grad_scale_multiplies_the_gradient(weight: torch.dtype) -> None:
-    hyper = replace(
-        HYPER, grad_scale=0.037, eps=1e-3
-    )  # a small eps would hide the scale
+    hyper = replace(HYPER, grad_scale=0.037, eps=1e-3)  # a small eps would hide the scale
     grads = _grads(1000, 5, weight)
     state = _train(_state(_random(1000), weight, FP32), grads, hyper)
     expected = _train_torch(_random(1000), grads, hyper)
