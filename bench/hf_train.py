@@ -66,7 +66,7 @@ def mixtral_8x7b(layers: int) -> MixtralConfig:
 
 def largest(budgets: Budgets) -> MixtralConfig:
     """As many layers of Mixtral-8x7B as the planner finds room for."""
-    wish = budgets.wish(torch.device("cuda", 0))
+    request = budgets.request(torch.device("cuda", 0))
     for layers in range(32, 0, -1):
         config = mixtral_8x7b(layers)
         width, kv = config.hidden_size, config.hidden_size // 4
@@ -79,7 +79,7 @@ def largest(budgets: Budgets) -> MixtralConfig:
             layers, 8, layout.weight_bytes, layout.state_bytes, dense, row, training=True
         )
         try:
-            place(sizes, wish)
+            place(sizes, request)
         except BudgetError as error:
             print(f"{layers} layers: {error}", flush=True)
         else:

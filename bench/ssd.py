@@ -1,4 +1,4 @@
-"""Training with experts on an SSD: what share of the disk's bandwidth a step uses.
+"""Training with experts on an SSD: the share of the disk's bandwidth that a step uses.
 
 PYTHONPATH=src python3 bench/ssd.py --disk FOLDER --host-memory 16GiB
 """
@@ -18,20 +18,20 @@ from overspill.tiers.ssd import RecordFile
 WORKERS = 8
 
 
-def disk_bandwidth(folder: Path, row_bytes: int, rows: int) -> dict[str, float]:
-    """Bytes a second of direct I/O on records of the benchmark's size: written, read, both at once
-    (as much read as written, counted together)."""
-    file = RecordFile(folder / "bandwidth.bin", rows, row_bytes)
-    slab = HostSlab("bandwidth", WORKERS, row_bytes, pinned=False)
+def disk_bandwidth(folder: Path, slot_bytes: int, slots: int) -> dict[str, float]:
+    """Bytes per second of direct I/O on records of the benchmark's size: write, read, and both at
+    once (equal amounts, counted together)."""
+    file = RecordFile(folder / "bandwidth.bin", slots, slot_bytes)
+    slab = HostSlab("bandwidth", WORKERS, slot_bytes, pinned=False)
 
     def timed(kinds: str) -> float:
         def work(worker: int) -> None:
-            for row in range(worker, rows, WORKERS):
+            for slot in range(worker, slots, WORKERS):
                 # half of the workers write while the others read
-                if kinds == "write" or (kinds == "both" and (worker + row // WORKERS) % 2):
-                    file.write(row, slab[worker])
+                if kinds == "write" or (kinds == "both" and (worker + slot // WORKERS) % 2):
+                    file.write(slot, slab[worker])
                 else:
-                    file.read(row, slab[worker])
+                    file.read(slot, slab[worker])
 
         threads = [threading.Thread(target=work, args=(i,)) for i in range(WORKERS)]
         start = time.perf_counter()
@@ -39,7 +39,7 @@ def disk_bandwidth(folder: Path, row_bytes: int, rows: int) -> dict[str, float]:
             thread.start()
         for thread in threads:
             thread.join()
-        return rows * row_bytes / (time.perf_counter() - start)
+        return slots * slot_bytes / (time.perf_counter() - start)
 
     try:
         return {kinds: timed(kinds) for kinds in ("write", "read", "both")}

@@ -1,13 +1,10 @@
-"""Permuting tokens into rows and back."""
+"""Sorting tokens into token rows and back."""
 
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-hypothesis = pytest.importorskip("hypothesis")
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from overspill.compute.permute import (  # noqa: E402
+from overspill.compute.permute import (
     Permutation,
     combine,
     count_rows,
@@ -35,57 +32,56 @@ def test_rows_are_sorted_by_expert_and_tokens_stay_in_order(
     ids, n_experts = routing
     permutation = Permutation.build(ids, n_experts)
     flat = ids.reshape(-1).tolist()
-    naive = sorted(range(len(flat)), key=lambda slot: (flat[slot], slot))
-    assert permutation.row_slot_R.tolist() == naive
-    assert permutation.row_token_R.tolist() == [slot // ids.shape[1] for slot in naive]
+    naive = sorted(range(len(flat)), key=lambda index: (flat[index], index))
+    assert permutation.row_assignment_R.tolist() == naive
+    assert permutation.row_token_R.tolist() == [index // ids.shape[1] for index in naive]
     assert permutation.counts_E.tolist() == [flat.count(e) for e in range(n_experts)]
     assert permutation.ends_E.tolist() == permutation.counts_E.cumsum(0).tolist()
     assert permutation.ends_E.dtype is torch.int32
-    assert permutation.n_rows == len(flat)
 
 
 @given(routings(), st.data())
-def test_rows_of_experts_apart_come_last_and_count_as_nobodys(
+def test_rows_of_last_experts_follow_all_others_and_are_not_counted(
     routing: tuple[torch.Tensor, int], data: st.DataObject
 ) -> None:
     ids, n_experts = routing
-    apart = data.draw(st.sets(st.integers(0, n_experts - 1)))
+    last = data.draw(st.sets(st.integers(0, n_experts - 1)))
     dropped = data.draw(st.booleans())
     if dropped and len(ids):
         ids = ids.clone()
-        ids[0, -1] = n_experts  # stands for no expert
+        ids[0, -1] = n_experts  # no expert
     flat = ids.reshape(-1).tolist()
     counts = [flat.count(e) for e in range(n_experts)]
     assert count_rows(ids, n_experts).tolist() == counts
-    permutation = Permutation.with_counts(ids, counts, apart)
-    same = Permutation.on_host(ids, counts, apart, torch.device("cpu"))
+    permutation = Permutation.with_counts(ids, counts, last)
+    same = Permutation.on_host(ids, counts, last, torch.device("cpu"))
     for one, other in zip(vars(permutation).values(), vars(same).values(), strict=True):
         assert torch.equal(one, other)
         assert one.dtype == other.dtype
 
-    def rank(slot: int) -> tuple[bool, bool, int, int]:
-        return flat[slot] == n_experts, flat[slot] in apart, flat[slot], slot
+    def rank(index: int) -> tuple[bool, bool, int, int]:
+        return flat[index] == n_experts, flat[index] in last, flat[index], index
 
-    assert permutation.row_slot_R.tolist() == sorted(range(len(flat)), key=rank)
-    there = [0 if e in apart else count for e, count in enumerate(counts)]
-    assert permutation.counts_E.tolist() == there
-    assert permutation.ends_E.tolist() == torch.tensor(there).cumsum(0).tolist()
+    assert permutation.row_assignment_R.tolist() == sorted(range(len(flat)), key=rank)
+    kept = [0 if e in last else count for e, count in enumerate(counts)]
+    assert permutation.counts_E.tolist() == kept
+    assert permutation.ends_E.tolist() == torch.tensor(kept).cumsum(0).tolist()
     assert permutation.ends_E.dtype is torch.int32
     assert sorted(permutation.inverse_TK.reshape(-1).tolist()) == list(range(len(flat)))
 
 
 @given(routings())
-def test_inverse_is_the_inverse(routing: tuple[torch.Tensor, int]) -> None:
+def test_inverse_and_assignment_are_inverse(routing: tuple[torch.Tensor, int]) -> None:
     ids, n_experts = routing
     permutation = Permutation.build(ids, n_experts)
     rows = torch.arange(ids.numel())
     assert permutation.inverse_TK.shape == ids.shape
-    assert torch.equal(permutation.inverse_TK.reshape(-1)[permutation.row_slot_R], rows)
-    assert torch.equal(permutation.row_slot_R[permutation.inverse_TK.reshape(-1)], rows)
+    assert torch.equal(permutation.inverse_TK.reshape(-1)[permutation.row_assignment_R], rows)
+    assert torch.equal(permutation.row_assignment_R[permutation.inverse_TK.reshape(-1)], rows)
 
 
 @given(routings())
-def test_rows_come_back_to_their_tokens(routing: tuple[torch.Tensor, int]) -> None:
+def test_combined_rows_are_sums_over_their_tokens(routing: tuple[torch.Tensor, int]) -> None:
     ids, n_experts = routing
     permutation = Permutation.build(ids, n_experts)
     x = torch.randn(ids.shape[0], 5, dtype=torch.float64)
@@ -97,7 +93,7 @@ def test_rows_come_back_to_their_tokens(routing: tuple[torch.Tensor, int]) -> No
 
 
 @given(routings(), st.data())
-def test_any_slice_of_rows_can_be_gathered(
+def test_any_slice_of_rows_can_be_gakeptd(
     routing: tuple[torch.Tensor, int], data: st.DataObject
 ) -> None:
     ids, n_experts = routing
@@ -118,7 +114,7 @@ def test_any_slice_of_rows_can_be_gathered(
 def test_combine_sums_bf16_rows_in_float32_and_rounds_once() -> None:
     ids = torch.tensor([[0, 1, 2, 3]])
     permutation = Permutation.build(ids, 4)
-    # In bf16, 256 + 1 is 256 again and all three ones would be lost.
+    # In bf16, 256 + 1 is 256.
     y = torch.tensor([[256.0], [1.0], [1.0], [2.0]], dtype=torch.bfloat16)
     out = combine(y, torch.ones(1, 4), permutation)
     assert out.dtype is torch.bfloat16
@@ -126,10 +122,9 @@ def test_combine_sums_bf16_rows_in_float32_and_rounds_once() -> None:
     assert sum_rows(y, permutation).item() == 260.0
 
 
-def test_combine_does_not_depend_on_how_tokens_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_combine_does_not_depend_on_how_tokens_are_divided() -> None:
     ids = torch.rand(37, 8).topk(2).indices
     permutation = Permutation.build(ids, 8)
     y, weights = torch.randn(74, 16), torch.rand(37, 2)
     whole = combine(y, weights, permutation)
-    monkeypatch.setattr("overspill.compute.permute._ROWS_AT_ONCE", 10)
-    assert torch.equal(combine(y, weights, permutation), whole)
+    assert torch.equal(combine(y, weights, permutation, rows_at_once=10), whole)

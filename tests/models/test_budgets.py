@@ -10,17 +10,19 @@ CPU = torch.device("cpu")
 
 
 def test_budgets_reach_the_planner_in_bytes(tmp_path: Path) -> None:
-    wish = Budgets("1GiB", 4096, tmp_path, mode="disk", slots=3, keep_gradients=True).wish(CPU)
-    assert (wish.gpu_memory, wish.host_memory, wish.mode, wish.slots) == (2**30, 4096, "disk", 3)
-    assert wish.disk_free is not None
-    assert wish.keep_gradients
+    budgets = Budgets("1GiB", 4096, tmp_path, mode="disk", slots=3, keep_gradients=True)
+    request = budgets.request(CPU)
+    assert (request.gpu_memory, request.host_memory) == (2**30, 4096)
+    assert (request.mode, request.slots) == ("disk", 3)
+    assert request.disk_free is not None
+    assert request.keep_gradients
 
 
 def test_without_budgets_the_machine_gives_them() -> None:
-    wish = Budgets().wish(CPU)
-    assert wish.gpu_memory > 0
-    assert wish.host_memory > wish.gpu_memory
-    assert wish.disk_free is None
+    request = Budgets().request(CPU)
+    assert request.gpu_memory > 0
+    assert request.host_memory > request.gpu_memory
+    assert request.disk_free is None
 
 
 def test_a_size_is_checked_at_once() -> None:
@@ -32,7 +34,7 @@ def test_a_size_is_checked_at_once() -> None:
 
 def test_more_than_the_machine_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match=r"--host-memory 1000\.0 TiB exceeds the .* --disk"):
-        Budgets(host_memory="1000TiB").wish(CPU)
+        Budgets(host_memory="1000TiB").request(CPU)
     (tmp_path / "file").touch()
     with pytest.raises(DiskError, match="not writable"):
-        Budgets(disk=tmp_path / "file" / "folder").wish(CPU)
+        Budgets(disk=tmp_path / "file" / "folder").request(CPU)

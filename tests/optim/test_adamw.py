@@ -31,7 +31,7 @@ def train(optimizer_of: Any, clip: float | None = None) -> tuple[list[float], li
 
 
 @pytest.mark.parametrize("clip", [None, 0.7])
-def test_it_follows_torch(clip: float | None) -> None:
+def test_losses_and_weights_match_torch(clip: float | None) -> None:
     options: dict[str, Any] = {"lr": 3e-2, "betas": (0.8, 0.95), "weight_decay": 0.2, "eps": 1e-7}
     expected = train(lambda model: torch.optim.AdamW(model.parameters(), **options), clip)
     got = train(lambda model: overspill.AdamW(model, max_grad_norm=clip, **options))
@@ -40,7 +40,7 @@ def test_it_follows_torch(clip: float | None) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_parameter_without_gradient_is_left_alone() -> None:
+def test_a_parameter_without_gradient_is_not_changed() -> None:
     model, data = model_and_data()
     unused = nn.Parameter(torch.ones(3))
     optimizer = overspill.AdamW([*model.parameters(), unused], lr=0.1, weight_decay=1.0)
@@ -49,7 +49,7 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     assert torch.equal(unused, torch.ones(3))
 
 
-def test_a_closure_gives_the_loss() -> None:
+def test_step_returns_the_loss_of_its_closure() -> None:
     model, data = model_and_data()
     optimizer = overspill.AdamW(model)
 
@@ -76,7 +76,9 @@ def test_accumulate_without_experts_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_a_state_dict_carries_on_to_the_bit(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+def test_training_continues_bit_for_bit_from_a_state_dict(
+    dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
     def run(model: nn.Module, optimizer: overspill.AdamW, data: list[Tensor]) -> list[float]:
         losses = []
         for x in data:
@@ -97,13 +99,13 @@ def test_a_state_dict_carries_on_to_the_bit(dtype: torch.dtype, state_dtype: tor
     carried = overspill.AdamW(other, lr=7.0, state_dtype=state_dtype)
     carried.load_state_dict(optimizer.state_dict())
     assert first + run(other, carried, data[3:]) == whole
-    # the loaded states are its own
+    # the loaded states are copies
     run(other, carried, data[:1])
     assert optimizer.steps_taken == 3
     assert carried.steps_taken == 9
 
 
-def test_the_flat_state_of_checkpoints_carries_on_too() -> None:
+def test_dense_state_dict_restores_copies_of_the_states() -> None:
     model, data = model_and_data()
     optimizer = overspill.AdamW(model, lr=0.01)
     model(data[0]).sum().backward()

@@ -1,4 +1,4 @@
-"""Expert-wise updates: each at the right time, with the whole gradient and nothing else."""
+"""Expert-wise updates: each waits for its complete gradient and uses it once."""
 
 import math
 import threading
@@ -88,7 +88,7 @@ def test_an_update_does_not_read_its_gradient_before_the_copy_has_ended(bench: B
     torch.testing.assert_close(bench.weights(entry), after_one_step(-3.0))
 
 
-def test_the_buffer_is_given_back_and_the_weights_are_current(bench: Bench) -> None:
+def test_an_update_returns_the_buffer_and_makes_the_weights_current(bench: Bench) -> None:
     entry = bench.store.entries[0]
     bench.store.begin_update(entry)
     assert not entry.readable
@@ -133,7 +133,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float, bench: Benc
     bench.ring.check_conserved()
 
 
-def test_the_lowest_layer_goes_first() -> None:
+def test_the_lowest_layer_is_updated_first() -> None:
     held, go = threading.Event(), threading.Event()
 
     def inject(kind: str) -> None:

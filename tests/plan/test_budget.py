@@ -1,4 +1,4 @@
-"""Budgets become a placement that keeps within them, or an error that names flag and fix."""
+"""A placement stays within its budgets, or an error names the flag and the fix."""
 
 import re
 from dataclasses import replace
@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.sizes import parse_size
-from overspill.plan.budget import PROCESS, ModelSizes, Placement, Wish, place
+from overspill.plan.budget import PROCESS, BudgetRequest, ModelSizes, Placement, place
 
 MIB, GIB = 2**20, 2**30
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[ModelSizes, Wish]:
+def cases(draw: st.DrawFn) -> tuple[ModelSizes, BudgetRequest]:
     """Models of all sizes, and budgets around what they need."""
     weights = 4096 * draw(st.integers(1, 20_000))
     model = ModelSizes(
@@ -29,7 +29,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, Wish]:
     )
     share = st.floats(0.01, 1.5)
     all_records = model.experts * model.record
-    wish = Wish(
+    request = BudgetRequest(
         gpu_memory=model.dense
         + int(draw(share) * all_records)
         + 6 * weights
@@ -42,23 +42,25 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, Wish]:
         resident_share=draw(st.sampled_from([0.0, 0.25, 0.5, 0.99])),
         keep_gradients=draw(st.sampled_from([None, True, False])),
     )
-    return model, wish
+    return model, request
 
 
-def placed(model: ModelSizes, wish: Wish) -> Placement:
+def placed(model: ModelSizes, request: BudgetRequest) -> Placement:
     try:
-        return place(model, wish)
+        return place(model, request)
     except BudgetError:
         assume(False)
         raise
 
 
 @given(cases())
-def test_every_expert_has_a_home_and_slots_are_enough(case: tuple[ModelSizes, Wish]) -> None:
-    model, wish = case
-    placement = placed(model, wish)
-    if wish.mode != "auto":
-        assert placement.mode == wish.mode
+def test_every_expert_is_placed_and_slots_are_enough(
+    case: tuple[ModelSizes, BudgetRequest],
+) -> None:
+    model, request = case
+    placement = placed(model, request)
+    if request.mode != "auto":
+        assert placement.mode == request.mode
     if placement.mode == "gpu":
         assert placement.slots == model.experts
         return
@@ -73,123 +75,125 @@ def test_every_expert_has_a_home_and_slots_are_enough(case: tuple[ModelSizes, Wi
 
 
 @given(cases())
-def test_a_placement_keeps_within_its_budgets(case: tuple[ModelSizes, Wish]) -> None:
-    model, wish = case
-    wish = replace(wish, slots=None, host_slots=None)  # these override the budgets
-    placement = placed(model, wish)
+def test_a_placement_stays_within_its_budgets(case: tuple[ModelSizes, BudgetRequest]) -> None:
+    model, request = case
+    request = replace(request, slots=None, host_slots=None)  # these override the budgets
+    placement = placed(model, request)
     # None: a placement with a disk reserves memory for kept gradients
-    kept = wish.keep_gradients or (wish.keep_gradients is None and placement.mode == "disk")
-    row = model.record + (model.weight_record if model.training and kept else 0)
+    kept = request.keep_gradients or (request.keep_gradients is None and placement.mode == "disk")
+    slot_bytes = model.record + (model.weight_record if model.training and kept else 0)
     if placement.mode == "gpu":
-        assert model.dense + model.experts * row <= wish.gpu_memory
+        assert model.dense + model.experts * slot_bytes <= request.gpu_memory
     else:
-        assert model.dense + placement.slots * model.weight_record <= wish.gpu_memory
+        assert model.dense + placement.slots * model.weight_record <= request.gpu_memory
         slots = placement.home_slots + placement.cache_slots
         ring = placement.ring * model.weight_record
-        assert slots * row + ring + PROCESS <= wish.host_memory
+        assert slots * slot_bytes + ring + PROCESS <= request.host_memory
     if placement.disk_slots:
-        assert wish.disk_free is not None
-        assert placement.disk_slots * row <= wish.disk_free
+        assert request.disk_free is not None
+        assert placement.disk_slots * slot_bytes <= request.disk_free
 
 
 @given(cases())
-def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, Wish]) -> None:
-    model, wish = case
-    wish = replace(wish, mode="auto", slots=None, host_slots=None, keep_gradients=None)
-    placement = placed(model, wish)
+def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetRequest]) -> None:
+    model, request = case
+    request = replace(request, mode="auto", slots=None, host_slots=None, keep_gradients=None)
+    placement = placed(model, request)
     layer = model.n_experts * model.weight_record if model.training else 0
-    # a quarter of the device is left to activations
-    fits = model.dense + model.experts * model.record + layer <= 0.75 * wish.gpu_memory
+    # a quarter of the device remains for activations
+    fits = model.dense + model.experts * model.record + layer <= 0.75 * request.gpu_memory
     assert (placement.mode == "gpu") == fits
     if placement.mode == "disk":
         # with a disk, memory for gradients that may be kept counts too
         with pytest.raises(BudgetError):
-            place(model, replace(wish, mode="host", keep_gradients=True))
+            place(model, replace(request, mode="host", keep_gradients=True))
 
 
-def error_of(model: ModelSizes, wish: Wish) -> str | None:
+def error_of(model: ModelSizes, request: BudgetRequest) -> str | None:
     try:
-        place(model, wish)
+        place(model, request)
     except BudgetError as error:
         return str(error)
     return None
 
 
 @given(cases(), st.integers(1, 2 * GIB), st.integers(1, 2 * GIB))
-def test_the_fix_in_the_message_fixes_it(
-    case: tuple[ModelSizes, Wish], gpu_memory: int, host_memory: int
+def test_the_suggested_size_is_enough(
+    case: tuple[ModelSizes, BudgetRequest], gpu_memory: int, host_memory: int
 ) -> None:
     """An error names a flag and a size; given that size, it is not raised again."""
-    model, wish = case
+    model, request = case
     assume(model.experts > 1)
-    wish = replace(wish, slots=None, host_slots=None, disk_free=10**18, mode="disk")
-    wish = replace(wish, gpu_memory=gpu_memory, host_memory=host_memory)
+    request = replace(request, slots=None, host_slots=None, disk_free=10**18, mode="disk")
+    request = replace(request, gpu_memory=gpu_memory, host_memory=host_memory)
     fields = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
-    while (message := error_of(model, wish)) is not None:
+    while (message := error_of(model, request)) is not None:
         match = re.search(r"(--[a-z-]+) .* give at least ([0-9.]+ [A-Za-z]+)", message)
         assert match, message
         assert match[1] in fields, f"the fix did not help: {message}"
-        wish = replace(wish, **{fields.pop(match[1]): parse_size(match[2])})
+        request = replace(request, **{fields.pop(match[1]): parse_size(match[2])})
 
 
 @given(cases(), st.integers(1, 2 * GIB))
-def test_host_mode_says_what_it_needs(case: tuple[ModelSizes, Wish], host_memory: int) -> None:
-    model, wish = case
-    wish = replace(wish, mode="host", slots=None, host_slots=None, host_memory=host_memory)
-    message = error_of(model, wish)
+def test_host_mode_reports_what_it_needs(
+    case: tuple[ModelSizes, BudgetRequest], host_memory: int
+) -> None:
+    model, request = case
+    request = replace(request, mode="host", slots=None, host_slots=None, host_memory=host_memory)
+    message = error_of(model, request)
     assume(message is not None)
     assert message is not None
     match = re.search(r"--host-memory .* need ([0-9.]+ [A-Za-z]+); .*--disk", message)
     assert match, message
-    assert error_of(model, replace(wish, host_memory=parse_size(match[1]))) is None
+    assert error_of(model, replace(request, host_memory=parse_size(match[1]))) is None
 
 
 SMALL = ModelSizes(4, 8, 4 * MIB, 8 * MIB, dense=100 * MIB, token_bytes=1000, training=True)
-ROOM = Wish(gpu_memory=GIB, host_memory=8 * GIB, disk_free=100 * GIB)
+AMPLE = BudgetRequest(gpu_memory=GIB, host_memory=8 * GIB, disk_free=100 * GIB)
 
 
 @pytest.mark.parametrize(
-    ("wish", "names"),
+    ("asked", "message"),
     [
-        (replace(ROOM, gpu_memory=50 * MIB), r"--gpu-memory 50\.0 MiB .*dense.*100\.0 MiB"),
-        (replace(ROOM, gpu_memory=110 * MIB), r"--gpu-memory .*two experts.*24\.2 MiB"),
-        (replace(ROOM, slots=1), r"slots=1 .*give 2"),
-        (replace(ROOM, mode="gpu", gpu_memory=200 * MIB), r"--gpu-memory .*mode='auto' to spill"),
-        (replace(ROOM, mode="host", host_memory=GIB), r"--host-memory 1\.0 GiB .*--disk"),
-        (replace(ROOM, mode="disk", disk_free=None), r"--disk FOLDER"),
-        (replace(ROOM, mode="disk", host_memory=GIB), r"--host-memory .*give at least"),
-        (replace(ROOM, mode="disk", host_slots=4, disk_free=GIB // 8), r"free.*--host-memory"),
+        (replace(AMPLE, gpu_memory=50 * MIB), r"--gpu-memory 50\.0 MiB .*dense.*100\.0 MiB"),
+        (replace(AMPLE, gpu_memory=110 * MIB), r"--gpu-memory .*two experts.*24\.2 MiB"),
+        (replace(AMPLE, slots=1), r"slots=1 .*give 2"),
+        (replace(AMPLE, mode="gpu", gpu_memory=200 * MIB), r"--gpu-memory .*mode='auto' to spill"),
+        (replace(AMPLE, mode="host", host_memory=GIB), r"--host-memory 1\.0 GiB .*--disk"),
+        (replace(AMPLE, mode="disk", disk_free=None), r"--disk FOLDER"),
+        (replace(AMPLE, mode="disk", host_memory=GIB), r"--host-memory .*give at least"),
+        (replace(AMPLE, mode="disk", host_slots=4, disk_free=GIB // 8), r"free.*--host-memory"),
     ],
 )
-def test_a_budget_that_is_too_small_names_flag_and_fix(wish: Wish, names: str) -> None:
-    with pytest.raises(BudgetError, match=names):
-        place(SMALL, wish)
+def test_a_budget_that_is_too_small_names_flag_and_fix(asked: BudgetRequest, message: str) -> None:
+    with pytest.raises(BudgetError, match=message):
+        place(SMALL, asked)
 
 
 def test_an_unknown_mode_lists_the_modes() -> None:
     with pytest.raises(ConfigError, match="mode='ssd' is not one of auto, gpu, host, disk"):
-        place(SMALL, replace(ROOM, mode="ssd"))
+        place(SMALL, replace(AMPLE, mode="ssd"))
 
 
 def test_the_mode_follows_from_the_memory() -> None:
-    assert place(SMALL, ROOM).mode == "gpu"
-    assert place(SMALL, replace(ROOM, gpu_memory=300 * MIB)).mode == "host"
-    tight = replace(ROOM, gpu_memory=300 * MIB, host_memory=GIB + 300 * MIB)
+    assert place(SMALL, AMPLE).mode == "gpu"
+    assert place(SMALL, replace(AMPLE, gpu_memory=300 * MIB)).mode == "host"
+    tight = replace(AMPLE, gpu_memory=300 * MIB, host_memory=GIB + 300 * MIB)
     assert place(SMALL, tight).mode == "disk"
     with pytest.raises(BudgetError, match="--disk"):
         place(SMALL, replace(tight, disk_free=None))
 
 
-def test_asking_for_slots_asks_for_spilling() -> None:
-    assert place(SMALL, replace(ROOM, slots=5)).mode == "host"
-    assert place(SMALL, replace(ROOM, slots=5)).slots == 5
-    placement = place(SMALL, replace(ROOM, host_slots=6))
+def test_given_slots_imply_spilling() -> None:
+    assert place(SMALL, replace(AMPLE, slots=5)).mode == "host"
+    assert place(SMALL, replace(AMPLE, slots=5)).slots == 5
+    placement = place(SMALL, replace(AMPLE, host_slots=6))
     assert placement.mode == "disk"
     assert placement.home_slots + placement.cache_slots == 6
 
 
 def test_a_single_expert_can_be_spilled() -> None:
     one = replace(SMALL, n_layers=1, n_experts=1)
-    placement = place(one, replace(ROOM, mode="host", slots=2))
+    placement = place(one, replace(AMPLE, mode="host", slots=2))
     assert placement.resident == 0
     assert placement.banked == placement.slots == 1

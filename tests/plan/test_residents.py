@@ -1,4 +1,4 @@
-"""Resident are the busiest experts of the last step; one that stays keeps its slot."""
+"""The busiest experts of the last step are resident; one that stays keeps its slot."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,8 +21,8 @@ def test_the_busiest_are_chosen_and_none_without_tokens(
     assert counts_LE == before, "the counts are only read"
     of = {
         LayerPosition(layer, position): count
-        for layer, row in enumerate(counts_LE)
-        for position, count in enumerate(row)
+        for layer, layer_counts in enumerate(counts_LE)
+        for position, count in enumerate(layer_counts)
     }
     busy = [expert for expert, count in of.items() if count]
     assert len(chosen) == len(set(chosen)) == min(slots, len(busy))

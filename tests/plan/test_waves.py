@@ -1,4 +1,4 @@
-"""Waves are runs of neighbours that have arrived; row pieces cover the rows of an expert."""
+"""Waves are runs of adjacent experts that have arrived; row pieces cover an expert's token rows."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def pending(draw: st.DrawFn) -> list[Candidate]:
         candidates.append(
             Candidate(
                 position=position,
-                # in its bank, beside its neighbours, or resident in any slot
+                # in its bank, or resident in any slot
                 slot=draw(st.one_of(st.just(base + position), st.integers(0, 40))),
                 start=start,
                 rows=rows,
@@ -34,7 +34,7 @@ def pending(draw: st.DrawFn) -> list[Candidate]:
 
 
 @given(pending(), st.integers(1, 200), st.booleans())
-def test_a_wave_is_a_run_of_neighbours_that_have_arrived(
+def test_a_wave_is_a_run_of_adjacent_experts_that_have_arrived(
     candidates: list[Candidate], max_rows: int, waves: bool
 ) -> None:
     count = next_wave(candidates, max_rows, waves)
@@ -51,7 +51,7 @@ def test_a_wave_is_a_run_of_neighbours_that_have_arrived(
 
 
 @given(pending(), st.integers(1, 200))
-def test_a_wave_is_as_long_as_it_can_be(candidates: list[Candidate], max_rows: int) -> None:
+def test_a_wave_is_as_long_as_possible(candidates: list[Candidate], max_rows: int) -> None:
     count = next_wave(candidates, max_rows, waves=True)
     if count < len(candidates):
         last, after = candidates[count - 1], candidates[count]
@@ -61,7 +61,7 @@ def test_a_wave_is_as_long_as_it_can_be(candidates: list[Candidate], max_rows: i
         assert not (near and after.arrived and rows <= max_rows)
 
 
-def test_a_gap_without_tokens_does_not_end_a_wave() -> None:
+def test_an_expert_without_tokens_does_not_end_a_wave() -> None:
     candidates = [
         Candidate(position, 10 + position, 3 * number, 3, True, True)
         for number, position in enumerate((0, 2, 3))
@@ -70,7 +70,7 @@ def test_a_gap_without_tokens_does_not_end_a_wave() -> None:
 
 
 @given(pending(), st.data())
-def test_a_wave_begins_at_the_first_neighbour_that_has_arrived(
+def test_a_wave_starts_at_the_first_adjacent_expert_that_has_arrived(
     candidates: list[Candidate], data: st.DataObject
 ) -> None:
     issued = [number for number, candidate in enumerate(candidates) if candidate.issued]

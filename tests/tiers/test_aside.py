@@ -5,7 +5,7 @@ import pytest
 from overspill.tiers.aside import folder_aside, temporary_folder
 
 
-def test_a_folder_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_folder_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "out"
     with folder_aside(target) as aside:
         (aside / "sub").mkdir()
@@ -40,7 +40,7 @@ def test_after_an_error_nothing_is_left(tmp_path: Path, error: type[BaseExceptio
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_a_leftover_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     left = tmp_path / ".tmp-out"
     left.mkdir()
     (left / "half").touch()
@@ -61,7 +61,7 @@ def test_the_current_folder_can_be_the_target(
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
-def test_a_temporary_folder_is_new_and_goes(tmp_path: Path) -> None:
+def test_a_temporary_folder_starts_empty_and_is_removed(tmp_path: Path) -> None:
     (tmp_path / "deep" / "aside").mkdir(parents=True)
     (tmp_path / "deep" / "aside" / "leftover").touch()
     with temporary_folder(tmp_path / "deep" / "aside") as aside:

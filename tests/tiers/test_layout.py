@@ -22,7 +22,7 @@ layouts = st.builds(
 
 
 @given(layouts)
-def test_records_are_whole_pages_and_not_a_page_too_long(layout: RecordLayout) -> None:
+def test_record_sizes_are_rounded_up_to_pages(layout: RecordLayout) -> None:
     weights = layout.shape.numel * layout.dtype.itemsize
     assert layout.weight_bytes % ALIGN == 0
     assert 0 <= layout.weight_bytes - weights < ALIGN
@@ -32,11 +32,11 @@ def test_records_are_whole_pages_and_not_a_page_too_long(layout: RecordLayout) -
 
 
 @given(layouts)
-def test_sections_are_apart_and_inside_the_record(layout: RecordLayout) -> None:
-    row = torch.zeros(layout.state_bytes, dtype=torch.uint8)
+def test_sections_do_not_overlap_and_stay_inside_the_record(layout: RecordLayout) -> None:
+    record = torch.zeros(layout.state_bytes, dtype=torch.uint8)
     for number, section in enumerate(layout.sections, start=1):
         assert section.offset % 64 == 0
-        view = layout.state(row, section.name)
+        view = layout.state(record, section.name)
         assert view.dtype == section.dtype
         assert view.shape == (layout.shape.numel,)
         assert not view.view(torch.uint8).any(), "two sections share bytes"
@@ -48,18 +48,18 @@ def test_a_master_is_a_weight_and_its_low_bits() -> None:
     fp32, bf16 = (RecordLayout(shape, dtype) for dtype in DTYPES)
     assert [section.name for section in fp32.sections] == ["exp_avg", "exp_avg_sq"]
     assert [section.name for section in bf16.sections] == ["low", "exp_avg", "exp_avg_sq"]
-    # 12 bytes a parameter either way, and 8 with bf16 moments
+    # 12 bytes per parameter in both cases, and 8 with bf16 moments
     assert fp32.weight_bytes + fp32.state_bytes == 12 * shape.numel
     assert bf16.weight_bytes + bf16.state_bytes == 12 * shape.numel
     small = RecordLayout(shape, torch.bfloat16, torch.bfloat16)
     assert small.weight_bytes + small.state_bytes == 8 * shape.numel
 
 
-def test_weights_are_a_view_of_one_record_or_of_many() -> None:
+def test_weights_are_a_view_of_one_or_several_records() -> None:
     layout = RecordLayout(ExpertShape(8, 4, gated=False), torch.bfloat16)
-    rows = torch.zeros(3, layout.weight_bytes, dtype=torch.uint8)
-    layout.weights(rows[1]).fill_(1.0)
-    many = layout.weights(rows)
+    records = torch.zeros(3, layout.weight_bytes, dtype=torch.uint8)
+    layout.weights(records[1]).fill_(1.0)
+    many = layout.weights(records)
     assert many.shape == (3, 64)
     assert many.sum(1).tolist() == [0.0, 64.0, 0.0]
 

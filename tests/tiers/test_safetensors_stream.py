@@ -33,7 +33,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             writer.write(name, tensor)
 
 
-def test_the_safetensors_library_reads_what_was_written_in_pieces(
+def test_the_safetensors_library_reads_files_written_in_pieces(
     tmp_path: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
     path = tmp_path / "a.safetensors"
@@ -56,7 +56,7 @@ def test_the_safetensors_library_reads_what_was_written_in_pieces(
         assert opened.metadata() == {"format": "pt"}
 
 
-def test_what_the_safetensors_library_wrote_is_read_in_slices(
+def test_files_of_the_safetensors_library_are_read_in_slices(
     tmp_path: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
     path = tmp_path / "a.safetensors"
@@ -70,7 +70,7 @@ def test_what_the_safetensors_library_wrote_is_read_in_slices(
     assert torch.equal(part, tensors["layer.low"].view(-1)[11:19])
 
 
-def test_a_piece_of_the_wrong_kind_or_place_is_refused(tmp_path: Path) -> None:
+def test_a_piece_of_wrong_dtype_or_offset_is_an_error(tmp_path: Path) -> None:
     specs = {"a": TensorSpec(torch.float32, (4,))}
     with (
         pytest.raises(ValueError, match="does not fit at 2"),
@@ -84,16 +84,16 @@ def test_a_piece_of_the_wrong_kind_or_place_is_refused(tmp_path: Path) -> None:
         writer.write_piece("a", 0, torch.zeros(4, dtype=torch.bfloat16))
 
 
-def test_a_tensor_that_was_forgotten_is_named(tmp_path: Path) -> None:
+def test_closing_with_an_unwritten_tensor_is_an_error(tmp_path: Path) -> None:
     specs = {"a": TensorSpec(torch.float32, (4,)), "b": TensorSpec(torch.float32, (2,))}
     with (
-        pytest.raises(ValueError, match="b is not written as a whole"),
+        pytest.raises(ValueError, match="b is not completely written"),
         StreamWriter(tmp_path / "a", specs) as writer,
     ):
         writer.write("a", torch.zeros(4))
 
 
-def test_every_truncation_is_noticed(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_every_truncation_is_detected(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     path = tmp_path / "a.safetensors"
     _write(path, tensors)
     whole = path.read_bytes()
@@ -102,7 +102,7 @@ def test_every_truncation_is_noticed(tmp_path: Path, tensors: dict[str, torch.Te
         with pytest.raises(CheckpointError, match=r"a\.safetensors is corrupt.*resume"):
             StreamReader(path)
     path.write_bytes(whole + b"x")
-    with pytest.raises(CheckpointError, match="bytes that belong to nothing"):
+    with pytest.raises(CheckpointError, match="has extra bytes"):
         StreamReader(path)
 
 
@@ -124,7 +124,7 @@ def test_a_broken_header_is_a_clear_error(tmp_path: Path, header: bytes) -> None
         StreamReader(path)
 
 
-def test_a_full_disk_is_known_before_the_first_tensor(
+def test_a_full_disk_is_detected_before_the_first_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(fd: int, offset: int, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory taken once, in rows that can be read and written by direct I/O."""
+"""Memory allocated once, in slots that can be read and written by direct I/O."""
 
 import errno
 import mmap
@@ -16,36 +16,37 @@ from overspill.tiers.layout import ALIGN
 from overspill.tiers.slab import HostSlab, device_slab
 
 
-def test_rows_are_aligned_zeroed_and_side_by_side() -> None:
+def test_slots_are_aligned_zeroed_and_adjacent() -> None:
     slab = HostSlab("weights", 5, 3 * ALIGN, pinned=False)
     assert len(slab) == 5
     assert slab.nbytes == 5 * 3 * ALIGN
-    starts = [slab[row].data_ptr() for row in range(5)]
+    starts = [slab[slot].data_ptr() for slot in range(5)]
     assert all(start % ALIGN == 0 for start in starts)
-    assert [start - starts[0] for start in starts] == [row * 3 * ALIGN for row in range(5)]
-    assert not slab.rows.any()
+    assert [start - starts[0] for start in starts] == [slot * 3 * ALIGN for slot in range(5)]
+    assert not slab.slots.any()
     slab[3].fill_(7)
-    assert slab.rows.sum(1).tolist() == [0, 0, 0, 7 * 3 * ALIGN, 0]
+    assert slab.slots.sum(1).tolist() == [0, 0, 0, 7 * 3 * ALIGN, 0]
     slab.close()
 
 
-def test_a_slab_of_no_rows_takes_nothing() -> None:
+def test_a_slab_without_slots_allocates_nothing() -> None:
     slab = HostSlab("weights", 0, ALIGN, pinned=False)
     assert len(slab) == slab.nbytes == 0
     slab.close()
 
 
-def test_progress_ends_at_the_whole_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE", 4 * ALIGN)
+def test_progress_ends_at_the_total_size() -> None:
     seen: list[tuple[str, int, int]] = []
-    slab = HostSlab("states", 10, ALIGN, False, lambda *args: seen.append(args))
+    slab = HostSlab(
+        "states", 10, ALIGN, False, lambda *args: seen.append(args), piece_bytes=4 * ALIGN
+    )
     done = [at for _, at, _ in seen]
     assert len(seen) == 3
     assert done == sorted(done)
-    assert seen[-1] == ("taking memory for states", slab.nbytes, slab.nbytes)
+    assert seen[-1] == ("allocating memory for states", slab.nbytes, slab.nbytes)
 
 
-def test_memory_that_is_not_there_names_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_names_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: object) -> NoReturn:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -54,16 +55,16 @@ def test_memory_that_is_not_there_names_the_flags(monkeypatch: pytest.MonkeyPatc
         HostSlab("weights", 2, ALIGN, pinned=False)
 
 
-def test_closed_it_lets_its_memory_go() -> None:
+def test_close_releases_the_memory() -> None:
     slab = HostSlab("weights", 3, ALIGN, pinned=False)
-    rows = weakref.ref(slab.rows)
+    slots = weakref.ref(slab.slots)
     slab.close()
-    assert rows() is None
+    assert slots() is None
     assert len(slab) == 0
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_those_who_took_the_memory_are_gone(background: bool) -> None:
+def test_allocation_threads_have_ended(background: bool) -> None:
     for _ in range(50):
         slab = HostSlab("weights", 64, ALIGN, pinned=False, background=background)
         if background:
@@ -79,16 +80,16 @@ def test_device_slots_form_one_tensor() -> None:
 
 
 @pytest.mark.gpu
-def test_pinned_rows_are_pinned_and_released() -> None:
+def test_pinned_slots_are_pinned_until_close() -> None:
     slab = HostSlab("weights", 3, ALIGN, pinned=True)
-    assert all(slab[row].is_pinned() for row in range(3))
-    row = slab[0]
+    assert all(slab[slot].is_pinned() for slot in range(3))
+    slot = slab[0]
     slab.close()
-    assert not row.is_pinned()
+    assert not slot.is_pinned()
 
 
-def test_private_memory_is_zero_in_a_forked_child_and_costs_it_nothing() -> None:
-    """What pinned slabs are made of, if the kernel has it; else they are shared."""
+def test_pinned_memory_reads_as_zero_in_a_forked_child() -> None:
+    """If the kernel has huge pages; otherwise the memory is shared."""
     private = os.path.exists("/sys/kernel/mm/transparent_hugepage/enabled")
     memory = module._anonymous(4 << 20, pinned=True)
     memory[:3] = b"abc"

@@ -1,4 +1,4 @@
-"""Record files: what was written is read, by many threads; what cannot be is a clear error."""
+"""Record files: many threads read back what they wrote; failures are clear errors."""
 
 import errno
 import logging
@@ -17,45 +17,45 @@ from overspill.tiers.layout import ALIGN
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.ssd import RecordFile, check_folder
 
-ROW = 2 * ALIGN
+SLOT = 2 * ALIGN
 
 
 def bytes_of(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (ROW,), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (SLOT,), dtype=torch.uint8, generator=generator)
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
-    file, slab = RecordFile(tmp_path / "r.bin", 4, ROW), HostSlab("w", 4, ROW, False)
-    assert os.fstat(file.fd).st_size == file.nbytes == 4 * ROW
-    for row in (2, 0, 3, 1):
-        slab[0].copy_(bytes_of(row))
-        file.write(row, slab[0])
-    for row in range(4):
-        file.read(row, slab[1])
-        assert torch.equal(slab[1], bytes_of(row))
+    file, slab = RecordFile(tmp_path / "r.bin", 4, SLOT), HostSlab("w", 4, SLOT, False)
+    assert os.fstat(file.fd).st_size == file.nbytes == 4 * SLOT
+    for slot in (2, 0, 3, 1):
+        slab[0].copy_(bytes_of(slot))
+        file.write(slot, slab[0])
+    for slot in range(4):
+        file.read(slot, slab[1])
+        assert torch.equal(slab[1], bytes_of(slot))
     file.close()
 
 
-def test_the_space_is_taken_before_the_first_write(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path / "r.bin", 16, ROW)
-    assert os.fstat(file.fd).st_blocks * 512 >= 16 * ROW
+def test_the_space_is_reserved_before_the_first_write(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path / "r.bin", 16, SLOT)
+    assert os.fstat(file.fd).st_blocks * 512 >= 16 * SLOT
     file.close()
 
 
-def test_many_threads_read_and_write_records_of_their_own(tmp_path: Path) -> None:
+def test_threads_read_and_write_their_own_records(tmp_path: Path) -> None:
     workers, rounds = 8, 30
-    file, slab = RecordFile(tmp_path / "r.bin", workers, ROW), HostSlab("w", workers, ROW, False)
+    file, slab = RecordFile(tmp_path / "r.bin", workers, SLOT), HostSlab("w", workers, SLOT, False)
 
-    def work(row: int) -> bool:
-        numbers = random.Random(row)
+    def work(slot: int) -> bool:
+        numbers = random.Random(slot)
         for _ in range(rounds):
             expected = bytes_of(numbers.randrange(1000))
-            slab[row].copy_(expected)
-            file.write(row, slab[row])
-            slab[row].zero_()
-            file.read(row, slab[row])
-            if not torch.equal(slab[row], expected):
+            slab[slot].copy_(expected)
+            file.write(slot, slab[slot])
+            slab[slot].zero_()
+            file.read(slot, slab[slot])
+            if not torch.equal(slab[slot], expected):
                 return False
         return True
 
@@ -64,7 +64,7 @@ def test_many_threads_read_and_write_records_of_their_own(tmp_path: Path) -> Non
     file.close()
 
 
-def test_a_file_system_without_direct_io_works_and_is_named_once(
+def test_missing_direct_io_is_logged_once_and_records_still_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_file, opened = os.open, []
@@ -77,11 +77,11 @@ def test_a_file_system_without_direct_io_works_and_is_named_once(
 
     monkeypatch.setattr(os, "open", no_direct_io)
     with caplog.at_level(logging.WARNING, "overspill"):
-        file = RecordFile(tmp_path / "r.bin", 2, ROW)
+        file = RecordFile(tmp_path / "r.bin", 2, SLOT)
     assert opened == [True, False]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert f"{tmp_path}: no direct I/O" in caplog.text
-    slab = HostSlab("w", 2, ROW, False)
+    slab = HostSlab("w", 2, SLOT, False)
     slab[0].copy_(bytes_of(1))
     file.write(1, slab[0])
     file.read(1, slab[1])
@@ -89,13 +89,13 @@ def test_a_file_system_without_direct_io_works_and_is_named_once(
     file.close()
 
 
-def test_short_reads_and_writes_are_carried_on(
+def test_short_reads_and_writes_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preadv, pwritev = os.preadv, os.pwritev
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:ALIGN]], at))
     monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:ALIGN]], at))
-    file, slab = RecordFile(tmp_path / "r.bin", 2, ROW), HostSlab("w", 2, ROW, False)
+    file, slab = RecordFile(tmp_path / "r.bin", 2, SLOT), HostSlab("w", 2, SLOT, False)
     slab[0].copy_(bytes_of(5))
     file.write(1, slab[0])
     file.read(1, slab[1])
@@ -103,28 +103,28 @@ def test_short_reads_and_writes_are_carried_on(
     file.close()
 
 
-def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
-    file, slab = RecordFile(tmp_path / "r.bin", 4, ROW), HostSlab("w", 1, ROW, False)
-    os.ftruncate(file.fd, 3 * ROW + ALIGN)
+def test_reading_a_truncated_file_is_an_error(tmp_path: Path) -> None:
+    file, slab = RecordFile(tmp_path / "r.bin", 4, SLOT), HostSlab("w", 1, SLOT, False)
+    os.ftruncate(file.fd, 3 * SLOT + ALIGN)
     with pytest.raises(DiskError, match=r"r\.bin.*restart from the last checkpoint"):
         file.read(3, slab[0])
     file.close()
 
 
-def test_a_write_does_not_hide_that_the_file_was_cut(tmp_path: Path) -> None:
-    """A write behind the end would fill the hole before it with zeros, which read as weights."""
-    file, slab = RecordFile(tmp_path / "r.bin", 4, ROW), HostSlab("w", 1, ROW, False)
-    os.ftruncate(file.fd, ROW)
+def test_writing_to_a_truncated_file_is_an_error(tmp_path: Path) -> None:
+    """A write past the end would fill the gap with zeros, which would be read as weights."""
+    file, slab = RecordFile(tmp_path / "r.bin", 4, SLOT), HostSlab("w", 1, SLOT, False)
+    os.ftruncate(file.fd, SLOT)
     with pytest.raises(DiskError, match=r"r\.bin.*restart from the last checkpoint"):
         file.write(3, slab[0])
     file.close()
 
 
-def test_a_write_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*_: object) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    file, slab = RecordFile(tmp_path / "r.bin", 2, ROW), HostSlab("w", 1, ROW, False)
+    file, slab = RecordFile(tmp_path / "r.bin", 2, SLOT), HostSlab("w", 1, SLOT, False)
     monkeypatch.setattr(os, "pwritev", no_space)
     with pytest.raises(OSError, match="No space left"):
         file.write(0, slab[0])
@@ -133,18 +133,18 @@ def test_a_write_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_closing_removes_the_file_and_can_be_done_twice(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path / "r.bin", 2, ROW)
+    file = RecordFile(tmp_path / "r.bin", 2, SLOT)
     file.close()
     file.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"cannot create .*nowhere"):
-        RecordFile(tmp_path / "nowhere" / "r.bin", 2, ROW)
+        RecordFile(tmp_path / "nowhere" / "r.bin", 2, SLOT)
 
 
-def test_the_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+def test_the_folder_is_created_and_left_empty(tmp_path: Path) -> None:
     check_folder(tmp_path / "a" / "b", need=1)
     assert not list((tmp_path / "a" / "b").iterdir())
 

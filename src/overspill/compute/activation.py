@@ -1,7 +1,7 @@
-"""The activation of an expert, forward and backward, in as few passes over memory as possible.
+"""The activation of an expert, forward and backward, with few passes over memory.
 
-Shapes: R rows, H hidden. `h` is the pre-activation: [R, H] for GELU, [R, 2H] (gate, then up) for
-gated SiLU. Any other function of a row goes through autograd.
+Shapes: R token rows, H hidden. `h` is the pre-activation: [R, H] for GELU, [R, 2H] (gate, then up)
+for gated SiLU. Other functions of a row use autograd.
 """
 
 from collections.abc import Callable
@@ -16,26 +16,26 @@ from overspill.hardware.native import has_triton
 
 class ActivationGrads(NamedTuple):
     weighted_RH: Tensor
-    """row_weight * activation: dw_out is dy^T times this, so dy needs no scaled copy."""
+    """row_weight * activation. dw_out is dy^T times this, without a scaled copy of dy."""
     dh: Tensor
-    """Gradient of the pre-activation, routing weight included."""
+    """Gradient of the pre-activation, including the routing weight."""
     drow_weight_R: Tensor
     """Gradient of the routing weight of each row, float32 or wider."""
 
 
 class Activation(Protocol):
-    """What lies between an expert's two matrices."""
+    """The function between the two matrices of an expert."""
 
     def forward(self, h: Tensor) -> Tensor: ...
 
     def backward(
         self, h: Tensor, da_RH: Tensor, row_weight_R: Tensor, overwrite_h: bool
     ) -> ActivationGrads:
-        """As `activate_backward`."""
+        """See `activate_backward`."""
 
 
 class Fused:
-    """GELU, or gated SiLU: one kernel each way."""
+    """GELU or gated SiLU, with one kernel for forward and one for backward."""
 
     def __init__(self, gated: bool) -> None:
         self.gated = gated
@@ -50,7 +50,7 @@ class Fused:
 
 
 class Differentiated:
-    """Any function of the rows of h; autograd gives its gradient."""
+    """Any function of the rows of h, differentiated by autograd."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self.function = function
@@ -72,7 +72,7 @@ class Differentiated:
 
 
 def activate(h: Tensor, gated: bool) -> Tensor:
-    """GELU (exact, by erf) of h, or SiLU(gate) * up."""
+    """GELU(h) (exact, with erf), or SiLU(gate) * up."""
     if _fused(h):
         from overspill.compute import activation_triton
 
@@ -83,10 +83,10 @@ def activate(h: Tensor, gated: bool) -> Tensor:
 def activate_backward(
     h: Tensor, da_RH: Tensor, row_weight_R: Tensor, gated: bool, overwrite_h: bool = False
 ) -> ActivationGrads:
-    """All that backward needs from the activation, in one pass.
+    """The gradients of the activation, in one pass.
 
-    `da_RH` is dy @ w_out, not yet multiplied by the routing weight. Its memory may be reused for
-    the result, and so may that of `h` with `overwrite_h`: neither holds its values afterwards.
+    `da_RH` is dy @ w_out, not yet multiplied by the routing weight. The result may overwrite
+    `da_RH`, and with `overwrite_h` also `h`.
     """
     if _fused(h):
         from overspill.compute import activation_triton
@@ -98,7 +98,7 @@ def activate_backward(
 
 
 def activate_torch(h: Tensor, gated: bool) -> Tensor:
-    """The reference path; 16-bit inputs are computed in float32 and rounded once."""
+    """Torch implementation. 16-bit inputs are computed in float32 and rounded once."""
     if not gated:
         return F.gelu(h)
     gate, up = h.to(_wide(h)).chunk(2, dim=-1)
@@ -108,7 +108,7 @@ def activate_torch(h: Tensor, gated: bool) -> Tensor:
 def activate_backward_torch(
     h: Tensor, da_RH: Tensor, row_weight_R: Tensor, gated: bool
 ) -> ActivationGrads:
-    """The reference path of `activate_backward`; leaves its inputs as they are."""
+    """Torch implementation of `activate_backward`. Does not change its inputs."""
     wide = _wide(h)
     h_wide, da = h.to(wide), da_RH.to(wide)
     weight_R1 = row_weight_R.to(wide).unsqueeze(-1)
@@ -134,7 +134,7 @@ def _wide(h: Tensor) -> torch.dtype:
 
 
 def _fused(h: Tensor) -> bool:
-    """Whether the fused kernels take this tensor: on a GPU, when Triton is there."""
+    """Whether the fused kernels support this tensor: on a GPU with Triton installed."""
     return (
         h.is_cuda
         and h.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -1,12 +1,12 @@
-# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# Triton is optional and untyped, and its compiler rejects annotations on kernels.
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The fused activation kernels: every element is read once and written once.
+"""Fused activation kernels: every element is read once and written once.
 
-Arithmetic is float32 whatever the tensors hold. Rows are R, hidden columns H; one program works on
-one row, because the gradient of a routing weight is a sum over its row. The width is a constant of
-the compiled kernel: a model has one, and the compiler then knows how far it may vectorise.
+Arithmetic is float32 for all dtypes. R are token rows, H hidden columns. In backward, one program
+processes one row, because the gradient of a routing weight is a sum over its row. The width is a
+compile-time constant: a model has one width, and the compiler can vectorise better.
 """
 
 import torch
@@ -32,10 +32,9 @@ def activate(h: Tensor, gated: bool) -> Tensor:
 def activate_backward(
     h: Tensor, da_RH: Tensor, row_weight_R: Tensor, gated: bool, overwrite_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(weighted activation, dh, drow_weight); the first lies in the memory of `da_RH`.
+    """Returns (weighted activation, dh, drow_weight); the first overwrites `da_RH`.
 
-    Writing in place is safe: an element is only ever read by the program that then overwrites it,
-    after it has read it.
+    Writing in place is safe: each element is read and then overwritten by the same program.
     """
     h, da_RH = h.contiguous(), da_RH.contiguous()
     row_weight_R = row_weight_R.to(torch.float32).contiguous()
@@ -66,7 +65,7 @@ def _forward(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Offsets of rows pass 2^31 from a few hundred thousand rows on: 64-bit from the start.
+    # With a few hundred thousand rows, offsets exceed 2^31 and need 64 bits.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < N_HIDDEN

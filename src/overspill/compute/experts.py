@@ -1,14 +1,14 @@
-"""The feed-forward of one wave: neighbouring experts whose records lie in neighbouring slots.
+"""Computes one wave: adjacent experts whose records are in adjacent slots.
 
-Shapes: R rows (sorted by expert), D model, H hidden, n experts of the wave. `weights` is [n, numel]
-with one record a row; the stride between records is free. `ends` (int32, on the device) are the
-cumulative row counts inside the wave, `counts` the same on the host, not cumulated.
+Shapes: R token rows sorted by expert, D model, H hidden, n experts of the wave. `weights` is
+[n, numel], one record per expert with any stride between records. `ends` (int32, on the device) are
+the cumulative row counts inside the wave; `counts` are the row counts on the host.
 
-A wave may hold a part of an expert's rows only: run it once for each part and add the dw.
+A wave can contain a part of an expert's token rows: run one wave per part and add the dw.
 
-A wave computes with grouped kernels, one for all its experts, or as a loop over the experts;
-`grouped.backend_for` chooses. The loop does everything expert by expert, the activation too, so an
-expert's results are the same bits in any wave.
+A wave runs grouped kernels for all experts at once or loops over the experts, as chosen by
+`grouped.backend_for`. The loop also computes the activation expert by expert, so that the results
+of an expert are bitwise identical in any wave.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from overspill.core.experts import ExpertShape
 class WaveGrads:
     dx_RD: Tensor
     dw: tuple[Tensor, ...]
-    """[n, ...] for each tensor of a record, in its order and shape; none when not asked for."""
+    """[n, ...] for each tensor of a record, in the order of the record; empty without `need_dw`."""
     drow_weight_R: Tensor
 
 
@@ -35,7 +35,6 @@ def split_records(weights: Tensor, shape: ExpertShape) -> tuple[Tensor, ...]:
     """Views [n, ...] of the tensors in the records [n, numel]."""
     number, base, record = weights.shape[0], weights.storage_offset(), weights.stride(0)
     return tuple(
-        # one view each, made for every wave
         weights.as_strided((number, *size), (record, *_strides(size)), base + start)
         for size, start in zip(shape.sizes, shape.starts, strict=True)
     )
@@ -47,7 +46,7 @@ def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Parameters:
-    """The tensors of a wave's records, the same way round however they are stored."""
+    """The tensors of a wave's records, with one orientation for all layouts."""
 
     w_in: Tensor  # [n, H or 2H, D]
     w_out: Tensor  # [n, D, H]
@@ -72,10 +71,10 @@ def wave_forward(
     counts: Sequence[int] | None = None,
     activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y [R, D], hidden [R, H or 2H]); hidden, the pre-activation, is what backward can reuse.
+    """Returns y [R, D] and hidden [R, H or 2H], the pre-activation, which backward can reuse.
 
-    Routing weights are not applied. Without `counts` the loop has to wait for the device. Without
-    `activation` it is gated SiLU or GELU.
+    Routing weights are not applied. Without `counts` the loop waits for the device. The default
+    `activation` is gated SiLU or GELU.
     """
     own = _Parameters.of(weights, shape)
     activation = activation or Fused(shape.gated)
@@ -94,6 +93,22 @@ def wave_forward(
     return y_RD, hidden
 
 
+@dataclass(frozen=True)
+class _Backward:
+    """Arguments of both implementations of `wave_backward`."""
+
+    x_RD: Tensor
+    dy_RD: Tensor
+    row_weight_R: Tensor
+    own: _Parameters
+    shape: ExpertShape
+    ends: Tensor
+    counts: Sequence[int] | None
+    hidden: Tensor | None
+    need_dw: bool
+    activation: Activation
+
+
 @torch.no_grad()
 def wave_backward(
     x_RD: Tensor,
@@ -107,90 +122,69 @@ def wave_backward(
     need_dw: bool = True,
     activation: Activation | None = None,
 ) -> WaveGrads:
-    """Gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of each row's *weighted* y.
+    """Gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of the *weighted* y.
 
-    `hidden` is recomputed when it is None. y itself is never recomputed: the gradient of a routing
-    weight, y·dy, equals a·(dy @ w_out) (and b_out·dy), and dy @ w_out is needed anyway. The weight
-    then multiplies the activation and its gradient, so there is no scaled copy of dy.
+    `hidden` is recomputed if it is None. y is never recomputed: the gradient of a routing weight,
+    y·dy, equals a·(dy @ w_out) plus b_out·dy, and dy @ w_out is needed anyway. The routing weight
+    multiplies the activation and its gradient, so no scaled copy of dy is needed.
     """
     own = _Parameters.of(weights, shape)
     activation = activation or Fused(shape.gated)
-    rest = (own, shape, ends, counts, hidden, need_dw, activation)
+    wave = _Backward(
+        x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation
+    )
     backend = grouped.backend_for(x_RD, weights, shape)
-    if backend == "loop":
-        return _backward_loop(x_RD, dy_RD, row_weight_R, *rest)
-    return _backward_grouped(backend, x_RD, dy_RD, row_weight_R, *rest)
+    return _backward_loop(wave) if backend == "loop" else _backward_grouped(wave, backend)
 
 
-def _backward_grouped(
-    backend: grouped.Backend,
-    x_RD: Tensor,
-    dy_RD: Tensor,
-    row_weight_R: Tensor,
-    own: _Parameters,
-    shape: ExpertShape,
-    ends: Tensor,
-    counts: Sequence[int] | None,
-    hidden: Tensor | None,
-    need_dw: bool,
-    activation: Activation,
-) -> WaveGrads:
-    recomputed = hidden is None
+def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
+    x_RD, dy_RD, own, ends = wave.x_RD, wave.dy_RD, wave.own, wave.ends
+    hidden, recomputed = wave.hidden, wave.hidden is None
     if hidden is None:
         hidden = _hidden_grouped(backend, x_RD, own, ends)
     da_RH = grouped.product(backend, dy_RD, own.w_out, ends)
-    # A kept hidden may belong to a graph that is run backward again: only our own is overwritten.
-    act = activation.backward(hidden, da_RH, row_weight_R, recomputed)
+    # A kept hidden may be needed by another backward through the graph: overwrite only our own.
+    act = wave.activation.backward(hidden, da_RH, wave.row_weight_R, recomputed)
     del da_RH, hidden
     drow_weight_R = act.drow_weight_R
     if own.b_out is not None:
         drow_weight_R = drow_weight_R + (_of_rows(own.b_out, ends, dy_RD) * dy_RD).sum(-1)
     dw: tuple[Tensor, ...] = ()
-    if need_dw:
+    if wave.need_dw:
         pairs = [(act.dh, x_RD), (dy_RD, act.weighted_RH)]  # w_in, w_out: rows, then columns
-        if shape.transposed:
+        if wave.shape.transposed:
             pairs = [(columns, rows) for rows, columns in pairs]
-        if shape.bias:
-            # a product with ones sums the rows of each expert, always in the same order
+        if wave.shape.bias:
+            # a product with ones sums the token rows of each expert in a fixed order
             ones = x_RD.new_ones(x_RD.shape[0], 8)
-            weighted = (dy_RD * row_weight_R.unsqueeze(-1)).to(dy_RD.dtype)
+            weighted = (dy_RD * wave.row_weight_R.unsqueeze(-1)).to(dy_RD.dtype)
             pairs += [(ones, act.dh), (ones, weighted)]
-        dw = tuple(grouped.weight_grad(backend, a, b, ends, counts) for a, b in pairs)
-        if shape.bias:
+        dw = tuple(grouped.weight_grad(backend, a, b, ends, wave.counts) for a, b in pairs)
+        if wave.shape.bias:
             dw = (*dw[:2], *(total[:, 0] for total in dw[2:]))
     dx_RD = grouped.product(backend, act.dh, own.w_in, ends)
     return WaveGrads(dx_RD, dw, drow_weight_R)
 
 
-def _backward_loop(
-    x_RD: Tensor,
-    dy_RD: Tensor,
-    row_weight_R: Tensor,
-    own: _Parameters,
-    shape: ExpertShape,
-    ends: Tensor,
-    counts: Sequence[int] | None,
-    hidden: Tensor | None,
-    need_dw: bool,
-    activation: Activation,
-) -> WaveGrads:
+def _backward_loop(wave: _Backward) -> WaveGrads:
+    x_RD, own, shape = wave.x_RD, wave.own, wave.shape
     dx_RD = torch.empty_like(x_RD)
     wide = torch.promote_types(x_RD.dtype, torch.float32)
     drow_weight_R = x_RD.new_empty(x_RD.shape[0], dtype=wide)
     n = own.w_in.shape[0]
-    dw = tuple(x_RD.new_empty(n, *size) for size in shape.sizes) if need_dw else ()
-    for expert, rows in _expert_rows(ends, counts):
-        x, dy, row_weight = x_RD[rows], dy_RD[rows], row_weight_R[rows]
-        if hidden is None:
+    dw = tuple(x_RD.new_empty(n, *size) for size in shape.sizes) if wave.need_dw else ()
+    for expert, rows in _expert_rows(wave.ends, wave.counts):
+        x, dy, row_weight = x_RD[rows], wave.dy_RD[rows], wave.row_weight_R[rows]
+        if wave.hidden is None:
             h = _linear(x, own.w_in[expert], own.b_in, expert, x.new_empty(len(x), shape.in_rows))
         else:
-            h = hidden[rows]
+            h = wave.hidden[rows]
         da = torch.mm(dy, own.w_out[expert])
-        act = activation.backward(h, da, row_weight, overwrite_h=hidden is None)
+        act = wave.activation.backward(h, da, row_weight, overwrite_h=wave.hidden is None)
         drow_weight_R[rows] = act.drow_weight_R
         if own.b_out is not None:
             drow_weight_R[rows] += (own.b_out[expert] * dy).sum(-1)
-        if need_dw:
+        if wave.need_dw:
             pairs = [(act.dh, x), (dy, act.weighted_RH)]
             for grad, (left, right) in zip(dw[:2], pairs, strict=True):
                 left, right = (right, left) if shape.transposed else (left, right)
@@ -220,13 +214,13 @@ def _add_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
 
 
 def _of_rows(bias: Tensor, ends: Tensor, rows: Tensor) -> Tensor:
-    """The bias of each row's expert."""
+    """The bias of the expert of each token row."""
     row_R = torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype)
     return bias.index_select(0, torch.searchsorted(ends, row_R, right=True))
 
 
 def _expert_rows(ends: Tensor, counts: Sequence[int] | None) -> list[tuple[int, slice]]:
-    """(expert, its rows) of the wave, empty experts too: their dw must become zero."""
+    """Experts with their token rows, including experts without any: their dw must be zero."""
     stops = ends.tolist() if counts is None else list(itertools.accumulate(counts))
     return [
         (expert, slice(start, stop))

@@ -1,6 +1,7 @@
-"""Tokens to rows and back: rows are sorted by expert, without a dispatch mask and without padding.
+"""Sorts tokens into token rows by expert and back, without a dispatch mask or padding.
 
-Shapes: T tokens, D model, E experts, K top-k, R = T*K rows.
+Shapes: T tokens, D model, E experts, K top-k, R = T*K token rows. An assignment is one of the T*K
+pairs of a token and an expert; its index is t*K + k.
 """
 
 import itertools
@@ -11,126 +12,120 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Rows are summed in float32. Doing it for this many rows at a time keeps that scratch small (a
-# hundred MiB at D = 1024) whatever the batch; no sum crosses tokens, so the cut changes nothing.
+# Token rows are summed in float32, this many at a time, to bound the temporary memory (100 MiB at
+# D = 1024). Sums do not cross tokens, so the division does not change results.
 _ROWS_AT_ONCE = 16384
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """How the T*K assignments of one routing lie as rows, all on the routing's device."""
+    """The order of the T*K assignments of one routing as token rows, on the routing's device."""
 
     row_token_R: Tensor
-    """The token each row is a copy of, int64."""
-    row_slot_R: Tensor
-    """The flat assignment t*K + k of each row: which routing weight belongs to it, int64."""
+    """The token of each row, int64."""
+    row_assignment_R: Tensor
+    """The assignment of each row, int64."""
     inverse_TK: Tensor
     """The row of each assignment, int64."""
     counts_E: Tensor
-    """Rows of each expert, int32; none for those that were put apart."""
+    """Rows of each expert, int32; 0 for experts that come `last`."""
     ends_E: Tensor
-    """Where each expert's rows end (the cumulative sum of the counts), int32."""
+    """The end of each expert's rows (the cumulative sum of the counts), int32."""
 
     @classmethod
     def build(cls, expert_ids_TK: Tensor, n_experts: int) -> "Permutation":
-        """Sorts the assignments by expert, stably: within an expert, tokens stay in order.
+        """Sorts the assignments by expert; within an expert, tokens stay in order.
 
-        Never waits for the device. That is why the ends come from a binary search in the sorted
-        ids: `bincount` would read its maximum back to the host.
+        Never waits for the device: the ends come from a binary search in the sorted ids, because
+        `bincount` would copy its maximum to the host.
         """
-        # int32 keys halve the passes of the radix sort.
+        # int32 keys halve the passes of the radix sort
         flat_R = expert_ids_TK.reshape(-1).to(torch.int32)
-        sorted_R, row_slot_R = torch.sort(flat_R, stable=True)
+        sorted_R, row_assignment_R = torch.sort(flat_R, stable=True)
         experts_E = torch.arange(n_experts, device=flat_R.device, dtype=torch.int32)
         ends_E = torch.searchsorted(sorted_R, experts_E, right=True, out_int32=True)
         counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-        return cls._of(row_slot_R, expert_ids_TK.shape[1], counts_E, ends_E)
+        return cls._of(row_assignment_R, expert_ids_TK.shape[1], counts_E, ends_E)
 
     @classmethod
     def with_counts(
-        cls, expert_ids_TK: Tensor, counts: Sequence[int], apart: Collection[int] = ()
+        cls, expert_ids_TK: Tensor, counts: Sequence[int], last: Collection[int] = ()
     ) -> "Permutation":
-        """The same where the host knows the counts already. The rows of the experts `apart` come
-        after all others, and count as nobody's."""
+        """The same if the host already knows the counts. The rows of the experts in `last` come
+        after all others and are not counted."""
         n_experts = len(counts)
-        there = [0 if expert in apart else count for expert, count in enumerate(counts)]
-        numbers = [*_ranks(n_experts, apart), *there, *itertools.accumulate(there)]
-        packed = _sent(torch.tensor(numbers, dtype=torch.int32), expert_ids_TK.device)
+        kept = [0 if expert in last else count for expert, count in enumerate(counts)]
+        numbers = [*_ranks(n_experts, last), *kept, *itertools.accumulate(kept)]
+        packed = _to_device(torch.tensor(numbers, dtype=torch.int32), expert_ids_TK.device)
         rank_E, counts_E, ends_E = packed.split([n_experts + 1, n_experts, n_experts])
-        _, row_slot_R = torch.sort(rank_E[expert_ids_TK.reshape(-1)], stable=True)
-        return cls._of(row_slot_R, expert_ids_TK.shape[1], counts_E, ends_E)
+        _, row_assignment_R = torch.sort(rank_E[expert_ids_TK.reshape(-1)], stable=True)
+        return cls._of(row_assignment_R, expert_ids_TK.shape[1], counts_E, ends_E)
 
     @classmethod
     def on_host(
         cls,
         expert_ids_TK: Tensor,
         counts: Sequence[int],
-        apart: Collection[int],
+        last: Collection[int],
         device: torch.device,
     ) -> "Permutation":
-        """The same for ids in host memory: sorted there and sent to the device as one piece, which
-        for few rows takes a fraction of the launches."""
+        """The same for ids in host memory. They are sorted there and copied to the device in one
+        piece, which needs far fewer launches for few rows."""
         n_experts, (n_tokens, top_k) = len(counts), expert_ids_TK.shape
         n_rows = n_tokens * top_k
-        rank_E = np.array(_ranks(n_experts, apart), dtype=np.int16)
-        there = np.array([0 if e in apart else n for e, n in enumerate(counts)], dtype=np.int32)
+        rank_E = np.array(_ranks(n_experts, last), dtype=np.int16)
+        kept = np.array([0 if e in last else n for e, n in enumerate(counts)], dtype=np.int32)
         packed = torch.empty(3 * n_rows + n_experts, dtype=torch.int64)
-        slot, token, inverse, narrow = np.split(packed.numpy(), [n_rows, 2 * n_rows, 3 * n_rows])
-        slot[:] = rank_E[expert_ids_TK.numpy().reshape(-1)].argsort(kind="stable")
-        np.floor_divide(slot, top_k, out=token)
-        inverse[slot] = np.arange(n_rows)
-        narrow.view(np.int32)[:n_experts] = there
-        narrow.view(np.int32)[n_experts:] = there.cumsum()
-        sent = _sent(packed, device)
-        slot_R, token_R, inverse_R, narrow_E = sent.split([n_rows, n_rows, n_rows, n_experts])
+        starts = [n_rows, 2 * n_rows, 3 * n_rows]
+        assignment, token, inverse, narrow = np.split(packed.numpy(), starts)
+        assignment[:] = rank_E[expert_ids_TK.numpy().reshape(-1)].argsort(kind="stable")
+        np.floor_divide(assignment, top_k, out=token)
+        inverse[assignment] = np.arange(n_rows)
+        narrow.view(np.int32)[:n_experts] = kept
+        narrow.view(np.int32)[n_experts:] = kept.cumsum()
+        parts = _to_device(packed, device).split([n_rows, n_rows, n_rows, n_experts])
+        assignment_R, token_R, inverse_R, narrow_E = parts
         counts_E, ends_E = narrow_E.view(torch.int32).split(n_experts)
-        return cls(token_R, slot_R, inverse_R.view(-1, top_k), counts_E, ends_E)
+        return cls(token_R, assignment_R, inverse_R.view(-1, top_k), counts_E, ends_E)
 
     @classmethod
-    def _of(cls, row_slot_R: Tensor, top_k: int, counts_E: Tensor, ends_E: Tensor) -> "Permutation":
-        row = torch.arange(row_slot_R.numel(), device=row_slot_R.device)
-        inverse_R = torch.empty_like(row_slot_R).scatter_(0, row_slot_R, row)
-        return cls(
-            row_token_R=row_slot_R // top_k,
-            row_slot_R=row_slot_R,
-            inverse_TK=inverse_R.view(-1, top_k),
-            counts_E=counts_E,
-            ends_E=ends_E,
-        )
-
-    @property
-    def n_rows(self) -> int:
-        return self.row_slot_R.numel()
+    def _of(
+        cls, row_assignment_R: Tensor, top_k: int, counts_E: Tensor, ends_E: Tensor
+    ) -> "Permutation":
+        row = torch.arange(row_assignment_R.numel(), device=row_assignment_R.device)
+        inverse_R = torch.empty_like(row_assignment_R).scatter_(0, row_assignment_R, row)
+        tokens_R = row_assignment_R // top_k
+        return cls(tokens_R, row_assignment_R, inverse_R.view(-1, top_k), counts_E, ends_E)
 
 
-def _ranks(n_experts: int, apart: Collection[int]) -> list[int]:
-    """The place of each expert among the rows; ids beyond the last expert, which stand for none,
-    stay behind everybody."""
+def _ranks(n_experts: int, last: Collection[int]) -> list[int]:
+    """The rank of each expert in the order of rows. The id `n_experts` means no expert and comes
+    after all others."""
     ranks = [0] * n_experts
-    order = sorted(range(n_experts), key=lambda expert: expert in apart)
-    for place, expert in enumerate(order):
-        ranks[expert] = place
+    order = sorted(range(n_experts), key=lambda expert: expert in last)
+    for rank, expert in enumerate(order):
+        ranks[expert] = rank
     return [*ranks, n_experts]
 
 
-def _sent(packed: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for what it is doing."""
+def _to_device(packed: Tensor, device: torch.device) -> Tensor:
+    """Copies to the device without waiting for its queued work."""
     if device.type != "cuda":
         return packed
     return packed.pin_memory().to(device, non_blocking=True)
 
 
 def count_rows(expert_ids_TK: Tensor, n_experts: int) -> Tensor:
-    """Rows of each expert, int64, without sorting them."""
+    """Rows of each expert, int64, without sorting."""
     ids_R = expert_ids_TK.reshape(-1).to(torch.int64)
-    counts = ids_R.new_zeros(n_experts + 1)  # the last is of those that have no expert
+    counts = ids_R.new_zeros(n_experts + 1)  # the last counts assignments without an expert
     return counts.scatter_add_(0, ids_R, torch.ones_like(ids_R))[:n_experts]
 
 
 def gather_rows(
     x_TD: Tensor, permutation: Permutation, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """The rows [start, stop): a copy of each row's token."""
+    """Copies of the tokens of the rows [start, stop)."""
     return x_TD.index_select(0, permutation.row_token_R[start:stop])
 
 
@@ -138,34 +133,41 @@ def row_weights(
     weights_TK: Tensor, permutation: Permutation, start: int = 0, stop: int | None = None
 ) -> Tensor:
     """The routing weight of each row in [start, stop)."""
-    return weights_TK.reshape(-1).index_select(0, permutation.row_slot_R[start:stop])
+    return weights_TK.reshape(-1).index_select(0, permutation.row_assignment_R[start:stop])
 
 
 def weights_grad(drow_weight_R: Tensor, permutation: Permutation) -> Tensor:
-    """The way back of `row_weights`: gradients of rows as gradients of the [T, K] weights."""
+    """Backward of `row_weights`: the gradients of the [T, K] weights."""
     return drow_weight_R[permutation.inverse_TK]
 
 
-def combine(y_RD: Tensor, weights_TK: Tensor, permutation: Permutation) -> Tensor:
+def combine(
+    y_RD: Tensor,
+    weights_TK: Tensor,
+    permutation: Permutation,
+    rows_at_once: int = _ROWS_AT_ONCE,
+) -> Tensor:
     """Each token's weighted sum over its K rows, [T, D] in the dtype of `y_RD`.
 
-    By gathers and sums of a fixed order, never by atomic adds: the same bits every time. Sums are
-    float32 (or wider) and rounded once.
+    Deterministic: gathers and sums in a fixed order, no atomic adds. Sums are float32 (or wider)
+    and rounded once.
     """
-    return _sum_over_slots(y_RD, permutation, weights_TK)
+    return _sum_over_k(y_RD, permutation, weights_TK, rows_at_once)
 
 
 def sum_rows(dx_RD: Tensor, permutation: Permutation) -> Tensor:
-    """Each token's plain sum over its K rows, the way back of `gather_rows`; as deterministic."""
+    """Backward of `gather_rows`: each token's sum over its K rows, deterministic."""
     if permutation.inverse_TK.shape[1] == 1:
         return dx_RD.index_select(0, permutation.inverse_TK[:, 0])
-    return _sum_over_slots(dx_RD, permutation, None)
+    return _sum_over_k(dx_RD, permutation, None, _ROWS_AT_ONCE)
 
 
-def _sum_over_slots(y_RD: Tensor, permutation: Permutation, weights_TK: Tensor | None) -> Tensor:
+def _sum_over_k(
+    y_RD: Tensor, permutation: Permutation, weights_TK: Tensor | None, rows_at_once: int
+) -> Tensor:
     n_tokens, top_k = permutation.inverse_TK.shape
     wide = torch.promote_types(y_RD.dtype, torch.float32)
-    step = max(1, _ROWS_AT_ONCE // top_k)
+    step = max(1, rows_at_once // top_k)
     if n_tokens <= step:
         return _sum_chunk(y_RD, permutation.inverse_TK, weights_TK, wide)
     out_TD = y_RD.new_empty(n_tokens, y_RD.shape[1])
@@ -182,5 +184,5 @@ def _sum_chunk(
     rows_TKD = y_RD[inverse_TK]
     if weights_TK is None:
         return rows_TKD.sum(1, dtype=wide).to(y_RD.dtype)
-    # Promotion does the widening inside the product: no separate cast pass.
+    # type promotion widens inside the product, without a separate cast
     return (rows_TKD * weights_TK.unsqueeze(-1)).sum(1).to(y_RD.dtype)

@@ -1,4 +1,4 @@
-"""The naive oracle: a loop over experts that autograd differentiates.
+"""The reference implementation: a loop over experts, differentiated by autograd.
 
 Shapes: T tokens, D model, H hidden, E experts, K top-k.
 """
@@ -16,13 +16,13 @@ def moe_reference(
     w_out: Tensor,
     gated: bool,
 ) -> Tensor:
-    """Weighted sum of each token's experts; `w_in` is [E, H or 2H, D], `w_out` [E, D, H].
+    """Weighted sum over each token's experts; `w_in` is [E, H or 2H, D], `w_out` [E, D, H].
 
-    Deliberately plain. An expert without tokens has a gradient of zeros, not None.
+    An expert without tokens gets a gradient of zeros, not None.
     """
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     y_TD = x_TD.new_zeros(x_TD.shape, dtype=wide)
-    # Unbound once: indexing the stack would make autograd fill a whole stack of zeros per expert.
+    # Unbound once: with indexing, autograd would allocate a full stack of zeros per expert.
     for expert, (w_up, w_down) in enumerate(zip(w_in.unbind(), w_out.unbind(), strict=True)):
         token, k = (expert_ids_TK == expert).nonzero(as_tuple=True)
         h = F.linear(x_TD[token], w_up)

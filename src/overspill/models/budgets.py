@@ -9,7 +9,7 @@ from overspill.core.errors import BudgetError
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import available_memory, choose_device, disk_free
 from overspill.moe.settings import Settings
-from overspill.plan.budget import Wish
+from overspill.plan.budget import BudgetRequest
 from overspill.tiers.ssd import check_folder
 
 Size = str | int | None
@@ -45,12 +45,12 @@ class Budgets:
     def folder(self) -> Path | None:
         return None if self.disk is None else Path(self.disk)
 
-    def wish(self, device: torch.device) -> Wish:
-        """What the planner is asked for: the budgets in bytes, from here or from the machine."""
+    def request(self, device: torch.device) -> BudgetRequest:
+        """The budgets in bytes for the planner; those not given come from the machine."""
         if self.folder is not None:
             check_folder(self.folder, need=0)  # even if the disk turns out not to be needed
         available = available_memory()
-        return Wish(
+        return BudgetRequest(
             gpu_memory=self._gpu_bytes(device, available),
             host_memory=self._host_bytes(available),
             disk_free=None if self.folder is None else disk_free(self.folder),

@@ -147,8 +147,8 @@ def move_experts(
         raise ConfigError("the model is offloaded already; offload it once")
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
-    wish = budgets.wish(device)
-    placement = place(_sizes(model, layers, layout), wish)
+    request = budgets.request(device)
+    placement = place(_sizes(model, layers, layout), request)
     show = _progress_function(progress)
     try:
         engine = _engine(layers, layout, device, placement, budgets, show)
@@ -167,7 +167,7 @@ def move_experts(
         torch.cuda.empty_cache()
         # A hard limit: the allocator fails rather than exceed the budget.
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, wish.gpu_memory / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, request.gpu_memory / total), device)
     _close_with(engine, layers)
     model.overspill = engine  # type: ignore[assignment]
     if not quiet:

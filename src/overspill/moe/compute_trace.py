@@ -1,4 +1,4 @@
-"""Spans of what the compute device does, by events on its stream or, on a CPU, by the clock."""
+"""Spans of the compute device, timed by stream events or, on a CPU, by the clock."""
 
 import time
 
@@ -10,7 +10,8 @@ _Start = torch.cuda.Event | int | None
 
 
 class ComputeTrace:
-    """Waves, and between the layers' experts what else runs there: attention, norms, router."""
+    """Records a span for each wave and for the dense work between expert layers (attention, norms,
+    router)."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self.recorder = recorder
@@ -29,7 +30,7 @@ class ComputeTrace:
         self._wave = (name, self._now())
 
     def end_wave(self) -> None:
-        """May be called twice: the first call counts."""
+        """Ends the span of the wave. A second call has no effect."""
         self._end(*self._wave)
         self._wave = ("", None)
 

@@ -1,6 +1,5 @@
-"""Initial weights of experts: a function of (seed, layer, index) and of the device, so that they do
-not depend on when and where an expert is created.
-"""
+"""Initial weights of experts. They depend on seed, layer, index and device, not on the order in
+which experts are created."""
 
 import math
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from overspill.core.experts import ExpertId, ExpertShape
 
 STD = 0.02
-_MIX = 1_000_003  # a prime above any number of layers or experts: no two experts share a seed
+_MIX = 1_000_003  # a prime above any number of layers or experts, so that seeds are distinct
 
 
 def expert_generator(seed: int, expert: ExpertId, device: torch.device) -> torch.Generator:
@@ -20,7 +19,7 @@ def expert_generator(seed: int, expert: ExpertId, device: torch.device) -> torch
 
 
 def out_std(n_layers: int) -> float:
-    """For the 2 * n_layers matrices whose outputs are added to the residual stream."""
+    """Standard deviation of the 2 * n_layers matrices whose outputs join the residual stream."""
     return STD / math.sqrt(2 * n_layers)
 
 
@@ -28,6 +27,6 @@ def out_std(n_layers: int) -> float:
 def init_expert_(
     record: Tensor, shape: ExpertShape, n_layers: int, generator: torch.Generator
 ) -> None:
-    """Fills a flat record in place, without its padding."""
+    """Fills a flat record, except its padding, in place."""
     record[: shape.in_numel].normal_(0.0, STD, generator=generator)
     record[shape.in_numel : shape.numel].normal_(0.0, out_std(n_layers), generator=generator)

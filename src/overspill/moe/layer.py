@@ -17,10 +17,10 @@ from overspill.moe.state_dict import show_experts, split_record, stacked
 
 
 class MoE(nn.Module):
-    """Router and experts; plain `torch.nn`, with the experts as two stacked parameters, until they
-    are given away to an engine.
+    """Router and experts. The experts are two stacked parameters until `give_away` moves them to an
+    engine.
 
-    An expert without tokens has a gradient of zeros, so AdamW's decay reaches it.
+    An expert without tokens has a gradient of zeros, so that AdamW's decay is applied to it.
     """
 
     def __init__(
@@ -59,29 +59,29 @@ class MoE(nn.Module):
     @torch.no_grad()
     def init_experts(self) -> None:
         record = self.w_in.new_empty(self.shape.numel)
+        w_in, w_out = split_record(record, self.shape)
         for index in range(self.n_experts):
             self.init_expert(index, record)
-            self.w_in[index].view(-1).copy_(record[: self.shape.in_numel])
-            self.w_out[index].view(-1).copy_(record[self.shape.in_numel :])
+            self.w_in[index].copy_(w_in)
+            self.w_out[index].copy_(w_out)
 
     def expert_parameters(self) -> list[nn.Parameter]:
         return [self.w_in, self.w_out]
 
     def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """Puts the weights of one expert into its flat record. Initial ones, if it has none yet,
-        are drawn on `device`, which may be quicker."""
+        """Writes the weights of one expert to its flat record. If the parameters are on the meta
+        device, initial weights are drawn on `device`, which may be faster."""
         if not self.w_in.is_meta:
-            for part, stack in zip(
-                split_record(record, self.shape), (self.w_in, self.w_out), strict=True
-            ):
-                part.copy_(stack[index].detach())
+            w_in, w_out = split_record(record, self.shape)
+            w_in.copy_(self.w_in[index].detach())
+            w_out.copy_(self.w_out[index].detach())
             return
         scratch = torch.empty_like(record, device=device)
         self.init_expert(index, scratch)
         record.copy_(scratch)
 
     def init_expert(self, index: int, out_record: Tensor) -> None:
-        """Fills the flat record of one expert with its initial weights, wherever it lies."""
+        """Fills the flat record of one expert with its initial weights."""
         generator = expert_generator(self.seed, ExpertId(self.layer, index), out_record.device)
         init_expert_(out_record, self.shape, self.n_layers, generator)
 
@@ -90,7 +90,7 @@ class MoE(nn.Module):
         return self.w_in.dtype if self.engine is None else self.engine.dtype
 
     def give_away(self, engine: Engine, layer: int) -> None:
-        """The experts are in the engine now: releases the parameters, a placeholder stays."""
+        """Replaces the parameters by a placeholder; the experts are in the engine now."""
         self.engine, self.layer = engine, layer
         trained = self.w_in.requires_grad
         del self.w_in, self.w_out
@@ -99,7 +99,7 @@ class MoE(nn.Module):
         show_experts(self, "experts", stacked(("w_in", "w_out")))
 
     def forward(self, x_BSD: Tensor, pieces: int = 1) -> tuple[Tensor, Tensor]:
-        """(y, balance loss)."""
+        """Returns y and the balance loss."""
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         weights_TK, expert_ids_TK, balance = self.router(x_TD, pieces)
         if self.engine is None:

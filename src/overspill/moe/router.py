@@ -14,14 +14,14 @@ class RouterOutput(NamedTuple):
     weights_TK: Tensor
     """Routing weights, float32."""
     expert_ids_TK: Tensor
-    """Expert indices, int64, the likeliest first."""
+    """Expert indices, int64, in descending order of probability."""
     balance_loss: Tensor
     """Scalar, float32; 1.0 for an even load."""
 
 
 class Router(nn.Module):
-    """Softmax over all experts, then the K likeliest. Computed in float32 for any dtype of the
-    model, because rounding would change the experts of a token."""
+    """Softmax over all experts, then top-k. Computed in float32 for any dtype of the model, because
+    rounding would change the experts of a token."""
 
     def __init__(
         self,
@@ -35,8 +35,7 @@ class Router(nn.Module):
         super().__init__()
         self.n_experts = n_experts
         self.top_k = top_k
-        # With one expert per token normalized weights would all be 1, and the router would get no
-        # gradient.
+        # with one expert per token all weights would be 1, and the router would get no gradient
         self.normalize = normalize and top_k > 1
         self.weight = nn.Parameter(torch.empty(n_experts, d_model, device=device, dtype=dtype))
         nn.init.normal_(self.weight, std=0.02)
@@ -49,17 +48,13 @@ class Router(nn.Module):
         weights_TK, expert_ids_TK = probs_TE.topk(self.top_k, dim=-1)
         if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return RouterOutput(
-            weights_TK, expert_ids_TK, balance_loss(probs_TE, expert_ids_TK, pieces)
-        )
+        balance = balance_loss(probs_TE, expert_ids_TK, pieces)
+        return RouterOutput(weights_TK, expert_ids_TK, balance)
 
 
 def balance_loss(probs_TE: Tensor, expert_ids_TK: Tensor, pieces: int = 1) -> Tensor:
-    """The Switch loss E * sum_e(share of assignments * mean probability).
-
-    It is averaged over micro-batches, so that grouped micro-batches have the gradients of
-    accumulated ones.
-    """
+    """The Switch loss E * sum_e(share of assignments * mean probability), averaged over
+    micro-batches, so that grouped micro-batches have the gradients of accumulated ones."""
     n_experts = probs_TE.shape[1]
     ids = expert_ids_TK.reshape(pieces, -1)
     counts = probs_TE.new_zeros(pieces, n_experts)

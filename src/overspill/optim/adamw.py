@@ -18,7 +18,7 @@ from overspill.tiers.layout import RecordLayout
 
 
 class ExpertTraining(Protocol):
-    """What the optimizer needs of a training step."""
+    """The training step as the optimizer uses it."""
 
     def attach(self, rule: "AdamW", state_dtype: torch.dtype) -> None: ...
     def steps(self, layer: int) -> int: ...
@@ -30,14 +30,14 @@ class ExpertTraining(Protocol):
 
 
 class StateRecords(Protocol):
-    """What the optimizer needs of the experts' records."""
+    """The experts' records as the optimizer uses them."""
 
     def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None: ...
     def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None: ...
 
 
 class ExpertEngine(Protocol):
-    """What the optimizer needs of the engine."""
+    """The engine as the optimizer uses it."""
 
     @property
     def training(self) -> ExpertTraining: ...
@@ -55,13 +55,13 @@ class ExpertEngine(Protocol):
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW, exact, over dense parameters and experts wherever they live.
+    """Exact AdamW for dense parameters and offloaded experts.
 
-    Takes what torch optimizers take (a model, parameters, or groups); a layer's experts belong to
-    the group that holds its placeholder. bf16 parameters have an fp32 master. Without
-    `max_grad_norm` an expert is updated during backward, as soon as its gradient is complete; with
-    it, updates start in `step()`, when the global norm is known, and overlap the next forward.
-    `state_dtype` is that of the moments; left out, what `offload` planned.
+    `params` is a model, parameters or parameter groups. The experts of a layer belong to the group
+    of its placeholder. bf16 parameters have an fp32 master. Without `max_grad_norm` an expert is
+    updated during backward, as soon as its gradient is complete. With it, updates start in
+    `step()`, when the global norm is known, and overlap the next forward. `state_dtype` is the
+    dtype of the moments; the default is the one that `offload` planned.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype | None = None,
     ) -> None:
         if max_grad_norm is not None and max_grad_norm <= 0:
-            raise ConfigError(f"max_grad_norm={max_grad_norm} must be above zero, or None for none")
+            raise ConfigError(f"max_grad_norm={max_grad_norm} must be positive, or None")
         if state_dtype not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"state_dtype={state_dtype} must be torch.float32 or torch.bfloat16")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
@@ -90,15 +90,9 @@ class AdamW(torch.optim.Optimizer):
         self._accumulating = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        placeholders = [
-            (p, group)
-            for group in self.param_groups
-            for p in group["params"]
-            if getattr(p, "is_expert_placeholder", False)
-        ]
+        placeholders = [(p, group) for p, group in self._parameters() if _is_placeholder(p)]
         self._engine = self._find_engine([p.engine for p, _ in placeholders])
-        # placeholder and group of each MoE layer
-        self._layers = {p.layer: (p, group) for p, group in placeholders}
+        self._layer_groups = {p.layer: group for p, group in placeholders}
         planned = None if self._engine is None else self._engine.layout.state_dtype
         self.state_dtype = state_dtype or planned or torch.float32
         if self._engine is not None:
@@ -107,10 +101,10 @@ class AdamW(torch.optim.Optimizer):
     @staticmethod
     def _find_engine(engines: list[ExpertEngine]) -> ExpertEngine | None:
         if any(engine is not engines[0] for engine in engines):
-            raise ConfigError("one AdamW takes one offloaded model; give each model its own")
+            raise ConfigError("one AdamW supports one offloaded model; create one AdamW per model")
         return engines[0] if engines else None
 
-    # -- what a training step asks (moe.training_step.UpdateRule) -------------------------
+    # -- interface for the training step (moe.training_step.UpdateRule) --------------------
 
     @property
     def keep_gradients(self) -> bool:
@@ -119,16 +113,16 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def accumulating(self) -> bool:
-        """Inside `accumulate()`, or where accelerate (and with it transformers' Trainer) says that
-        the step goes on."""
+        """True inside `accumulate()`, and if accelerate (used by transformers' Trainer) is not at
+        the last micro-batch of a step."""
         return self._accumulating or _accelerate_accumulates()
 
     def hyper(self, layer: int) -> AdamHyper | None:
-        found = self._layers.get(layer)
-        if found is None:
+        group = self._layer_groups.get(layer)
+        if group is None:
             return None
         assert self._engine is not None
-        return self._hyper(found[1], self._engine.training.steps(layer) + 1)
+        return self._hyper(group, self._engine.training.steps(layer) + 1)
 
     def _hyper(self, group: dict[str, Any], step: int) -> AdamHyper:
         beta1, beta2 = group["betas"]
@@ -140,8 +134,8 @@ class AdamW(torch.optim.Optimizer):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes inside add to the gradients without completing them: every micro-batch
-        of a step but the last."""
+        """Backward passes in this context add to the gradients without completing them. Use it for
+        all micro-batches of a step except the last."""
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -165,15 +159,15 @@ class AdamW(torch.optim.Optimizer):
             self._scale = 1.0
         return loss
 
-    def _dense(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """The parameters that are no placeholders, each with its group."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if not getattr(parameter, "is_expert_placeholder", False):
-                    yield parameter, group
+    def _parameters(self) -> list[tuple[Any, dict[str, Any]]]:
+        """All parameters with their groups, in the order of their numbers in a state dict."""
+        return [(p, group) for group in self.param_groups for p in group["params"]]
+
+    def _dense(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        return [(p, group) for p, group in self._parameters() if not _is_placeholder(p)]
 
     def _clip(self) -> float:
-        """The factor for all gradients, dense and experts, as torch's clip_grad_norm_ has it."""
+        """The factor for all gradients, dense and expert, as in torch's clip_grad_norm_."""
         if self.max_grad_norm is None:
             return 1.0
         grads = [p.grad for p, _ in self._dense() if p.grad is not None]
@@ -184,7 +178,7 @@ class AdamW(torch.optim.Optimizer):
                 self._engine.training.discard()
             raise NonFiniteError(
                 f"the gradient norm is {self.total_norm}; nothing was updated. Lower the learning "
-                "rate, or skip this batch and go on"
+                "rate, or skip this batch"
             )
         return min(1.0, self.max_grad_norm / (self.total_norm + 1e-6))
 
@@ -240,42 +234,38 @@ class AdamW(torch.optim.Optimizer):
         self._engine.records.write_state(expert, name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; a layer's experts are one entry of stacked [E, numel] states. It copies them
-        all: checkpoints stream them instead."""
-        packed = super().state_dict()
-        if self._engine is None:
+        """Like torch's; a layer's experts are one entry of stacked [E, numel] states. It copies all
+        of them; checkpoints stream them instead."""
+        packed, engine = super().state_dict(), self._engine
+        if engine is None:
             return packed
-        self._engine.flush()
-        numbers = self._parameter_numbers()
-        for placeholder, _ in self._layers.values():
-            step = self._engine.training.steps(placeholder.layer)
-            if step == 0:
-                continue  # as torch: what was not updated yet has no states
-            entry: dict[str, Any] = {"step": step}
+        engine.flush()
+        for number, (parameter, _) in enumerate(self._parameters()):
+            if not _is_placeholder(parameter) or engine.training.steps(parameter.layer) == 0:
+                continue  # as in torch, there are no states before the first update
+            entry: dict[str, Any] = {"step": engine.training.steps(parameter.layer)}
             for name, dtype in self.expert_sections():
-                stack = torch.empty(
-                    self._engine.n_experts, self._engine.layout.shape.numel, dtype=dtype
-                )
-                for index in range(self._engine.n_experts):
-                    self._engine.records.read_state(
-                        ExpertId(placeholder.layer, index), name, stack[index]
-                    )
+                stack = torch.empty(engine.n_experts, engine.layout.shape.numel, dtype=dtype)
+                for index in range(engine.n_experts):
+                    engine.records.read_state(ExpertId(parameter.layer, index), name, stack[index])
                 entry[name] = stack
-            packed["state"][numbers[id(placeholder)]] = entry
+            packed["state"][number] = entry
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave; torch's own would cast moments to the parameter's dtype."""
+        """Loads a `state_dict`. Torch's method would cast moments to the parameter's dtype."""
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
-            raise ConfigError("this optimizer state is of other parameter groups; build them alike")
+            raise ConfigError(
+                "the optimizer state has other parameter groups; create the same ones"
+            )
         for group, other in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
-        for number, parameter in self._numbered():
+        for number, (parameter, _) in enumerate(self._parameters()):
             entry = state_dict["state"].get(number)
             if entry is None:
                 continue
-            if getattr(parameter, "is_expert_placeholder", False):
+            if _is_placeholder(parameter):
                 self._load_experts(parameter.layer, entry)
             else:
                 self.state[parameter] = {
@@ -291,17 +281,10 @@ class AdamW(torch.optim.Optimizer):
             for index in range(self._engine.n_experts):
                 self._engine.records.write_state(ExpertId(layer, index), name, entry[name][index])
 
-    def _numbered(self) -> list[tuple[int, Any]]:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return list(enumerate(parameters))
-
-    def _parameter_numbers(self) -> dict[int, int]:
-        return {id(parameter): number for number, parameter in self._numbered()}
-
     def dense_state_dict(self) -> dict[str, Tensor]:
-        """The dense states under flat names `number.key`, and the expert layers' step counts."""
+        """The dense states under flat names `number.key`, and the steps of each expert layer."""
         flat = {}
-        for number, parameter in self._numbered():
+        for number, (parameter, _) in enumerate(self._parameters()):
             for key, value in self.state.get(parameter, {}).items():
                 flat[f"{number}.{key}"] = torch.as_tensor(value)
         if self._engine is not None:
@@ -309,8 +292,8 @@ class AdamW(torch.optim.Optimizer):
         return flat
 
     def load_dense_state_dict(self, flat: dict[str, Tensor]) -> None:
-        """Takes what `dense_state_dict` gave."""
-        numbered = dict(self._numbered())
+        """Loads the result of `dense_state_dict`."""
+        parameters = self._parameters()
         for name, value in flat.items():
             if name == "layer_steps":
                 assert self._engine is not None
@@ -318,13 +301,17 @@ class AdamW(torch.optim.Optimizer):
                     self._engine.training.set_steps(layer, steps)
                 continue
             number, key = name.split(".", 1)
-            parameter = numbered[int(number)]
+            parameter = parameters[int(number)][0]
             entry = self.state[parameter]
             entry[key] = int(value) if key == "step" else value.to(parameter.device).clone()
 
 
+def _is_placeholder(parameter: Tensor) -> bool:
+    return getattr(parameter, "is_expert_placeholder", False)
+
+
 def _accelerate_accumulates() -> bool:
-    """Whether accelerate, if this process uses it, is before the last micro-batch of a step. It
-    need not be installed; `step()` completes what was gathered in any case."""
+    """Whether accelerate, if this process uses it, is before the last micro-batch of a step.
+    `step()` completes the gradients in any case."""
     state: Any = sys.modules.get("accelerate.state")
     return state is not None and not state.GradientState().sync_gradients

@@ -1,9 +1,7 @@
-"""The AdamW pass of kernel.cpp as a Triton kernel: the same scalars, the same bits of noise.
+"""The AdamW update of kernel.cpp as a Triton kernel, with the same scalars and the same noise bits.
 
-Imported only where a CUDA record is to be updated and Triton is there. bf16 tensors that are
-taken apart bit by bit (weights, moments) come in as int16.
-
-Names as in kernel.cpp; a change there is a change here.
+Imported only for CUDA records, if Triton is installed. bf16 weights and moments are passed as int16
+because the kernel works on their bits. Names match kernel.cpp; keep both files in step.
 """
 
 # Triton functions take symbolic values that have no Python types.
@@ -46,8 +44,8 @@ def _store_moment(pointer, offsets, mask, value, noise16, MOMENTS_ARE_BF16: tl.c
         tl.store(pointer + offsets, value, mask=mask)
 
 
-# `seed` changes at every step: specialised on its value (1, multiples of 16) it would compile again
-# and again. The floats are never specialised.
+# `seed` changes at every step; specialising on its value (1, multiples of 16) would recompile the
+# kernel. Floats are never specialised.
 @triton.jit(do_not_specialize=["seed"])
 def _adamw(
     weight,
@@ -85,7 +83,7 @@ def _adamw(
     if WEIGHT_IS_BF16:
         missing = tl.load(low + offsets, mask=mask, other=0).to(tl.int32)
         master = ((master.to(tl.int32) << 16) + missing).to(tl.float32, bitcast=True)
-    # The plain sqrt and / are approximations on a GPU. Memory is the limit: exact ones are free.
+    # Plain sqrt and / are approximate on a GPU. Exact ones cost nothing: memory is the limit.
     denominator = tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
     master = master * decay - step_size * tl.div_rn(m, denominator)
 
@@ -101,7 +99,7 @@ def _adamw(
 
 
 def adamw_cuda_(state: "RecordState", grad: torch.Tensor | None, scalars: "AdamScalars") -> None:
-    """One launch on the current stream of the record's device; returns without waiting for it."""
+    """Queues the update on the current stream of the record's device."""
     weight_is_bf16 = state.weight.dtype == torch.bfloat16
     moments_are_bf16 = state.exp_avg.dtype == torch.bfloat16
     weight = _bits(state.weight)
@@ -112,13 +110,13 @@ def adamw_cuda_(state: "RecordState", grad: torch.Tensor | None, scalars: "AdamS
     with torch.cuda.device(weight.device):
         kernel[(triton.cdiv(numel, _BLOCK),)](
             weight,
-            weight if state.low is None else state.low,  # not read where there is none
+            weight if state.low is None else state.low,  # not read if None
             weight if grad is None else grad,
             _bits(state.exp_avg),
             _bits(state.exp_avg_sq),
             numel,
             *scalars[:-1],
-            # A Python int above 2**31 would make the argument 64 bits wide: another kernel.
+            # A Python int of 2**31 or more would be a 64-bit argument: another kernel.
             scalars.seed - (1 << 32) if scalars.seed >= 1 << 31 else scalars.seed,
             WEIGHT_IS_BF16=weight_is_bf16,
             MOMENTS_ARE_BF16=moments_are_bf16,

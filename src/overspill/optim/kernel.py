@@ -1,11 +1,11 @@
-"""The AdamW step on one flat record, wherever the record lies.
+"""The AdamW step on one flat record, on any device.
 
-`adamw_` picks by device: the C++ kernel on the CPU, the Triton kernel on a GPU, torch's own fused
-AdamW where a compiler or Triton is missing (slower, and logged once). All three compute what
-`torch.optim.AdamW` computes and round bf16 moments with the same noise.
+`adamw_` selects by device: the C++ kernel on the CPU, the Triton kernel on a GPU, and torch's fused
+AdamW if a compiler or Triton is missing (slower, logged once). All three compute the result of
+`torch.optim.AdamW` and round bf16 moments with the same noise.
 
-A bf16 weight has an fp32 master: the weight's bits and the 16 bits it lacks (`low`). So a master
-costs 2 bytes a parameter instead of 4, and the weight needs no conversion before an upload.
+The fp32 master of a bf16 weight is the weight plus its 16 low bits (`low`). A master then costs 2
+bytes per parameter instead of 4, and the weight needs no conversion before an upload.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ log = logging.getLogger("overspill")
 
 _BEST_ISA = -1
 ISA_NAMES = ("generic", "avx2", "avx512")  # in kernel.cpp's order
-_FALLBACK_CHUNK = 1 << 20  # elements: keeps the fallback's temporaries small
+_FALLBACK_CHUNK = 1 << 20  # elements; bounds the temporary memory of the fallback
 
 
 @dataclass(frozen=True)
 class AdamHyper:
-    """The numbers of one record's step. `step` is 1 for the first update."""
+    """Hyperparameters of one update. `step` is 1 for the first update."""
 
     lr: float
     beta1: float
@@ -42,20 +42,21 @@ class AdamHyper:
 
 
 class RecordState(NamedTuple):
-    """A record and its optimizer state: flat contiguous tensors of one device and one length."""
+    """A record and its optimizer state: flat contiguous tensors of one device and one length, all
+    updated in place."""
 
     weight: Tensor
-    """bf16 or fp32; updated in place, like all of them."""
+    """bf16 or fp32."""
     low: Tensor | None
-    """int16, with a bf16 weight only: what the weight lacks of its fp32 master."""
+    """int16; the low bits of the fp32 master. None for fp32 weights."""
     exp_avg: Tensor
-    """fp32 or bf16; bf16 is rounded stochastically."""
+    """fp32, or bf16 with stochastic rounding."""
     exp_avg_sq: Tensor
-    """As exp_avg."""
+    """Same dtype as exp_avg."""
 
 
 class AdamScalars(NamedTuple):
-    """What the kernels read of an AdamHyper, computed in double; `AdamScalars` of kernel.cpp."""
+    """Arguments of the kernels, computed in double; same fields as in kernel.cpp."""
 
     decay: float
     beta1: float
@@ -87,7 +88,7 @@ def adam_scalars(hyper: AdamHyper) -> AdamScalars:
         inv_sqrt_bias2=1.0 / math.sqrt(1.0 - hyper.beta2**hyper.step),
         eps=float(hyper.eps),
         grad_scale=float(hyper.grad_scale),
-        # Odd multiplier: distinct for 2**32 steps, and far apart in the bits for neighbours.
+        # the odd multiplier gives 2**32 distinct seeds and changes many bits from step to step
         seed=hyper.step * 0x9E3779B9 & 0xFFFFFFFF,
     )
 
@@ -99,23 +100,20 @@ def adamw_(
     threads: int = 1,
     isa: int = _BEST_ISA,
 ) -> None:
-    """Update `state` in place; `grad` (of the weight's dtype) is only read, None stands for zero.
+    """Updates `state` in place. `grad` has the weight's dtype; None means zero.
 
-    On the CPU it is done on return, and the GIL is free meanwhile. On a GPU it is queued on the
-    current stream. `isa` forces an index of ISA_NAMES in tests.
+    On the CPU the update is complete on return and releases the GIL. On a GPU it is queued on the
+    current stream. `isa` selects an index of ISA_NAMES in tests.
     """
     _check(state, grad, hyper)
-    if state.weight.is_cuda:
-        if has_triton("AdamW on the GPU"):
-            from overspill.optim.gpu_kernel import adamw_cuda_
+    if state.weight.is_cuda and has_triton("AdamW on the GPU"):
+        from overspill.optim.gpu_kernel import adamw_cuda_
 
-            adamw_cuda_(state, grad, adam_scalars(hyper))
-        else:
-            _adamw_torch_(state, grad, hyper)
+        adamw_cuda_(state, grad, adam_scalars(hyper))
         return
-    library = _library()
+    library = None if state.weight.is_cuda else _library()
     if library is None:
-        _adamw_torch_(state, grad, hyper)
+        adamw_torch_(state, grad, hyper)
         return
     assert threads >= 1
     assert _BEST_ISA <= isa <= ISA_NAMES.index(kernel_name())
@@ -135,10 +133,8 @@ def adamw_(
 
 
 def accumulate_(into: Tensor, grad: Tensor, threads: int = 1, isa: int = _BEST_ISA) -> float:
-    """into += grad, rounded as torch does; returns the sum of squares of the result.
-
-    The sum waits for the device where that is a GPU.
-    """
+    """Computes into += grad with torch's rounding. Returns the sum of squares of the result, for
+    which it waits if the device is a GPU."""
     assert into.dtype == grad.dtype
     assert into.dtype in (torch.bfloat16, torch.float32)
     assert into.device == grad.device
@@ -162,14 +158,14 @@ def accumulate_(into: Tensor, grad: Tensor, threads: int = 1, isa: int = _BEST_I
 
 
 def join_master(weight: Tensor, low: Tensor) -> Tensor:
-    """The fp32 master of a bf16 weight and its low bits, as a new tensor."""
+    """Returns the fp32 master of a bf16 weight and its low bits as a new tensor."""
     assert weight.dtype == torch.bfloat16
     assert low.dtype == torch.int16
     return ((weight.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
 
 
 def split_master_(master: Tensor, weight: Tensor, low: Tensor) -> None:
-    """Write the fp32 `master` as a bf16 weight (rounded half up) and its low bits."""
+    """Writes the fp32 `master` to a bf16 weight (rounded half up) and its low bits."""
     assert master.dtype == torch.float32
     assert weight.dtype == torch.bfloat16
     assert low.dtype == torch.int16
@@ -179,7 +175,7 @@ def split_master_(master: Tensor, weight: Tensor, low: Tensor) -> None:
 
 
 def kernel_name() -> str:
-    """What updates records on the CPU: "avx512", "avx2", "generic"; "torch" without a compiler."""
+    """The CPU kernel in use: "avx512", "avx2" or "generic"; "torch" without a compiler."""
     library = _library()
     return "torch" if library is None else str(library.overspill_isa().decode())
 
@@ -197,7 +193,7 @@ def _check(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> None:
             assert tensor.device == weight.device
             assert tensor.shape == (weight.numel(),)
             assert tensor.is_contiguous()
-    assert weight.numel() < 1 << 32  # the noise's index has 32 bits
+    assert weight.numel() < 1 << 32  # the index of the noise has 32 bits
     assert hyper.step >= 1
 
 
@@ -205,7 +201,7 @@ def _check(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> None:
 def _library() -> ctypes.CDLL | None:
     library = load_library(Path(__file__).with_name("kernel.cpp"), "adamw")
     if library is None:
-        log.warning("AdamW on the CPU runs as torch's fused AdamW, about half as fast")
+        log.warning("AdamW on the CPU uses torch's fused AdamW, which is about half as fast")
         return None
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     scalars = ctypes.POINTER(_CScalars)
@@ -219,13 +215,15 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def _adamw_torch_(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> None:
-    """The same step by torch's operations, a piece of the record at a time."""
+def adamw_torch_(
+    state: RecordState, grad: Tensor | None, hyper: AdamHyper, chunk: int = _FALLBACK_CHUNK
+) -> None:
+    """The same update with torch operations, `chunk` elements of the record at a time."""
     device = state.weight.device
     step = torch.full((), hyper.step, dtype=torch.float32, device=device)
     seed = adam_scalars(hyper).seed
-    for begin in range(0, state.weight.numel(), _FALLBACK_CHUNK):
-        piece = slice(begin, begin + _FALLBACK_CHUNK)
+    for begin in range(0, state.weight.numel(), chunk):
+        piece = slice(begin, begin + chunk)
         weight = state.weight[piece]
         low = None if state.low is None else state.low[piece]
         master = weight if low is None else join_master(weight, low)
@@ -257,7 +255,7 @@ def _adamw_torch_(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> 
 
 
 def _noise(seed: int, begin: int, numel: int, device: torch.device) -> Tensor:
-    """`noise` of kernel.cpp, 32 bits in int64: wrapped products have the right lower 32 bits."""
+    """`noise` of kernel.cpp in int64; overflow does not change the lower 32 bits."""
     x = torch.arange(begin, begin + numel, dtype=torch.int64, device=device) ^ seed
     x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF

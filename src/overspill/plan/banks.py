@@ -1,6 +1,6 @@
-"""Banks: the slots of the compute device are cut into runs of equal length, and each run holds a
-run of neighbouring experts of one layer (a chunk). Neighbours in a layer are then neighbours in
-memory, which is what lets them compute as one wave."""
+"""Banks: the GPU slots are divided into banks of equal size. Each bank holds a chunk, a run of
+adjacent experts of one layer. Experts adjacent in a layer are then adjacent in memory, so that they
+can compute as one wave."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,8 +14,8 @@ class Chunk(NamedTuple):
 
 
 def bank_size(slots: int, n_experts: int) -> int:
-    """Experts a bank. At least three banks where there are three slots, so that some fill while one
-    computes; no longer than a layer; parts of a layer as equal as can be."""
+    """Experts per bank. Three slots or more give at least three banks, so that uploads fill some
+    while one computes. A bank is at most one layer; the chunks of a layer are of similar size."""
     longest = min(n_experts, max(1, slots // 3))
     parts = -(-n_experts // longest)
     return -(-n_experts // parts)
@@ -24,11 +24,11 @@ def bank_size(slots: int, n_experts: int) -> int:
 def assign_banks(
     held: Sequence[Chunk | None], needed: Iterable[Chunk]
 ) -> tuple[list[Chunk | None], list[Chunk]]:
-    """Which bank holds which chunk from now on, and those chunks in the order of need.
+    """The chunk for each bank, and the needed chunks among them in the order of need.
 
-    The first chunks needed, as many as there are banks, are held. On the order of training, up
-    through the layers and down again, no choice needs fewer uploads if the banks hold whole
-    layers. A chunk that is in a bank stays in it.
+    The banks hold the chunks needed first. In training (forward, then backward through the layers)
+    no other choice needs fewer uploads if the banks hold whole layers. A chunk never changes its
+    bank.
     """
     wanted: dict[Chunk, None] = {}
     for chunk in needed:
@@ -40,6 +40,6 @@ def assign_banks(
     missing = iter([chunk for chunk in wanted if chunk not in present])
     for number, kept in enumerate(banks):
         if kept is None:
-            # an unneeded chunk keeps its bank (its uploads may serve later) until one is missing
+            # an unneeded chunk keeps its bank, because it may be needed later, until one is missing
             banks[number] = next(missing, None) or held[number]
     return banks, list(wanted)

@@ -1,20 +1,20 @@
-"""From budgets to a placement: what fits on the compute device, in host memory, on disk."""
+"""Turns memory budgets into a placement: what goes to the compute device, host memory and disk."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.sizes import format_size
 
 MODES = ("auto", "gpu", "host", "disk")
 PROCESS = 1 << 30
-"""Host memory left to the process itself: the interpreter, libraries, data."""
-_FEWEST_ROWS = 256
-"""Rows of a wave below which kernels are mostly launches."""
+"""Host memory reserved for the process itself: the interpreter, libraries, data."""
+_MIN_WAVE_ROWS = 256
+"""Token rows of a wave below which kernel launches dominate."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The bytes of a model, by what can be placed apart."""
+    """Sizes of a model in bytes, by the parts that are placed separately."""
 
     n_layers: int
     n_experts: int
@@ -35,8 +35,8 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the user asked for; None means: what the machine has."""
+class BudgetRequest:
+    """The budgets in bytes, and the settings that override them where they are not None."""
 
     gpu_memory: int
     host_memory: int
@@ -45,23 +45,23 @@ class Wish:
     slots: int | None = None
     host_slots: int | None = None
     resident_share: float = 0.25
-    # whether gradients will have to wait, for clipping or accumulation; None: not known yet
+    # whether gradients are kept until `step()`, for clipping or accumulation; None: not known yet
     keep_gradients: bool | None = None
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything goes. GPU `slots` = `banked` streaming slots + `resident` slots."""
+    """Where everything is placed. GPU `slots` = `banked` streaming slots + `resident` slots."""
 
     mode: str
     slots: int
     resident: int
-    home_slots: int
-    cache_slots: int
-    disk_slots: int
+    home_slots: int  # host slots that hold the same expert for the whole run
+    cache_slots: int  # host slots shared by the experts on disk
+    disk_slots: int  # experts on disk
     ring: int  # gradient buffers
-    max_rows: int  # rows of a wave
-    host_memory: int  # the budget all of this keeps within
+    max_rows: int  # token rows of a wave
+    host_memory: int  # the budget for all host memory
     training: bool = True  # memory for optimizer states is planned
 
     @property
@@ -69,158 +69,124 @@ class Placement:
         return self.slots - self.resident
 
 
-def place(model: ModelSizes, wish: Wish) -> Placement:
-    """The placement for `wish`; BudgetError naming flag, need and fix if none fits."""
-    if wish.mode not in MODES:
-        raise ConfigError(f"mode={wish.mode!r} is not one of {', '.join(MODES)}")
-    free = wish.gpu_memory - model.dense
-    # two experts, their gradients, as much again on its way to the host, and some tokens
-    floor = 6 * model.weight_record + _FEWEST_ROWS * model.token_bytes
+def place(model: ModelSizes, request: BudgetRequest) -> Placement:
+    """The placement for `request`. If none fits, raises BudgetError with flag, need and fix."""
+    if request.mode not in MODES:
+        raise ConfigError(f"mode={request.mode!r} is not one of {', '.join(MODES)}")
+    free = request.gpu_memory - model.dense
+    # two experts, their gradients, the same amount in transfer to the host, and some tokens
+    floor = 6 * model.weight_record + _MIN_WAVE_ROWS * model.token_bytes
     if free < floor:
         raise BudgetError(
-            f"--gpu-memory {format_size(wish.gpu_memory)} is too small: the dense part of this "
+            f"--gpu-memory {format_size(request.gpu_memory)} is too small: the dense part of this "
             f"model needs {format_size(model.dense)} and two experts with their gradients "
             f"{format_size(floor)}; give at least "
             f"{format_size((model.dense + floor) * 1.25, up=True)}"
         )
-    max_rows = max(_FEWEST_ROWS, free // 8 // model.token_bytes)
-    mode = wish.mode if wish.mode != "auto" else _choose_mode(model, wish)
+    max_rows = max(_MIN_WAVE_ROWS, free // 8 // model.token_bytes)
+    count, host_memory = model.experts, request.host_memory
+    on_gpu = Placement("gpu", count, count, 0, 0, 0, 0, max_rows, host_memory, model.training)
+    mode = request.mode if request.mode != "auto" else _choose_mode(model, request)
     if mode == "gpu":
-        return _on_gpu(model, wish, max_rows)
-    slots = _slots(model, wish, free)
-    # residents are chosen after training steps: without these the slots would stay empty
-    share = wish.resident_share if model.training and model.trained else 0.0
+        _check_gpu(model, request)
+        return on_gpu
+    slots = _slots(model, request, free)
+    # residents are chosen after a training step; without training their slots would stay empty
+    share = request.resident_share if model.training and model.trained else 0.0
     resident = max(0, min(int(slots * share), slots - 2))
-    ring = min(model.experts, max(4, model.experts // 6)) if model.training else 0
-    if mode == "host":
-        row = _row(model, wish.keep_gradients is True)
-        if wish.host_slots is None and _host_slots(model, wish, ring, row) < model.experts:
-            need = model.experts * row + ring * model.weight_record + PROCESS
-            raise BudgetError(
-                f"--host-memory {format_size(wish.host_memory)} does not hold the experts, which "
-                f"need {format_size(need, up=True)}; give a --disk folder, or more host memory"
-            )
-        return Placement(
-            "host",
-            slots,
-            resident,
-            model.experts,
-            0,
-            0,
-            ring,
-            max_rows,
-            wish.host_memory,
-            model.training,
+    ring = min(count, max(4, count // 6)) if model.training else 0
+    on_host = replace(
+        on_gpu, mode="host", slots=slots, resident=resident, home_slots=count, ring=ring
+    )
+    if mode == "disk":
+        return _on_disk(model, request, on_host)
+    slot_bytes = _slot_bytes(model, request.keep_gradients is True)
+    if request.host_slots is None and _host_slots(model, request, ring, slot_bytes) < count:
+        need = count * slot_bytes + ring * model.weight_record + PROCESS
+        raise BudgetError(
+            f"--host-memory {format_size(host_memory)} does not hold the experts, which "
+            f"need {format_size(need, up=True)}; give a --disk folder, or more host memory"
         )
-    return _on_disk(model, wish, slots, resident, ring, max_rows)
+    return on_host
 
 
-def _row(model: ModelSizes, keep: bool) -> int:
-    """Bytes of one expert in host memory or on disk, with its gradient if that may have to wait."""
+def _slot_bytes(model: ModelSizes, keep: bool) -> int:
+    """Bytes of one expert in host memory or on disk, with its gradient if that may be kept."""
     return model.record + (model.weight_record if keep and model.training else 0)
 
 
-def _gpu_need(model: ModelSizes, wish: Wish) -> int:
+def _gpu_need(model: ModelSizes, request: BudgetRequest) -> int:
     layer_gradients = model.n_experts * model.weight_record if model.training else 0
-    return model.dense + model.experts * _row(model, wish.keep_gradients is True) + layer_gradients
+    expert_bytes = _slot_bytes(model, request.keep_gradients is True)
+    return model.dense + model.experts * expert_bytes + layer_gradients
 
 
-def _choose_mode(model: ModelSizes, wish: Wish) -> str:
-    # a quarter of the budget stays for activations
-    if (
-        wish.slots is None
-        and wish.host_slots is None
-        and _gpu_need(model, wish) <= 0.75 * wish.gpu_memory
-    ):
-        return "gpu"
-    ring = max(4, model.experts // 6) if model.training else 0
-    # where a disk is given, gradients that may have to wait count before they are known to
-    keep = wish.disk_free is not None if wish.keep_gradients is None else wish.keep_gradients
-    if (
-        wish.host_slots is None
-        and _host_slots(model, wish, ring, _row(model, keep)) >= model.experts
-    ):
-        return "host"
-    if wish.disk_free is not None:
-        return "disk"
-    return "host"
-
-
-def _on_gpu(model: ModelSizes, wish: Wish, max_rows: int) -> Placement:
-    need = _gpu_need(model, wish)
-    if need > wish.gpu_memory:
+def _check_gpu(model: ModelSizes, request: BudgetRequest) -> None:
+    need = _gpu_need(model, request)
+    if need > request.gpu_memory:
         raise BudgetError(
             f"mode='gpu' needs {format_size(need)}, --gpu-memory is "
-            f"{format_size(wish.gpu_memory)}; use mode='auto' to spill"
+            f"{format_size(request.gpu_memory)}; use mode='auto' to spill"
         )
-    return Placement(
-        "gpu",
-        model.experts,
-        model.experts,
-        0,
-        0,
-        0,
-        0,
-        max_rows,
-        wish.host_memory,
-        model.training,
-    )
 
 
-def _slots(model: ModelSizes, wish: Wish, free: int) -> int:
-    if wish.slots is not None:
-        if wish.slots < 2:
+def _choose_mode(model: ModelSizes, request: BudgetRequest) -> str:
+    if request.host_slots is None:
+        # a quarter of the budget remains for activations
+        if request.slots is None and _gpu_need(model, request) <= 0.75 * request.gpu_memory:
+            return "gpu"
+        ring = max(4, model.experts // 6) if model.training else 0
+        # if a disk is given, reserve memory for gradients unless they are known not to be kept
+        has_disk, keep = request.disk_free is not None, request.keep_gradients
+        slot_bytes = _slot_bytes(model, has_disk if keep is None else keep)
+        if _host_slots(model, request, ring, slot_bytes) >= model.experts:
+            return "host"
+    return "host" if request.disk_free is None else "disk"
+
+
+def _slots(model: ModelSizes, request: BudgetRequest, free: int) -> int:
+    if request.slots is not None:
+        if request.slots < 2:
             raise BudgetError(
-                f"slots={wish.slots} is too few: one expert computes while another loads; give 2"
+                f"slots={request.slots} is too few: one expert computes while another loads; give 2"
             )
-        return min(wish.slots, model.experts)
-    # four layers ahead is more than the link can use; the rest of the budget is for activations
+        return min(request.slots, model.experts)
+    # the link cannot use more than four layers ahead; the rest of the budget is for activations
     fitting = int(0.25 * free) // model.weight_record
     return max(2, min(fitting, 4 * model.n_experts, model.experts))
 
 
-def _host_slots(model: ModelSizes, wish: Wish, ring: int, row: int) -> int:
-    free = wish.host_memory - PROCESS - ring * model.weight_record
-    return max(0, free) // row
+def _host_slots(model: ModelSizes, request: BudgetRequest, ring: int, slot_bytes: int) -> int:
+    free = request.host_memory - PROCESS - ring * model.weight_record
+    return max(0, free) // slot_bytes
 
 
-def _on_disk(
-    model: ModelSizes, wish: Wish, slots: int, resident: int, ring: int, max_rows: int
-) -> Placement:
-    if wish.disk_free is None:
+def _on_disk(model: ModelSizes, request: BudgetRequest, on_host: Placement) -> Placement:
+    if request.disk_free is None:
         raise BudgetError("mode='disk' needs a folder; give --disk FOLDER on a fast local SSD")
-    row = _row(model, wish.keep_gradients is not False)  # room for gradients unless none will wait
-    rows = wish.host_slots
-    if rows is None:
-        rows = _host_slots(model, wish, ring, row)
-    rows = min(rows, model.experts)
-    if rows < min(2, model.experts):
+    slot_bytes = _slot_bytes(model, request.keep_gradients is not False)
+    slots = request.host_slots
+    if slots is None:
+        slots = _host_slots(model, request, on_host.ring, slot_bytes)
+    slots = min(slots, model.experts)
+    if slots < min(2, model.experts):
+        least = PROCESS + on_host.ring * model.weight_record + 4 * slot_bytes
         raise BudgetError(
-            f"--host-memory {format_size(wish.host_memory)} holds fewer than two experts of "
-            f"{format_size(row)} beside the process; give at least "
-            f"{format_size(PROCESS + ring * model.weight_record + 4 * row, up=True)}"
+            f"--host-memory {format_size(request.host_memory)} holds fewer than two experts of "
+            f"{format_size(slot_bytes)} beside the process; give at least "
+            f"{format_size(least, up=True)}"
         )
-    # two layers pass through the cache; the rest lives in host memory for good
-    cache = min(rows, max(2, 2 * model.n_experts), max(2, rows // 2))
-    home = 0 if rows < model.experts and rows <= cache else min(rows - cache, model.experts)
-    if rows >= model.experts:
-        home, cache = model.experts, 0
-    spilled = model.experts - home
-    need = spilled * row
-    if need > wish.disk_free:
+    # the cache holds up to two layers; all other host slots are home slots
+    cache = min(slots, max(2, 2 * model.n_experts), max(2, slots // 2))
+    if slots == model.experts:
+        cache = 0
+    spilled = model.experts - (slots - cache)
+    need = spilled * slot_bytes
+    if need > request.disk_free:
         raise BudgetError(
-            f"the disk has {format_size(wish.disk_free)} free, {spilled} spilled experts need "
+            f"the disk has {format_size(request.disk_free)} free, {spilled} spilled experts need "
             f"{format_size(need)}; free some space or raise --host-memory"
         )
-    return Placement(
-        "disk",
-        slots,
-        resident,
-        home,
-        cache,
-        spilled,
-        ring,
-        max_rows,
-        wish.host_memory,
-        model.training,
+    return replace(
+        on_host, mode="disk", home_slots=slots - cache, cache_slots=cache, disk_slots=spilled
     )

@@ -1,4 +1,4 @@
-"""The order in which a step passes the layers: known in advance, so transfers can run ahead."""
+"""The order in which a step visits the layers. It is known, so transfers can run ahead."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from overspill.core.experts import Phase
 
 @dataclass(frozen=True)
 class Position:
-    """A layer being passed in one direction."""
+    """A layer in forward or backward."""
 
     layer: int
     phase: Phase
 
 
 def upcoming(here: Position, n_layers: int, training: bool) -> Iterator[Position]:
-    """`here` and what follows it: up through the layers, down again if `training`, then the next
-    step. Ends after that, since nothing is planned further ahead than a whole step."""
+    """`here` and the positions after it: the rest of forward, backward if `training`, then the next
+    forward. No plan looks further ahead."""
     for layer in range(here.layer, n_layers) if here.phase is Phase.FORWARD else ():
         yield Position(layer, Phase.FORWARD)
     if here.phase is Phase.BACKWARD or training:

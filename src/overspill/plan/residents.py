@@ -1,4 +1,4 @@
-"""Which experts stay on the GPU: the busiest of the last step (es-moe, section 4.3)."""
+"""Experts that stay on the GPU: the busiest ones of the last step (es-moe, section 4.3)."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,8 +15,8 @@ def choose_residents(counts: Sequence[Sequence[int]], slots: int) -> list[LayerP
     """The `slots` experts with the most token rows, in layer order; `counts[layer][position]`."""
     ranked = sorted(
         (-count, LayerPosition(layer, position))
-        for layer, row in enumerate(counts)
-        for position, count in enumerate(row)
+        for layer, layer_counts in enumerate(counts)
+        for position, count in enumerate(layer_counts)
         if count
     )
     return sorted(expert for _, expert in ranked[:slots])
@@ -25,7 +25,7 @@ def choose_residents(counts: Sequence[Sequence[int]], slots: int) -> list[LayerP
 def place_residents(
     chosen: Sequence[LayerPosition], current: Mapping[LayerPosition, int], slots: range
 ) -> dict[LayerPosition, int]:
-    """Slots for the chosen experts: one that was resident before keeps its slot and its weights."""
+    """Slots for the chosen experts. An expert that is already resident keeps its slot."""
     placed = {expert: current[expert] for expert in chosen if expert in current}
     taken = set(placed.values())
     free = (slot for slot in slots if slot not in taken)

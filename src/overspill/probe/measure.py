@@ -92,7 +92,7 @@ class _CopyBench:
         count = 2 * max(1, cold // size // 2)
         self._uploaded, self._downloaded = device_slab(2, size, device)
         self._slab = buffers(count, size, pinned=device.type == "cuda")
-        self._from, self._to = self._slab.rows.chunk(2)
+        self._from, self._to = self._slab.slots.chunk(2)
         recorder = Recorder()
         self._up = CopyStream("upload", device, recorder, None)
         self._down = CopyStream("download", device, recorder, None)
@@ -108,7 +108,7 @@ class _CopyBench:
         return Transfer(size, moved / up, moved / down, moved / up_both, moved / down_both)
 
     def host_read(self, threads: int) -> float:
-        flat = self._slab.rows.view(-1)
+        flat = self._slab.slots.view(-1)
         rates = repeat(lambda: read_bandwidth(flat, threads), self._effort.seconds)
         return statistics.median(rates)
 
@@ -165,11 +165,11 @@ def measure_disk(folder: Path, effort: Effort | None = None) -> tuple[float, flo
     file = RecordFile(folder / f"probe-{os.getpid()}", blocks, _DISK_BLOCK)
     try:
         with closing(buffers(_DISK_WORKERS, _DISK_BLOCK, pinned=False)) as slab:
-            slab.rows.random_()  # some disks compress zeros
+            slab.slots.random_()  # some disks compress zeros
             limit = _DISK_LIMITS * effort.seconds
-            written, write = _disk_rate(file.write, slab.rows, blocks, limit)
+            written, write = _disk_rate(file.write, slab.slots, blocks, limit)
             # unwritten blocks would be read without disk access
-            _, read = _disk_rate(file.read, slab.rows, written, limit)
+            _, read = _disk_rate(file.read, slab.slots, written, limit)
     finally:
         file.close()
     return read, write

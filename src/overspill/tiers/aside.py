@@ -1,4 +1,4 @@
-"""Folders that are there as a whole or not at all."""
+"""Folders written atomically: filled under a temporary name, synced, then renamed."""
 
 import os
 import shutil
@@ -9,10 +9,10 @@ from pathlib import Path
 
 @contextmanager
 def folder_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` to fill; it is forced to the disk and gets its name at the end.
+    """Yields a new folder next to `target`; syncs it and renames it to `target` at the end.
 
-    `target` must not be there yet, or be an empty folder. After an error nothing is left; what a
-    killed process leaves, the next one for the same target removes.
+    `target` must not exist or must be an empty folder. After an error the new folder is removed.
+    A folder left by a killed process is removed by the next call with the same target.
     """
     target = target.absolute()  # "." has no name
     with temporary_folder(target.parent / f".tmp-{target.name}") as aside:
@@ -24,8 +24,8 @@ def folder_aside(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """A new folder that is gone at the end, unless it has another name by then. What a killed
-    process left there is removed."""
+    """Yields a new folder and removes it at the end, unless it was renamed. Content left there by a
+    killed process is removed first."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     try:
@@ -35,7 +35,7 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def sync_all(folder: Path) -> None:
-    """Force all that is in a folder to the disk."""
+    """Syncs a folder and everything in it to the disk."""
     for inner, _, files in os.walk(folder):
         for name in files:
             sync(Path(inner, name))
@@ -43,7 +43,7 @@ def sync_all(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
+    """Syncs a file, or the entries of a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

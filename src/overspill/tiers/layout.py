@@ -1,5 +1,5 @@
-"""How one expert's bytes lie in a record: its weights in one flat buffer, its optimizer states in
-another. Both are multiples of ALIGN, so that a record can be read and written by direct I/O."""
+"""The layout of an expert's records: its weights in one flat buffer, its optimizer states in
+another. Sizes are multiples of ALIGN, as direct I/O requires."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class RecordLayout:
     """Sizes and views of an expert's weight record and state record.
 
     With bf16 weights the fp32 master is the weight plus its 16 low bits (`low`), so weights,
-    master and both moments take 12 bytes a parameter, as with fp32 weights.
+    master and both moments take 12 bytes per parameter, as with fp32 weights.
     """
 
     shape: ExpertShape
@@ -39,13 +39,13 @@ class RecordLayout:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        kinds = [("exp_avg", self.state_dtype), ("exp_avg_sq", self.state_dtype)]
+        states = [("exp_avg", self.state_dtype), ("exp_avg_sq", self.state_dtype)]
         if self.dtype == torch.bfloat16:
-            kinds.insert(0, ("low", torch.int16))
+            states.insert(0, ("low", torch.int16))
         sections, offset = [], 0
-        for name, dtype in kinds:
+        for name, dtype in states:
             sections.append(Section(name, dtype, offset))
-            # 64-byte starts keep every section on its own cache lines
+            # aligned to 64 bytes: sections share no cache line
             offset = round_up(offset + self.shape.numel * dtype.itemsize, 64)
         return tuple(sections)
 
@@ -54,14 +54,14 @@ class RecordLayout:
         last = self.sections[-1]
         return round_up(last.offset + self.shape.numel * last.dtype.itemsize, ALIGN)
 
-    def weights(self, row: Tensor) -> Tensor:
-        """The flat weights inside a record's bytes; a gradient is laid out alike."""
-        return row[..., : self.shape.numel * self.dtype.itemsize].view(self.dtype)
+    def weights(self, record: Tensor) -> Tensor:
+        """The flat weights inside a record's bytes; a gradient has the same layout."""
+        return record[..., : self.shape.numel * self.dtype.itemsize].view(self.dtype)
 
-    def state(self, row: Tensor, name: str) -> Tensor:
+    def state(self, record: Tensor, name: str) -> Tensor:
         """One optimizer state inside a state record's bytes."""
         for section in self.sections:
             if section.name == name:
                 end = section.offset + self.shape.numel * section.dtype.itemsize
-                return row[section.offset : end].view(section.dtype)
+                return record[section.offset : end].view(section.dtype)
         raise KeyError(name)

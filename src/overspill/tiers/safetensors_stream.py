@@ -1,7 +1,7 @@
-"""Safetensors files written and read in pieces, so that no tensor need be in memory whole.
+"""Writes and reads safetensors files in pieces, so that no tensor has to be in memory as a whole.
 
-The format: 8 bytes little-endian length of the header, the header as JSON (name → dtype, shape,
-begin and end in the data), then the data. https://github.com/huggingface/safetensors
+Format: the length of the header as 8 bytes, little-endian; the header as JSON (name → dtype, shape,
+begin and end in the data); the data. https://github.com/huggingface/safetensors
 """
 
 import json
@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -33,7 +32,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
-_MAX_HEADER = 100 * 2**20  # the limit of the safetensors library itself
+_MAX_HEADER = 100 * 2**20  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class TensorSpec:
 
 
 class StreamWriter:
-    """A safetensors file whose tensors are all named up front and then filled in any order, in many
-    threads if need be."""
+    """Writes a safetensors file. All tensors are declared first and then written in any order, by
+    any number of threads."""
 
     def __init__(
         self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
@@ -66,7 +65,7 @@ class StreamWriter:
         header, self._begin, size = _layout(self._specs, metadata or {})
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            # All of the file at once: a full disk shows here, not after an hour of writing.
+            # reserves the space now, so that a full disk is found before an hour of writing
             os.posix_fallocate(self._fd, 0, size)
             _pwrite(self._fd, memoryview(header), 0)
         except OSError as error:
@@ -74,13 +73,13 @@ class StreamWriter:
             raise _disk_error(path, size, error) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """The whole of tensor `name`."""
+        """Writes the whole tensor `name`."""
         if tuple(tensor.shape) != self._specs[name].shape:
             raise ValueError(f"{name}: {tuple(tensor.shape)} is not {self._specs[name].shape}")
         self.write_piece(name, 0, tensor)
 
     def write_piece(self, name: str, offset: int, tensor: torch.Tensor) -> None:
-        """`tensor`, flat, into tensor `name` from its element `offset` on; no element twice."""
+        """Writes `tensor` to the elements of tensor `name` from `offset` on; each element once."""
         spec = self._specs[name]
         if tensor.dtype != spec.dtype or not 0 <= offset <= spec.numel - tensor.numel():
             raise ValueError(
@@ -96,11 +95,11 @@ class StreamWriter:
             raise _disk_error(self.path, tensor.nbytes, error) from error
 
     def close(self) -> None:
-        """Force everything to the disk. Raises when an element was never written."""
+        """Syncs the file to the disk. Raises ValueError if an element was not written."""
         try:
             unwritten = [name for name, left in self._missing.items() if left != 0]
             if unwritten:
-                raise ValueError(f"{self.path}: {unwritten[0]} is not written as a whole")
+                raise ValueError(f"{self.path}: {unwritten[0]} is not completely written")
             try:
                 os.fsync(self._fd)
             except OSError as error:
@@ -109,29 +108,24 @@ class StreamWriter:
             os.close(self._fd)
 
     def abandon(self) -> None:
-        """Leaves the file as it is, after a failure."""
+        """Closes an incomplete file after a failure."""
         os.close(self._fd)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
         else:
             self.abandon()
 
 
 class StreamReader:
-    """A safetensors file, checked against its own size, read in slices; in many threads at once.
+    """Reads slices of a safetensors file, from any number of threads.
 
-    `advice` ends the message about a broken file. `direct` reads large pieces past the page cache,
-    where the file system can: quicker, and the cache is left to others.
+    `advice` ends the error message for a corrupt file. `direct` reads large pieces without the page
+    cache if the file system allows it, which is faster and evicts nothing from the cache.
     """
 
     def __init__(
@@ -143,9 +137,8 @@ class StreamReader:
         try:
             self._fd = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be opened ({error.strerror}); {advice}"
-            ) from error
+            message = f"{path} cannot be opened ({error.strerror}); {advice}"
+            raise CheckpointError(message) from error
         try:
             self._read_header()
         except BaseException:
@@ -179,20 +172,20 @@ class StreamReader:
                 raise
             raise self._corrupt("its header is not readable") from error
         if size != 8 + length + end:
-            kind = "is truncated" if size < 8 + length + end else "has bytes that belong to nothing"
-            raise self._corrupt(f"it {kind}: {size} bytes, and the header says {8 + length + end}")
+            kind = "is truncated" if size < 8 + length + end else "has extra bytes"
+            raise self._corrupt(f"it {kind}: {size} bytes instead of {8 + length + end}")
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole of tensor `name`."""
+        """Returns the whole tensor `name`."""
         out = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
         self.read_piece(name, 0, out)
         return out
 
     def read_piece(self, name: str, offset: int, out: torch.Tensor) -> None:
-        """Fill the contiguous CPU tensor `out` from element `offset` of tensor `name` on."""
+        """Fills the contiguous CPU tensor `out` from element `offset` of tensor `name` on."""
         spec = self.specs[name]
         if out.dtype != spec.dtype or not 0 <= offset <= spec.numel - out.numel():
-            raise ValueError(f"{name} is {spec}; {out.numel()} of {out.dtype} are not at {offset}")
+            raise ValueError(f"{name} is {spec}; it has no {out.numel()} {out.dtype} at {offset}")
         at = self._begin[name] + offset * spec.dtype.itemsize
         view, done = _bytes_of(out), 0
         while done < len(view):
@@ -225,11 +218,11 @@ class StreamReader:
 def _layout(
     specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int], int]:
-    """The header's bytes, where each tensor begins in the file, and the size of the file."""
+    """The bytes of the header, the offset of each tensor in the file, and the size of the file."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
     end = 0
-    # Widest elements first, as the safetensors library does it: every tensor is then aligned.
+    # widest elements first, as in the safetensors library: this aligns every tensor
     for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
         spec = specs[name]
         offsets[name] = end
@@ -268,5 +261,5 @@ def _pread(fd: int, length: int, at: int) -> bytes:
 def _disk_error(path: Path, size: int, error: OSError) -> DiskError:
     return DiskError(
         f"{path}: writing {format_size(size)} failed ({error.strerror}); free some space or give "
-        "another --out; the checkpoints that were complete still are"
+        "another --out; earlier checkpoints are not affected"
     )

@@ -1,4 +1,4 @@
-"""Memory taken once: a slab is one allocation cut into equal rows."""
+"""Memory allocated once: a slab is one allocation divided into slots of equal size."""
 
 import ctypes
 import logging
@@ -16,43 +16,44 @@ from overspill.tiers.layout import ALIGN
 log = logging.getLogger("overspill")
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what, bytes done, bytes in all) while a long job goes on."""
+"""Called with (description, bytes done, total bytes) during long operations."""
 
-_PIECE = 256 << 20
-_TAKERS = 8
-_WIPE_ON_FORK = 18  # Linux' MADV_WIPEONFORK, which Python does not name
+_PIECE_BYTES = 256 << 20
+_THREADS = 8
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK on Linux; the mmap module does not define it
 
 
 class HostSlab:
-    """Page-aligned host memory of `rows` x `row_bytes`, pinned for the GPU if `pinned`.
+    """Page-aligned host memory: `slots` of `slot_bytes` each, page-locked for the GPU if `pinned`.
 
-    Anonymous memory registered with CUDA rather than torch's pinned allocator, which rounds up
-    to a power of two: 58 GB would become 64. Several threads touch and register it, piece by
-    piece: one thread would need half a minute. In the `background` they go on after this returns,
-    while rows may be filled already; `settle` waits for them.
+    It is anonymous memory registered with CUDA. Torch's allocator for pinned memory rounds up to a
+    power of two: 58 GB would become 64. Several threads touch and register it in pieces, because
+    one thread would need half a minute. With `background`, the constructor returns before they are
+    done and slots can already be filled; `wait_allocated` waits for the threads.
     """
 
     def __init__(
         self,
         name: str,
-        rows: int,
-        row_bytes: int,
+        slots: int,
+        slot_bytes: int,
         pinned: bool,
         progress: Progress | None = None,
         background: bool = False,
+        piece_bytes: int = _PIECE_BYTES,
     ) -> None:
-        assert row_bytes % ALIGN == 0
+        assert slot_bytes % ALIGN == 0
         self.name = name
-        self.row_bytes = row_bytes
-        self.nbytes = rows * row_bytes
+        self.nbytes = slots * slot_bytes
         self._registered: list[int] = []
-        self._taking: list[Future[int]] = []
-        self._takers: ThreadPoolExecutor | None = None
-        # pieces end at row borders: a copy may not span two registrations
-        self._rows_a_piece = max(1, _PIECE // row_bytes)
-        if rows == 0:
-            self.rows = torch.empty(0, row_bytes, dtype=torch.uint8)
-            self._views = self.rows.unbind()
+        self._pieces: list[Future[int]] = []
+        self._threads: ThreadPoolExecutor | None = None
+        # a piece is a whole number of slots: a copy must not span two registrations
+        slots_per_piece = max(1, piece_bytes // slot_bytes)
+        self._piece_bytes = slots_per_piece * slot_bytes
+        if slots == 0:
+            self.slots = torch.empty(0, slot_bytes, dtype=torch.uint8)
+            self._views = self.slots.unbind()
             return
         try:
             memory = _anonymous(self.nbytes, pinned)
@@ -61,47 +62,41 @@ class HostSlab:
                 f"the host has no {format_size(self.nbytes)} for {name}; lower --host-memory or "
                 f"give a --disk folder"
             ) from error
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-        self.rows = flat.view(rows, row_bytes)
-        self._views = self.rows.unbind()  # made once: rows are asked for all the time
-        self._takers = ThreadPoolExecutor(_TAKERS, thread_name_prefix="overspill-take")
-        self._taking = [
-            self._takers.submit(self._take_piece, piece, pinned, not background)
-            for piece in self.rows.split(self._rows_a_piece)
+        self.slots = torch.frombuffer(memory, dtype=torch.uint8).view(slots, slot_bytes)
+        self._views = self.slots.unbind()  # created once, because slots are accessed often
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="overspill-allocate")
+        self._pieces = [
+            self._threads.submit(self._allocate_piece, piece, pinned, not background)
+            for piece in self.slots.split(slots_per_piece)
         ]
-        self._takers.shutdown(wait=False)  # once they have done this
+        self._threads.shutdown(wait=False)  # the threads end after these pieces
         if not background:
-            self.settle(progress)
+            self.wait_allocated(progress)
 
-    def settle(self, progress: Progress | None = None) -> None:
-        """Waits until all of it is taken."""
-        size = self._rows_a_piece * self.row_bytes
-        for number, taking in enumerate(self._taking, start=1):
-            self._await(taking)
+    def wait_allocated(self, progress: Progress | None = None) -> None:
+        """Blocks until all memory is allocated and, if `pinned`, registered."""
+        for number, piece in enumerate(self._pieces, start=1):
+            code = piece.result()
+            if code != 0:
+                self.close()
+                raise BudgetError(
+                    f"pinning {format_size(self.nbytes)} of host memory for {self.name} failed "
+                    f"({code}); lower --host-memory or raise the memlock limit (ulimit -l)"
+                )
             if progress is not None:
-                done = min(number * size, self.nbytes)
-                progress(f"taking memory for {self.name}", done, self.nbytes)
-        self._see_takers_off()
+                done = min(number * self._piece_bytes, self.nbytes)
+                progress(f"allocating memory for {self.name}", done, self.nbytes)
+        self._join_threads()
 
-    def _see_takers_off(self) -> None:
-        """Their work is done; they may still be about to end."""
-        self._taking = []
-        if self._takers is not None:
-            self._takers.shutdown()
-            self._takers = None
+    def _join_threads(self) -> None:
+        self._pieces = []
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
 
-    def _await(self, taking: "Future[int]") -> None:
-        code = taking.result()
-        if code != 0:
-            self.close()
-            raise BudgetError(
-                f"pinning {format_size(self.nbytes)} of host memory for {self.name} failed "
-                f"({code}); lower --host-memory or raise the memlock limit (ulimit -l)"
-            )
-
-    def _take_piece(self, piece: Tensor, pinned: bool, touch: bool) -> int:
-        if touch:  # it is zero already, but not there yet
-            ctypes.memset(piece.data_ptr(), 0, piece.numel())  # without the GIL
+    def _allocate_piece(self, piece: Tensor, pinned: bool, touch: bool) -> int:
+        if touch:  # the system allocates zeroed pages on the first access
+            ctypes.memset(piece.data_ptr(), 0, piece.numel())  # releases the GIL
         if not pinned:
             return 0
         code = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
@@ -110,28 +105,28 @@ class HostSlab:
         return code
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.slots)
 
-    def __getitem__(self, row: int) -> Tensor:
-        return self._views[row]
+    def __getitem__(self, slot: int) -> Tensor:
+        return self._views[slot]
 
     def close(self) -> None:
-        """Unpins the memory and lets it go; the bytes live as long as something views them."""
-        for taking in self._taking:
-            taking.cancel()
-        wait(self._taking)
-        self._see_takers_off()
+        """Unpins and releases the memory. It is freed when the last view of it is gone."""
+        for piece in self._pieces:
+            piece.cancel()
+        wait(self._pieces)
+        self._join_threads()
         for pointer in self._registered:
             torch.cuda.cudart().cudaHostUnregister(pointer)
         self._registered.clear()
-        self.rows = self.rows.new_empty(0, self.row_bytes)
+        self.slots = self.slots.new_empty(0, self.slots.shape[1])
         self._views = ()
 
 
 def _anonymous(size: int, pinned: bool) -> mmap.mmap:
-    """Pinned memory comes in huge pages where the system gives some: smaller ones take the cores
-    longer to find. Such memory is private, so a forked child gets zeros in its place, or all of it
-    would be copied. What is not pinned is shared with a child."""
+    """Pinned memory uses huge pages where available, because they need fewer address translations.
+    Huge pages need private memory; a forked child sees zeros instead of copying all of it. Memory
+    that is not pinned is shared with a child."""
     if not pinned or not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -139,12 +134,12 @@ def _anonymous(size: int, pinned: bool) -> mmap.mmap:
         memory.madvise(_WIPE_ON_FORK)
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:  # an old kernel, or one without huge pages
-        log.info("no huge pages for pinned memory (%s): the cores read it a little slower", error)
+        log.info("no huge pages for pinned memory (%s): CPU access is a little slower", error)
         memory.close()
         return mmap.mmap(-1, size)
     return memory
 
 
-def device_slab(rows: int, row_bytes: int, device: torch.device) -> Tensor:
-    """Slots on the compute device: one contiguous slab, so neighbouring slots form one tensor."""
-    return torch.zeros(rows, row_bytes, dtype=torch.uint8, device=device)
+def device_slab(slots: int, slot_bytes: int, device: torch.device) -> Tensor:
+    """Slots on the compute device: one contiguous slab, so adjacent slots form one tensor."""
+    return torch.zeros(slots, slot_bytes, dtype=torch.uint8, device=device)

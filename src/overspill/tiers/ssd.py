@@ -1,4 +1,4 @@
-"""Records on an SSD: one preallocated file a kind, aligned rows, direct I/O."""
+"""Records on an SSD: preallocated files with aligned slots, accessed by direct I/O."""
 
 import ctypes
 import errno
@@ -39,23 +39,23 @@ def check_folder(folder: Path, need: int) -> None:
 
 
 class RecordFile:
-    """`rows` records of `row_bytes` in one file. Reads and writes may run in many threads."""
+    """One file of `slots` records of `slot_bytes`. Several threads can read and write it."""
 
-    def __init__(self, path: Path, rows: int, row_bytes: int) -> None:
-        assert row_bytes % ALIGN == 0
+    def __init__(self, path: Path, slots: int, slot_bytes: int) -> None:
+        assert slot_bytes % ALIGN == 0
         self.path = path
-        self.row_bytes = row_bytes
-        self.nbytes = rows * row_bytes
+        self.slot_bytes = slot_bytes
+        self.nbytes = slots * slot_bytes
         self.fd = self._open(path)
-        # nameless from the start: the space is free again however the process ends
+        # without a name, the file is deleted however the process ends
         path.unlink()
         try:
-            # the space is taken now, so that a full disk shows here and not in the middle of a step
+            # reserves the space now, so that a full disk is found here and not during a step
             os.posix_fallocate(self.fd, 0, max(self.nbytes, 1))
         except OSError as error:
             self.close()
             raise DiskError(
-                f"no room for {format_size(self.nbytes)} in {path.parent} ({error.strerror}); "
+                f"{path.parent} has no {format_size(self.nbytes)} free ({error.strerror}); "
                 f"free some space or choose another --disk"
             ) from error
 
@@ -67,71 +67,69 @@ class RecordFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise DiskError(f"cannot create {path} ({error.strerror})") from error
-        log.warning(
-            "%s: no direct I/O on this file system, reads go through the cache", path.parent
-        )
+        log.warning("%s: no direct I/O on this file system; using the page cache", path.parent)
         return os.open(path, flags, 0o600)
 
-    def read(self, row: int, into: Tensor) -> None:
-        """Fills the bytes `into` (a slab row) with record `row`."""
+    def read(self, slot: int, into: Tensor) -> None:
+        """Reads record `slot` into the bytes `into`, a slot of a slab."""
         view = memoryview(_buffer(into))
         done = 0
         while done < len(view):
-            n = os.preadv(self.fd, [view[done:]], row * self.row_bytes + done)
+            n = os.preadv(self.fd, [view[done:]], slot * self.slot_bytes + done)
             if n == 0:
-                raise self._cut()
+                raise self._truncated()
             done += n
 
-    def write(self, row: int, source: Tensor) -> None:
-        """Writes the bytes `source` (a slab row) as record `row`."""
+    def write(self, slot: int, source: Tensor) -> None:
+        """Writes the bytes `source`, a slot of a slab, as record `slot`."""
         if os.fstat(self.fd).st_size < self.nbytes:
-            raise self._cut()  # writing behind the end would fill the rest with zeros
+            raise self._truncated()  # a write past the end would fill the gap with zeros
         view = memoryview(_buffer(source))
         done = 0
         while done < len(view):
-            done += os.pwritev(self.fd, [view[done:]], row * self.row_bytes + done)
+            done += os.pwritev(self.fd, [view[done:]], slot * self.slot_bytes + done)
 
-    def _cut(self) -> DiskError:
+    def _truncated(self) -> DiskError:
         size = os.fstat(self.fd).st_size
         return DiskError(
-            f"{self.path} has {format_size(size)} of {format_size(self.nbytes)}: it was cut or "
-            f"replaced while in use; restart from the last checkpoint"
+            f"{self.path} has {format_size(size)} of {format_size(self.nbytes)}: it was "
+            f"truncated or replaced while in use; restart from the last checkpoint"
         )
 
     def close(self) -> None:
-        """Closes the file, and with it gives its space back: it is spill, not a checkpoint."""
+        """Closes the file, which frees its disk space."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 DIRECT_FROM = 1 << 20
-"""Bytes from which direct reads are worth their rounding to whole blocks."""
+"""Size in bytes from which a direct read is faster although it reads whole blocks."""
 _BOUNCE = 8 << 20
 
 
 class DirectFile:
-    """A file of somebody else's, read past the page cache at any place and length: through an
-    aligned buffer for each thread."""
+    """Reads a file of any layout without the page cache, at any offset and length, through one
+    aligned buffer per thread."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._own = threading.local()
+        self._local = threading.local()
 
     @staticmethod
     def open(path: Path) -> "DirectFile | None":
-        """None where the file system has no direct I/O."""
+        """None if the file system has no direct I/O."""
         try:
             return DirectFile(os.open(path, os.O_RDONLY | os.O_DIRECT))
         except OSError:
             return None
 
     def read(self, into: memoryview, at: int) -> int:
-        """Fills the beginning of `into` with the file's bytes from `at` on; how many, 0 at the end
-        of the file."""
-        if not hasattr(self._own, "bounce"):
-            self._own.bounce = mmap.mmap(-1, _BOUNCE)  # whole pages, so it is aligned
-        bounce: mmap.mmap = self._own.bounce
+        """Reads from offset `at` into the start of `into`. Returns the number of bytes, 0 at the
+        end of the file."""
+        if not hasattr(self._local, "bounce"):
+            self._local.bounce = mmap.mmap(-1, _BOUNCE)  # mmap aligns to pages
+        bounce: mmap.mmap = self._local.bounce
         skip = at % ALIGN
         length = min(_BOUNCE, round_up(skip + len(into), ALIGN))
         with memoryview(bounce) as buffer:
@@ -140,13 +138,13 @@ class DirectFile:
         if count:
             target = ctypes.addressof(ctypes.c_char.from_buffer(into))
             source = ctypes.addressof(ctypes.c_char.from_buffer(bounce, skip))
-            ctypes.memmove(target, source, count)  # without the GIL, unlike a slice of bytes
+            ctypes.memmove(target, source, count)  # releases the GIL, unlike slicing
         return count
 
     def close(self) -> None:
         os.close(self._fd)
 
 
-def _buffer(row: Tensor) -> ctypes.Array[ctypes.c_char]:
-    assert row.is_contiguous()
-    return (ctypes.c_char * row.nbytes).from_address(row.data_ptr())
+def _buffer(slot: Tensor) -> ctypes.Array[ctypes.c_char]:
+    assert slot.is_contiguous()
+    return (ctypes.c_char * slot.nbytes).from_address(slot.data_ptr())

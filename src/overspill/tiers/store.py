@@ -121,7 +121,7 @@ class ExpertStore(WorkerSync):
     def wait_allocated(self) -> None:
         """Blocks until the memory of all slabs is allocated and pinned."""
         for slab in self.slabs.values():
-            slab.settle()
+            slab.wait_allocated()
 
     def host_bytes(self) -> int:
         return sum(slab.nbytes for slab in self.slabs.values())

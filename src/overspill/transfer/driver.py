@@ -1,9 +1,9 @@
-"""Copies and events through the CUDA driver itself.
+"""Copies and events through the CUDA driver API.
 
-Copies are issued thousands of times a second beside the thread that launches kernels, and both need
-the interpreter's lock. Torch's `copy_` and events hold it for 0.1 ms per copy and release it
-several times, and each handover costs as much again. Calling the driver takes a few microseconds,
-and the lock is released only to wait.
+Thousands of copies are issued per second while another thread launches kernels, and both threads
+need the interpreter's lock. Torch's `copy_` and events hold it for 0.1 ms per copy and release it
+several times, and each handover costs as much again. Driver calls take a few microseconds and
+release the lock only to wait.
 """
 
 import ctypes
@@ -11,25 +11,25 @@ import functools
 import logging
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 _log = logging.getLogger("overspill")
-_here = threading.local()
-_ALREADY: AbstractContextManager[object] = nullcontext()
+_thread_state = threading.local()
+_NO_SWITCH: AbstractContextManager[object] = nullcontext()
 _NOT_READY = 600
 _BLOCKING, _NO_TIMING = 1, 2
 
 
 class Event(Protocol):
-    """What torch.cuda.Event and `_DriverEvent` have in common."""
+    """The interface of torch.cuda.Event and `_DriverEvent`."""
 
     def record(self, stream: torch.cuda.Stream) -> None: ...
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        """Makes the stream wait for it, not the caller."""
+        """Makes the stream, not the caller, wait for the event."""
 
     def query(self) -> bool: ...
 
@@ -37,7 +37,7 @@ class Event(Protocol):
 
 
 def new_event(device: torch.device, blocking: bool) -> Event:
-    """A thread that waits for a `blocking` event sleeps instead of polling."""
+    """Creates an event. A thread that waits for a `blocking` event sleeps instead of polling."""
     driver = _driver()
     if driver is None:
         return torch.cuda.Event(blocking=blocking)
@@ -60,15 +60,15 @@ def copy_on(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> N
 
 
 def can_signal(stream: torch.cuda.Stream, address: int) -> bool:
-    """Whether the stream can write a value to pinned memory and wait for one there; tries it."""
+    """Whether the stream can write a value to pinned memory and wait for one; tries it."""
     driver = _driver()
-    if driver is None or driver.write_value is None or driver.wait_value is None:
+    if driver is None or driver.write_value32 is None or driver.wait_value32 is None:
         _log.warning("CPU experts are off: the CUDA driver lacks stream memory operations")
         return False
     with _entered(stream.device):
         codes = (
-            driver.write_value(stream.cuda_stream, address, 0, 0),
-            driver.wait_value(stream.cuda_stream, address, 0, 0),
+            driver.write_value32(stream.cuda_stream, address, 0, 0),
+            driver.wait_value32(stream.cuda_stream, address, 0, 0),
         )
     if any(codes):
         _log.warning("CPU experts are off: stream memory operations failed (error %s)", codes)
@@ -79,18 +79,18 @@ def signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
     """Makes the stream write `number` to pinned memory after all work queued before."""
     driver = _driver()
     assert driver is not None
-    assert driver.write_value is not None
+    assert driver.write_value32 is not None
     with _entered(stream.device):
-        driver.check(driver.write_value(stream.cuda_stream, address, number, 0), "write a value")
+        driver.check(driver.write_value32(stream.cuda_stream, address, number, 0), "write a value")
 
 
 def await_signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
     """Makes the stream wait until the value in pinned memory is at least `number`."""
     driver = _driver()
     assert driver is not None
-    assert driver.wait_value is not None
+    assert driver.wait_value32 is not None
     with _entered(stream.device):
-        code = driver.wait_value(stream.cuda_stream, address, number, 0)
+        code = driver.wait_value32(stream.cuda_stream, address, number, 0)
     driver.check(code, "wait for a value")
 
 
@@ -101,22 +101,22 @@ class CallTable(ctypes.Structure):
 
 
 class CudaUploadCalls:
-    """What the upload thread needs of the driver: copies, and values that one stream writes and
-    another waits for."""
+    """The driver's functions for the upload thread: copies, and values that one stream writes and
+    another stream waits for."""
 
     pinned = True
 
     def __init__(self, driver: "_Driver", stream: torch.cuda.Stream) -> None:
-        assert driver.write_number is not None
-        assert driver.wait_number is not None
-        self._driver, self._wait_number = driver, driver.wait_number
-        self._upload = stream  # lives as long as this
+        assert driver.write_value64 is not None
+        assert driver.wait_value64 is not None
+        self._driver, self._wait_value64 = driver, driver.wait_value64
+        self._upload = stream  # keeps the stream alive
         self.stream = stream.cuda_stream
         context = ctypes.c_void_p()
         with _entered(stream.device):
             driver.check(driver.current_context(ctypes.byref(context)), "return its context")
         self.context = context.value
-        functions = driver.set_context, driver.copy, driver.stream_waits, driver.write_number
+        functions = driver.set_context, driver.copy, driver.stream_waits, driver.write_value64
         table = CallTable(*(ctypes.cast(call, ctypes.c_void_p).value for call in functions))
         self._table = table
         self.table = ctypes.addressof(table)
@@ -124,28 +124,28 @@ class CudaUploadCalls:
     def stream_waits(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
         """Makes the stream wait until the value in pinned memory is at least `number`."""
         with _entered(stream.device):
-            code = self._wait_number(stream.cuda_stream, address, number, 0)
+            code = self._wait_value64(stream.cuda_stream, address, number, 0)
         self._driver.check(code, "wait for a value")
 
 
 def cuda_upload_calls(stream: torch.cuda.Stream) -> CudaUploadCalls | None:
     """None if the driver lacks 64-bit stream memory operations; tries them."""
     driver = _driver()
-    if driver is None or driver.write_number is None or driver.wait_number is None:
+    if driver is None or driver.write_value64 is None or driver.wait_value64 is None:
         return None
     memory = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-    there = stream.cuda_stream, memory.data_ptr(), 1, 0
+    arguments = stream.cuda_stream, memory.data_ptr(), 1, 0
     with _entered(stream.device):
-        refused = driver.write_number(*there) or driver.wait_number(*there)
+        error = driver.write_value64(*arguments) or driver.wait_value64(*arguments)
     stream.synchronize()
-    if refused:
-        _log.warning("64-bit stream memory operations failed (error %s)", refused)
+    if error:
+        _log.warning("64-bit stream memory operations failed (error %s)", error)
         return None
     return CudaUploadCalls(driver, stream)
 
 
 def event_handle(event: Event | None) -> int | None:
-    """The driver's handle, for the upload thread."""
+    """The driver's handle of an event, for the upload thread."""
     assert event is None or isinstance(event, _DriverEvent)
     return None if event is None else event.handle
 
@@ -185,44 +185,42 @@ class _DriverEvent:
         self._driver.check(self._driver.synchronize(self._handle), "wait for an event")
 
     def __del__(self) -> None:
-        # at exit the driver may be gone before its events
+        # at exit the driver may be unloaded before its events
         if self._handle and ctypes is not None:
             self._driver.destroy(self._handle)
 
 
 class _Driver:
-    """The calls we make. Those that return at once keep the interpreter's lock: releasing it takes
-    longer than the call."""
+    """The driver's functions. Those that return immediately keep the interpreter's lock, because
+    releasing it takes longer than the call."""
 
     def __init__(self) -> None:
-        at_once, waiting = ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1")
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
-        self.copy = at_once.cuMemcpyAsync
-        self.copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, size, pointer]
-        self.create = at_once.cuEventCreate
-        self.create.argtypes = [ctypes.POINTER(pointer), number]
-        self.destroy = at_once.cuEventDestroy_v2
-        self.destroy.argtypes = [pointer]
-        self.record = at_once.cuEventRecord
-        self.record.argtypes = [pointer, pointer]
-        self.stream_waits = at_once.cuStreamWaitEvent
-        self.stream_waits.argtypes = [pointer, pointer, number]
-        self.query = at_once.cuEventQuery
-        self.query.argtypes = [pointer]
-        self.write_value = getattr(at_once, "cuStreamWriteValue32_v2", None)
-        self.wait_value = getattr(at_once, "cuStreamWaitValue32_v2", None)
-        for function in (self.write_value, self.wait_value):
+        library = ctypes.PyDLL("libcuda.so.1")
+        pointer, address, flags = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
+        new_pointer = ctypes.POINTER(pointer)
+
+        def bind(name: str, *types: Any, optional: bool = False) -> Any:
+            function = getattr(library, name, None) if optional else getattr(library, name)
             if function is not None:
-                function.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint32, number]
-        self.write_number = getattr(at_once, "cuStreamWriteValue64_v2", None)
-        self.wait_number = getattr(at_once, "cuStreamWaitValue64_v2", None)
-        for function in (self.write_number, self.wait_number):
-            if function is not None:
-                function.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint64, number]
-        self.current_context = at_once.cuCtxGetCurrent
-        self.current_context.argtypes = [ctypes.POINTER(pointer)]
-        self.set_context = at_once.cuCtxSetCurrent
-        self.synchronize = waiting.cuEventSynchronize
+                function.argtypes = types
+            return function
+
+        self.copy = bind("cuMemcpyAsync", address, address, ctypes.c_size_t, pointer)
+        self.create = bind("cuEventCreate", new_pointer, flags)
+        self.destroy = bind("cuEventDestroy_v2", pointer)
+        self.record = bind("cuEventRecord", pointer, pointer)
+        self.stream_waits = bind("cuStreamWaitEvent", pointer, pointer, flags)
+        self.query = bind("cuEventQuery", pointer)
+        self.current_context = bind("cuCtxGetCurrent", new_pointer)
+        self.set_context = bind("cuCtxSetCurrent", pointer)
+        value32 = pointer, address, ctypes.c_uint32, flags
+        self.write_value32 = bind("cuStreamWriteValue32_v2", *value32, optional=True)
+        self.wait_value32 = bind("cuStreamWaitValue32_v2", *value32, optional=True)
+        value64 = pointer, address, ctypes.c_uint64, flags
+        self.write_value64 = bind("cuStreamWriteValue64_v2", *value64, optional=True)
+        self.wait_value64 = bind("cuStreamWaitValue64_v2", *value64, optional=True)
+        # this one waits, so it releases the lock
+        self.synchronize = ctypes.CDLL("libcuda.so.1").cuEventSynchronize
         self.synchronize.argtypes = [pointer]
 
     def check(self, code: int, what: str) -> None:
@@ -231,13 +229,13 @@ class _Driver:
 
 
 def _entered(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device's context current, and restores the caller's device afterwards. A thread has
-    no context before its first call to CUDA."""
+    """Makes the device's context current and restores the device afterwards. A thread has no
+    context before its first CUDA call."""
     here = torch.cuda.current_device()
-    if not getattr(_here, "bound", False):
+    if not getattr(_thread_state, "bound", False):
         torch.cuda.set_device(here)
-        _here.bound = True
-    return _ALREADY if device.index in (None, here) else torch.cuda.device(device)
+        _thread_state.bound = True
+    return _NO_SWITCH if device.index in (None, here) else torch.cuda.device(device)
 
 
 @functools.cache

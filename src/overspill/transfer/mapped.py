@@ -1,4 +1,4 @@
-"""Pinned host memory as the device sees it."""
+"""Pinned host memory as a device tensor."""
 
 import functools
 from typing import Any
@@ -12,10 +12,10 @@ from overspill.tiers.slab import HostSlab
 
 
 class _Interface:
-    """What torch asks of memory that something else owns."""
+    """Memory owned by another object, in the form that torch accepts."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory = memory  # as long as the view lives
+        self.memory = memory  # kept alive by the view
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (memory.numel(),),
             "typestr": "|u1",
@@ -26,22 +26,22 @@ class _Interface:
 
 
 def on_device(memory: Tensor, device: torch.device) -> Tensor:
-    """Pinned bytes as a tensor of the device: its kernels read and write them over the link. On a
-    CPU they are what they are."""
+    """A device tensor that refers to pinned bytes: kernels read and write them over the link. On a
+    CPU it is the same tensor."""
     assert memory.dtype == torch.uint8
     assert memory.is_contiguous()
     if device.type != "cuda":
         return memory
     view = torch.as_tensor(_Interface(memory), device=device)
-    if view.data_ptr() != memory.data_ptr():  # torch has made a copy, which nobody would read
-        raise EngineError(f"pinned memory cannot be seen by {device}; set cpu_experts=False")
+    if view.data_ptr() != memory.data_ptr():  # torch made a copy
+        raise EngineError(f"{device} cannot access pinned memory; set cpu_experts=False")
     return view
 
 
 @functools.cache
 def can_map(device: torch.device) -> bool:
-    """Whether `on_device` works there; torch takes pinned memory for that of the first GPU."""
-    slab = HostSlab("a look", 1, ALIGN, pinned=device.type == "cuda")
+    """Whether `on_device` works. Torch treats pinned memory as memory of the first GPU."""
+    slab = HostSlab("a test", 1, ALIGN, pinned=device.type == "cuda")
     try:
         on_device(slab[0], device)
     except EngineError:
