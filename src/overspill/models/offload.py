@@ -95,7 +95,7 @@ def offload(
         settings: switches of the engine.
         state_dtype: data type of the optimizer's moments.
         keep_gradients: whether to plan memory for gradients that are kept for clipping or
-            accumulation; default: if it fits.
+            accumulation; default: only if a disk folder is given.
         progress: show a progress bar, or a function that is called with (what, done, total).
         quiet: do not print where the experts are.
     """
@@ -269,7 +269,7 @@ def _close_with(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
     """Stops the engine's threads once the model and its optimizer are collected, or at exit."""
     keeper = _Keeper()
     for layer in layers:
-        layer.experts.keeper = keeper
+        layer.experts.hold(keeper)
     weakref.finalize(keeper, _close, engine)
 
 

@@ -24,12 +24,12 @@ class ExpertPlaceholder(nn.Parameter):
 
     engine: "Engine"
     layer: int
-    keeper: object  # the engine stays open while any placeholder refers to it
     activation: Activation | None  # None: GELU or gated SiLU, by the shape of the experts
     places: "Places | None"  # locations of an expert's tensors in a Hugging Face model
     drops: bool  # whether the router may drop assignments
     is_expert_placeholder = True
     _source: RoutingSource | None
+    _keeper: object
 
     def __new__(
         cls,
@@ -44,7 +44,12 @@ class ExpertPlaceholder(nn.Parameter):
         self.engine, self.layer = engine, layer
         self.activation, self.places, self.drops = activation, places, drops
         self._source = None
+        self._keeper = None
         return self
+
+    def hold(self, keeper: object) -> None:
+        """Refers to `keeper` as long as the placeholder lives: the engine is closed after that."""
+        self._keeper = keeper
 
     @property
     def source(self) -> RoutingSource | None:
