@@ -1,10 +1,10 @@
-"""Makes the tables of README.md and the docs from the records in bench/results.
+"""Writes the tables of README.md and the docs from the records in bench/results.
 
-A table stands between `<!-- bench:NAME start -->` and `<!-- bench:NAME end -->` and shows the
-records whose name is NAME or starts with NAME and a dash. A record that fits several names of a
-file is shown under the longest of them only.
+A table is between `<!-- bench:NAME start -->` and `<!-- bench:NAME end -->` and shows the
+records whose name is NAME or starts with NAME and a dash. A record that matches several names of a
+file is shown under the longest one only.
 
-    python3 bench/tables.py --write README.md docs/benchmarks.md   # warns of outdated records
+    python3 bench/tables.py --write README.md docs/benchmarks.md   # warns about outdated records
     python3 bench/tables.py --check README.md        # exit code 1 if a table is out of date
 """
 
@@ -25,40 +25,40 @@ _MARKED = re.compile(
     r"(<!-- bench:(?P<name>[a-z0-9.-]+) start -->\n).*?(<!-- bench:(?P=name) end -->)", re.DOTALL
 )
 _MARKER = re.compile(r"<!-- bench:.*?-->")
-_NOTED = 0.01  # a share of the cores' time worth to be told
+_MIN_STOLEN = 0.01  # share of the CPU time taken by the host from which it is shown
 
 
 def read_records(folder: Path) -> list[Record]:
-    """All records, in the order people count: 8, 16, 64."""
+    """All records, in natural order of their names: 8, 16, 64."""
     records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted(records, key=lambda record: _counting_order(record["name"]))
+    return sorted(records, key=lambda record: _natural_order(record["name"]))
 
 
-def _counting_order(name: str) -> list[tuple[int, str]]:
+def _natural_order(name: str) -> list[tuple[int, str]]:
     parts = re.findall(r"\d+|\D+", name)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def fill(text: str, records: Sequence[Record]) -> str:
-    """`text` with the content between each pair of markers made anew."""
+    """Returns `text` with new content between each pair of markers."""
     if len(_MARKER.findall(text)) != 2 * len(_MARKED.findall(text)):
         raise ValueError("each <!-- bench:NAME start --> needs its <!-- bench:NAME end -->")
 
     names = [match["name"] for match in _MARKED.finditer(text)]
 
-    def home(record: Record) -> str | None:
-        fitting = [name for name in names if f"{record['name']}-".startswith(f"{name}-")]
-        return max(fitting, key=len, default=None)
+    def name_of(record: Record) -> str | None:
+        matching = [name for name in names if f"{record['name']}-".startswith(f"{name}-")]
+        return max(matching, key=len, default=None)
 
     def table(match: re.Match[str]) -> str:
-        own = [record for record in records if home(record) == match["name"]]
+        own = [record for record in records if name_of(record) == match["name"]]
         return f"{match[1]}\n{render(own)}\n\n{match[3]}"
 
     return _MARKED.sub(table, text)
 
 
 def render(records: Sequence[Record]) -> str:
-    """One table of all records without a `table`, then one for each that has one."""
+    """One table for all records without a `table`, then one for each record with a `table`."""
     if not records:
         return "*Not measured yet.*"
     lines = [record for record in records if "table" not in record]
@@ -87,13 +87,13 @@ def _summary(records: Sequence[Record]) -> str:
             "compare": config.get("compare", ""),
         }
         rows.append(row)
-    # A column that no record fills is left out.
+    # columns that are empty in all records are omitted
     filled = [key for key in rows[0] if any(row[key] for row in rows)]
     return _markdown([{key: row[key] for key in filled} for row in rows])
 
 
 def _commands(records: Sequence[Record]) -> str:
-    """Below the table: most records of a group come from one command."""
+    """The distinct commands; most records of a group come from one command."""
     commands = dict.fromkeys(record["command"] for record in records)
     return "\n".join(["```bash", *commands, "```"])
 
@@ -117,14 +117,14 @@ def _share(headline: Record, limit: Record | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Three figures at least, whole numbers in full: 43,120; 17.7; 0.0412."""
+    """At least three digits; integers in full: 43,120; 17.7; 0.0412."""
     if float(value).is_integer() or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:#.3g}".rstrip(".")
 
 
 def _measured_on(records: Iterable[Record]) -> str:
-    """Where and with what, each machine once, with its commits and days."""
+    """Machine and versions, each machine once, with commits and dates."""
     measured: dict[str, set[str]] = {}
     for record in records:
         hardware, versions = record["hardware"], record["versions"]
@@ -133,8 +133,8 @@ def _measured_on(records: Iterable[Record]) -> str:
         parts += [f"{hardware['cores']} cores of {hardware['cpu']}"]
         parts += [f"{hardware['ram_gib']:.0f} GiB RAM", f"torch {versions['torch']}"]
         when = f"{record['date'][:10]} at {record['commit']}"
-        stolen = hardware.get("stolen", 0)  # older records do not know
-        if stolen >= _NOTED:
+        stolen = hardware.get("stolen", 0)  # older records lack it
+        if stolen >= _MIN_STOLEN:
             when += f" (the host took {stolen:.0%} of the cores' time)"
         measured.setdefault(", ".join(parts), set()).add(when)
     return "\n".join(
@@ -158,7 +158,7 @@ def _cell(value: object) -> str:
 
 
 def outdated(records: Iterable[Record], root: Path) -> Iterator[str]:
-    """A warning for each record whose commit is unknown or whose code, src/, has changed since."""
+    """A warning for each record whose commit is unknown or since which src/ has changed."""
     changes = cache(lambda commit: _changes_since(commit, root))
     for record in records:
         count = changes(record["commit"])
@@ -181,7 +181,7 @@ def _changes_since(commit: str, root: Path) -> int | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", nargs="+", metavar="FILE", help="bring these files up to date")
+    what.add_argument("--write", nargs="+", metavar="FILE", help="update these files")
     what.add_argument("--check", nargs="+", metavar="FILE", help="exit 1 if one is out of date")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
     options = parser.parse_args(arguments)

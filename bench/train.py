@@ -1,4 +1,4 @@
-"""Training steps of a GPT-MoE beyond GPU memory: tokens a second, memory, and a timeline.
+"""Training steps of a GPT-MoE larger than GPU memory: tokens per second, memory, and a timeline.
 
 PYTHONPATH=src python3 bench/train.py --preset w1 --gpu-memory 12GiB --batches 16,64 --clip both
 """
@@ -13,18 +13,18 @@ from overspill.models.config import GPTConfig
 from overspill.models.presets import get_preset
 from overspill.moe.settings import Settings
 
-# The reference machine's measured ceilings (docs/benchmarks.md).
+# measured limits of the reference machine (docs/benchmarks.md)
 ADAM_RATE, PCIE, MATRIX = 5.36e9, 55e9, 786e12
 
 
 def limit(config: GPTConfig, tokens: int, offloaded: bool) -> Limit:
-    """The slowest resource if everything else were free."""
+    """The slowest resource if all others were unlimited."""
     experts = config.expert_params
     active = config.total_params - experts + experts * config.top_k // config.n_experts
-    times = {"GPU, 8 operations a parameter and token": 8 * active * tokens / MATRIX}
+    times = {"GPU, 8 operations per parameter and token": 8 * active * tokens / MATRIX}
     if offloaded:
         times["CPU AdamW alone at 5.36 Gparam/s"] = experts / ADAM_RATE
-        times["PCIe, every expert up twice"] = experts * 4 / PCIE
+        times["PCIe, every expert uploaded twice"] = experts * 4 / PCIE
     source, seconds = max(times.items(), key=lambda item: item[1])
     return Limit(tokens / seconds, "tokens/s", source)
 
@@ -37,9 +37,9 @@ def save(name: str, config: GPTConfig, run: Run, offloaded: bool, args: argparse
         "gpu_memory": metric([run.gpu_bytes / 2**30], "GiB"),
         "host_memory": metric([run.host_bytes / config.expert_params], "B/param"),
     }
-    for row, share in run.busy.items():
-        metrics[f"busy_{row.replace(' ', '_')}"] = metric([share], "share")
-    row = f"{args.preset}, {batch}×{SEQ} tokens a step"
+    for lane, share in run.busy.items():
+        metrics[f"busy_{lane.replace(' ', '_')}"] = metric([share], "share")
+    row = f"{args.preset}, {batch}×{SEQ} tokens per step"
     if name.endswith("clip"):
         row += ", exact clipping"
     if not offloaded:
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--preset", default="w1")
     parser.add_argument("--gpu-memory", default="12GiB")
     parser.add_argument("--mode", default="auto")
-    parser.add_argument("--batches", default="16,64", help="sequences of 1024 tokens a step")
+    parser.add_argument("--batches", default="16,64", help="sequences of 1024 tokens per step")
     parser.add_argument("--clip", default="no", choices=("no", "yes", "both"))
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)

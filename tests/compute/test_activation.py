@@ -1,4 +1,4 @@
-"""The activation against autograd, and the fused kernels against the torch path."""
+"""The activation compared with autograd, and the fused kernels compared with torch."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_bf16_is_computed_in_float32_and_rounded_once(gated: bool) -> None:
     assert torch.equal(narrow.drow_weight_R, wide.drow_weight_R)
 
 
-def test_torch_path_leaves_its_inputs_alone() -> None:
+def test_the_torch_path_does_not_change_its_inputs() -> None:
     h, da, row_weight = torch.randn(3, 16), torch.randn(3, 8), torch.rand(3)
     copies = h.clone(), da.clone()
     activate_backward_torch(h, da, row_weight, True)
@@ -57,7 +57,7 @@ def test_torch_path_leaves_its_inputs_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n_rows", "n_hidden"), [(1, 8), (37, 1000), (64, 1024), (5, 4104)])
 @pytest.mark.parametrize("overwrite_h", [False, True])
-def test_fused_kernels_follow_the_torch_path(
+def test_fused_kernels_match_the_torch_path(
     gated: bool, dtype: torch.dtype, n_rows: int, n_hidden: int, overwrite_h: bool
 ) -> None:
     pytest.importorskip("triton")
@@ -80,7 +80,7 @@ def test_fused_kernels_follow_the_torch_path(
     assert torch.equal(h, h_before) != overwrite_h
     close(weighted, expected.weighted_RH)
     close(dh, expected.dh)
-    # Both sums are float32; the order of a few thousand terms is what differs.
+    # Both sums are float32, in a different order.
     torch.testing.assert_close(drow_weight, expected.drow_weight_R, rtol=1e-4, atol=1e-3)
 
 
