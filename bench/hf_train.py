@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from record import Limit, metric, write_record
 from ssd import disk_bandwidth
-from train import ADAM_RATE, DEEPSPEED, MATRIX, PCIE
+from train import ADAM_RATE, MATRIX, PCIE
 from transformers import MixtralConfig
 from workload import SEQ, Run, measure_steps, show
 
@@ -135,10 +135,8 @@ def save(name: str, engine: Engine, dense: int, run: Run, disk: Any, args: Any) 
     row = f"{shape} ({total / 1e9:.1f} B), {args.batch}×{SEQ} tokens per step"
     if args.accumulate > 1:
         row += f" in {args.accumulate} micro-batches"
-    compared = args.shape == "w1" and args.accumulate == 1
     details = {
         "row": f"{row}, {args.gpu_memory}",
-        "compare": DEEPSPEED.get(args.batch, "") if compared else "",
         "show": ["gpu_memory", "host_memory"],
         "gpu_memory": args.gpu_memory,
         "parameters": total,

@@ -37,9 +37,8 @@ def test_any_layout_follows_autograd(layout: str, kind: str, keep_hidden: bool) 
 def test_grouped_kernels_take_any_layout(layout: str, host_counts: bool) -> None:
     sizes = {"d_model": 64, "d_hidden": 128, "n_tokens": 333}
     own = LAYOUTS[layout]
-    if (
-        own.get("activation") is clamped_gate
-    ):  # bf16 and float32 can be on different sides of a clamp
+    # bf16 and float32 can be on different sides of a clamp
+    if own.get("activation") is clamped_gate:
         own = own | {"activation": lambda h: (h[..., 1::2] + 1) * torch.tanh(h[..., ::2])}
     case = Case.make("some without tokens", dtype=torch.bfloat16, device="cuda", **sizes, **own)
     expected = by_autograd(case.wide())
