@@ -1,4 +1,4 @@
-"""What each technique is worth: every switch off in turn (es-moe, Table 3).
+"""The gain of each technique: one switch off at a time (es-moe, Table 3).
 
 PYTHONPATH=src python3 bench/ablation.py --preset moe-l --experts 16
 """
@@ -13,14 +13,14 @@ from workload import SEQ, Work, build, measure, optimize, show
 from overspill.models.presets import get_preset
 from overspill.moe.settings import Settings
 
-EVERYTHING = Settings()
+ALL_ON = Settings()
 SWITCHES = {
-    "everything on": EVERYTHING,
-    "without resident experts": replace(EVERYTHING, resident_share=0.0),
-    "without optimizer overlap": replace(EVERYTHING, overlap_updates=False),
-    "without upload overlap": replace(EVERYTHING, overlap_uploads=False),
-    "without waves": replace(EVERYTHING, waves=False),
-    "without micro-batch grouping": EVERYTHING,
+    "all on": ALL_ON,
+    "without resident experts": replace(ALL_ON, resident_share=0.0),
+    "without optimizer overlap": replace(ALL_ON, overlap_updates=False),
+    "without upload overlap": replace(ALL_ON, overlap_uploads=False),
+    "without waves": replace(ALL_ON, waves=False),
+    "without micro-batch grouping": ALL_ON,
 }
 
 
@@ -30,13 +30,13 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--gpu-memory", default="40GiB")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--micro", type=int, default=4, help="micro-batches of a step")
+    parser.add_argument("--micro", type=int, default=4, help="micro-batches per step")
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     config = get_preset(args.preset, n_experts=args.experts)
-    model = build(config, EVERYTHING, gpu_memory=args.gpu_memory)
+    model = build(config, ALL_ON, gpu_memory=args.gpu_memory)
     engine = model.overspill
     optimizer = optimize(model)
     table, whole = [], None
@@ -61,7 +61,7 @@ def main() -> None:
     engine.close()
     assert whole is not None
     details = {
-        "row": f"{args.preset} {args.experts} experts, each switch off in turn",
+        "row": f"{args.preset} {args.experts} experts, one switch off at a time",
         "batch": f"{args.batch}×{SEQ} in {args.micro} micro-batches",
         "gpu_memory": args.gpu_memory,
     }

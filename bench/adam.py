@@ -1,4 +1,4 @@
-"""How fast the CPU's AdamW kernel passes over expert records that no cache holds.
+"""Speed of the CPU's AdamW kernel on expert records that are not in a cache.
 
 PYTHONPATH=src python3 bench/adam.py --out bench/results
 """
@@ -18,14 +18,14 @@ from overspill.optim.kernel import AdamHyper, RecordState, adamw_, kernel_name
 
 NUMEL = 3 * 1024 * 4096  # one gated expert of 1024×4096: 12.58 M parameters
 GIB = 1 << 30
-# Bytes moved a parameter: weight, low and moments both ways, the gradient one way.
+# Bytes moved per parameter: weight, low and moments read and written, the gradient read.
 BYTES = {torch.float32: 2 * (2 + 2 + 4 + 4) + 2, torch.bfloat16: 2 * (2 + 2 + 2 + 2) + 2}
 NAMES = {torch.float32: "adam-kernel-fp32", torch.bfloat16: "adam-kernel-bf16"}
 HYPER = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
 
 
 class Timing(NamedTuple):
-    """One thread count: parameters a second, of each repeat."""
+    """Parameters per second with one thread count, for each repeat."""
 
     threads: int
     rates: list[float]
@@ -38,7 +38,7 @@ class Timing(NamedTuple):
 
 
 def make_records(gib: float, moments: torch.dtype) -> list[tuple[RecordState, Tensor]]:
-    """As many records as fill `gib`, at least two; every page is touched."""
+    """At least two records, and as many as fill `gib`; every page is touched."""
 
     def make() -> tuple[RecordState, Tensor]:
         state = RecordState(
@@ -49,12 +49,12 @@ def make_records(gib: float, moments: torch.dtype) -> list[tuple[RecordState, Te
         )
         return state, torch.full((NUMEL,), 1e-3, dtype=torch.bfloat16)
 
-    resident = NUMEL * (6 + 2 * moments.itemsize)
-    return [make() for _ in range(max(2, round(gib * GIB / resident)))]
+    size = NUMEL * (6 + 2 * moments.itemsize)
+    return [make() for _ in range(max(2, round(gib * GIB / size)))]
 
 
 def seconds_each(work: Callable[[], object], repeats: int) -> list[float]:
-    work()  # threads started, library compiled
+    work()  # starts the threads and compiles the library
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -64,10 +64,8 @@ def seconds_each(work: Callable[[], object], repeats: int) -> list[float]:
 
 
 def host_bandwidth(gib: float, threads: int, repeats: int) -> float:
-    """Bytes a second, both ways counted, of a parallel read-modify-write of one large buffer.
-
-    Of the repeats the fastest: a limit is what the memory can do.
-    """
+    """Bytes per second, reads plus writes, of a parallel read-modify-write of one large buffer: the
+    fastest of the repeats, because it is a limit."""
     torch.set_num_threads(threads)
     buffer = torch.zeros(int(gib * GIB) // 4)
     times = seconds_each(lambda: buffer.add_(1.0), repeats)
@@ -88,9 +86,7 @@ def parse() -> argparse.Namespace:
     cores = os.cpu_count() or 1
     parser.add_argument("--gib", type=float, default=8.0, help="working set, GiB (default 8)")
     parser.add_argument("--threads", type=int, default=max(1, cores - 2))
-    parser.add_argument(
-        "--sweep", action="store_true", help="also 8 to 16 threads, the best counts"
-    )
+    parser.add_argument("--sweep", action="store_true", help="also measure 8 to 16 threads")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for the JSON records")
     return parser.parse_args()
@@ -135,12 +131,12 @@ def main() -> None:
             Limit(
                 bandwidth / BYTES[moments],
                 "Gparam/s",
-                f"host memory at {bandwidth:.1f} GB/s (parallel read-modify-write, both ways "
-                f"counted, measured in this run) over {BYTES[moments]} bytes a parameter",
+                f"host memory at {bandwidth:.1f} GB/s (parallel read-modify-write, reads "
+                f"plus writes, measured in this run) over {BYTES[moments]} bytes per parameter",
             ),
             arguments.out,
         )
-        del records  # before the next kind takes its memory
+        del records  # before the next dtype allocates memory
 
 
 if __name__ == "__main__":

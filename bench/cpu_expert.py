@@ -1,4 +1,4 @@
-"""How fast the CPU computes one expert that is in no cache, compared with torch and with memory.
+"""Speed of one expert on the CPU, without caching, compared with torch and memory bandwidth.
 
 PYTHONPATH=src python3 bench/cpu_expert.py --out bench/results
 """
@@ -35,12 +35,12 @@ SHAPES = (ExpertShape(1024, 4096, gated=False), ExpertShape(4096, 14336, gated=F
 TOKENS = (1, 4, 16, 64)
 DTYPE = torch.bfloat16
 GIB = 1 << 30
-CALLS = 24  # of one kind in succession
+CALLS = 24  # of one kind in a row
 LEAD = 100e-6  # seconds between a runner's request and its token rows
 
 
 class Timings(NamedTuple):
-    """Seconds for one expert, of each repeat."""
+    """Seconds for one expert, for each repeat."""
 
     forward: list[float]  # by a runner, as in the engine
     call: list[float]  # by a direct call from Python
@@ -182,7 +182,7 @@ def main() -> None:
         for tokens in TOKENS:
             timings = time_expert(experts, requests, tokens, arguments.repeats)
             measured.append((shape, tokens, timings))
-        experts.close()  # before the next shape takes its memory
+        experts.close()  # before the next shape allocates memory
         bandwidths.append(read_bandwidth(buffer, threads))
     requests.close()
     bandwidth = max(bandwidths)

@@ -18,7 +18,7 @@ from overspill.core.experts import ExpertShape
 
 W1, W2 = ExpertShape(1024, 4096, gated=True), ExpertShape(2048, 768, gated=True)
 BF16, FP32 = torch.bfloat16, torch.float32
-BOX = 0.02  # seconds of work that are timed at once
+BATCH_SECONDS = 0.02  # of work that is timed at once
 
 
 class Case(NamedTuple):
@@ -26,7 +26,7 @@ class Case(NamedTuple):
     shape: ExpertShape
     experts: int
     rows: int
-    """Of each expert."""
+    """Token rows per expert."""
     dtype: torch.dtype
 
 
@@ -45,12 +45,12 @@ class Timing(NamedTuple):
     backend: grouped.Backend
     phase: str
     seconds: list[float]
-    """Of each round."""
+    """One value per round."""
 
     def elements(self) -> int:
-        """Of the matrices in all products; a product reads or writes each element once."""
+        """Elements of the matrices in all products; a product accesses each element once."""
         w_in, w_out = self.case.shape.in_numel, self.case.shape.out_numel
-        # Backward: the pre-activation again, its gradient, that of the input, and both dw.
+        # backward: the pre-activation again, its gradient, dx, and both dw
         one = w_in + w_out if self.phase == "forward" else 3 * w_in + 2 * w_out
         return self.case.experts * one
 
@@ -95,9 +95,9 @@ def passes(case: Case) -> tuple[dict[str, Callable[[], None]], tuple[grouped.Bac
 
     usual = grouped.backend_for(x, weights, shape)
     backends: tuple[grouped.Backend, ...] = ("triton", "loop")
-    return {"forward": forward, "backward": backward}, (
-        ("torch", *backends) if usual == "torch" else backends
-    )
+    if usual == "torch":
+        backends = ("torch", *backends)
+    return {"forward": forward, "backward": backward}, backends
 
 
 def seconds(work: Callable[[], None], calls: int) -> float:
@@ -111,7 +111,7 @@ def seconds(work: Callable[[], None], calls: int) -> float:
 
 
 def measure(case: Case, rounds: int) -> list[Timing]:
-    """The backends in turn, so that a slow moment affects all of them."""
+    """Alternates between the backends, so that noise affects all of them."""
     works, backends = passes(case)
     timings = []
     for phase, work in works.items():
@@ -120,7 +120,7 @@ def measure(case: Case, rounds: int) -> list[Timing]:
         for backend in backends:
             with grouped.forced(backend):
                 seconds(work, 1)  # compiles
-                calls[backend] = min(20, max(1, round(BOX / seconds(work, 1))))
+                calls[backend] = min(20, max(1, round(BATCH_SECONDS / seconds(work, 1))))
         for _ in range(rounds):
             for timing in own:
                 with grouped.forced(timing.backend):

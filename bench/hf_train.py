@@ -1,4 +1,4 @@
-"""Training steps of a Mixtral of Hugging Face transformers in the plain PyTorch loop.
+"""Training steps of a Mixtral from Hugging Face transformers in a plain PyTorch loop.
 
 PYTHONPATH=src python3 bench/hf_train.py --shape w1 --batch 16 --gpu-memory 12GiB
 PYTHONPATH=src python3 bench/hf_train.py --shape largest --batch 8 --gpu-memory 24GiB --disk FOLDER
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from record import Limit, metric, write_record
 from ssd import disk_bandwidth
-from train import ADAM_RATE, DEEPSPEED, MATRIX, PCIE
+from train import ADAM_RATE, MATRIX, PCIE
 from transformers import MixtralConfig
 from workload import SEQ, Run, measure_steps, show
 
@@ -65,7 +65,7 @@ def mixtral_8x7b(layers: int) -> MixtralConfig:
 
 
 def largest(budgets: Budgets) -> MixtralConfig:
-    """As many layers of Mixtral-8x7B as the planner finds room for."""
+    """Mixtral-8x7B with as many layers as the planner can place."""
     request = budgets.request(torch.device("cuda", 0))
     for layers in range(32, 0, -1):
         config = mixtral_8x7b(layers)
@@ -74,9 +74,9 @@ def largest(budgets: Budgets) -> MixtralConfig:
         layout = RecordLayout(shape, torch.bfloat16, budgets.state_dtype)
         each = 2 * width * width + 2 * width * kv + (config.num_local_experts + 2) * width
         dense = (2 * config.vocab_size * width + layers * each) * 14
-        row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * width) * 2
+        token_bytes = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * width) * 2
         sizes = ModelSizes(
-            layers, 8, layout.weight_bytes, layout.state_bytes, dense, row, training=True
+            layers, 8, layout.weight_bytes, layout.state_bytes, dense, token_bytes, training=True
         )
         try:
             place(sizes, request)
@@ -88,7 +88,7 @@ def largest(budgets: Budgets) -> MixtralConfig:
 
 
 def steps(model: Any, optimizer: overspill.AdamW, batch: int, rounds: int) -> Iterator[Any]:
-    """The loop as a user writes it."""
+    """A typical training loop."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     vocab = model.config.vocab_size
     while True:
@@ -103,15 +103,15 @@ def steps(model: Any, optimizer: overspill.AdamW, batch: int, rounds: int) -> It
 
 
 def limit(engine: Engine, dense: int, tokens: int, rounds: int, disk: float | None) -> Limit:
-    """The slowest resource if everything else were free."""
+    """The slowest resource if all others were unlimited."""
     experts = engine.expert_parameters
     active = dense + experts * 2 // engine.n_experts
     narrow = engine.layout.state_dtype == torch.bfloat16
     rate = BF16_ADAM_RATE if narrow else ADAM_RATE
     times = {
-        "GPU, 8 operations a parameter and token": 8 * active * tokens / MATRIX,
+        "GPU, 8 operations per parameter and token": 8 * active * tokens / MATRIX,
         f"CPU AdamW alone at {rate / 1e9:g} Gparam/s": experts / rate,
-        "PCIe, every expert up twice a micro-batch": rounds * experts * 4 / PCIE,
+        "PCIe, every expert uploaded twice per micro-batch": rounds * experts * 4 / PCIE,
     }
     if disk is not None:
         spilled = engine.placement.disk_slots
@@ -128,17 +128,15 @@ def save(name: str, engine: Engine, dense: int, run: Run, disk: Any, args: Any) 
         "gpu_memory": metric([run.gpu_bytes / 2**30], "GiB"),
         "host_memory": metric([run.host_bytes / 2**30], "GiB"),
     }
-    for row, share in run.busy.items():
-        metrics[f"busy_{row.replace(' ', '_')}"] = metric([share], "share")
+    for lane, share in run.busy.items():
+        metrics[f"busy_{lane.replace(' ', '_')}"] = metric([share], "share")
     total = dense + engine.expert_parameters
     shape = "W1 as Mixtral" if args.shape == "w1" else f"Mixtral-8x7B, {engine.n_layers} layers"
-    row = f"{shape} ({total / 1e9:.1f} B), {args.batch}×{SEQ} tokens a step"
+    row = f"{shape} ({total / 1e9:.1f} B), {args.batch}×{SEQ} tokens per step"
     if args.accumulate > 1:
         row += f" in {args.accumulate} micro-batches"
-    compared = args.shape == "w1" and args.accumulate == 1
     details = {
         "row": f"{row}, {args.gpu_memory}",
-        "compare": DEEPSPEED.get(args.batch, "") if compared else "",
         "show": ["gpu_memory", "host_memory"],
         "gpu_memory": args.gpu_memory,
         "parameters": total,
@@ -154,12 +152,12 @@ def save(name: str, engine: Engine, dense: int, run: Run, disk: Any, args: Any) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="w1", choices=("w1", "largest"))
-    parser.add_argument("--batch", type=int, default=16, help="sequences of 1024 tokens a step")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--batch", type=int, default=16, help="sequences of 1024 tokens per step")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--gpu-memory", default="12GiB")
     parser.add_argument("--host-memory", default=None)
     parser.add_argument("--disk", type=Path, default=None)
-    parser.add_argument("--slots", type=int, default=None, help="experts on the GPU at once")
+    parser.add_argument("--slots", type=int, default=None, help="GPU slots")
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--timeline", type=Path, default=None, help="folder for timelines")
@@ -167,7 +165,7 @@ def main() -> None:
     args = parser.parse_args()
     big = args.shape == "largest"
     if big and args.host_memory is None:
-        args.host_memory = int(0.94 * available_memory())  # the same for the plan and for the run
+        args.host_memory = int(0.94 * available_memory())  # the same for the plan and the run
     budgets = Budgets(
         gpu_memory=args.gpu_memory,
         host_memory=args.host_memory,

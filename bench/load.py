@@ -1,4 +1,4 @@
-"""Loading a large checkpoint: bytes a second beside the disk's, and the peak of host memory.
+"""Loading a large checkpoint: rate compared with the disk, and peak host memory.
 
 PYTHONPATH=src python3 bench/load.py --size 30 --folder FOLDER
 """
@@ -12,38 +12,26 @@ import time
 from pathlib import Path
 
 import torch
+from hf_train import mixtral_8x7b
 from record import Limit, metric, write_record
 from ssd import disk_bandwidth
-from transformers import MixtralConfig
 
 import overspill
 from overspill.hardware.machine import peak_resident_memory, resident_memory
 
 
-def config(layers: int) -> MixtralConfig:
-    return MixtralConfig(
-        num_hidden_layers=layers,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        num_local_experts=8,
-        vocab_size=32_000,
-    )
-
-
 def make(folder: Path, gigabytes: float) -> None:
-    """Writes a checkpoint of that size (Mixtral-8x7B with fewer layers); a process of its own."""
+    """Writes a checkpoint of about this size: Mixtral-8x7B with fewer layers."""
     layers = max(1, round((gigabytes - 0.5) / 2.9))
     model = overspill.from_config(
-        config(layers), "40GiB", dtype=torch.bfloat16, mode="host", train=False
+        mixtral_8x7b(layers), "40GiB", dtype=torch.bfloat16, mode="host", train=False
     )
     overspill.save(model, folder)
     model.overspill.close()
 
 
-def forget(folder: Path) -> None:
-    """Drops the files from the page cache: they shall be read from the disk."""
+def drop_cache(folder: Path) -> None:
+    """Drops the files from the page cache, so that they are read from the disk."""
     for file in folder.iterdir():
         fd = os.open(file, os.O_RDONLY)
         os.fsync(fd)
@@ -55,8 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=float, default=30, help="GB")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--train", action="store_true", help="plan memory for an optimizer too")
-    parser.add_argument("--make", action="store_true", help="only make the checkpoint")
+    parser.add_argument("--train", action="store_true", help="also plan memory for an optimizer")
+    parser.add_argument("--make", action="store_true", help="only write the checkpoint")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     checkpoint = args.folder / "checkpoint"
@@ -69,7 +57,7 @@ def main() -> None:
         again = [sys.executable, __file__, "--make", "--size", str(args.size)]
         subprocess.run([*again, "--folder", str(args.folder)], check=True)
         print(f"made in {time.perf_counter() - start:.1f} s", flush=True)
-    forget(checkpoint)
+    drop_cache(checkpoint)
     torch.cuda.init()
     disk = disk_bandwidth(args.folder, 80 << 20, 96)["read"]
     marks: dict[str, float] = {}
@@ -80,14 +68,8 @@ def main() -> None:
 
     before = resident_memory()
     start = time.perf_counter()
-    # what an expert costs is measured once on a machine, and is no part of loading
     model = overspill.load(
-        checkpoint,
-        "40GiB",
-        mode="host",
-        train=args.train,
-        progress=progress,
-        quiet=True,
+        checkpoint, "40GiB", mode="host", train=args.train, progress=progress, quiet=True
     )
     took = time.perf_counter() - start
     engine = model.overspill
@@ -96,7 +78,7 @@ def main() -> None:
     filled = engine.records.weights_bytes * (1 - 1 / (engine.n_layers * engine.n_experts))
     for name, at in marks.items():
         print(f"{at - start:7.2f} s {name}")
-    print(f"all of it: {took:.2f} s for {size / 1e9:.1f} GB", flush=True)
+    print(f"total: {took:.2f} s for {size / 1e9:.1f} GB", flush=True)
     over = peak_resident_memory() - before - engine.bytes_by_tier()["host"]
     metrics = {
         "whole_rate": metric([size / took / 1e9], "GB/s"),
@@ -110,7 +92,7 @@ def main() -> None:
         "show": ["whole_load", "reading", "beyond_the_store"],
         "placement": engine.describe(),
     }
-    source = "disk, direct I/O, reads, measured just before"
+    source = "disk, direct I/O, reads, measured just before the load"
     write_record("load-30gb", details, metrics, Limit(disk / 1e9, "GB/s", source), args.out)
     engine.close()
     shutil.rmtree(checkpoint)

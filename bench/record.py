@@ -1,4 +1,4 @@
-"""Benchmark records: one JSON file per figure, with all it takes to measure it again."""
+"""Benchmark records: one JSON file per figure, with everything needed to repeat the measurement."""
 
 import json
 import math
@@ -22,7 +22,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 class Metric(NamedTuple):
-    """A figure over several runs: the middle one, the lowest and the highest."""
+    """A figure over several runs: median, lowest and highest value."""
 
     median: float
     low: float
@@ -31,7 +31,7 @@ class Metric(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What the headline figure is divided by, in its unit, and where that comes from."""
+    """The upper bound of the headline figure, in its unit, and its source."""
 
     value: float
     unit: str
@@ -39,9 +39,9 @@ class Limit(NamedTuple):
 
 
 def metric(values: Sequence[float], unit: str) -> Metric:
-    """The figure of `values`, one per run."""
+    """The metric of `values`, one per run."""
     if not values or not all(math.isfinite(value) for value in values):
-        raise ValueError(f"a metric needs at least one value, and finite ones; got {list(values)}")
+        raise ValueError(f"a metric needs one or more values, all finite; got {list(values)}")
     return Metric(statistics.median(values), min(values), max(values), unit)
 
 
@@ -53,11 +53,11 @@ def write_record(
     out: Path | str | None = None,
     table: Sequence[Mapping[str, Any]] | None = None,
 ) -> Path:
-    """Write `<out or bench/results>/<name>.json` and say so; the first metric is the headline.
+    """Writes `<out or bench/results>/<name>.json`. The first metric is the headline.
 
-    For `bench/tables.py`: `config["row"]` says in words what was run, `config["compare"]` what to
-    compare it with, `config["show"]` lists metrics to show beside the headline. `table` holds the
-    rows of a table of its own, instead of a line among the others.
+    For `bench/tables.py`: `config["row"]` describes the work, `config["compare"]` a figure to
+    compare with, `config["show"]` lists further metrics to show. A record with `table` gets a table
+    of its own instead of one row in a common table.
     """
     if re.fullmatch(r"[a-z0-9.]+(-[a-z0-9.]+)*", name) is None:
         raise ValueError(f"a record's name is like train-w1-16x1024, not {name!r}")
@@ -81,7 +81,7 @@ def write_record(
         record["table"] = [dict(row) for row in table]
     path = Path(out or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # allow_nan=False: a NaN is no figure, and no JSON either.
+    # allow_nan=False: JSON has no NaN
     text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     aside = path.with_suffix(".part")
     aside.write_text(text)
@@ -91,14 +91,14 @@ def write_record(
 
 
 def command() -> str:
-    """What to type at the root of a checkout to run this again."""
+    """The command that repeats this run from the root of a checkout."""
     script, *arguments = sys.argv
     typed = [_script(Path(script)), *(_without_root(argument) for argument in arguments)]
     return "PYTHONPATH=src python3 " + shlex.join(typed)
 
 
 def _script(path: Path) -> str:
-    """The path below the checkout: scripts are in bench/ or in a folder of it."""
+    """The path relative to the checkout: scripts are below bench/."""
     parts = path.absolute().parts
     if "bench" not in parts:
         return f"bench/{path.name}"
@@ -107,7 +107,7 @@ def _script(path: Path) -> str:
 
 
 def _without_root(argument: str) -> str:
-    """A path below the checkout, relative to it; of any other absolute path just the last name."""
+    """Makes paths in the checkout relative; of other absolute paths keeps the last component."""
     option, equals, value = argument.rpartition("=")
     path = Path(value)
     if path.is_absolute():
@@ -116,7 +116,7 @@ def _without_root(argument: str) -> str:
 
 
 def commit() -> str:
-    """The commit that is measured; a copy may carry it in a file COMMIT."""
+    """The measured commit; a copy without git has it in the file COMMIT."""
     file = ROOT / "COMMIT"
     if file.is_file():
         return file.read_text().strip()
@@ -127,13 +127,12 @@ def commit() -> str:
                 git, cwd=ROOT, check=True, capture_output=True, text=True
             ).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
-            pass  # no git here, or no commit yet
+            pass  # git is not installed, or there is no commit yet
     return "unknown"
 
 
 def _cpu_ticks() -> tuple[int, int]:
-    """How long all cores have worked, and how long the host of a virtual machine kept them from
-    it."""
+    """Ticks that all cores have worked, and ticks taken by the host of a virtual machine."""
     file = Path("/proc/stat")
     if not file.is_file():
         return 0, 0
@@ -146,13 +145,13 @@ _BEGIN = _cpu_ticks()
 
 
 def _stolen() -> float:
-    """Of the time that the cores should have worked since the benchmark began, the host's share."""
+    """The share of CPU time taken by the host since the benchmark started."""
     worked, stolen = (now - before for now, before in zip(_cpu_ticks(), _BEGIN, strict=True))
     return stolen / max(1, worked + stolen)
 
 
 def hardware() -> dict[str, Any]:
-    """GPU, CPU and memory, and how much of the CPU was ours; nothing that names the machine."""
+    """GPU, CPU, memory and the CPU time taken by the host; nothing that identifies the machine."""
     gpu = None
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -179,7 +178,7 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        # Imported, not asked of pip: what is measured may lie in src/ only.
+        # imported instead of read from package metadata: the code may not be installed
         "overspill": getattr(import_module("overspill"), "__version__", None),
     }
     for package in ("transformers", "deepspeed"):

@@ -1,4 +1,4 @@
-"""Tokens a second by the number of experts on one GPU capped at 40 GiB, host memory, then SSD.
+"""Tokens per second by number of experts: one GPU capped at 40 GiB, host memory, SSD.
 
 PYTHONPATH=src python3 bench/scale.py --preset moe-l --experts 8,16,24,32 --disk FOLDER
 """
@@ -34,8 +34,8 @@ def run_once(
         engine.close()
 
 
-def run_apart(*args: object, **budgets: object) -> tuple[Run, str]:
-    """`run_once` in a process of its own, so that every run begins with all of the memory."""
+def run_in_process(*args: object, **budgets: object) -> tuple[Run, str]:
+    """`run_once` in a new process, so that all memory is free at the start of each run."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(run_once, *args, **budgets).result()
@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("--preset", default="moe-l")
     parser.add_argument("--experts", default="8,16,24,32")
     parser.add_argument("--gpu-memory", default="40GiB")
-    parser.add_argument("--whole-gpu", default="130GiB", help="budget of the runs on the GPU alone")
-    parser.add_argument("--bf16-states", default="32", help="experts counts run with bf16 moments")
+    parser.add_argument("--whole-gpu", default="130GiB", help="budget of the runs without offload")
+    parser.add_argument("--bf16-states", default="32", help="numbers of experts with bf16 moments")
     parser.add_argument("--disk", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)
@@ -70,7 +70,7 @@ def main() -> None:
         }
         try:
             budgets = {"gpu_memory": args.gpu_memory, "disk": args.disk}
-            run, where = run_apart(args.preset, experts, args, dtype, **budgets)
+            run, where = run_in_process(args.preset, experts, args, dtype, **budgets)
             show(f"{args.preset} {experts}", run)
             speed = metric(run.speed, "tokens/s")
             speeds.append(speed)
@@ -84,7 +84,7 @@ def main() -> None:
             row |= {"tokens/s": "does not fit", "where": str(error)}
         try:
             whole = {"gpu_memory": args.whole_gpu, "mode": "gpu"}
-            run, _ = run_apart(args.preset, experts, args, dtype, **whole)
+            run, _ = run_in_process(args.preset, experts, args, dtype, **whole)
             show(f"{args.preset} {experts} on the GPU", run)
             row["tokens/s, all on GPU"] = f"{metric(run.speed, 'tokens/s').median:,.0f}"
         except (OverspillError, torch.cuda.OutOfMemoryError):
@@ -97,7 +97,7 @@ def main() -> None:
         if old:
             details["earlier rows"] = {key: old[key] for key in ("command", "commit", "date")}
         metrics = {"tokens_per_second": speeds[0]} if speeds else {}
-        if metrics:  # written after each, so that a long run cut short leaves what it has
+        if metrics:  # written after each run, so that an interrupted benchmark keeps its results
             write_record(name, details, metrics, None, args.out, table)
 
 

@@ -1,4 +1,4 @@
-"""CPU experts beside the GPU, on and off in turn; the GPU alone uses all of its slots.
+"""CPU experts, alternately on and off; the GPU alone uses all of its slots.
 
 PYTHONPATH=src python3 bench/split.py frozen --timeline timelines
 PYTHONPATH=src python3 bench/split.py sweep
@@ -30,7 +30,7 @@ UNIFORM = 1 / N_EXPERTS
 
 
 class Stack(nn.Module):
-    """The experts of MoE layers and nothing else: the simulator stands for their gates."""
+    """MoE layers without attention; the simulator replaces their routers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Stack(nn.Module):
 
 
 def frozen_stack(gpu_memory: str) -> Stack:
-    """In host memory, without optimizer states: nothing of it is trained."""
+    """All parameters are frozen and in host memory, without optimizer states."""
     model = Stack().eval().requires_grad_(False)
     settings = overspill.Settings(cpu_experts=True)
     overspill.offload(model, mode="host", gpu_memory=gpu_memory, settings=settings)
@@ -70,18 +70,18 @@ def frozen_stack(gpu_memory: str) -> Stack:
 def passes(model: Stack, tokens: int) -> Callable[[], None]:
     x_TD = torch.randn(tokens, D_MODEL, device="cuda", dtype=torch.bfloat16)
 
-    def there_and_back() -> None:
+    def forward_backward() -> None:
         x = x_TD.clone().requires_grad_()
         model(x).sum().backward()
         torch.cuda.synchronize()
 
-    return there_and_back
+    return forward_backward
 
 
-def in_turn(
+def alternate(
     engine: Engine, run: Callable[[], None], rounds: int, each: int = 1, warm: int = 1
 ) -> tuple[list[float], list[float]]:
-    """Seconds with and without the CPU's share, one after the other, `rounds` times."""
+    """Seconds with and without CPU experts, interleaved, `rounds` times."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds):
         for on in (True, False):
@@ -96,7 +96,7 @@ def in_turn(
 
 
 def ratio(on: Sequence[float], off: Sequence[float]) -> Metric:
-    """How many times faster: of the medians, and of each pair."""
+    """The speed-up: ratio of the medians, lowest and highest ratio of a pair."""
     pairs = [b / a for a, b in zip(on, off, strict=True)]
     return Metric(statistics.median(off) / statistics.median(on), min(pairs), max(pairs), "×")
 
@@ -109,10 +109,10 @@ def costs_of(engine: Engine) -> ExpertCosts:
 
 
 def limit(costs: ExpertCosts) -> Limit:
-    """Both sides busy all the time, against the link alone: rates of experts a second."""
+    """Experts per second with CPU and link always busy, divided by the link alone."""
     cpu = 1 / (costs.cpu_forward(1) * costs.cpu_beside)
     link = 1 / costs.load_beside
-    source = "CPU experts with one token and uploads at once, against uploads alone (probe)"
+    source = "CPU experts with one token and uploads at once, over uploads alone (probe)"
     return Limit((cpu + link) * costs.load, "×", source)
 
 
@@ -124,7 +124,7 @@ def frozen(args: argparse.Namespace) -> None:
     for zipf in (True, False):
         source = DrawnRouting.with_imbalance(N_LAYERS, N_EXPERTS, TOP_K, g=0.4, seed=1, zipf=zipf)
         with routed_by(model, source):
-            on, off = found[zipf] = in_turn(engine, run, args.rounds, each=3, warm=2)
+            on, off = found[zipf] = alternate(engine, run, args.rounds, each=3, warm=2)
             if args.timeline is not None and not zipf:
                 draw(engine, run, args.timeline)
         print("zipf" if zipf else "hot", *map(statistics.median, (on, off)), flush=True)
@@ -148,7 +148,7 @@ def frozen(args: argparse.Namespace) -> None:
 
 
 def draw(engine: Engine, run: Callable[[], None], folder: Path) -> None:
-    """A layer or two of the forward, with CPU and GPU experts side by side."""
+    """Draws two layers of the forward with CPU and GPU experts."""
     engine.switch(dataclasses.replace(engine.settings, cpu_experts=True))
     run()
     engine.recorder.start()
@@ -175,12 +175,12 @@ def sweep(args: argparse.Namespace) -> None:
         run = passes(model, tokens)
         row: dict[str, str] = {"tokens": f"{tokens:,}"}
         for g in (UNIFORM, *map(float, args.g.split(","))):
-            # two distinct experts a token limit G to one half; the paper allows repeated ones
+            # two distinct experts per token limit G to one half; the paper allows repeated ones
             source = DrawnRouting.with_imbalance(
                 N_LAYERS, N_EXPERTS, TOP_K, g=g, seed=1, repeat=g > 1 / TOP_K
             )
             with routed_by(model, source):
-                on, off = in_turn(engine, run, args.rounds, each=1 if tokens > 8192 else 2)
+                on, off = alternate(engine, run, args.rounds, each=1 if tokens > 8192 else 2)
             found = ratio(on, off)
             name = "uniform" if g == UNIFORM else f"G = {g}"
             row[name] = f"{found.median:.2f}× ({statistics.median(off) * 1e3:.0f} ms)"
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory", default="24GiB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", default="128,512,2048,8192,32768", help="of the sweep")
-    parser.add_argument("--g", default="0.1,0.2,0.4,0.6", help="of the sweep, beside uniform")
+    parser.add_argument("--g", default="0.1,0.2,0.4,0.6", help="of the sweep, besides uniform")
     parser.add_argument("--timeline", type=Path, default=None, help="folder for a timeline")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()

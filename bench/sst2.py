@@ -1,9 +1,9 @@
-"""Fine-tuning on SST-2 with its experts on the compute device, in host memory and on disk.
+"""Fine-tuning on SST-2 with experts on the compute device, in host memory and on disk.
 
-A small MoE is trained on the bare sentences, exported and fine-tuned on their labels once for each
-of these places, all with the commands that users have. Nothing but the time may differ.
+A small MoE is trained on the sentences, exported, and fine-tuned on the labels once per placement,
+with the command-line interface. Only the run time may differ.
 
-PYTHONPATH=src python3 bench/sst2.py FOLDER    # of train.tsv.gz and test.tsv.gz
+PYTHONPATH=src python3 bench/sst2.py FOLDER    # with train.tsv.gz and test.tsv.gz
 """
 
 import argparse
@@ -22,7 +22,7 @@ from record import metric, write_record
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 MODEL = "--gated --layers 2 --experts 8 --d-model 64 --d-hidden 128 --heads 4"
-# Of the 16 experts 4 fit on the compute device, and 6 in front of the disk.
+# 4 of the 16 experts fit on the compute device, and 6 in host memory before the disk.
 PLACES = {
     "compute device": "--mode gpu",
     "host memory, 4 slots of 16": "--mode host --slots 4",
@@ -31,12 +31,12 @@ PLACES = {
 VOCAB = 2048
 TASK = ["--labels", "bad,good", "--label-prompt", "{sentence} it was"]
 QUIET = ["--eval-every", "0", "--log-every", "100", "--trace-steps", "0"]
-# Tiny tensors gain nothing from threads.
+# threads do not help with tiny tensors
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Outcome(NamedTuple):
-    """What a fine-tuning printed, and the loss of each of its steps."""
+    """The printed summary of a fine-tuning run, and the loss of each step."""
 
     summary: dict[str, Any]
     losses: list[float]
@@ -44,10 +44,10 @@ class Outcome(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path, help="folder of train.tsv.gz and test.tsv.gz")
+    parser.add_argument("data", type=Path, help="folder with train.tsv.gz and test.tsv.gz")
     parser.add_argument("--pretrain-steps", type=int, default=300)
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--folder", type=Path, default=None, help="for what is not kept")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for temporary files")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     train, test = (args.data / f"{name}.tsv.gz" for name in ("train", "test"))
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def pretrain(train: Path, folder: Path, steps: int) -> Path:
-    """A checkpoint that has read the sentences and has not seen a label."""
+    """A checkpoint trained on the sentences without labels."""
     sentences = [sentence for sentence, _ in read(train)]
     text = folder / "sentences.txt"
     text.write_text("\n".join(sentences) + "\n")
@@ -80,7 +80,7 @@ def pretrain(train: Path, folder: Path, steps: int) -> Path:
 
 
 def make_tokenizer(sentences: list[str]) -> Tokenizer:
-    """Byte pairs of these sentences: a vocabulary as small as the model."""
+    """A BPE tokenizer of these sentences with a small vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -95,7 +95,7 @@ def make_tokenizer(sentences: list[str]) -> Tokenizer:
 
 
 def finetune(checkpoint: Path, data: list[str], place: str, steps: int) -> Outcome:
-    """All parameters, from `checkpoint`, with the experts where `place` puts them."""
+    """Fine-tunes all parameters of `checkpoint` with the flags `place`."""
     flags = place.split()
     mode = flags[1]
     out = checkpoint.parent / f"finetuned-{mode}"
@@ -122,21 +122,21 @@ def overspill(arguments: list[str]) -> str:
 
 
 def read(file: Path) -> list[tuple[str, str]]:
-    """Sentences and their labels."""
+    """Sentences and labels."""
     with gzip.open(file, "rt", encoding="utf-8", newline="") as lines:
         rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
     return [(sentence.strip(), label) for sentence, label in rows[1:]]
 
 
 def majority(file: Path) -> float:
-    """The accuracy of always giving the label that is the most frequent."""
+    """The accuracy of always predicting the most frequent label."""
     counts = Counter(label for _, label in read(file))
     return max(counts.values()) / counts.total()
 
 
 def write(outcomes: dict[str, Outcome], majority: float, args: argparse.Namespace) -> None:
     resident, *offloaded = outcomes.values()
-    apart = [
+    differences = [
         max(abs(a - b) for a, b in zip(resident.losses, other.losses, strict=True))
         for other in offloaded
     ]
@@ -146,10 +146,10 @@ def write(outcomes: dict[str, Outcome], majority: float, args: argparse.Namespac
             "accuracy before": f"{outcome.summary['accuracy_before']:.1%}",
             "after": f"{outcome.summary['accuracy']:.1%}",
             "eval loss": f"{outcome.summary['eval_loss']:.6f}",
-            "steps' losses apart by at most": furthest,
+            "largest difference of a step's loss": difference,
             "seconds": round(outcome.summary["seconds"]),
         }
-        for (name, outcome), furthest in zip(outcomes.items(), [None, *apart], strict=True)
+        for (name, outcome), difference in zip(outcomes.items(), [None, *differences], strict=True)
     ]
     eval_losses = [outcome.summary["eval_loss"] for outcome in outcomes.values()]
     write_record(
@@ -165,7 +165,7 @@ def write(outcomes: dict[str, Outcome], majority: float, args: argparse.Namespac
             "accuracy_offloaded": metric([one.summary["accuracy"] for one in offloaded], "share"),
             "accuracy_resident": metric([resident.summary["accuracy"]], "share"),
             "eval_loss": metric(eval_losses, "nats"),
-            "losses_apart": metric(apart, "nats"),
+            "losses_apart": metric(differences, "nats"),
         },
         None,
         args.out,

@@ -1,4 +1,4 @@
-"""How long an urgent upload waits when the link is full of uploads that are not.
+"""Waiting time of an urgent upload while background uploads occupy the link.
 
 PYTHONPATH=src python3 bench/urgent.py
 """
@@ -49,11 +49,11 @@ def main() -> None:
         rates.append(rate)
     copy = layout.weight_bytes / statistics.median(rates)
     copies = [wait / copy for wait in waits]
-    late = sorted(copies)
+    ordered = sorted(copies)
     print(f"one copy {copy * 1e3:.3f} ms; waits in copies: median {statistics.median(copies):.2f}")
     metrics = {
         "wait": metric(copies, "copies"),
-        "of_95_in_100": metric([late[int(0.95 * len(late))]], "copies"),
+        "of_95_in_100": metric([ordered[int(0.95 * len(ordered))]], "copies"),
         "arrival": metric([a * 1e3 for a in arrivals], "ms"),
         "link": metric([rate / 1e9 for rate in rates], "GB/s"),
     }
@@ -72,14 +72,14 @@ def main() -> None:
 def trial(
     store: ExpertStore, uploader: Uploader, recorder: Recorder, numbers: random.Random
 ) -> tuple[float, float, float]:
-    """(seconds from the request to its copy's start, to its end, bytes a second of the others)."""
+    """Seconds from the request to the start and the end of its copy, and the rate of the others."""
     with store.lock:
-        for entry in store.entries:  # all of them have to be uploaded again
+        for entry in store.entries:  # all experts have to be uploaded again
             store.begin_update(entry)
             store.end_update(entry)
         background = [Target(e, e.number, "background") for e in store.entries[1:]]
         uploader.set_targets(background)
-    time.sleep(2e-3 + numbers.random() * 5e-3)  # in the midst of them
+    time.sleep(2e-3 + numbers.random() * 5e-3)  # during the background uploads
     with store.lock:
         asked = time.perf_counter_ns()
         uploader.set_targets([Target(store.entries[0], 0, "urgent"), *background])

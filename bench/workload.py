@@ -1,4 +1,4 @@
-"""What the training benchmarks share: a model on random tokens, timed steps, their memory."""
+"""Common code of the training benchmarks: a model on random tokens, timed steps, memory."""
 
 import contextlib
 import gc
@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step is: `batch` sequences, in `micro` micro-batches that pass each expert together
+    """One step: `batch` sequences in `micro` micro-batches, which each expert computes together
     (`grouped`) or one after another."""
 
     batch: int
@@ -50,7 +50,7 @@ class Work:
 def build(
     config: GPTConfig, settings: Settings | None = None, device: str = "cuda", **budgets: object
 ) -> GPTMoE:
-    """An offloaded model in bf16 whose experts were never held anywhere but in their records."""
+    """An offloaded bf16 model whose experts are initialized in their records."""
     start = time.perf_counter()
     model = GPTMoE(config, seed=0, meta_experts=True, device=device, dtype=torch.bfloat16)
     overspill.offload(model, settings=settings, device=device, quiet=True, **budgets)
@@ -61,7 +61,7 @@ def build(
 def optimize(
     model: GPTMoE, norm: float | None = None, state_dtype: torch.dtype | None = None
 ) -> overspill.AdamW:
-    gc.collect()  # an engine has one optimizer at a time: the one before must be gone
+    gc.collect()  # an engine has one optimizer at a time: frees the previous one
     start = time.perf_counter()
     model.overspill.flush()
     optimizer = overspill.AdamW(model, lr=1e-4, max_grad_norm=norm, state_dtype=state_dtype)
@@ -71,7 +71,7 @@ def optimize(
 
 
 def steps(model: GPTMoE, optimizer: overspill.AdamW, work: Work) -> Iterator[torch.Tensor]:
-    """Endless training steps on random tokens; yields each step's loss once it was issued."""
+    """Endless training steps on random tokens; yields the loss of each step."""
     device = model.embedding.weight.device
     generator = torch.Generator(device).manual_seed(0)
     vocab = model.config.vocab
@@ -111,10 +111,8 @@ def synchronize() -> None:
 def time_steps(
     run: Iterator[torch.Tensor], warm: int, count: int
 ) -> tuple[list[float], torch.Tensor]:
-    """The seconds of each of `count` steps after `warm`, and the last loss.
-
-    Each is timed from step() to step(), where updates that overlap the next forward are in flight
-    at both ends."""
+    """The seconds of each of `count` steps after `warm` steps, and the last loss. A step is timed
+    from step() to step(); updates that overlap the next forward are pending at both ends."""
     for _ in range(warm):
         next(run)
     synchronize()
@@ -136,7 +134,7 @@ def measure_steps(
     timeline: Path | None = None,
     traced: int = 2,
 ) -> Run:
-    """Times `count` steps after `warm`, then traces some more for the busy shares."""
+    """Times `count` steps after `warm` steps, then traces further steps for the busy shares."""
     torch.cuda.reset_peak_memory_stats()
     seconds, loss = time_steps(run, warm, count)
     gpu = torch.cuda.max_memory_reserved()
@@ -158,7 +156,7 @@ def measure_steps(
 
 def show(name: str, run: Run) -> None:
     speed = sorted(run.speed)[len(run.speed) // 2]
-    busy = " ".join(f"{row}={share:.2f}" for row, share in run.busy.items() if share)
+    busy = " ".join(f"{lane}={share:.2f}" for lane, share in run.busy.items() if share)
     print(
         f"{name}: {speed:,.0f} tok/s, steps {[round(s, 3) for s in run.seconds]}, loss "
         f"{run.loss:.3f}, GPU {run.gpu_bytes / 2**30:.1f} GiB, host {run.host_bytes / 1e9:.1f} GB; "

@@ -1,9 +1,9 @@
-"""What CPU experts and the native uploader gain: each one switched off against both on.
+"""The gain of CPU experts and of the native uploader: each one off, compared with both on.
 
 On W1 training steps, on frozen experts with 512 tokens (drawn and real routing), and on one-token
 decode of a W2-shaped stack. Each round runs every variant once, so pairs are interleaved. The
 record of 2251961 also has the predictor and the re-execution of delayed CPU tasks, which gained
-nowhere and were deleted.
+nothing and were deleted.
 
 PYTHONPATH=src python3 bench/worth.py --out out
 """
@@ -37,7 +37,7 @@ VARIANTS: dict[str, Settings] = {
 
 
 class Block(nn.Module):
-    """A residual Mixture-of-Experts block with its own router, and no attention."""
+    """A residual Mixture-of-Experts block with a router and without attention."""
 
     def __init__(self, layer: int, n_layers: int, d: int, h: int, e: int, k: int, gated: bool):
         super().__init__()
@@ -95,10 +95,10 @@ def train_w1(rounds: int) -> dict[str, list[float]]:
 def frozen(rounds: int, drawn: bool) -> dict[str, list[float]]:
     model = frozen_stack(16, 1024, 4096, 16, 2, gated=False, gpu_memory="24GiB")
     generator = torch.Generator(device="cuda").manual_seed(1)
-    # the tokens have a direction in common, so that real routers prefer some experts
+    # tokens share a direction, so that real routers prefer some experts
     common = 2 * torch.randn(1024, device="cuda", generator=generator)
 
-    def there_and_back() -> None:
+    def forward_backward() -> None:
         x_TD = torch.randn(512, 1024, device="cuda", generator=generator) + common
         x_TD = x_TD.bfloat16().requires_grad_()
         model(x_TD).sum().backward()
@@ -106,12 +106,12 @@ def frozen(rounds: int, drawn: bool) -> dict[str, list[float]]:
 
     if drawn:
         with routed_by(model, DrawnRouting.with_imbalance(16, 16, 2, g=0.4, seed=1)):
-            return in_rounds(model.overspill, there_and_back, rounds, warm=2, each=3)
-    return in_rounds(model.overspill, there_and_back, rounds, warm=2, each=3)
+            return in_rounds(model.overspill, forward_backward, rounds, warm=2, each=3)
+    return in_rounds(model.overspill, forward_backward, rounds, warm=2, each=3)
 
 
 def decode(rounds: int) -> dict[str, list[float]]:
-    """One token at a time; a token resembles the one before it, as in text."""
+    """One token at a time; a token is similar to the previous one, as in text."""
     model = frozen_stack(12, 2048, 768, 128, 8, gated=True, gpu_memory="8GiB")
     generator = torch.Generator(device="cuda").manual_seed(2)
     x_TD = torch.randn(1, 2048, device="cuda", generator=generator)

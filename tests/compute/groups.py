@@ -1,4 +1,4 @@
-"""Groups of experts to compute on the CPU, and the naive reference as the oracle."""
+"""Groups of experts for the CPU kernel, and the expected results by the naive reference."""
 
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
@@ -19,8 +19,8 @@ from overspill.compute.reference import moe_reference
 from overspill.core.experts import ExpertShape
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# Relative to the largest value. float32: sums in another order. bf16: half a step of the result,
-# and of each rounding before it that went the other way.
+# Relative to the largest value. float32: sums in another order. bf16: half an ulp of the result and
+# of each earlier rounding that differs.
 TOLERANCE = {FP32: 1e-5, BF16: 2**-7}
 
 _BEST = cpu_isa()

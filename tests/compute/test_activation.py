@@ -1,15 +1,10 @@
-"""The activation against autograd, and the fused kernels against the torch path."""
+"""The activation compared with autograd, and the fused kernels compared with torch."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from overspill.compute.activation import (
-    activate,
-    activate_backward,
-    activate_backward_torch,
-    activate_torch,
-)
+from overspill.compute.activation import Fused, activate_backward_torch, activate_torch
 
 
 def oracle(h: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -25,9 +20,9 @@ def test_backward_is_the_gradient_of_the_weighted_activation(gated: bool) -> Non
     row_weight = torch.rand(7, dtype=torch.float64, requires_grad=True)
     da = torch.randn(7, 24, dtype=torch.float64)
     a = oracle(h, gated)
-    torch.testing.assert_close(activate(h.detach(), gated), a)
+    torch.testing.assert_close(Fused(gated).forward(h.detach()), a)
     (row_weight[:, None] * a * da).sum().backward()
-    grads = activate_backward(h.detach(), da.clone(), row_weight.detach(), gated)
+    grads = Fused(gated).backward(h.detach(), da.clone(), row_weight.detach(), overwrite_h=False)
     torch.testing.assert_close(grads.dh, h.grad)
     torch.testing.assert_close(grads.drow_weight_R, row_weight.grad)
     torch.testing.assert_close(grads.weighted_RH, (row_weight[:, None] * a).detach())
@@ -37,14 +32,14 @@ def test_backward_is_the_gradient_of_the_weighted_activation(gated: bool) -> Non
 def test_bf16_is_computed_in_float32_and_rounded_once(gated: bool) -> None:
     h = torch.randn(5, 32 * (1 + gated)).bfloat16()
     da, row_weight = torch.randn(5, 32).bfloat16(), torch.rand(5)
-    narrow = activate_backward(h, da, row_weight, gated)
-    wide = activate_backward(h.float(), da.float(), row_weight, gated)
+    narrow = Fused(gated).backward(h, da, row_weight, overwrite_h=False)
+    wide = Fused(gated).backward(h.float(), da.float(), row_weight, overwrite_h=False)
     assert torch.equal(narrow.dh, wide.dh.bfloat16())
     assert torch.equal(narrow.weighted_RH, wide.weighted_RH.bfloat16())
     assert torch.equal(narrow.drow_weight_R, wide.drow_weight_R)
 
 
-def test_torch_path_leaves_its_inputs_alone() -> None:
+def test_the_torch_path_does_not_change_its_inputs() -> None:
     h, da, row_weight = torch.randn(3, 16), torch.randn(3, 8), torch.rand(3)
     copies = h.clone(), da.clone()
     activate_backward_torch(h, da, row_weight, True)
@@ -57,7 +52,7 @@ def test_torch_path_leaves_its_inputs_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n_rows", "n_hidden"), [(1, 8), (37, 1000), (64, 1024), (5, 4104)])
 @pytest.mark.parametrize("overwrite_h", [False, True])
-def test_fused_kernels_follow_the_torch_path(
+def test_fused_kernels_match_the_torch_path(
     gated: bool, dtype: torch.dtype, n_rows: int, n_hidden: int, overwrite_h: bool
 ) -> None:
     pytest.importorskip("triton")
@@ -80,7 +75,7 @@ def test_fused_kernels_follow_the_torch_path(
     assert torch.equal(h, h_before) != overwrite_h
     close(weighted, expected.weighted_RH)
     close(dh, expected.dh)
-    # Both sums are float32; the order of a few thousand terms is what differs.
+    # Both sums are float32, in a different order.
     torch.testing.assert_close(drow_weight, expected.drow_weight_R, rtol=1e-4, atol=1e-3)
 
 
@@ -90,6 +85,6 @@ def test_fused_gradient_is_finite_where_exp_overflows() -> None:
     h = torch.tensor([[-200.0, 200.0] * 8], device="cuda")
     for gated in (False, True):
         da = torch.ones(1, 8 if gated else 16, device="cuda")
-        grads = activate_backward(h, da, torch.ones(1, device="cuda"), gated)
+        grads = Fused(gated).backward(h, da, torch.ones(1, device="cuda"), overwrite_h=False)
         assert grads.dh.isfinite().all()
-        assert activate(h, gated).isfinite().all()
+        assert Fused(gated).forward(h).isfinite().all()

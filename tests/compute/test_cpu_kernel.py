@@ -1,4 +1,4 @@
-"""Groups of experts on the CPU against float64, with every instruction set of this machine."""
+"""Groups of experts on the CPU compared with float64, for each instruction set of this machine."""
 
 import random
 import time
@@ -181,7 +181,7 @@ def test_rows_may_be_strided_and_records_unaligned(isa: str, dtype: torch.dtype)
 @every_isa
 @every_dtype
 @gated_or_not
-def test_nan_stays_in_its_row(isa: str, dtype: torch.dtype, gated: bool) -> None:
+def test_nan_stays_in_its_token_row(isa: str, dtype: torch.dtype, gated: bool) -> None:
     group = Group.make(ExpertShape(64, 96, gated), (20,), dtype)
     clean = compute(group, isa)
     group.x[7, 3] = torch.nan
@@ -194,8 +194,8 @@ def test_nan_stays_in_its_row(isa: str, dtype: torch.dtype, gated: bool) -> None
 @needs_native
 @every_isa
 @every_dtype
-def test_denormals_are_zeros_but_only_in_the_kernel(isa: str, dtype: torch.dtype) -> None:
-    # GELU of large negative values, and weights that are as small.
+def test_denormals_are_flushed_to_zero_only_in_the_kernel(isa: str, dtype: torch.dtype) -> None:
+    # GELU of large negative values, and equally small weights
     shape = ExpertShape(64, 96, False)
     group = Group.make(shape, (3, 20), dtype, scale=2.0)
     for expert in group.experts:
@@ -236,11 +236,11 @@ def test_concurrent_callers_with_pauses_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_read_bandwidth_is_a_bandwidth(threads: int) -> None:
+def test_read_bandwidth_is_plausible(threads: int) -> None:
     assert 1e7 < read_bandwidth(torch.ones(1 << 20), threads) < 1e14
 
 
-def test_without_a_compiler_the_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernel, "cpu_library", lambda: None)
     assert cpu_isa() is None
     assert why_unsupported(BF16, ExpertShape(8, 8, False), None) == "no C++ compiler"

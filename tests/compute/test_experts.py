@@ -1,4 +1,4 @@
-"""Waves of experts, forward and backward, against autograd through the naive loop."""
+"""Waves of experts, forward and backward, compared with autograd through a naive loop."""
 
 import pytest
 import torch
@@ -37,7 +37,8 @@ def test_any_layout_follows_autograd(layout: str, kind: str, keep_hidden: bool) 
 def test_grouped_kernels_take_any_layout(layout: str, host_counts: bool) -> None:
     sizes = {"d_model": 64, "d_hidden": 128, "n_tokens": 333}
     own = LAYOUTS[layout]
-    if own.get("activation") is clamped_gate:  # at a clamp's edge bf16 and float32 take two sides
+    # bf16 and float32 can be on different sides of a clamp
+    if own.get("activation") is clamped_gate:
         own = own | {"activation": lambda h: (h[..., 1::2] + 1) * torch.tanh(h[..., ::2])}
     case = Case.make("some without tokens", dtype=torch.bfloat16, device="cuda", **sizes, **own)
     expected = by_autograd(case.wide())
@@ -50,14 +51,14 @@ def test_grouped_kernels_take_any_layout(layout: str, host_counts: bool) -> None
 @pytest.mark.parametrize("gated", [False, True])
 def test_bf16_waves_follow_float32_autograd(gated: bool) -> None:
     case = Case.make(gated=gated, dtype=torch.bfloat16)
-    # A bf16 has 8 bits: 2^-8 for each of the few roundings, of values of about one.
+    # bf16 has 8 bits: 2^-8 for each of a few roundings of values of about one.
     by_waves(case).assert_close(by_autograd(case.wide()), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("n_tokens", [41, 301])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_cut_into_waves_gives_the_same_bits(
+def test_every_division_into_waves_gives_the_same_bits(
     gated: bool, n_tokens: int, dtype: torch.dtype
 ) -> None:
     case = Case.make("some without tokens", gated=gated, n_tokens=n_tokens, dtype=dtype)
@@ -72,7 +73,7 @@ def test_kept_and_recomputed_hidden_give_the_same_bits() -> None:
     by_waves(case, keep_hidden=True).assert_equal(by_waves(case))
 
 
-def test_counts_from_the_device_are_as_good() -> None:
+def test_counts_can_be_read_from_the_device() -> None:
     case = Case.make("some without tokens")
     by_waves(case, host_counts=False).assert_equal(by_waves(case))
 
@@ -83,7 +84,7 @@ def test_expert_without_rows_has_zero_gradient() -> None:
         assert not any(grad[expert].any() for grad in grads.dw)
 
 
-def test_rows_of_one_expert_can_be_cut_and_their_dw_added() -> None:
+def test_token_rows_of_one_expert_can_be_divided_and_their_dw_added() -> None:
     case = Case.make(dtype=torch.float64)
     x, dy, weight = case.x, case.dy, case.weights[:, 0]
     record = case.records[:1]
@@ -100,7 +101,7 @@ def test_rows_of_one_expert_can_be_cut_and_their_dw_added() -> None:
         torch.testing.assert_close(sum(part.dw[number] for part in parts), expected)
 
 
-def test_dw_is_left_out_when_not_needed() -> None:
+def test_dw_is_omitted_if_not_needed() -> None:
     case = Case.make()
     n = case.x.shape[0]
     args = (case.records[:1], case.shape, torch.tensor([n], dtype=torch.int32), [n])
@@ -135,14 +136,14 @@ def test_grouped_kernels_follow_float32_autograd(
         kind, top_k, gated, torch.bfloat16, "cuda", d_model=64, d_hidden=128, n_tokens=333
     )
     expected = by_autograd(case.wide())
-    # Dirty memory: what a kernel leaves out must not pass as zero because the page was fresh.
+    # Fill freed memory, so that elements a kernel does not write are not zero by chance.
     dirt = torch.full((16 * 2**20,), float("nan"), device="cuda", dtype=torch.bfloat16)
     del dirt
     for borders in ((0, N_EXPERTS), (0, 1, 4, N_EXPERTS)):
         got = by_waves(case, borders, host_counts=host_counts)
         for name, mine in got.named().items():
             theirs = expected.named()[name]
-            # Against the largest value: sums of hundreds of terms have no small relative error.
+            # Relative to the largest value: sums of hundreds of terms have large relative errors.
             assert (mine.float() - theirs).abs().max() <= 2e-2 * theirs.abs().max(), name
 
 

@@ -1,4 +1,4 @@
-"""The grouped Triton kernels against a naive loop: in Triton's interpreter, and on a GPU."""
+"""The grouped Triton kernels compared with a naive loop, in Triton's interpreter and on a GPU."""
 
 import importlib.util
 import os
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
 BF16, FP32 = torch.bfloat16, torch.float32
-# Of the largest value: float32 sums in another order, and one rounding to bf16. TF32 would be off
-# by 1e-3.
+# Relative to the largest value: float32 sums in another order, and one rounding to bf16. TF32 has
+# errors of 1e-3.
 TOLERANCE = {FP32: 1e-5, BF16: 2**-7}
 
 every_dtype = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
@@ -54,7 +54,7 @@ def rows_of(counts: Sequence[int]) -> Iterator[slice]:
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, device: str, behind: int = 2) -> Tensor:
-    """Strided rows, and NaN in the rows behind those of the groups."""
+    """Strided rows, and NaN in the rows after the last group."""
     values = torch.randn(rows + behind, columns + 3).to(device, dtype)
     values[rows:] = float("nan")
     return values[:, :columns]
@@ -130,7 +130,7 @@ def test_waves_follow_autograd(layout: dict, device: str) -> None:
 
 @every_device
 def test_bf16_waves_follow_float32_autograd(device: str) -> None:
-    # sizes that torch's kernels refuse
+    # sizes that torch's kernels do not support
     case = Case.make(dtype=BF16, device=device, d_model=20, d_hidden=36, n_tokens=23)
     with grouped.forced("triton"):
         got = by_waves(case)
@@ -168,7 +168,7 @@ def test_float32_follows_the_precision_set_for_torch() -> None:
 
 
 def test_kernels_compile_for_capability_8_6_and_fit_its_shared_memory() -> None:
-    """In a process without the interpreter, which accepts what the compiler refuses."""
+    """Without the interpreter, which accepts code that the compiler rejects."""
     script = Path(__file__).with_name("compile_grouped.py")
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -1,4 +1,4 @@
-"""The oracle itself, against an even simpler one: token by token."""
+"""The reference implementation, compared with a loop over tokens."""
 
 import pytest
 import torch

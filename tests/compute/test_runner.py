@@ -44,7 +44,7 @@ class Flags:
         self._flags[0] = number
 
     def await_done(self, number: int) -> None:
-        """As a GPU does: looks at the flag only."""
+        """Like a GPU, reads only the flag."""
         while int(self._flags[1]) != number:
             time.sleep(20e-6)
 
@@ -110,7 +110,7 @@ def test_requests_are_computed_one_after_another(
 def test_rows_may_become_ready_at_any_moment(
     runner: Runner, flags: Flags, dtype: torch.dtype, count: int, threads: int
 ) -> None:
-    """Threads wait for 0.2 ms and then sleep: the rows come before, meanwhile, just then, after."""
+    """Threads spin for 0.2 ms and then sleep: rows become ready before, during and after that."""
     group = Group.make(ExpertShape(32, 64, True), (count,) * 3, dtype)
     chance = random.Random(count + threads)
     args = group.experts, group.shape, threads
@@ -136,7 +136,7 @@ def test_rows_may_become_ready_at_any_moment(
 def test_delayed_threads_neither_read_nor_write_after_done(
     flags: Flags, dtype: torch.dtype, gated: bool, count: int
 ) -> None:
-    """As a GPU would, the test overwrites the rows as soon as the flag is raised."""
+    """Like a GPU, the test overwrites the rows as soon as the flag is set."""
     group = Group.make(ExpertShape(32, 160, gated), (count, 0, count), dtype)
     chance = random.Random(count)
     runner = Runner(lambda _: time.sleep(chance.choice((0.0, 0.0, 1e-4, 1e-3))))

@@ -1,4 +1,4 @@
-"""Experts computed in waves, and the same by autograd through a naive loop, as the oracle."""
+"""Experts computed in waves, and the expected results by autograd through a naive loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class Case:
         activation: Callable[[Tensor], Tensor] | None = None,
     ) -> "Case":
         shape = ExpertShape(d_model, d_hidden, gated, bias, transposed)
-        # Rows of the records are longer than a record: the stride of slots in a slab.
+        # the stride is longer than a record, as for slots in a slab
         slab = 0.1 * torch.randn(N_EXPERTS, shape.numel + padding)
         return cls(
             torch.randn(n_tokens, d_model).to(device, dtype),
@@ -100,7 +100,7 @@ class Results:
 
 
 def clamped_gate(h: Tensor) -> Tensor:
-    """An activation like those some models bring: interleaved, clamped, shifted."""
+    """An activation as in some models: interleaved, clamped, shifted."""
     gate, up = h[..., ::2].clamp(max=1.0), h[..., 1::2].clamp(-1.0, 1.0)
     return (up + 1) * gate * torch.sigmoid(gate * 1.7)
 

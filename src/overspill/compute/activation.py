@@ -31,22 +31,36 @@ class Activation(Protocol):
     def backward(
         self, h: Tensor, da_RH: Tensor, row_weight_R: Tensor, overwrite_h: bool
     ) -> ActivationGrads:
-        """See `activate_backward`."""
+        """The gradients of the activation, in one pass.
+
+        `da_RH` is dy @ w_out, not yet multiplied by the routing weight. The result may overwrite
+        `da_RH`, and with `overwrite_h` also `h`.
+        """
 
 
 class Fused:
-    """GELU or gated SiLU, with one kernel for forward and one for backward."""
+    """GELU (exact, with erf) or SiLU(gate) * up, with one kernel per direction."""
 
     def __init__(self, gated: bool) -> None:
         self.gated = gated
 
     def forward(self, h: Tensor) -> Tensor:
-        return activate(h, self.gated)
+        if not _fused(h):
+            return activate_torch(h, self.gated)
+        from overspill.compute import activation_triton
+
+        return activation_triton.activate(h, self.gated)
 
     def backward(
         self, h: Tensor, da_RH: Tensor, row_weight_R: Tensor, overwrite_h: bool
     ) -> ActivationGrads:
-        return activate_backward(h, da_RH, row_weight_R, self.gated, overwrite_h)
+        if not _fused(h):
+            return activate_backward_torch(h, da_RH, row_weight_R, self.gated)
+        from overspill.compute import activation_triton
+
+        return ActivationGrads(
+            *activation_triton.activate_backward(h, da_RH, row_weight_R, self.gated, overwrite_h)
+        )
 
 
 class Differentiated:
@@ -71,32 +85,6 @@ class Differentiated:
         return ActivationGrads((a.detach() * weight_R1).to(h.dtype), dh, drow_weight_R)
 
 
-def activate(h: Tensor, gated: bool) -> Tensor:
-    """GELU(h) (exact, with erf), or SiLU(gate) * up."""
-    if _fused(h):
-        from overspill.compute import activation_triton
-
-        return activation_triton.activate(h, gated)
-    return activate_torch(h, gated)
-
-
-def activate_backward(
-    h: Tensor, da_RH: Tensor, row_weight_R: Tensor, gated: bool, overwrite_h: bool = False
-) -> ActivationGrads:
-    """The gradients of the activation, in one pass.
-
-    `da_RH` is dy @ w_out, not yet multiplied by the routing weight. The result may overwrite
-    `da_RH`, and with `overwrite_h` also `h`.
-    """
-    if _fused(h):
-        from overspill.compute import activation_triton
-
-        return ActivationGrads(
-            *activation_triton.activate_backward(h, da_RH, row_weight_R, gated, overwrite_h)
-        )
-    return activate_backward_torch(h, da_RH, row_weight_R, gated)
-
-
 def activate_torch(h: Tensor, gated: bool) -> Tensor:
     """Torch implementation. 16-bit inputs are computed in float32 and rounded once."""
     if not gated:
@@ -108,7 +96,7 @@ def activate_torch(h: Tensor, gated: bool) -> Tensor:
 def activate_backward_torch(
     h: Tensor, da_RH: Tensor, row_weight_R: Tensor, gated: bool
 ) -> ActivationGrads:
-    """Torch implementation of `activate_backward`. Does not change its inputs."""
+    """Torch implementation of `Fused.backward`. Does not change its inputs."""
     wide = _wide(h)
     h_wide, da = h.to(wide), da_RH.to(wide)
     weight_R1 = row_weight_R.to(wide).unsqueeze(-1)
