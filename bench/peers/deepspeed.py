@@ -27,7 +27,7 @@ from peers.compare import compare, comparisons, metrics_of, table_of  # noqa: E4
 from peers.measurement import Measurement, Options, from_line  # noqa: E402
 from record import write_record  # noqa: E402
 from train import save as save_run  # noqa: E402
-from workload import SEQ, Run  # noqa: E402
+from workload import SEQ, Run, touch_host_memory  # noqa: E402
 
 from overspill.models.presets import get_preset  # noqa: E402
 
@@ -212,6 +212,8 @@ def main() -> int:
     if args.measurements is not None and args.measurements.exists():
         lines = args.measurements.read_text().splitlines()
         before = [one for one in map(from_line, lines) if one is not None]
+    if args.rounds and not args.tiny:
+        touch_host_memory()
     measured, failures = run_all(args, begun)
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
