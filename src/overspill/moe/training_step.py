@@ -252,6 +252,11 @@ class TrainingStep:
         self._sink.discard()
         self._forget()
 
+    def restart(self) -> None:
+        """A checkpoint was loaded: a step that failed, or that has updated experts, starts over."""
+        if self._updated_with or LayerState.RUNNING in self._states:
+            self.discard()
+
     def zero_grad(self) -> None:
         """Drops kept gradients that were not used."""
         if self._updated_with:
