@@ -195,7 +195,7 @@ class StreamingCompute(ExpertCompute):
 
     def wait_idle(self) -> None:
         """Blocks until all uploads have arrived and the CPU reads no expert."""
-        self.uploader.wait_idle()
+        self.wait_readers()
         if self._cpu is not None:
             self._cpu.wait_idle()
 
