@@ -1,6 +1,8 @@
 """The engine from outside: gradients, memory, residents, and what it holds when it is closed."""
 
+import dataclasses
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
-from overspill.core.errors import OrderError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.compute import StreamingCompute
 from tests.moe.oracle import (
@@ -168,3 +170,25 @@ def test_two_jobs_share_a_disk_folder(tmp_path: Path) -> None:
         for model in models:
             model.overspill.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_an_uploader_that_is_refused_leaves_no_file_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    options = {"mode": "disk", "slots": 3, "host_slots": 3, "disk": tmp_path, "device": "cpu"}
+    with pytest.raises(ConfigError, match="uploader='native' is not possible"):
+        overspill.offload(TASK.model(), settings=Settings(uploader="native"), **options)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_after_a_refused_switch_the_engine_goes_on(tmp_path: Path) -> None:
+    task = Task(steps=3)
+    model, run = task.model(), Run()
+    with spilled(model, "disk behind 3 host slots", tmp_path) as engine:
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            settings = dataclasses.replace(engine.settings, uploader="native")
+            with pytest.raises(ConfigError, match="uploader='native' is not possible"):
+                engine.switch(settings)
+            assert engine.settings.uploader == "auto"
+            run.losses.append(train_step(model, optimizer, batches))
+    assert run.losses == pytest.approx(plain_run(task).losses, rel=1e-5)

@@ -65,6 +65,27 @@ def test_nan_with_clipping_updates_nothing_and_the_batch_can_be_skipped(
 
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_nan_in_a_skipped_batch_is_not_raised_for_the_next(
+    where: str, stepped: bool, tmp_path: Path
+) -> None:
+    """Also if experts of the skipped batch get no token in the next."""
+    model = CLIPPED.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, CLIPPED)
+        (tokens,) = next(CLIPPED.batches())
+        (loss_of(model, tokens) * float("nan")).backward()
+        if stepped:
+            with pytest.raises(NonFiniteError, match="nothing was updated"):
+                optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, tokens[:1, :2]).backward()
+        optimizer.step()
+        assert optimizer.total_norm is not None
+        assert math.isfinite(optimizer.total_norm)
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_without_clipping_updates_nothing_with_it(
     where: str, value: float, tmp_path: Path

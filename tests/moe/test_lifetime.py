@@ -1,5 +1,6 @@
 """Small budgets work, and an engine closes when nothing can use it any more."""
 
+import copy
 import gc
 import math
 import queue
@@ -17,7 +18,19 @@ from overspill.core.experts import ExpertId
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
-from tests.moe.oracle import ONE_OF_EACH, Task, adamw, loss_of, spilled, threads_left, train_step
+from tests.moe.oracle import (
+    ONE_OF_EACH,
+    Run,
+    Task,
+    adamw,
+    assert_follows,
+    loss_of,
+    plain_run,
+    spilled,
+    threads_left,
+    train_step,
+    weights_of,
+)
 
 CONFIG = GPTConfig(
     vocab=32, n_layers=2, d_model=16, d_hidden=16, n_heads=2, n_experts=8, top_k=2, max_seq=16
@@ -247,3 +260,32 @@ def test_a_model_that_is_freed_in_a_thread_of_its_engine_is_closed_by_another(
     while threads_left() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not threads_left()
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_training_goes_on_from_states_loaded_after_a_failed_backward(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(steps=4)
+    model, run = task.model(), Run()
+    with spilled(model, where, tmp_path) as engine:
+        optimizer = adamw(model, task)
+        first, *rest = task.batches()
+        run.losses.append(train_step(model, optimizer, first))
+        saved = weights_of(model), copy.deepcopy(optimizer.state_dict())
+
+        def fail(layer_pass: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.training, "end_backward", fail)
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(model, rest[0][0]).backward()
+        with pytest.raises(OrderError, match="load the last checkpoint"):
+            optimizer.step()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        optimizer.zero_grad()
+        run.losses += [train_step(model, optimizer, batches) for batches in rest]
+        run.weights = weights_of(model)
+    assert_follows(run, plain_run(task))

@@ -170,3 +170,35 @@ def test_a_forward_after_close_says_so(where: str, tmp_path: Path) -> None:
         engine.close()
         with pytest.raises(OrderError, match="closed"):
             loss_of(model, next(TASK.batches())[0])
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_gradients_of_other_tensors_after_the_update_are_refused(
+    where: str, clip: float | None, stepped: bool, tmp_path: Path
+) -> None:
+    """They would be computed with other weights than their forward."""
+    task = Task(clip=clip)
+    model = task.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        (tokens,) = next(task.batches())
+        loss = loss_of(model, tokens)
+        loss.backward(retain_graph=True)
+        if stepped:
+            optimizer.step()
+        with pytest.raises(OrderError, match="second backward before step"):
+            torch.autograd.grad(loss, [model.embedding.weight])
+        if not stepped:
+            optimizer.step()
+
+
+def test_autograd_grad_of_experts_is_refused(tmp_path: Path) -> None:
+    task = Task()
+    model = task.model()
+    with spilled(model, "gpu", tmp_path):
+        adamw(model, task)
+        (tokens,) = next(task.batches())
+        with pytest.raises(OrderError, match="leave their placeholders out"):
+            torch.autograd.grad(loss_of(model, tokens), list(model.parameters()))

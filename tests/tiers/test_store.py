@@ -1,5 +1,9 @@
 """The store: every expert has exactly one home, and every host slot exactly one holder."""
 
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -215,6 +219,46 @@ def test_the_watchdog_takes_every_change_for_progress(tmp_path: Path) -> None:
     store.wait(lambda: changes == 8, "eight changes")  # takes twice as long as the watchdog allows
     thread.join()
     store.close()
+
+
+def test_a_slow_disk_is_not_taken_for_a_hang(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = new_store((1, 2, 0, 1), tmp_path, watchdog=0.05)
+    entry = store.entries[0]
+    assert store.assign_host_slot(entry, [])
+    store.begin_io(entry, Part.WEIGHTS, write=False)
+    disk = threading.Timer(0.3, store.end_io, (entry, Part.WEIGHTS, False))
+    disk.start()
+    store.wait(lambda: entry.readable, "a read")  # takes six times as long as the watchdog allows
+    disk.join()
+    assert "no disk transfer has ended" in caplog.text
+    store.close()
+
+
+_SUSPENDED = """
+import threading
+from overspill.tiers.worker_sync import WorkerSync
+
+sync, done = WorkerSync(watchdog_seconds=1.0), []
+threading.Timer(0.4, lambda: (done.append(1), sync.wake_main())).start()
+print("waiting", flush=True)
+sync.wait(lambda: bool(done), "a change")
+"""
+
+
+def test_the_watchdog_does_not_count_time_in_which_the_process_was_suspended() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _SUSPENDED]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGCONT)
+    process.stdout.close()
+    assert process.wait(30) == 0
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:

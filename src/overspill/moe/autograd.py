@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
+from overspill.core.errors import OrderError
 from overspill.core.experts import Phase
 from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
@@ -82,10 +83,21 @@ class _Entrance(torch.autograd.Function):
         x_TD, weights_TK = ctx.saved_tensors
         # autograd.grad() and backward(inputs=...) leave out parameters that they do not name
         (_, _, (placeholder, _)) = ctx.next_functions
-        wanted = placeholder is not None and torch._C._will_engine_execute_node(placeholder)
+        wanted = placeholder is not None and _is_wanted(placeholder)
         args = x_TD, weights_TK, dy_TD, ctx.engine, ctx.layer_pass
         dx_TD, dweights_TK = _backward(*args, trained=ctx.layer_pass.trained and wanted)
         return dx_TD, dweights_TK, None, None, None
+
+
+def _is_wanted(placeholder: Any) -> bool:
+    """Whether the running backward accumulates into the leaf node of a placeholder."""
+    try:
+        return bool(torch._C._will_engine_execute_node(placeholder))
+    except RuntimeError as error:  # torch cannot tell for a leaf that autograd.grad() names
+        raise OrderError(
+            "autograd.grad() cannot return gradients of offloaded experts; leave their "
+            "placeholders out of its inputs, or call backward()"
+        ) from error
 
 
 class _Experts(torch.autograd.Function):
@@ -170,6 +182,8 @@ def _backward(
     delivered to the training step."""
     compute, dispatcher = engine.compute, engine.compute.dispatcher
     need_dw = trained and engine.training.begin_backward(layer_pass)
+    if layer_pass.trained and not trained and engine.can_train:
+        engine.training.check_backward(layer_pass)
     compute.enter_backward(layer_pass)
     rows = layer_pass.rows
     dy_TD = dy_TD.contiguous()

@@ -120,24 +120,31 @@ class TrainingStep:
                 "all micro-batches but the last in `with opt.accumulate():`"
             )
 
-    def begin_backward(self, layer_pass: LayerPass) -> bool:
-        """Before the first wave of a layer's backward; whether weight gradients are needed."""
+    def check_backward(self, layer_pass: LayerPass) -> None:
+        """A backward needs the weights of its forward, also one without weight gradients."""
         layer = layer_pass.layer
-        was_pending = layer_pass.pending in self._pending[layer]
-        self._pending[layer].discard(layer_pass.pending)
-        rule = self.rule
-        if rule is None:
-            raise OrderError(
-                "backward through offloaded experts needs their optimizer: create "
-                "overspill.AdamW(model, lr=...) before the first backward"
-            )
-        if not was_pending or self._states[layer] in (LayerState.COMPLETE, LayerState.UPDATED):
+        updated = self._states[layer] in (LayerState.COMPLETE, LayerState.UPDATED)
+        if updated or layer_pass.pending not in self._pending[layer]:
             raise OrderError(
                 f"MoE layer {layer} got a second backward before step(), or one of a graph from "
                 "before step(); call opt.step() after each backward, or wrap all but the last in "
                 "`with opt.accumulate():`"
             )
         self._check_finished(layer)
+
+    def begin_backward(self, layer_pass: LayerPass) -> bool:
+        """Before the first wave of a layer's backward; whether weight gradients are needed."""
+        layer = layer_pass.layer
+        rule = self.rule
+        try:
+            if rule is None:
+                raise OrderError(
+                    "backward through offloaded experts needs their optimizer: create "
+                    "overspill.AdamW(model, lr=...) before the first backward"
+                )
+            self.check_backward(layer_pass)
+        finally:
+            self._pending[layer].discard(layer_pass.pending)
         hyper = rule.hyper(layer)
         if hyper is None:
             return False
@@ -244,6 +251,11 @@ class TrainingStep:
         """Drops the gradients of this step; the experts stay as they are."""
         self._sink.discard()
         self._forget()
+
+    def restart(self) -> None:
+        """A checkpoint was loaded: a step that failed, or that has updated experts, starts over."""
+        if self._updated_with or LayerState.RUNNING in self._states:
+            self.discard()
 
     def zero_grad(self) -> None:
         """Drops kept gradients that were not used."""

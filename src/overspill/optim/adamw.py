@@ -27,6 +27,7 @@ class ExpertTraining(Protocol):
     def step(self) -> None: ...
     def discard(self) -> None: ...
     def zero_grad(self) -> None: ...
+    def restart(self) -> None: ...
 
 
 class StateRecords(Protocol):
@@ -259,6 +260,8 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError(
                 "the optimizer state has other parameter groups; create the same ones"
             )
+        if self._engine is not None:
+            self._engine.training.restart()
         for group, other in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
         for number, (parameter, _) in enumerate(self._parameters()):
@@ -293,6 +296,8 @@ class AdamW(torch.optim.Optimizer):
 
     def load_dense_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Loads the result of `dense_state_dict`."""
+        if self._engine is not None:
+            self._engine.training.restart()
         parameters = self._parameters()
         for name, value in flat.items():
             if name == "layer_steps":

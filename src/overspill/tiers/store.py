@@ -242,6 +242,9 @@ class ExpertStore(WorkerSync):
         """Under the lock: the experts on disk that have a host slot."""
         return self._cached
 
+    def disk_busy(self) -> bool:
+        return any(entry.io for entry in self._cached)
+
     def touch(self, entry: Entry) -> None:
         """Notes that the expert is needed, for the choice of the least recently used."""
         with self.lock:

@@ -1,11 +1,14 @@
 """The lock shared by the main thread and the worker threads, and how they wait for each other."""
 
+import logging
 import threading
 from collections.abc import Callable
 
 from overspill.core.errors import EngineError, OverspillError
 
 WATCHDOG_SECONDS = 60.0
+_SLICES = 20  # a process that was suspended loses one of them, not the whole time
+_log = logging.getLogger("overspill")
 
 
 class WorkerSync:
@@ -23,24 +26,30 @@ class WorkerSync:
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Blocks until `ready()`, which is called under the lock. Raises if a worker thread has
-        failed, or if nothing has changed for a minute: `what` says what was waited for."""
+        failed, or if nothing has changed for a minute: `what` says what was waited for. A disk that
+        takes longer is only reported."""
         with self.lock:
-            while True:
-                seen = self._changes
+            seen, slices = self._changes, 0
+            while slices < _SLICES:
                 done = self._main.wait_for(
-                    lambda: self.error is not None or ready(), self._watchdog_seconds
+                    lambda: self.error is not None or ready(), self._watchdog_seconds / _SLICES
                 )
                 self.raise_error()
                 if done:
                     return
-                if seen == self._changes:
-                    threads = ", ".join(
-                        sorted(t.name for t in threading.enumerate() if "overspill" in t.name)
-                    )
-                    raise EngineError(
-                        f"no progress for {self._watchdog_seconds:.0f} s while waiting for {what}; "
-                        f"running threads: {threads or 'none'}. Please report this as a bug"
-                    )
+                seen, slices = self._changes, slices + 1 if seen == self._changes else 0
+                if slices == _SLICES and self.disk_busy():
+                    _log.warning("no disk transfer has ended for %.0f s", self._watchdog_seconds)
+                    slices = 0
+        threads = sorted(t.name for t in threading.enumerate() if "overspill" in t.name)
+        raise EngineError(
+            f"no progress for {self._watchdog_seconds:.0f} s while waiting for {what}; "
+            f"running threads: {', '.join(threads) or 'none'}. Please report this as a bug"
+        )
+
+    def disk_busy(self) -> bool:
+        """Under the lock: whether a disk transfer is running."""
+        return False
 
     def wait_uploader(self) -> None:
         """Called by the uploader's thread under the lock: sleeps until an entry has changed."""

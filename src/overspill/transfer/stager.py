@@ -101,7 +101,7 @@ class Stager:
 
     def idle(self) -> bool:
         """Under the lock: whether nothing is being read or written."""
-        return not any(entry.io for entry in self._store.cached())
+        return not self._store.disk_busy()
 
     def close(self) -> None:
         with self._store.lock:

@@ -124,12 +124,12 @@ class ResidentGradients(GradientSink):
             raise self._not_finite()
 
     def _not_finite(self) -> NonFiniteError:
-        self._squares.zero_()  # reported once: the next step starts clean
         return NonFiniteError(
             "an expert's gradient is NaN or infinite; lower the learning rate or set "
             "max_grad_norm, and go on from the last checkpoint"
         )
 
     def discard(self) -> None:
+        self._squares.zero_()  # a NaN is reported once: the next step starts clean
         self._kept.clear()
         self._updated.clear()

@@ -62,11 +62,11 @@ class StreamingCompute(ExpertCompute):
         self.split = self._new_split(costs)
         self._cpu: CpuExperts | None = None
         self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
-        self.uploader, self._waves = self._start_uploads()
+        self.uploader, self._waves = self._start_uploads(settings.uploader)
 
-    def _start_uploads(self) -> tuple[Uploader, Waves]:
+    def _start_uploads(self, kind: str) -> tuple[Uploader, Waves]:
         store, slab, stream = self._store, self._slab, self._upload_stream
-        uploader = new_uploader(store, slab, stream, len(slab), self._settings.uploader)
+        uploader = new_uploader(store, slab, stream, len(slab), kind)
         uploader.set_overlap(self._settings.overlap_uploads)
         planned = self.cursor, self.plan, self.split
         return uploader, Waves(store, *planned, uploader, self.trace, self.device)
@@ -195,7 +195,7 @@ class StreamingCompute(ExpertCompute):
 
     def wait_idle(self) -> None:
         """Blocks until all uploads have arrived and the CPU reads no expert."""
-        self.uploader.wait_idle()
+        self.wait_readers()
         if self._cpu is not None:
             self._cpu.wait_idle()
 
@@ -212,10 +212,11 @@ class StreamingCompute(ExpertCompute):
 
     def set_settings(self, settings: Settings) -> None:
         """While nothing is being computed or transferred."""
-        before, self._settings = self._settings, settings
-        if settings.uploader != before.uploader:
+        if settings.uploader != self._settings.uploader:
+            uploads = self._start_uploads(settings.uploader)  # if refused, the old one goes on
             self.uploader.close()
-            self.uploader, self._waves = self._start_uploads()
+            self.uploader, self._waves = uploads
+        self._settings = settings
         self.uploader.set_overlap(settings.overlap_uploads)
         if self.split is not None:
             self.split.set_enabled(settings.cpu_experts)

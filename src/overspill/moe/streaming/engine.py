@@ -52,9 +52,13 @@ class StreamingEngine(Engine):
         pinned = device.type == "cuda"
         store = ExpertStore(n_layers, experts, layout, *slots, pinned, disk, progress)
         threads = cpu_threads(settings.threads)
-        compute = StreamingCompute(
-            store, slab, device, placement, settings, recorder, threads, costs
-        )
+        try:
+            compute = StreamingCompute(
+                store, slab, device, placement, settings, recorder, threads, costs
+            )
+        except BaseException:
+            store.close()  # leaves no file open
+            raise
         records = StreamingRecords(store)
         self._store = store
         self._compute = compute
@@ -95,8 +99,8 @@ class StreamingEngine(Engine):
         self.flush()
         if settings.cpu_experts and self._compute.split is None:
             _log.warning("cpu_experts: nothing was measured; set it when the model is offloaded")
+        self._compute.set_settings(settings)  # first: it may refuse them
         self._settings = settings
-        self._compute.set_settings(settings)
         if self._sink is not None:
             self._sink.set_settings(settings)
 

@@ -275,6 +275,7 @@ class StreamingGradients(GradientSink):
         if self._updates is not None:
             self._updates.wait_idle()  # a gradient that is being accumulated must not come later
         self._store.discard_gradients(self._kept)
+        self._squares.zero_()  # an expert without tokens in the next step would keep a NaN
         self._kept.clear()
 
     def set_settings(self, settings: Settings) -> None:
