@@ -49,14 +49,20 @@ clean:  ## remove the environment and all caches, but not runs/
 # A stamp is touched last, so an interrupted installation is repeated. torch is installed first and
 # alone: all other packages must accept the version in constraints.txt. Training needs none of the
 # development tools.
-$(INSTALLED): pyproject.toml constraints.txt
+TORCH := $(VENV)/.torch
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+
+$(TORCH): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"Overspill needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(PIP) torch "setuptools>=77"
 	@touch $@
 
-$(DEV): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+$(INSTALLED): $(TORCH)
+	$(PIP) --no-build-isolation -e .
 	@touch $@
+
+$(DEV): $(TORCH)
+	$(PIP) --no-build-isolation -e ".[dev]"
+	@touch $(INSTALLED) $@

@@ -193,6 +193,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sides", default=",".join(SIDES), help="run only these sides")
     parser.add_argument("--measurements", type=Path, help="file of lines to continue from")
     parser.add_argument("--tiny", action="store_true", help="a toy on the CPU")
+    parser.add_argument(
+        "--touch",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="write to all free host memory first: the first use of it is slow",
+    )
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     text = args.batches or ("1,2" if args.tiny else "16,64")
@@ -212,7 +218,7 @@ def main() -> int:
     if args.measurements is not None and args.measurements.exists():
         lines = args.measurements.read_text().splitlines()
         before = [one for one in map(from_line, lines) if one is not None]
-    if args.rounds and not args.tiny:
+    if args.touch and args.rounds and not args.tiny:
         touch_host_memory()
     measured, failures = run_all(args, begun)
     for failure in failures:
