@@ -9,7 +9,7 @@ TRAIN_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test newest lint format tables clean
+.PHONY: help train test pytest newest lint format tables clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -18,7 +18,10 @@ help:  ## show this list
 train: $(INSTALLED)  ## train a small MoE with an eighth of its experts on the compute device
 	$(BIN)/overspill train nano $(TRAIN_ARGS)
 
-test: lint  ## run all checks: ruff, mypy, import-linter, pytest
+test: $(DEV)  ## run all checks in parallel: ruff, mypy, import-linter, pytest
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(DEV)  ## run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal $(TEST_ARGS)
 
 newest: $(DEV)  ## test Hugging Face models with the newest transformers
