@@ -221,6 +221,8 @@ def test_a_forward_between_backward_and_step_is_refused(either: Bench) -> None:
 def test_a_forward_between_micro_batches_is_allowed(either: Bench) -> None:
     either.backward(either.forward(), accumulate=True)
     either.forward()
+    either.training.step()
+    assert either.training.steps(0) == 1
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -218,6 +218,7 @@ def test_the_watchdog_takes_every_change_for_progress(tmp_path: Path) -> None:
     thread.start()
     store.wait(lambda: changes == 8, "eight changes")  # takes twice as long as the watchdog allows
     thread.join()
+    assert changes == 8
     store.close()
 
 

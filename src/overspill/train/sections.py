@@ -1,5 +1,6 @@
 """The settings that training and fine-tuning share. Imports no torch: --help reads this file."""
 
+import abc
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -106,7 +107,7 @@ class RunSection:
 
 
 @dataclass(frozen=True)
-class RunConfig(Config):
+class RunConfig(Config, abc.ABC):
     """What the configs of all runs have in common."""
 
     model: Any
@@ -116,9 +117,9 @@ class RunConfig(Config):
     run: RunSection = field(default_factory=RunSection)
 
     @property
+    @abc.abstractmethod
     def name(self) -> str:
         """Name of the run's folder below runs/."""
-        raise NotImplementedError
 
     @property
     def accumulates(self) -> bool:
