@@ -192,3 +192,13 @@ def test_after_a_refused_switch_the_engine_goes_on(tmp_path: Path) -> None:
             assert engine.settings.uploader == "auto"
             run.losses.append(train_step(model, optimizer, batches))
     assert run.losses == pytest.approx(plain_run(task).losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("where", ["gpu", "host with 2 slots"])
+def test_settings_that_cannot_be_switched_are_refused(where: str, tmp_path: Path) -> None:
+    model = TASK.model()
+    with spilled(model, where, tmp_path) as engine:
+        with pytest.raises(ConfigError, match="max_rows cannot be switched"):
+            engine.switch(dataclasses.replace(engine.settings, max_rows=3))
+        engine.switch(dataclasses.replace(engine.settings, waves=False))
+        assert not engine.settings.waves

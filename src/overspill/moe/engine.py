@@ -8,7 +8,7 @@ import abc
 
 import torch
 
-from overspill.core.errors import OrderError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
 from overspill.moe.compute import ExpertCompute
@@ -96,6 +96,11 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def switch(self, settings: Settings) -> None:
         """Turns techniques on or off between steps, to measure what each gains."""
+
+    def _check_switch(self, settings: Settings) -> None:
+        for name in ("max_rows", "threads", "inject", "cpu_policy"):
+            if getattr(settings, name) != getattr(self._settings, name):
+                raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
 
     @abc.abstractmethod
     def flush(self) -> None:

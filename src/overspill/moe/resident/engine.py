@@ -44,6 +44,7 @@ class ResidentEngine(Engine):
         super().__init__(self._compute, training, records, placement, settings, recorder)
 
     def switch(self, settings: Settings) -> None:
+        self._check_switch(settings)
         self.flush()
         self._settings = settings
         self._compute.set_grouped(settings.waves)

@@ -96,6 +96,7 @@ class StreamingEngine(Engine):
             yield self._store.at(layer, position), parts
 
     def switch(self, settings: Settings) -> None:
+        self._check_switch(settings)
         self.flush()
         if settings.cpu_experts and self._compute.split is None:
             _log.warning("cpu_experts: nothing was measured; set it when the model is offloaded")
