@@ -1,19 +1,16 @@
 """Common code of the training benchmarks: a model on random tokens, timed steps, memory."""
 
 import contextlib
-import ctypes
 import gc
-import mmap
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import overspill
-from overspill.hardware.machine import available_memory, peak_resident_memory
+from overspill.hardware.machine import peak_resident_memory
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Engine
@@ -22,23 +19,6 @@ from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
 
 SEQ = 1024
-
-
-def touch_host_memory(share: float = 0.9) -> None:
-    """Writes to most of the free host memory once and frees it. A virtual machine gets its memory
-    from the host when it is first used, and the first process to use it is slower: W1 trained at
-    8.5 k tokens/s there, and at 12.1 k a few minutes later (record train-w1-vs-deepspeed)."""
-    start, size = time.perf_counter(), int(share * available_memory())
-    memory = mmap.mmap(-1, size)
-    piece = 1 << 28
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-    def touch(at: int) -> None:
-        ctypes.memset(address + at, 1, min(piece, size - at))  # releases the GIL
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(touch, range(0, size, piece)))
-    print(f"touched {size / 2**30:.0f} GiB in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from peers.compare import compare, comparisons, metrics_of, table_of  # noqa: E4
 from peers.measurement import Measurement, Options, from_line  # noqa: E402
 from record import write_record  # noqa: E402
 from train import save as save_run  # noqa: E402
-from workload import SEQ, Run, touch_host_memory  # noqa: E402
+from workload import SEQ, Run  # noqa: E402
 
 from overspill.models.presets import get_preset  # noqa: E402
 
@@ -193,12 +193,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sides", default=",".join(SIDES), help="run only these sides")
     parser.add_argument("--measurements", type=Path, help="file of lines to continue from")
     parser.add_argument("--tiny", action="store_true", help="a toy on the CPU")
-    parser.add_argument(
-        "--touch",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="write to all free host memory first: the first use of it is slow",
-    )
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     text = args.batches or ("1,2" if args.tiny else "16,64")
@@ -218,8 +212,6 @@ def main() -> int:
     if args.measurements is not None and args.measurements.exists():
         lines = args.measurements.read_text().splitlines()
         before = [one for one in map(from_line, lines) if one is not None]
-    if args.touch and args.rounds and not args.tiny:
-        touch_host_memory()
     measured, failures = run_all(args, begun)
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)

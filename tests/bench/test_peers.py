@@ -32,7 +32,7 @@ def benchmark(folder: Path, lines: list[str], *arguments: str) -> subprocess.Com
     file = folder / "measurements.jsonl"
     file.write_text("".join(lines))
     script = str(ROOT / "bench" / "peers" / "deepspeed.py")
-    paths = ["--measurements", str(file), "--out", str(folder / "out"), "--no-touch"]
+    paths = ["--measurements", str(file), "--out", str(folder / "out")]
     return subprocess.run(
         [sys.executable, script, *paths, *arguments],
         env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
