@@ -144,10 +144,12 @@ def test_where_an_expert_is_changes_no_bit(where: str, tmp_path: Path) -> None:
         ("disk behind 3 host slots", Task(micro_batches=2, clip=0.5, starve=True, steps=4)),
     ],
 )
+@pytest.mark.parametrize("threads", [1, 3])
 def test_delayed_transfers_and_updates_change_no_bit(
-    task: Task, where: str, tmp_path: Path
+    threads: int, task: Task, where: str, tmp_path: Path
 ) -> None:
-    run = spilled_run(task, where, tmp_path, Settings(inject=delays(seed=len(where))))
+    settings = Settings(inject=delays(seed=len(where)), threads=threads)
+    run = spilled_run(task, where, tmp_path, settings)
     assert_follows(run, plain_run(task))
     assert_same_bits(run, quiet_run(task))
 

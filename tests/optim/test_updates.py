@@ -27,9 +27,9 @@ HYPER = AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, ste
 
 
 class Bench:
-    """Experts of weight 1, an update thread and a ring of two buffers."""
+    """Experts of weight 1, update threads and a ring of two buffers."""
 
-    def __init__(self, store: ExpertStore, inject: Inject | None = None) -> None:
+    def __init__(self, store: ExpertStore, inject: Inject | None = None, threads: int = 1) -> None:
         self.store = store
         for part in (Part.STATES, Part.GRADS):
             store.allocate(part)
@@ -38,7 +38,7 @@ class Bench:
         self.squares = torch.zeros(len(store.entries))
         self.ring = GradientRing(store, HostSlab("ring", 2, LAYOUT.weight_bytes, False))
         self.recorder = Recorder()
-        self.updates = Updates(store, self.squares, self.ring, 1, self.recorder, inject)
+        self.updates = Updates(store, self.squares, self.ring, threads, self.recorder, inject)
 
     def receive(self, entry: Entry, value: float) -> int:
         """A gradient arrives in a ring buffer."""
@@ -164,11 +164,77 @@ def test_a_failed_update_is_raised_where_updates_are_awaited() -> None:
     bench.close()
 
 
+def test_with_many_cores_several_experts_are_updated_at_a_time() -> None:
+    together = threading.Barrier(3)
+    bench = Bench(host_store(4), lambda _: together.wait(10) and None, threads=3)
+    for entry in bench.store.entries[:3]:
+        bench.updates.submit(Update(entry, COMPLETED, hyper=HYPER))
+    bench.updates.wait_idle()
+    for entry in bench.store.entries[:3]:
+        torch.testing.assert_close(bench.weights(entry), torch.full((NUMEL,), 1 - 0.1 * 0.5))
+    bench.close()
+
+
+def test_a_held_up_update_does_not_hold_up_other_experts() -> None:
+    go, held = threading.Event(), threading.Event()
+
+    def inject(kind: str) -> None:
+        if not held.is_set():
+            held.set()
+            assert go.wait(10)
+
+    bench = Bench(host_store(4), inject, threads=2)
+    first, second = bench.store.entries[:2]
+    bench.store.begin_update(second)
+    bench.updates.submit(Update(first, COMPLETED, hyper=HYPER))
+    assert held.wait(10)
+    bench.updates.submit(Update(second, COMPLETED, hyper=HYPER))
+    bench.store.wait(lambda: second.readable, "the update of the second expert")
+    assert not bench.updates.idle()
+    go.set()
+    bench.updates.wait_idle()
+    bench.close()
+
+
+def test_updates_of_one_expert_never_overlap() -> None:
+    """Every micro-batch counts, although threads are free while another is added."""
+    bench = Bench(host_store(2), lambda _: time.sleep(0.001), threads=4)
+    for number in range(40):
+        entry = bench.store.entries[number % 2]
+        buffer = bench.receive(entry, 1.0)
+        bench.updates.submit(Update(entry, COMPLETED, buffer, accumulate=True))
+    bench.updates.wait_idle()
+    for entry in bench.store.entries:
+        gradient = LAYOUT.weights(bench.store.host(entry, Part.GRADS))
+        assert torch.equal(gradient, torch.full((NUMEL,), 20.0))
+        assert bench.squares[entry.number].item() == NUMEL * 20.0**2
+    bench.ring.check_conserved()
+    bench.close()
+
+
+def test_after_a_failure_the_other_update_threads_end() -> None:
+    def fail(kind: str) -> None:
+        raise MemoryError("no memory")
+
+    bench = Bench(host_store(4), fail, threads=3)
+    arrived = GatedEvent()
+    for entry in bench.store.entries:
+        bench.updates.submit(Update(entry, arrived, hyper=HYPER))
+    arrived.open()
+    with pytest.raises(EngineError, match="no memory"):
+        bench.updates.wait_idle()
+    bench.close()
+    assert not [t for t in threading.enumerate() if t.name == "overspill-updates"]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("cache", [1, 2, 3])
-def test_experts_on_disk_are_read_updated_and_written_back(cache: int, tmp_path: Path) -> None:
+def test_experts_on_disk_are_read_updated_and_written_back(
+    cache: int, threads: int, tmp_path: Path
+) -> None:
     """All at once, through few host slots, with kept gradients on disk too."""
     store = disk_store(6, 1, cache, tmp_path)
-    bench = Bench(store, lambda _: time.sleep(0.001))
+    bench = Bench(store, lambda _: time.sleep(0.001), threads)
     stager = Stager(store, bench.updates.waiting, 2, Recorder(), lambda _: time.sleep(0.001))
     for entry in store.entries:
         store.write_part(

@@ -1,5 +1,9 @@
-"""Expert-wise updates: one thread takes each gradient as it arrives in host memory and runs the
-fused AdamW pass over that expert's record, lowest layer first, while the GPU continues."""
+"""Expert-wise updates: threads take each gradient as it arrives in host memory and run the fused
+AdamW pass over that expert's record, lowest layer first, while the GPU continues.
+
+A pass over a record ends with the slowest of its cores, and the cores are idle until the next one
+begins. So several records are updated at a time, and only large ones by several cores each.
+"""
 
 import heapq
 import itertools
@@ -42,9 +46,12 @@ class Update:
         return need | Part.GRADS if self.accumulate or self.use_kept else need
 
 
+_PER_CORE = 1 << 23  # parameters: a core takes about 20 ms for them
+
+
 class Updates:
-    """The update thread. `squares[number]` is the sum of squares of each expert's gradient, written
-    by the device with the gradient, or here where gradients are accumulated."""
+    """Updates experts in threads. `squares[number]` is the sum of squares of an expert's gradient,
+    written by the device with the gradient, or here where gradients are accumulated."""
 
     def __init__(
         self,
@@ -58,17 +65,25 @@ class Updates:
         self._store = store
         self._ring = ring
         self._squares = squares
-        self._threads = threads
+        cores = min(threads, max(1, store.layout.shape.numel // _PER_CORE))
+        count = threads // cores
+        self._threads = threads // count  # of one pass
         self._recorder = recorder
         self._inject = inject
         self._arriving: deque[Update] = deque()  # downloads end in the order they were issued
         self._waiting: list[Update] = []  # arrived, but parts of the expert are still on disk
         self._ready: list[tuple[int, int, Update]] = []
+        self._running: set[int] = set()  # experts; two updates of one expert must not overlap
+        self._watched = False  # whether a thread waits for the first of `_arriving`
         self._order = itertools.count()
         self._outstanding = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="overspill-updates", daemon=True)
-        self._thread.start()
+        self._workers = [
+            threading.Thread(target=self._run, name="overspill-updates", daemon=True)
+            for _ in range(count)
+        ]
+        for worker in self._workers:
+            worker.start()
 
     def submit(self, update: Update) -> None:
         with self._store.lock:
@@ -88,7 +103,7 @@ class Updates:
         return self._outstanding == 0
 
     def wait_idle(self) -> None:
-        self._store.wait(self.idle, "pending expert updates (update thread)")
+        self._store.wait(self.idle, "pending expert updates (update threads)")
 
     def _next(self) -> Update | None:
         while self._arriving and self._arriving[0].arrived.done():
@@ -105,25 +120,52 @@ class Updates:
         self._waiting = still
         if still:
             self._store.request_transfers()
-        return heapq.heappop(self._ready)[2] if self._ready else None
+        return self._pop()
+
+    def _pop(self) -> Update | None:
+        """Takes the first ready update whose expert is not being updated."""
+        skipped = []
+        update = None
+        while self._ready and update is None:
+            first = heapq.heappop(self._ready)
+            if first[0] in self._running:
+                skipped.append(first)
+            else:
+                update = first[2]
+                self._running.add(first[0])
+        for one in skipped:
+            heapq.heappush(self._ready, one)
+        if update is not None and self._ready:
+            self._store.wake_updates()  # another thread may take the next one
+        return update
 
     def _run(self) -> None:
         try:
             while True:
+                update = arriving = None
                 with self._store.lock:
-                    update = self._next()
-                    while update is None and not self._arriving:
-                        if self._closed:
+                    while (update := self._next()) is None:
+                        if self._arriving and not self._watched:
+                            self._watched, arriving = True, self._arriving[0].arrived
+                            break
+                        if self._closed and not self._arriving:
                             return
                         self._store.wait_updates()
-                        update = self._next()
-                    arriving = self._arriving[0].arrived if update is None else None
-                if arriving is not None:
-                    arriving.wait()
-                elif update is not None:
+                if update is not None:
                     self._carry_out(update)
+                elif arriving is not None:
+                    self._watch(arriving)
         except BaseException as error:  # a thread may wait for an update
             self._store.fail(error)
+
+    def _watch(self, arriving: StreamEvent) -> None:
+        """Waits for a copy; the other threads need not."""
+        try:
+            arriving.wait()
+        finally:
+            with self._store.lock:
+                self._watched = False
+                self._store.wake_updates()
 
     def _carry_out(self, update: Update) -> None:
         entry, layout = update.entry, self._store.layout
@@ -167,6 +209,9 @@ class Updates:
         entry = update.entry
         with self._store.lock:
             self._outstanding -= 1
+            self._running.remove(entry.number)
+            if self._ready:
+                self._store.wake_updates()  # one of them may be for this expert
             if update.hyper is not None:
                 self._store.end_update(entry)
             elif update.accumulate:
@@ -177,5 +222,6 @@ class Updates:
         with self._store.lock:
             self._closed = True
             self._store.wake_updates()
-        if self._thread is not threading.current_thread():  # a finalizer may run in any thread
-            self._thread.join()
+        for worker in self._workers:
+            if worker is not threading.current_thread():  # a finalizer may run in any thread
+                worker.join()

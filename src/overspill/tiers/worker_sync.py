@@ -56,7 +56,7 @@ class WorkerSync:
         self._uploader.wait()
 
     def wait_updates(self) -> None:
-        """Called by the update thread under the lock: sleeps until there may be work."""
+        """Called by an update thread under the lock: sleeps until there may be work."""
         self._updates.wait()
 
     def wake_main(self) -> None:

@@ -24,7 +24,7 @@ class GradientRing:
 
     def take(self) -> int:
         with self._store.lock:
-            self._store.wait(lambda: bool(self._free), "a gradient buffer (update thread)")
+            self._store.wait(lambda: bool(self._free), "a gradient buffer (update threads)")
             return self._free.pop()
 
     def give(self, index: int) -> None:
