@@ -118,6 +118,23 @@ def test_the_weight_gradient_sums_over_the_rows_of_its_group(
 
 
 @every_device
+@every_dtype
+@pytest.mark.parametrize("size", [(3, 5), (70, 90)], ids=["one block", "several blocks"])
+def test_groups_without_rows_are_set_to_zero_and_others_are_kept(
+    size: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    from overspill.compute import grouped_triton
+
+    counts = (0, 4, 0, 0, 7, 0)
+    dw = torch.randn(len(counts), *size).to(device, dtype)
+    dw[0] = float("nan")
+    expected = dw * torch.tensor(counts, device=device).bool().view(-1, 1, 1)
+    expected[0] = 0
+    grouped_triton.zero_empty(dw, ends_of(counts, device))
+    assert torch.equal(dw, expected)
+
+
+@every_device
 @pytest.mark.parametrize("layout", [{"gated": False}, *LAYOUTS.values()], ids=["gelu", *LAYOUTS])
 def test_waves_follow_autograd(layout: dict, device: str) -> None:
     case = Case.make("some without tokens", device=device, n_tokens=23, **layout)

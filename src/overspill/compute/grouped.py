@@ -91,13 +91,17 @@ def weight_grad(
 def _zero_empty(dw_nMN: Tensor, ends: Tensor, counts: Sequence[int] | None) -> None:
     """grouped_mm promises nothing for groups without rows: on Hopper it writes zeros, on Blackwell
     it leaves garbage (pytorch#172439)."""
-    if counts is None:
+    if counts is None and has_triton("empty groups"):
+        from overspill.compute import grouped_triton
+
+        grouped_triton.zero_empty(dw_nMN, ends)
+    elif counts is None:
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         dw_nMN.masked_fill_(empty.view(-1, 1, 1), 0)
-        return
-    for group, count in enumerate(counts):
-        if count == 0:
-            dw_nMN[group].zero_()
+    else:
+        for group, count in enumerate(counts):
+            if count == 0:
+                dw_nMN[group].zero_()
 
 
 def _fits_torch(x_RD: Tensor, weights: Tensor, shape: ExpertShape) -> bool:

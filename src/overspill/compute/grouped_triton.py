@@ -58,6 +58,9 @@ WEIGHT_GRAD_BLOCKS = {
 _L2_TILES = 8
 # Groups that a program compares with its tile at once when it looks for its own.
 _SEARCH = 128
+# Elements that one program of `_zero_empty` sets at once, and the programs of a group.
+_ZERO_BLOCK = 4096
+_ZERO_PROGRAMS = 32
 # The interpreter, which runs the kernels in tests without a GPU, multiplies bfloat16 as integers.
 _WIDEN = triton.knobs.runtime.interpret
 
@@ -138,6 +141,16 @@ def weight_grad(a_RM: Tensor, b_RN: Tensor, ends: Tensor) -> Tensor:
             num_stages=blocks.stages,
         )
     return dw_nMN
+
+
+def zero_empty(dw_nMN: Tensor, ends: Tensor) -> None:
+    """Sets the matrices of groups without rows to zero and does not touch the others."""
+    groups, size = dw_nMN.shape[0], dw_nMN[0].numel()
+    assert dw_nMN.is_contiguous()
+    with torch.cuda.device_of(dw_nMN):
+        _zero_empty[(groups, min(_ZERO_PROGRAMS, triton.cdiv(size, _ZERO_BLOCK)))](
+            dw_nMN, ends, size, BLOCK=_ZERO_BLOCK
+        )
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -271,3 +284,16 @@ def _weight_grad(
         b_ptrs += BLOCK_K * stride_br
     dw_ptrs = dw_ptr + group.to(tl.int64) * M * N + (m[:, None] * N + n[None, :])
     tl.store(dw_ptrs, total.to(dw_ptr.dtype.element_ty), mask=m_inside & n_inside)
+
+
+@triton.jit
+def _zero_empty(dw_ptr, ends_ptr, size, BLOCK: tl.constexpr):
+    group = tl.program_id(0)
+    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    if tl.load(ends_ptr + group) > start:
+        return
+    zeros = tl.zeros((BLOCK,), dtype=dw_ptr.dtype.element_ty)
+    dw_ptr += group.to(tl.int64) * size
+    for first in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        tl.store(dw_ptr + offsets, zeros, mask=offsets < size)
