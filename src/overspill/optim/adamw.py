@@ -204,9 +204,10 @@ class AdamW(torch.optim.Optimizer):
         adamw_(record, grad, self._hyper(group, state["step"]), usable_cores())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+        """As in torch, but experts never have gradients of zeros: theirs are dropped."""
         if self._engine is not None:
-            self._engine.training.zero_grad()
+            self._engine.training.zero_grad()  # first: it may refuse
+        super().zero_grad(set_to_none)
 
     # -- states ---------------------------------------------------------------------------
 
