@@ -54,8 +54,8 @@ class FakeSink(GradientSink):
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
         self._record("end_step", sorted(kept))
 
-    def discard(self) -> None:
-        self._record("discard")
+    def discard(self, layer: int | None = None) -> None:
+        self._record("discard", *(() if layer is None else (layer,)))
 
 
 class NoRecords(ExpertRecords):

@@ -1,7 +1,9 @@
 """The engine from outside: gradients, memory, residents, and what it holds when it is closed."""
 
+import copy
 import dataclasses
 import gc
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,20 @@ def test_gradients_of_experts_cannot_be_set(tmp_path: Path) -> None:
         placeholder.grad = None  # as zero_grad does
         with pytest.raises(OrderError, match="cannot be set"):
             placeholder.grad = torch.zeros(0)
+
+
+def test_the_norms_that_stand_for_gradients_can_be_copied_and_saved(tmp_path: Path) -> None:
+    model = TASK.model()
+    with spilled(model, "gpu", tmp_path):
+        optimizer = adamw(model, TASK)
+        loss_of(model, next(TASK.batches())[0]).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        file = io.BytesIO()
+        torch.save(gradients, file)
+        file.seek(0)
+        for kept in (copy.deepcopy(gradients), torch.load(file)):
+            assert all(torch.equal(kept[name], value) for name, value in gradients.items())
+        optimizer.step()
 
 
 @pytest.mark.parametrize("where", ["gpu", "host with 2 slots"])

@@ -147,6 +147,28 @@ def _accumulate_with_nan(
     optimizer.step()
 
 
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_nan_in_a_lower_layer_is_raised_after_upper_layers_were_updated(
+    where: str, tmp_path: Path
+) -> None:
+    """In the last micro-batch, whose backward updates the upper layers first."""
+    model = TASK.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, TASK)
+        (tokens,) = next(TASK.batches())
+        before = model.embedding.weight.detach().clone()
+        with optimizer.accumulate():
+            loss_of(model, tokens).backward()
+        model.blocks[0].register_full_backward_pre_hook(
+            lambda _, grads: tuple(None if g is None else g * float("nan") for g in grads)
+        )
+        loss_of(model, tokens).backward()
+        with pytest.raises(NonFiniteError, match="NaN or infinite"):
+            optimizer.step()
+        assert torch.equal(model.embedding.weight, before)
+        optimizer.zero_grad()
+
+
 def test_one_expert_with_a_nan_gradient_is_named(tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, "host with 5 slots", tmp_path):

@@ -1,12 +1,13 @@
 """Calls in the wrong order raise an error that names the fix, and change nothing."""
 
 import copy
+import io
 from pathlib import Path
 
 import pytest
 import torch
 
-from overspill.core.errors import OrderError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
     ONE_OF_EACH,
@@ -17,6 +18,7 @@ from tests.moe.oracle import (
     delays,
     loss_of,
     losses_without,
+    plain_run,
     spilled,
     train_step,
     weights_of,
@@ -154,13 +156,106 @@ def test_accumulate_ends_with_its_block_also_on_an_error(tmp_path: Path) -> None
         assert not optimizer.accumulating
 
 
-def test_an_offloaded_model_cannot_be_copied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_an_offloaded_model_can_be_neither_copied_nor_pickled(where: str, tmp_path: Path) -> None:
     model = TASK.model()
-    with (
-        spilled(model, "host with 2 slots", tmp_path),
-        pytest.raises(OrderError, match="cannot be copied"),
-    ):
-        copy.deepcopy(model)
+    with spilled(model, where, tmp_path) as engine:
+        optimizer = adamw(model, TASK)
+        for thing in (model, model.blocks[0], optimizer):
+            with pytest.raises(OrderError, match=r"cannot be copied.*load it a second time"):
+                copy.deepcopy(thing)
+            with pytest.raises(OrderError, match=r"cannot be pickled.*overspill\.save"):
+                torch.save(thing, io.BytesIO())
+        with pytest.raises(OrderError, match="neither pickled nor copied"):
+            copy.deepcopy(engine)
+        # what the error advises
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        model.load_state_dict(torch.load(file))
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_state_dicts_between_updates_during_backward_and_step_are_refused(
+    where: str, tmp_path: Path
+) -> None:
+    model = TASK.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, TASK)
+        loss_of(model, next(TASK.batches())[0]).backward()
+        for thing in (model, optimizer):
+            with pytest.raises(OrderError, match=r"cannot be saved .* opt\.step\(\)"):
+                thing.state_dict()
+        optimizer.step()
+        assert model.state_dict().keys() == TASK.model().state_dict().keys()
+        assert optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_state_dicts_between_backward_and_step_with_clipping_are_those_before(
+    where: str, tmp_path: Path
+) -> None:
+    model = CLIPPED.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, CLIPPED)
+        one, two, *_ = CLIPPED.batches()
+        train_step(model, optimizer, one)
+        weights, states = weights_of(model), optimizer.state_dict()["state"]
+        loss_of(model, two[0]).backward()
+        assert_same_bits(Run(weights=weights_of(model)), Run(weights=weights))
+        for number, entry in optimizer.state_dict()["state"].items():
+            assert entry["step"] == 1
+            assert torch.equal(entry["exp_avg"], states[number]["exp_avg"])
+        optimizer.step()
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_weights_loaded_over_updates_during_backward_need_a_new_step(
+    where: str, tmp_path: Path
+) -> None:
+    """step() would update the dense weights that were loaded, and not the experts."""
+    model = TASK.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, TASK)
+        weights, states = weights_of(model), optimizer.state_dict()
+        loss_of(model, next(TASK.batches())[0]).backward()
+        model.load_state_dict(weights)
+        with pytest.raises(OrderError, match="load the optimizer's state too"):
+            optimizer.step()
+        optimizer.load_state_dict(states)
+        losses = [train_step(model, optimizer, batch) for batch in TASK.batches()]
+    assert losses == pytest.approx(plain_run(TASK).losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_gradient_scaler_is_refused(clip: float | None, unscale: bool, tmp_path: Path) -> None:
+    task = Task(steps=1, clip=clip)
+    model = task.model()
+    with spilled(model, "host with 2 slots", tmp_path, idle=False):
+        optimizer = adamw(model, task)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(loss_of(model, next(task.batches())[0])).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        with pytest.raises(ConfigError, match=r"GradScaler.*bfloat16.*enabled=False"):
+            scaler.step(optimizer)
+
+
+def test_a_gradient_scaler_that_is_not_enabled_changes_nothing(tmp_path: Path) -> None:
+    model = TASK.model()
+    with spilled(model, "host with 2 slots", tmp_path):
+        optimizer = adamw(model, TASK)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        losses = []
+        for (tokens,) in TASK.batches():
+            loss = loss_of(model, tokens)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses == pytest.approx(plain_run(TASK).losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("where", STREAMED)

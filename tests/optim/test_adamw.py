@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
+from overspill.core.errors import ConfigError
 
 
 def model_and_data(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, list[Tensor]]:
@@ -119,3 +120,134 @@ def test_dense_state_dict_restores_copies_of_the_states() -> None:
         assert mine["step"] == theirs["step"] == 1
         assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
         assert mine["exp_avg"].data_ptr() != theirs["exp_avg"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"betas": (1.0, 0.999)},
+        {"betas": (0.9, 1.0)},
+        {"betas": (-0.1, 0.999)},
+        {"betas": (0.9, float("nan"))},
+        {"betas": (0.9,)},
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"eps": -1e-8},
+        {"weight_decay": -0.1},
+        {"amsgrad": True},
+        {"maximize": True},
+    ],
+    ids=str,
+)
+def test_hyperparameters_that_cannot_be_right_are_named(options: dict[str, Any]) -> None:
+    (name,) = options
+    parameters = [nn.Parameter(torch.ones(2))]
+    if name not in ("amsgrad", "maximize"):
+        with pytest.raises(ValueError, match=name):
+            overspill.AdamW(parameters, **options)
+    with pytest.raises(ValueError, match=name):
+        overspill.AdamW([{"params": parameters, **options}])
+    optimizer = overspill.AdamW(parameters)
+    with pytest.raises(ValueError, match=name):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])
+def test_a_maximal_norm_that_is_not_positive_is_named(norm: float) -> None:
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        overspill.AdamW([nn.Parameter(torch.ones(2))], max_grad_norm=norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64], ids=str)
+def test_dense_parameters_of_other_dtypes_are_named(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.ones(3, 2, dtype=dtype))
+    message = rf"shape \(3, 2\) is {dtype}; .*bfloat16"
+    with pytest.raises(ConfigError, match=message):
+        overspill.AdamW([parameter])
+    optimizer = overspill.AdamW([parameter.requires_grad_(False)])  # frozen: never updated
+    optimizer.step()
+    parameter.requires_grad_(True).abs().sum().backward()
+    with pytest.raises(ConfigError, match=message):
+        optimizer.step()
+
+
+def test_a_sparse_gradient_is_named_and_nothing_is_updated() -> None:
+    first = nn.Parameter(torch.ones(2))
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = overspill.AdamW([first, *table.parameters()])
+    (first.sum() + table(torch.tensor([1, 2])).sum()).backward()
+    with pytest.raises(ConfigError, match=r"shape \(5, 3\) .* sparse=False"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("view", ["transposed", "strided"])
+def test_parameters_that_are_not_contiguous_are_updated(dtype: torch.dtype, view: str) -> None:
+    start = torch.randn(6, 4).to(dtype)
+    memory = torch.zeros(6, 8, dtype=dtype)
+    layouts = {"transposed": start.t().contiguous().t(), "strided": memory[:, ::2].copy_(start)}
+    parameter, plain = nn.Parameter(layouts[view]), nn.Parameter(start.clone())
+    assert not parameter.is_contiguous()
+    optimizers = [overspill.AdamW([p], lr=0.1) for p in (parameter, plain)]
+    for step in range(3):
+        target = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        for p, optimizer in zip((parameter, plain), optimizers, strict=True):
+            (p.float() - target).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        carried = overspill.AdamW([parameter], lr=0.1)
+        carried.load_state_dict(optimizers[0].state_dict())
+        optimizers[0] = carried
+    assert torch.equal(parameter, plain)
+    assert not memory[:, 1::2].any(), "what is between the elements is not touched"
+
+
+def test_a_state_of_torch_goes_on_as_in_torch() -> None:
+    model, data = model_and_data()
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(data[0]).square().mean().backward()
+    theirs.step()
+    other, _ = model_and_data()
+    other.load_state_dict(model.state_dict())
+    mine = overspill.AdamW(other, lr=7.0)
+    mine.load_state_dict(theirs.state_dict())
+    assert mine.steps_taken == 1
+    for twin, optimizer in ((model, theirs), (other, mine)):
+        optimizer.zero_grad()
+        twin(data[1]).square().mean().backward()
+        optimizer.step()
+    for a, b in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_loading_a_state_before_the_first_step_forgets_the_moments() -> None:
+    model, data = model_and_data()
+    optimizer = overspill.AdamW(model)
+    empty = optimizer.state_dict()
+    flat = optimizer.dense_state_dict()
+    for load in (
+        lambda: optimizer.load_state_dict(empty),
+        lambda: optimizer.load_dense_state_dict(flat),
+    ):
+        model(data[0]).sum().backward()
+        optimizer.step()
+        assert optimizer.steps_taken == 1
+        load()
+        assert optimizer.steps_taken == 0
+        assert not optimizer.state_dict()["state"]
+
+
+def test_a_gradient_scaler_works_where_no_expert_is_offloaded() -> None:
+    model, data = model_and_data()
+    optimizer, scaler = overspill.AdamW(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(model(data[0]).sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(model(data[0]).sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.steps_taken == 1

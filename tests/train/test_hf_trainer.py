@@ -333,6 +333,50 @@ def test_one_model_in_several_trainers(tmp_path: Path) -> None:
         assert again.losses[0] < before[0]  # it went on with what the first had learned
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_new_trainer_after_an_interrupted_one_starts_a_new_step(
+    mode: str, clip: float, accumulate: int, tmp_path: Path
+) -> None:
+    """Ctrl-C came between a backward and its step, or between two micro-batches."""
+    changes = {
+        "max_grad_norm": clip,
+        "gradient_accumulation_steps": accumulate,
+        "max_steps": 2,
+    }
+
+    class Interrupted(Recording):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            if len(self.losses) == accumulate + 1:
+                raise KeyboardInterrupt
+            return loss
+
+    with offloaded("mixtral", mode, tmp_path) as model:
+        args = arguments(tmp_path, **changes)
+        model.train()
+        given = overspill.for_trainer(args)
+        first = Interrupted(
+            model=model, args=args, train_dataset=data(40), optimizer_cls_and_kwargs=given
+        )
+        with pytest.raises(KeyboardInterrupt):
+            first.train()
+        del first
+        again = trainer_of(model, arguments(tmp_path, **changes))
+        again.create_optimizer()
+        before = weights(model)
+        again.train()
+        trained = weights(model)
+    with offloaded("mixtral", mode, tmp_path) as model:
+        model.load_state_dict(before)
+        expected = trainer_of(model, arguments(tmp_path, **changes))
+        expected.train()
+        assert again.losses == expected.losses
+        for name, value in weights(model).items():
+            assert torch.equal(value, trained[name]), name
+
+
 # -- other ways to train --------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ and writes weights and optimizer states.
 """
 
 import abc
+from typing import Any
 
 import torch
 
@@ -105,6 +106,12 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def flush(self) -> None:
         """Waits until every transfer and update has ended."""
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise OrderError(
+            "the engine of an offloaded model can be neither pickled nor copied; save "
+            "model.state_dict(), or call overspill.save(model, folder)"
+        )
 
     @abc.abstractmethod
     def check_open(self) -> None:

@@ -48,5 +48,5 @@ class GradientSink(abc.ABC):
         Raises NonFiniteError if a gradient was not finite."""
 
     @abc.abstractmethod
-    def discard(self) -> None:
-        """Drops all kept gradients; the experts stay as they are."""
+    def discard(self, layer: int | None = None) -> None:
+        """Drops the kept gradients of a layer, or all; the experts stay as they are."""

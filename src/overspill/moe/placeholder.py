@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class ExpertPlaceholder(nn.Parameter):
     """Represents the experts of one layer among the parameters of an offloaded model.
 
-    It has no elements. An optimizer group that contains it updates the experts of its layer.
+    It has no elements, and three dimensions like a stack of experts, so that parameter groups by
+    `p.dim()` treat it like one. An optimizer group that contains it updates the experts of its
+    layer.
     """
 
     engine: "Engine"
@@ -39,7 +41,7 @@ class ExpertPlaceholder(nn.Parameter):
         places: "Places | None" = None,
         drops: bool = False,
     ) -> "ExpertPlaceholder":
-        data = torch.empty(0, dtype=engine.dtype, device=engine.device)
+        data = torch.empty(0, 0, 0, dtype=engine.dtype, device=engine.device)
         self = torch.Tensor._make_subclass(cls, data, True)
         self.engine, self.layer = engine, layer
         self.activation, self.places, self.drops = activation, places, drops
@@ -80,23 +82,57 @@ class ExpertPlaceholder(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The norm of the gradients that wait for step(), so that a norm over the gradients of
-        `model.parameters()` equals that of the plain model. The gradients are stored elsewhere:
-        scaling this tensor has no effect."""
+        """Not None if the layer has a gradient. The norms of the layers make a norm over the
+        gradients of `model.parameters()` equal to that of the plain model, if experts are updated
+        in step(). The gradients are stored elsewhere: scaling this tensor has no effect."""
         if not self.engine.can_train:
             return None
         norm = self.engine.training.waiting_norm(self.layer)
-        return None if norm is None else norm.to(self.engine.device)
+        return None if norm is None else _GradientNorm.of(self, norm)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise OrderError("experts get their gradients from backward; .grad cannot be set")
+        if self.engine.can_train:
+            self.engine.training.drop(self.layer)
 
     def __deepcopy__(self, memo: object) -> "ExpertPlaceholder":
         raise OrderError(
-            "an offloaded model cannot be copied: its experts exist once, in the store"
+            "an offloaded model cannot be copied: its experts exist once, in the store; copy the "
+            "model before overspill.offload, or load it a second time"
         )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise OrderError(
+            "an offloaded model cannot be pickled: its experts are in the store; save "
+            "model.state_dict() (with torch.save) or call overspill.save(model, folder)"
+        )
+
+
+class _GradientNorm(Tensor):
+    """A norm that stands for a gradient; setting it to zero drops the gradient."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    placeholder: ExpertPlaceholder
+
+    @staticmethod
+    def of(placeholder: ExpertPlaceholder, norm: float) -> "_GradientNorm":
+        # a fill, not a copy from the host, which would wait for the device
+        data = torch.full((1,), norm, dtype=torch.float32, device=placeholder.engine.device)
+        self: _GradientNorm = Tensor._make_subclass(_GradientNorm, data)
+        self.placeholder = placeholder
+        return self
+
+    def zero_(self) -> Tensor:
+        self.placeholder.grad = None
+        return super().zero_()
+
+    def __deepcopy__(self, memo: object) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
 
 
 def _mismatch(what: str, has: int, wants: int) -> ConfigError:

@@ -188,6 +188,8 @@ def _read(
             f"{format_size(need)}, and {format_size(free)} is free; overspill.save(model, folder) "
             "streams them"
         )
+    if engine.can_train:
+        engine.training.check_between_steps("saved")
     engine.flush()
     copy = torch.empty(size, dtype=engine.dtype)
     record = torch.empty(engine.shape.numel, dtype=engine.dtype)
@@ -203,6 +205,8 @@ def _load(
 ) -> None:
     engine = placeholder.engine
     engine.flush()
+    if engine.can_train:
+        engine.training.weights_loaded()
     for index in range(engine.n_experts):
 
         def fill(record: Tensor, index: int = index) -> None:

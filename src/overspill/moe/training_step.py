@@ -7,7 +7,7 @@ Each layer is in one state:
       │                         └──┼──begin_backward──────┘
       │                            ├──end_backward──▶ COMPLETE     kept until step()
       │                            └──end_backward──▶ UPDATED      updated during backward
-      └── step(): PARTIAL, COMPLETE and UPDATED; discard(): PARTIAL, COMPLETE and RUNNING
+      └── step(): PARTIAL, COMPLETE and UPDATED; discard(), drop(): PARTIAL, COMPLETE and RUNNING
 
 A gradient is complete when its backward runs outside of `accumulate()` and no other forward of the
 layer waits for its backward. It is kept with clipping, or updates the experts at once.
@@ -15,7 +15,7 @@ layer waits for its backward. It is kept with clipping, or updates the experts a
 
 import enum
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -67,6 +67,9 @@ class TrainingStep:
         self._keeps = False  # whether this step's gradients are kept until step()
         self._completing = False  # whether the running backward completes its layer's gradient
         self._updated_with: dict[int, AdamHyper] = {}  # layers updated during backward
+        self._overwritten = False  # whether weights were loaded over those updates
+        self._without_rule: set[int] = set()  # layers of this step that the optimizer did not have
+        self._fresh = set(range(n_layers))  # layers whose optimizer states are all zero
 
     # -- the optimizer ----------------------------------------------------------------------
 
@@ -76,8 +79,9 @@ class TrainingStep:
         model, alive."""
         return None if self._rule is None else self._rule()
 
-    def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> None:
-        """Follows `rule` from now on. An optimizer that replaces a deleted one starts from zero."""
+    def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> bool:
+        """Follows `rule` from now on. An optimizer that replaces a deleted one starts from zero;
+        whether it drops gradients of an unfinished step."""
         if self.rule is not None and self.rule is not rule:
             raise OrderError(
                 "the model has an optimizer already; use its parameter groups, or delete it first"
@@ -85,10 +89,23 @@ class TrainingStep:
         replaces = self._rule is not None
         self._rule = weakref.ref(rule)
         self._sink.attach(state_dtype, rule.keep_gradients)
+        dropped = self._has_gradients()
         if replaces:
             self.discard()
             self._sink.reset_states()
             self._steps = [0] * len(self._steps)
+            self._fresh = set(range(len(self._steps)))
+        return dropped
+
+    def check_joins(self, layers: Iterable[int]) -> None:
+        """Raises if the optimizer gets one of `layers` after its backward in this step, which has
+        computed no weight gradients."""
+        for layer in self._without_rule.intersection(layers):
+            raise OrderError(
+                f"the experts of MoE layer {layer} were added to the optimizer between backward "
+                "and step(), and their gradients were not computed; add them after step() or "
+                "zero_grad()"
+            )
 
     def steps(self, layer: int) -> int:
         """Updates of a layer so far, for the bias correction."""
@@ -96,6 +113,11 @@ class TrainingStep:
 
     def set_steps(self, layer: int, steps: int) -> None:
         self._steps[layer] = steps
+        self._fresh.discard(layer)
+
+    def is_fresh(self, layer: int) -> bool:
+        """Whether the optimizer states of a layer are as before its first update."""
+        return layer in self._fresh
 
     @property
     def updates_at_once(self) -> bool:
@@ -147,12 +169,14 @@ class TrainingStep:
             self._pending[layer].discard(layer_pass.pending)
         hyper = rule.hyper(layer)
         if hyper is None:
+            self._without_rule.add(layer)
             return False
         self._states[layer] = LayerState.RUNNING
         self._keeps = rule.keep_gradients
         self._completing = not rule.accumulating and not self._pending[layer]
         if self._completing and not self._keeps:
             self._updated_with[layer] = hyper
+            self._fresh.discard(layer)
         return True
 
     def deliver(self, layer_pass: LayerPass, wave: Wave, dw: Sequence[Tensor]) -> None:
@@ -207,6 +231,7 @@ class TrainingStep:
             if state is LayerState.COMPLETE and (hyper := rule.hyper(layer)) is not None
         }
         updated = [n for n, state in enumerate(self._states) if state is not LayerState.EMPTY]
+        self._fresh.difference_update(updated)
         self._forget()
         self._sink.end_step(kept)
         for layer in updated:
@@ -228,6 +253,11 @@ class TrainingStep:
                 "clipping (or overlap_updates) was switched between backward and step(); switch it "
                 "after step()"
             )
+        if self._overwritten:
+            raise OrderError(
+                "the model's weights were loaded between backward and step(), when the experts had "
+                "been updated; load the optimizer's state too, or create a new optimizer"
+            )
         for layer, hyper in self._updated_with.items():
             if rule.hyper(layer) != hyper:
                 raise OrderError(
@@ -240,33 +270,53 @@ class TrainingStep:
         """Sum of squares of all expert gradients of this step; waits for them."""
         return self._sink.sum_of_squares()
 
-    def waiting_norm(self, layer: int) -> Tensor | None:
-        """The norm of all kept gradients for the lowest layer that has one, None for the others."""
-        layers = [n for n, state in enumerate(self._states) if state is not LayerState.EMPTY]
-        if not self._keeps or layer != min(layers, default=None):
+    def waiting_norm(self, layer: int) -> float | None:
+        """None for a layer without a gradient. The lowest of the others has the norm of all
+        gradients that are kept until step(), the rest have 0."""
+        if self._states[layer] is LayerState.EMPTY:
             return None
-        return torch.tensor([gradient_norm((), self.gradient_squares())], dtype=torch.float32)
+        lowest = all(state is LayerState.EMPTY for state in self._states[:layer])
+        return gradient_norm((), self.gradient_squares()) if self._keeps and lowest else 0.0
 
     def discard(self) -> None:
         """Drops the gradients of this step; the experts stay as they are."""
         self._sink.discard()
         self._forget()
 
-    def restart(self) -> None:
-        """A checkpoint was loaded: a step that failed, or that has updated experts, starts over."""
-        if self._updated_with or LayerState.RUNNING in self._states:
+    def weights_loaded(self) -> None:
+        """Weights of experts were loaded: the update of this step, if there was one, is lost."""
+        self._overwritten = bool(self._updated_with)
+
+    def restart(self) -> bool:
+        """A checkpoint was loaded: a step that failed, or that has updated experts, starts over;
+        whether there was one."""
+        started = bool(self._updated_with) or LayerState.RUNNING in self._states
+        if started:
             self.discard()
+        return started
 
     def zero_grad(self) -> None:
         """Drops kept gradients that were not used."""
+        self._check_droppable()
+        self._without_rule.clear()
+        if self._has_gradients():
+            self.discard()
+
+    def drop(self, layer: int) -> None:
+        """Drops the gradient of one layer, as `model.zero_grad()` does for each."""
+        self._without_rule.discard(layer)
+        if self._states[layer] is not LayerState.EMPTY:
+            self._check_droppable()
+            self._sink.discard(layer)
+            self._states[layer] = LayerState.EMPTY
+
+    def _check_droppable(self) -> None:
         if self._updated_with:
             raise OrderError(
                 "zero_grad() after backward without step(): the experts were updated during "
                 "backward already; call step() first, or set max_grad_norm (or overlap_updates="
                 "False), which keeps gradients until step()"
             )
-        if self._has_gradients():
-            self.discard()
 
     def check_between_steps(self, what: str) -> None:
         """Between backward and step() experts may be one update ahead of the dense parameters."""
@@ -282,3 +332,5 @@ class TrainingStep:
     def _forget(self) -> None:
         self._states = [LayerState.EMPTY] * len(self._states)
         self._updated_with.clear()
+        self._overwritten = False
+        self._without_rule.clear()

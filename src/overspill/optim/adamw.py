@@ -1,8 +1,10 @@
 """`overspill.AdamW`: a torch.optim.Optimizer for the dense parameters and the offloaded experts."""
 
+import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -20,14 +22,17 @@ from overspill.tiers.layout import RecordLayout
 class ExpertTraining(Protocol):
     """The training step as the optimizer uses it."""
 
-    def attach(self, rule: "AdamW", state_dtype: torch.dtype) -> None: ...
+    def attach(self, rule: "AdamW", state_dtype: torch.dtype) -> bool: ...
+    def check_joins(self, layers: Iterable[int]) -> None: ...
+    def check_between_steps(self, what: str) -> None: ...
+    def is_fresh(self, layer: int) -> bool: ...
     def steps(self, layer: int) -> int: ...
     def set_steps(self, layer: int, steps: int) -> None: ...
     def gradient_squares(self) -> float: ...
     def step(self) -> None: ...
     def discard(self) -> None: ...
     def zero_grad(self) -> None: ...
-    def restart(self) -> None: ...
+    def restart(self) -> bool: ...
 
 
 class StateRecords(Protocol):
@@ -55,6 +60,11 @@ class ExpertEngine(Protocol):
     def flush(self) -> None: ...
 
 
+EXPERTS_ELSEWHERE = "overspill_experts"
+"""Key of a state dict that refers to a file with the states of the experts."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 class AdamW(torch.optim.Optimizer):
     """Exact AdamW for dense parameters and offloaded experts.
 
@@ -76,28 +86,59 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        if max_grad_norm is not None and max_grad_norm <= 0:
+        if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm={max_grad_norm} must be positive, or None")
         if state_dtype not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"state_dtype={state_dtype} must be torch.float32 or torch.bfloat16")
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if value < 0:
-                raise ConfigError(f"{name}={value} must not be negative")
         if isinstance(params, nn.Module):
             params = list(params.parameters())
         self.max_grad_norm = max_grad_norm
         self.total_norm: float | None = None
         self._scale = 1.0
         self._accumulating = False
+        self._engine: ExpertEngine | None = None
+        self._layer_groups: dict[int, dict[str, Any]] = {}
+        self._given_state_dtype = state_dtype
+        self.state_dtype = state_dtype or torch.float32
+        self._has_groups = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check_group(defaults)
         super().__init__(params, defaults)
+        self._has_groups = True
+        self._find_experts()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Experts can be added as well, for example when they are unfrozen."""
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+            for parameter in self.param_groups[-1]["params"]:
+                if parameter.requires_grad and not _is_placeholder(parameter):
+                    _check_dense(parameter)
+            if self._has_groups:  # the constructor adds all its groups first
+                self._find_experts()
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _find_experts(self) -> None:
+        """Finds the groups of expert layers, and attaches to the engine of the first experts."""
         placeholders = [(p, group) for p, group in self._parameters() if _is_placeholder(p)]
-        self._engine = self._find_engine([p.engine for p, _ in placeholders])
-        self._layer_groups = {p.layer: group for p, group in placeholders}
-        planned = None if self._engine is None else self._engine.layout.state_dtype
-        self.state_dtype = state_dtype or planned or torch.float32
-        if self._engine is not None:
-            self._engine.training.attach(self, self.state_dtype)
+        engine = self._find_engine([p.engine for p, _ in placeholders])
+        layer_groups = {p.layer: group for p, group in placeholders}
+        if engine is not None and self._engine is None:
+            self.state_dtype = self._given_state_dtype or engine.layout.state_dtype
+            self._engine = engine  # `keep_gradients` depends on it
+            try:
+                dropped = engine.training.attach(self, self.state_dtype)
+            except BaseException:
+                self._engine = None
+                raise
+            if dropped:  # the whole unfinished step, not the part of the experts alone
+                super().zero_grad()
+        elif engine is not None:
+            engine.training.check_joins(layer_groups.keys() - self._layer_groups.keys())
+        self._layer_groups = layer_groups
 
     @staticmethod
     def _find_engine(engines: list[ExpertEngine]) -> ExpertEngine | None:
@@ -143,19 +184,33 @@ class AdamW(torch.optim.Optimizer):
         finally:
             self._accumulating = before
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """`GradScaler.step` asks this first. Experts may be updated during backward, before their
+        gradients could be unscaled."""
+        if self._engine is not None:
+            raise ConfigError(
+                "GradScaler does not support offloaded experts: their gradients are never "
+                "unscaled; train in bfloat16 or float32, which need no scaler, or create it with "
+                "enabled=False"
+            )
+        return False
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        dense = [(p, group) for p, group in self._dense() if p.grad is not None]
+        for parameter, _ in dense:
+            _check_dense(parameter)
         self._scale = self._clip()
         try:
             if self._engine is not None:
                 self._engine.training.step()
-            for parameter, group in self._dense():
-                if parameter.grad is not None:
-                    self._step_dense(parameter, group)
+            for parameter, group in dense:
+                self._step_dense(parameter, group)
         finally:
             self._scale = 1.0
         return loss
@@ -186,15 +241,12 @@ class AdamW(torch.optim.Optimizer):
     def _step_dense(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = 0
-            if parameter.dtype == torch.bfloat16:
-                state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            state.update(self._dense_state(parameter, {}))
         state["step"] += 1
         low = state.get("low")
+        weight = parameter.contiguous()  # itself, or a copy: the kernel updates flat memory
         record = RecordState(
-            parameter.view(-1),
+            weight.view(-1),
             None if low is None else low.view(-1),
             state["exp_avg"].view(-1),
             state["exp_avg_sq"].view(-1),
@@ -202,11 +254,26 @@ class AdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         grad = parameter.grad.to(parameter.dtype).reshape(-1)
         adamw_(record, grad, self._hyper(group, state["step"]), usable_cores())
+        if weight is not parameter:
+            parameter.copy_(weight)
+
+    def _dense_state(self, parameter: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a dense parameter: copies of what is given, else zeros."""
+        state: dict[str, Any] = {"step": int(given.get("step", 0))}
+        dtypes = dict.fromkeys(_MOMENTS, self.state_dtype)
+        if parameter.dtype == torch.bfloat16:
+            dtypes["low"] = torch.int16
+        for name, dtype in dtypes.items():
+            state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            if name in given:
+                state[name].copy_(given[name])
+        return state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+        """As in torch, but experts never have gradients of zeros: theirs are dropped."""
         if self._engine is not None:
-            self._engine.training.zero_grad()
+            self._engine.training.zero_grad()  # first: it may refuse
+        super().zero_grad(set_to_none)
 
     # -- states ---------------------------------------------------------------------------
 
@@ -235,12 +302,20 @@ class AdamW(torch.optim.Optimizer):
         self._engine.records.write_state(expert, name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Like torch's; a layer's experts are one entry of stacked [E, numel] states. It copies all
-        of them; checkpoints stream them instead."""
+        """Like torch's; a layer's experts are one entry of stacked [E, numel] states. With experts
+        all states are copies in host memory; checkpoints stream them instead."""
         packed, engine = super().state_dict(), self._engine
         if engine is None:
             return packed
+        engine.training.check_between_steps("saved")
         engine.flush()
+        packed["state"] = {
+            number: {
+                key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for key, value in entry.items()
+            }
+            for number, entry in packed["state"].items()
+        }
         for number, (parameter, _) in enumerate(self._parameters()):
             if not _is_placeholder(parameter) or engine.training.steps(parameter.layer) == 0:
                 continue  # as in torch, there are no states before the first update
@@ -254,35 +329,79 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a `state_dict`. Torch's method would cast moments to the parameter's dtype."""
+        """Restores a `state_dict`, as torch does: a parameter without an entry has no state after
+        it. Moments are converted to `state_dtype`, where torch's method would convert them to the
+        parameter's dtype."""
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ConfigError(
                 "the optimizer state has other parameter groups; create the same ones"
             )
-        if self._engine is not None:
-            self._engine.training.restart()
+        numbers = [number for group in saved for number in group["params"]]
+        entries = [state_dict["state"].get(number) for number in numbers]
+        self._check_entries(entries)
+        for other in saved:
+            _check_group({**self.defaults, **other})
+        self._restart()
         for group, other in zip(self.param_groups, saved, strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
-        for number, (parameter, _) in enumerate(self._parameters()):
-            entry = state_dict["state"].get(number)
-            if entry is None:
-                continue
-            if _is_placeholder(parameter):
-                self._load_experts(parameter.layer, entry)
-            else:
-                self.state[parameter] = {
-                    key: value.to(parameter.device).clone() if isinstance(value, Tensor) else value
-                    for key, value in entry.items()
-                }
+            values = {key: value for key, value in other.items() if key != "params"}
+            kept = {key: group[key] for key in ("param_names", "params") if key in group}
+            group.clear()
+            group.update(self.defaults | kept | copy.deepcopy(values))
+        self._set_dense_states(entries)
+        self._load_experts(state_dict, entries)
 
-    def _load_experts(self, layer: int, entry: dict[str, Any]) -> None:
-        assert self._engine is not None
+    def _check_entries(self, entries: list[Any]) -> None:
+        """Raises if an entry is not an AdamW state of its parameter, before anything changes."""
+        for number, (parameter, _) in enumerate(self._parameters()):
+            size = tuple(parameter.shape)
+            if _is_placeholder(parameter):
+                size = (parameter.engine.n_experts, parameter.engine.layout.shape.numel)
+            entry = entries[number]
+            for name in () if entry is None else _MOMENTS:
+                found = tuple(entry[name].shape) if name in entry else "none"
+                if found != size or "step" not in entry:
+                    raise ConfigError(
+                        f"the optimizer state of parameter {number} should have a step and {name} "
+                        f"of shape {size}, found {found}; load a state that overspill.AdamW saved "
+                        "for this model with the same parameter groups"
+                    )
+
+    def _restart(self) -> None:
+        """A step that failed, or that has updated experts, is dropped as a whole."""
+        if self._engine is not None and self._engine.training.restart():
+            super().zero_grad()
+
+    def _set_dense_states(self, entries: list[Any]) -> None:
+        self.state = defaultdict(dict)
+        for (parameter, _), entry in zip(self._parameters(), entries, strict=True):
+            if entry and not _is_placeholder(parameter):
+                self.state[parameter] = self._dense_state(parameter, entry)
+
+    def _load_experts(self, state_dict: dict[str, Any], entries: list[Any]) -> None:
+        if EXPERTS_ELSEWHERE in state_dict:
+            raise ConfigError(
+                "this optimizer state refers to a file with the states of the experts; load it "
+                "with the Trainer that wrote it (resume_from_checkpoint)"
+            )
+        if self._engine is None:
+            return
         self._engine.flush()
-        self._engine.training.set_steps(layer, int(entry["step"]))
+        for (parameter, _), entry in zip(self._parameters(), entries, strict=True):
+            if _is_placeholder(parameter):
+                self._load_layer(parameter.layer, entry or {"step": 0})
+
+    def _load_layer(self, layer: int, entry: dict[str, Any]) -> None:
+        """Sets the states of a layer's experts; those that are not in `entry` become zero."""
+        assert self._engine is not None
+        training, records = self._engine.training, self._engine.records
+        if entry["step"] == 0 and training.is_fresh(layer):
+            return
+        training.set_steps(layer, int(entry["step"]))
         for name, _ in self.expert_sections():
+            stack = entry.get(name, torch.zeros(()).expand(self._engine.n_experts))
             for index in range(self._engine.n_experts):
-                self._engine.records.write_state(ExpertId(layer, index), name, entry[name][index])
+                records.write_state(ExpertId(layer, index), name, stack[index])
 
     def dense_state_dict(self) -> dict[str, Tensor]:
         """The dense states under flat names `number.key`, and the steps of each expert layer."""
@@ -295,10 +414,9 @@ class AdamW(torch.optim.Optimizer):
         return flat
 
     def load_dense_state_dict(self, flat: dict[str, Tensor]) -> None:
-        """Loads the result of `dense_state_dict`."""
-        if self._engine is not None:
-            self._engine.training.restart()
-        parameters = self._parameters()
+        """Restores the result of `dense_state_dict`."""
+        self._restart()
+        entries: list[dict[str, Tensor]] = [{} for _ in self._parameters()]
         for name, value in flat.items():
             if name == "layer_steps":
                 assert self._engine is not None
@@ -306,9 +424,37 @@ class AdamW(torch.optim.Optimizer):
                     self._engine.training.set_steps(layer, steps)
                 continue
             number, key = name.split(".", 1)
-            parameter = parameters[int(number)][0]
-            entry = self.state[parameter]
-            entry[key] = int(value) if key == "step" else value.to(parameter.device).clone()
+            entries[int(number)][key] = value
+        self._set_dense_states(entries)
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Raises for values that torch.optim.AdamW refuses, and for its variants."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ConfigError(f"{name}={group[name]} must not be negative")
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ConfigError(f"betas={group['betas']} must be two numbers, each in [0, 1)")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise ConfigError(f"{name}=True is not supported by overspill.AdamW; leave it out")
+
+
+def _check_dense(parameter: Tensor) -> None:
+    """Raises for a dense parameter that cannot be updated."""
+    if parameter.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(
+            f"a dense parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; "
+            "overspill.AdamW updates float32 and bfloat16: convert the model before offloading it, "
+            "or freeze the parameter with requires_grad_(False)"
+        )
+    sparse = parameter.grad is not None and parameter.grad.layout != torch.strided
+    if sparse or parameter.layout != torch.strided:
+        raise ConfigError(
+            f"a dense parameter of shape {tuple(parameter.shape)} is sparse or has a sparse "
+            "gradient, which overspill.AdamW does not support; make it dense (for nn.Embedding: "
+            "sparse=False), or freeze it"
+        )
 
 
 def _is_placeholder(parameter: Tensor) -> bool:

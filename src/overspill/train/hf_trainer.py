@@ -14,7 +14,7 @@ import torch
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.moe.engine import Engine
-from overspill.optim.adamw import AdamW
+from overspill.optim.adamw import EXPERTS_ELSEWHERE, AdamW
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter
 from overspill.train.checkpoint_tensors import (
     expert_state_specs,
@@ -26,7 +26,6 @@ log = logging.getLogger("overspill")
 
 EXPERT_STATES = "overspill_optimizer.safetensors"
 """The optimizer states of the experts, next to the Trainer's optimizer.pt."""
-_EXPERTS = "overspill_experts"
 _MOVED = "_overspill_max_grad_norm"
 """Attribute of the arguments that keeps the norm moved to the optimizer."""
 
@@ -105,9 +104,10 @@ class TrainerAdamW(AdamW):
         folder = None if engine is None else engine.records.saved_to
         if engine is None or folder is None or self.steps_taken == 0:
             return super().state_dict()
+        engine.training.check_between_steps("saved")
         engine.records.mark_changed()  # once per save: the next call returns the plain state dict
         packed = torch.optim.Optimizer.state_dict(self)
-        packed[_EXPERTS] = {
+        packed[EXPERTS_ELSEWHERE] = {
             "folder": str(folder),
             "id": self._write_experts(engine, folder),
             "layer_steps": [engine.training.steps(layer) for layer in range(engine.n_layers)],
@@ -131,22 +131,29 @@ class TrainerAdamW(AdamW):
         return name
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        where = state_dict.get(_EXPERTS)
-        engine = self._expert_engine()
-        if where is None or engine is None:
-            super().load_state_dict(state_dict)
-            return
+        where, engine = state_dict.get(EXPERTS_ELSEWHERE), self._expert_engine()
+        if where is not None and engine is not None:
+            self._check_file(engine, where)  # before anything changes
+        super().load_state_dict(state_dict)
+
+    def _check_file(self, engine: Engine, where: dict[str, Any]) -> None:
         with StreamReader(self._find(where)) as reader:
             if reader.specs != expert_state_specs(engine, self):
                 raise CheckpointError(
                     f"{reader.path} belongs to a model with other experts or another state_dtype; "
                     "load the model with the settings of that checkpoint"
                 )
-            super().load_state_dict(state_dict)
+
+    def _load_experts(self, state_dict: dict[str, Any], entries: list[Any]) -> None:
+        where, engine = state_dict.get(EXPERTS_ELSEWHERE), self._expert_engine()
+        if where is None:
+            super()._load_experts(state_dict, entries)
+        elif engine is not None:
             engine.flush()
-            read_expert_states(reader, engine, self)
-        for layer, steps in enumerate(where["layer_steps"]):
-            engine.training.set_steps(layer, steps)
+            with StreamReader(self._find(where)) as reader:
+                read_expert_states(reader, engine, self)
+            for layer, steps in enumerate(where["layer_steps"]):
+                engine.training.set_steps(layer, steps)
 
     def _find(self, where: dict[str, Any]) -> Path:
         """The file where it was written, or in the output folder if the run was moved."""

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import overspill
 from overspill.core.errors import ConfigError, OrderError
 from overspill.models.huggingface.adapt import register
 from tests.models.huggingface.families import make_batch, make_model
-from tests.models.huggingface.oracle import budgets, offloaded
+from tests.models.huggingface.oracle import assert_same_weights, budgets, offloaded
 from tests.models.huggingface.test_exactness import BY_NAME
 
 MIXTRAL = BY_NAME["mixtral"]
@@ -188,3 +189,42 @@ def test_half_precision_is_for_inference_only(tmp_path: Path) -> None:
     for name, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], value.float()), name
     model.overspill.close()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "switch_transformers"])
+def test_groups_by_dimension_decay_experts_as_in_the_plain_model(
+    family: str, tmp_path: Path
+) -> None:
+    plain = make_model(BY_NAME[family]).train()
+    batch = make_batch(BY_NAME[family], plain)
+    with offloaded(plain, "host", tmp_path) as twin:
+        for model, make in ((plain, torch.optim.AdamW), (twin, overspill.AdamW)):
+            groups = [
+                {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 9.0},
+                {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+            ]
+            optimizer = make(groups, lr=1e-2, eps=1e-2)
+            model(**batch).loss.backward()
+            optimizer.step()
+        assert_same_weights(plain, twin, rtol=1e-4, atol=1e-5)
+
+
+def test_values_of_a_state_dict_between_backward_and_step_are_refused(twins: Any) -> None:
+    """Names and shapes are known; experts would be one update ahead of the rest."""
+    plain, twin = twins
+    optimizer = overspill.AdamW(twin.train(), lr=1e-3)
+    twin(**make_batch(MIXTRAL, plain)).loss.backward()
+    states = twin.state_dict()
+    assert states.keys() == plain.state_dict().keys()
+    with pytest.raises(OrderError, match=r"cannot be saved .* opt\.step\(\)"):
+        torch.save(states, io.BytesIO())
+    with pytest.raises(OrderError, match="cannot be saved"):
+        optimizer.state_dict()
+    optimizer.step()
+    torch.save(states, io.BytesIO())
+
+
+def test_it_cannot_be_pickled(twins: Any) -> None:
+    _, twin = twins
+    with pytest.raises(OrderError, match=r"cannot be pickled.*overspill\.save"):
+        torch.save(twin, io.BytesIO())

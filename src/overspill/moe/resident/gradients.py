@@ -68,13 +68,25 @@ class ResidentGradients(GradientSink):
         self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
     ) -> None:
         if hyper is not None:
-            if not self._updated:
+            if self._updated:
+                self._note_squares(layer)
+            else:
                 self._check_kept()
             self._update_layer(layer, hyper)
 
+    def _numbers(self, layer: int) -> range:
+        return range(layer * self._n_local, (layer + 1) * self._n_local)
+
+    def _note_squares(self, layer: int) -> None:
+        """step() checks kept gradients that are used once others were: no wait for the device."""
+        grads = self._memory.grads
+        for number in self._kept.intersection(self._numbers(layer)):
+            assert grads is not None
+            self._squares[number] = expert_squares([grads[number : number + 1]])[0]
+
     def _update_layer(self, layer: int, hyper: AdamHyper) -> None:
         """Kept gradients, or decay, for every expert that was not updated during backward."""
-        numbers = range(layer * self._n_local, (layer + 1) * self._n_local)
+        numbers = self._numbers(layer)
         grads = self._memory.grads
         for number in numbers:
             if number not in self._updated:
@@ -129,7 +141,9 @@ class ResidentGradients(GradientSink):
             "max_grad_norm, and go on from the last checkpoint"
         )
 
-    def discard(self) -> None:
-        self._squares.zero_()  # a NaN is reported once: the next step starts clean
-        self._kept.clear()
-        self._updated.clear()
+    def discard(self, layer: int | None = None) -> None:
+        numbers = range(len(self._squares)) if layer is None else self._numbers(layer)
+        # a NaN is reported once: the next step starts clean
+        self._squares[numbers.start : numbers.stop].zero_()
+        self._kept.difference_update(numbers)
+        self._updated.difference_update(numbers)

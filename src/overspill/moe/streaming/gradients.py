@@ -270,13 +270,19 @@ class StreamingGradients(GradientSink):
             "rate or set max_grad_norm, and go on from the last checkpoint"
         )
 
-    def discard(self) -> None:
-        self._downloads.wait()
-        if self._updates is not None:
-            self._updates.wait_idle()  # a gradient that is being accumulated must not come later
-        self._store.discard_gradients(self._kept)
-        self._squares.zero_()  # an expert without tokens in the next step would keep a NaN
-        self._kept.clear()
+    def discard(self, layer: int | None = None) -> None:
+        self.wait()  # a gradient that is being accumulated must not come later
+        store = self._store
+        dropped = store.entries if layer is None else store.layer_entries(layer)
+        numbers = {entry.number for entry in dropped}
+        with store.lock:
+            pending = [e for e in store.entries if e.stale and e.number not in numbers]
+            store.discard_gradients(self._kept & numbers)
+            for entry in pending:  # the gradients of other layers still wait for step()
+                store.begin_update(entry)
+        # an expert without tokens in the next step would keep a NaN
+        self._squares[sorted(numbers)] = 0.0
+        self._kept -= numbers
 
     def set_settings(self, settings: Settings) -> None:
         self._settings = settings
