@@ -323,6 +323,8 @@ class TrainingStep:
 
     def check_between_steps(self, what: str) -> None:
         """Between backward and step() experts may be one update ahead of the dense parameters."""
+        if LayerState.STEPPING in self._states:
+            self._check_finished(self._states.index(LayerState.STEPPING))
         if self._sink.has_updated:
             raise OrderError(
                 f"the model cannot be {what} between backward and step(): its experts were updated "
