@@ -51,10 +51,10 @@ class ThreadUploader(Uploader):
     def set_targets(self, targets: Sequence[Target]) -> None:
         owners = self._owners | {target.slot: target.entry for target in targets}
         missing = self._not_issued(targets)
+        if missing:
+            self._store.wake_uploader()  # it gets the lock after this
         # at once: with only some of it, the thread would go wrong after an interrupt
         self._wanted, self._owners, self._missing = targets, owners, missing
-        if missing:
-            self._store.wake_uploader()
 
     def is_issued(self, entry: Entry, slot: int) -> bool:
         place = self.slots[slot]

@@ -113,6 +113,7 @@ class StreamingEngine(Engine):
     def flush(self) -> None:
         with self.exclusive():
             self.check_open()
+            self._store.wake_all()  # an interrupt may have come before a thread was woken
             if self._sink is not None:
                 self._sink.wait()
             # all at once: what one of them ends may let another begin

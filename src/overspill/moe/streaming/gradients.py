@@ -280,6 +280,7 @@ class StreamingGradients(GradientSink):
         )
 
     def discard(self) -> None:
+        self._store.wake_all()  # an interrupt may have come before a thread was woken
         self._downloads.wait()
         if self._updates is not None:
             self._updates.wait_idle()  # a gradient that is being accumulated must not come later
