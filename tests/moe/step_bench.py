@@ -28,10 +28,12 @@ class FakeSink(GradientSink):
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.fail_in = ""
+        self._updated = False
 
     def _record(self, name: str, *args: object) -> None:
         self.log.append((name, *args))
         if self.fail_in == name:
+            self._updated = False
             raise NonFiniteError("not finite")
 
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
@@ -42,19 +44,27 @@ class FakeSink(GradientSink):
 
     def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
         self._record("add", layer, hyper is not None)
+        self._updated = self._updated or hyper is not None
 
     def complete_layer(
         self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
     ) -> None:
         self._record("complete_layer", layer, counts, hyper is not None)
+        self._updated = self._updated or hyper is not None
+
+    @property
+    def has_updated(self) -> bool:
+        return self._updated
 
     def sum_of_squares(self) -> float:
         return 9.0
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
+        self._updated = False
         self._record("end_step", sorted(kept))
 
     def discard(self, layer: int | None = None) -> None:
+        self._updated = self._updated and layer is not None
         self._record("discard", *(() if layer is None else (layer,)))
 
 

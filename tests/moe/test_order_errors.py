@@ -2,6 +2,7 @@
 
 import copy
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.moe.oracle import (
     Run,
     Task,
     adamw,
+    assert_follows,
     assert_same_bits,
     delays,
     loss_of,
@@ -289,10 +291,67 @@ def test_gradients_of_other_tensors_after_the_update_are_refused(
             optimizer.step()
 
 
-def test_autograd_grad_of_experts_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_graph_from_before_step_is_refused_and_changes_nothing(
+    where: str, clip: float | None, tmp_path: Path
+) -> None:
+    """As in plain PyTorch, where step() changes what the graph has saved."""
+    task = Task(n_layers=2, clip=clip)
+    (tokens,) = next(task.batches())
+    plain = task.model()
+    early = loss_of(plain, tokens)
+    loss_of(plain, tokens).backward()
+    torch.optim.AdamW(plain.parameters()).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+
+    model = task.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        early = loss_of(model, tokens)
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = weights_of(model)
+        with pytest.raises(OrderError, match=r"a graph from before step\(\)"):
+            early.backward()
+        assert_same_bits(Run(weights=weights_of(model)), Run(weights=before))
+        optimizer.zero_grad()
+        train_step(model, optimizer, [tokens])
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_retained_graph_used_twice_is_refused_and_the_first_backward_counts(
+    where: str, clip: float | None, tmp_path: Path
+) -> None:
+    task = Task(n_layers=2, steps=1, clip=clip)
+    (tokens,) = next(task.batches())
+    model = task.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        loss = loss_of(model, tokens)
+        loss.backward(retain_graph=True)
+        dense = {
+            parameter: parameter.grad.clone()
+            for parameter in model.parameters()
+            if parameter.grad is not None and not hasattr(parameter, "is_expert_placeholder")
+        }
+        with pytest.raises(OrderError, match="second backward"):
+            loss.backward()
+        for parameter, gradient in dense.items():  # without what was added until the error
+            parameter.grad = gradient
+        optimizer.step()
+        found = Run([loss.item()], [], weights_of(model))
+    assert_follows(found, replace(plain_run(task), norms=[]))
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_autograd_grad_of_experts_is_refused(where: str, tmp_path: Path) -> None:
     task = Task()
     model = task.model()
-    with spilled(model, "gpu", tmp_path):
+    with spilled(model, where, tmp_path):
         adamw(model, task)
         (tokens,) = next(task.batches())
         with pytest.raises(OrderError, match="leave their placeholders out"):

@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from overspill.core.errors import OrderError
 from overspill.core.experts import Phase
 from overspill.models.gpt import GPTMoE
 from overspill.moe import autograd
@@ -123,21 +123,45 @@ def test_reentrant_checkpoints_are_exact_too(
         assert_follows(train(model, adamw(model, task), task), plain_run(task))
 
 
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_two_forwards_through_reentrant_checkpoints_are_refused(
-    clip: float | None, tmp_path: Path
+@pytest.mark.parametrize("kind", ["none", "not reentrant", "reentrant", "around all layers"])
+def test_two_forwards_and_one_backward_are_exact_under_every_checkpoint(
+    where: str, clip: float | None, kind: str, tmp_path: Path
 ) -> None:
-    """Such a forward opens no pass, so the first backward seems to complete the gradient."""
-    task = Task(micro_batches=2, clip=clip)
-    model = task.model()
-    _reentrant(model)
-    with spilled(model, "host with 2 slots", tmp_path, idle=False):
+    task = Task(n_layers=2, micro_batches=2, steps=3, clip=clip, checkpoint=kind == "not reentrant")
+    model, run = task.model(), Run()
+    if kind == "reentrant":
+        _reentrant(model)
+    forward = loss_of
+    if kind == "around all layers":
+        forward = functools.partial(checkpoint, loss_of, use_reentrant=False)
+    with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)
-        a, b = next(task.batches())
-        loss = loss_of(model, a) + loss_of(model, b)
-        with pytest.raises(OrderError, match=r"step\(\)"):
+        for a, b in task.batches():
+            loss = (forward(model, a) + forward(model, b)) / 2
+            optimizer.zero_grad()  # drops no forward
             loss.backward()
-        assert optimizer.steps_taken == 0
+            optimizer.step()
+            run.losses.append(loss.item())
+        run.weights = weights_of(model)
+    assert_follows(run, replace(plain_run(task), norms=[]))
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_a_graph_of_reentrant_checkpoints_that_is_freed_changes_nothing(
+    where: str, tmp_path: Path
+) -> None:
+    task = Task(n_layers=2, steps=3)
+    model, run = task.model(), Run()
+    _reentrant(model)
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            loss_of(model, batches[0].flip(1))
+            run.losses.append(train_step(model, optimizer, batches))
+        run.weights = weights_of(model)
+    assert_follows(run, plain_run(task))
 
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)

@@ -199,8 +199,7 @@ class HostSlots(RuleBasedStateMachine):
     def discard(self, kept: set[int]) -> None:
         self.store.discard_gradients(kept)
         for entry, model in self.models.items():
-            if not model.holds:
-                model.stale = False
+            model.stale, model.holds = False, 0
             if entry.number in kept:
                 model.valid &= ~Part.GRADS
                 model.dirty &= ~Part.GRADS

@@ -3,15 +3,29 @@
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from overspill.core.errors import EngineError
+from overspill.tiers.slab import device_slab
 from overspill.tiers.store import Part
-from overspill.transfer.streams import record_event
-from tests.transfer.fakes import CPU, GatedEvent, disk_store, rewrite, value_of
+from overspill.trace.recorder import Recorder
+from overspill.transfer.streams import CopyStream, StreamEvent, record_event
+from overspill.transfer.thread_uploader import ThreadUploader
+from overspill.transfer.uploader import Target
+from tests.transfer.fakes import (
+    CPU,
+    LAYOUT,
+    GatedEvent,
+    disk_store,
+    host_store,
+    rewrite,
+    value_of,
+)
 from tests.transfer.upload_bench import HALVES, KINDS, RECORD, Bench, needs_compiler
 
 
@@ -297,6 +311,39 @@ def test_an_error_of_the_driver_is_raised_where_the_upload_is_awaited() -> None:
         bench.wait_issued((0, 0))
     bench.uploader.close()
     bench.store.close()
+
+
+class CountedStream(CopyStream):
+    """Counts the end events of its copies that are still referenced."""
+
+    def __init__(self) -> None:
+        super().__init__("upload", CPU, Recorder(), None)
+        self.alive: weakref.WeakSet[StreamEvent] = weakref.WeakSet()
+
+    def copy(self, *args: Any, **options: Any) -> StreamEvent:
+        super().copy(*args, **options)
+        event = _End()
+        self.alive.add(event)
+        return event
+
+
+class _End(StreamEvent):
+    """An end event that can be referenced weakly."""
+
+
+def test_events_of_copies_that_have_ended_are_forgotten() -> None:
+    """Their number grew with every upload, and with it the time of each."""
+    store, stream = host_store(8), CountedStream()
+    uploader = ThreadUploader(store, device_slab(2, LAYOUT.weight_bytes, CPU), stream, 2)
+    for number in range(200):
+        entry = store.entries[number % 8]
+        with store.lock:
+            uploader.set_targets([Target(entry, number % 2, certain=True)])
+        uploader.wait_issued([(entry, number % 2)], every=True)
+    uploader.wait_idle()
+    assert len(stream.alive) < 20
+    uploader.close()
+    store.close()
 
 
 class Arrivals:

@@ -165,9 +165,7 @@ def move_experts(
             show.stop()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        # A hard limit: the allocator fails rather than exceed the budget.
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, request.gpu_memory / total), device)
+        engine.limit_memory(request.gpu_memory)
     _close_with(engine, layers)
     model.overspill = engine  # type: ignore[assignment]
     if not quiet:

@@ -58,7 +58,10 @@ def _routed(
         args = (x_TD.detach(), weights_TK.detach(), expert_ids_TK, engine, layer_pass)
         y: Tensor = _Experts.apply(ticket, *args)  # type: ignore[no-untyped-call]
         return y
-    return _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep=False)
+    with engine.exclusive():
+        if layer_pass.trained and engine.can_train and _in_function():
+            engine.training.expect_recomputation(layer_pass.layer)
+        return _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep=False)
 
 
 class _Entrance(torch.autograd.Function):
@@ -85,7 +88,8 @@ class _Entrance(torch.autograd.Function):
         (_, _, (placeholder, _)) = ctx.next_functions
         wanted = placeholder is not None and _is_wanted(placeholder)
         args = x_TD, weights_TK, dy_TD, ctx.engine, ctx.layer_pass
-        dx_TD, dweights_TK = _backward(*args, trained=ctx.layer_pass.trained and wanted)
+        with ctx.engine.exclusive():
+            dx_TD, dweights_TK = _backward(*args, trained=ctx.layer_pass.trained and wanted)
         return dx_TD, dweights_TK, None, None, None
 
 
@@ -111,10 +115,11 @@ class _Experts(torch.autograd.Function):
         engine: Engine,
         layer_pass: LayerPass,
     ) -> Tensor:
-        if layer_pass.trained and engine.can_train:
-            engine.training.open_pass(layer_pass)
-        keep = engine.settings.activations == "keep"
-        y_TD = _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep)
+        with engine.exclusive():
+            if layer_pass.trained and engine.can_train:
+                engine.training.open_pass(layer_pass, recomputed=_recomputing())
+            keep = engine.settings.activations == "keep"
+            y_TD = _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep)
         if layer_pass.kept is not None:
             # through autograd, so that a checkpoint drops it like any activation
             ctx.save_for_backward(layer_pass.kept)
@@ -167,6 +172,12 @@ def _forward(
 def _recomputing() -> bool:
     """Whether this forward runs inside a backward, for a checkpoint."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _in_function() -> bool:
+    """Whether this forward runs inside an autograd Function, such as a reentrant checkpoint. Torch
+    turns forward-mode gradients off there, but not under no_grad()."""
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ and writes weights and optimizer states.
 """
 
 import abc
+import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +14,9 @@ import torch
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
+from overspill.core.lifetime import Lifetime
 from overspill.moe.compute import ExpertCompute
+from overspill.moe.memory_limit import MEMORY_LIMITS
 from overspill.moe.records import ExpertRecords
 from overspill.moe.settings import Settings
 from overspill.moe.training_step import TrainingStep
@@ -39,6 +43,17 @@ class Engine(abc.ABC):
         self.recorder = recorder
         self._training = training
         self._settings = settings
+        self._lock = threading.RLock() if training is None else training.lock
+
+    @property
+    @abc.abstractmethod
+    def lifetime(self) -> Lifetime: ...
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """The lock of the thread that runs a layer's pass, a step or `flush`: they share slots,
+        gradients and the step cursor. Passes of several threads may come in any order."""
+        self.check_open()  # first: in a forked child no thread would release the lock
+        return self._lock
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +102,7 @@ class Engine(abc.ABC):
 
     @property
     def training(self) -> TrainingStep:
+        self.lifetime.check_process()
         if self._training is None:
             raise OrderError(
                 "the model was offloaded for inference; call model.train() before offload() (a "
@@ -113,9 +129,9 @@ class Engine(abc.ABC):
             "model.state_dict(), or call overspill.save(model, folder)"
         )
 
-    @abc.abstractmethod
     def check_open(self) -> None:
-        """Raises if the engine was closed."""
+        """Raises if the engine was closed, or is another process's."""
+        self.lifetime.check()
 
     @abc.abstractmethod
     def check_conserved(self) -> None:
@@ -129,12 +145,25 @@ class Engine(abc.ABC):
     def describe(self) -> str:
         """One line: the mode and where everything is."""
 
-    @abc.abstractmethod
+    def limit_memory(self, budget: int) -> None:
+        """Limits what torch allocates on the device to the budgets of all engines."""
+        MEMORY_LIMITS.set(self, self.device, budget)
+
     def close(self) -> None:
-        """Ends all threads and frees the memory; the experts are gone."""
+        """Ends all threads and frees the memory; the experts are gone. A pass in another thread
+        ends first, with an error where it waits. No-op in a forked child."""
+        if self.lifetime.forked:
+            return
+        self._interrupt()
+        with self._lock:
+            if not self.lifetime.closed:
+                self._close()
+                MEMORY_LIMITS.lift(self)
 
+    @abc.abstractmethod
+    def _interrupt(self) -> None:
+        """Makes a pass of another thread raise where it waits."""
 
-def lift_memory_limit(device: torch.device) -> None:
-    """The allocator's limit was the engine's budget."""
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    @abc.abstractmethod
+    def _close(self) -> None:
+        """Ends all threads and frees the memory, once."""

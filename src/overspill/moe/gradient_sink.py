@@ -38,6 +38,11 @@ class GradientSink(abc.ABC):
         completed it; None if none did. With `hyper` all experts that this backward did not update
         are updated now, with their kept gradient or by decay; without, in `end_step`."""
 
+    @property
+    @abc.abstractmethod
+    def has_updated(self) -> bool:
+        """Whether experts were updated, or will be, since the last `end_step` or `discard`."""
+
     @abc.abstractmethod
     def sum_of_squares(self) -> float:
         """Sum of squares of all kept gradients; waits for them."""

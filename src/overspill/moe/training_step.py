@@ -9,15 +9,19 @@ Each layer is in one state:
       │                            └──end_backward──▶ UPDATED      updated during backward
       └── step(): PARTIAL, COMPLETE and UPDATED; discard(), drop(): PARTIAL, COMPLETE and RUNNING
 
+In step() the state is STEPPING. A layer that stays RUNNING or STEPPING has failed there.
+
 A gradient is complete when its backward runs outside of `accumulate()` and no other forward of the
 layer waits for its backward. It is kept with clipping, or updates the experts at once.
 """
 
 import enum
+import functools
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +40,13 @@ class LayerState(enum.Enum):
     PARTIAL = "part of the gradient"
     COMPLETE = "the whole gradient, kept until step()"
     UPDATED = "updated during backward"
+    STEPPING = "in step()"
+
+
+_AFTER_BACKWARD = (LayerState.COMPLETE, LayerState.UPDATED)
+_FAILED = (LayerState.RUNNING, LayerState.STEPPING)
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 class UpdateRule(Protocol):
@@ -53,17 +64,32 @@ class UpdateRule(Protocol):
         """The numbers of the next update of a layer's experts; None if it does not have them."""
 
 
+def _exclusive(
+    method: Callable[Concatenate["TrainingStep", _Args], _Result],
+) -> Callable[Concatenate["TrainingStep", _Args], _Result]:
+    """Not while another thread runs a pass."""
+
+    @functools.wraps(method)
+    def call(self: "TrainingStep", /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class TrainingStep:
     """Follows the backward passes of a step and tells the sink what to do with the gradients."""
 
     def __init__(self, n_layers: int, sink: GradientSink, records: ExpertRecords) -> None:
         self._sink = sink
         self._records = records
+        self.lock = threading.RLock()  # held during a pass and during a step
         self._rule: weakref.ref[UpdateRule] | None = None
         self._states = [LayerState.EMPTY] * n_layers
         self._steps = [0] * n_layers
         # sets, because adding and removing is atomic and a graph may be freed in any thread
         self._pending: list[set[PendingBackward]] = [set() for _ in range(n_layers)]
+        self._expected = [0] * n_layers  # forwards that a reentrant checkpoint will repeat
         self._keeps = False  # whether this step's gradients are kept until step()
         self._completing = False  # whether the running backward completes its layer's gradient
         self._updated_with: dict[int, AdamHyper] = {}  # layers updated during backward
@@ -79,6 +105,7 @@ class TrainingStep:
         model, alive."""
         return None if self._rule is None else self._rule()
 
+    @_exclusive
     def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> bool:
         """Follows `rule` from now on. An optimizer that replaces a deleted one starts from zero;
         whether it drops gradients of an unfinished step."""
@@ -92,6 +119,7 @@ class TrainingStep:
         dropped = self._has_gradients()
         if replaces:
             self.discard()
+            self._expected = [0] * len(self._steps)
             self._sink.reset_states()
             self._steps = [0] * len(self._steps)
             self._fresh = set(range(len(self._steps)))
@@ -127,15 +155,24 @@ class TrainingStep:
 
     # -- passes -----------------------------------------------------------------------------
 
-    def open_pass(self, layer_pass: LayerPass) -> None:
+    def expect_recomputation(self, layer: int) -> None:
+        """A forward of trained experts without a graph: a reentrant checkpoint will repeat it, with
+        a graph, during backward."""
+        self._expected[layer] += 1
+
+    def open_pass(self, layer_pass: LayerPass, recomputed: bool = False) -> None:
         """A forward of trained experts whose backward will come, unless its graph is freed."""
-        pending = self._pending[layer_pass.layer]
+        layer = layer_pass.layer
+        if recomputed:
+            self._expected[layer] = max(0, self._expected[layer] - 1)
+        pending = self._pending[layer]
         pending.add(layer_pass.pending)
         weakref.finalize(layer_pass, pending.discard, layer_pass.pending)
 
     def check_forward(self, layer: int) -> None:
         """A forward between a layer's backward and step() would use weights of neither step."""
-        if self._states[layer] in (LayerState.COMPLETE, LayerState.UPDATED):
+        self._check_finished(layer)
+        if self._states[layer] in _AFTER_BACKWARD:
             raise OrderError(
                 "forward after backward without step(): call opt.step() after each backward (or, "
                 "with clipping, opt.zero_grad() to drop the gradients), or wrap the backward of "
@@ -145,8 +182,7 @@ class TrainingStep:
     def check_backward(self, layer_pass: LayerPass) -> None:
         """A backward needs the weights of its forward, also one without weight gradients."""
         layer = layer_pass.layer
-        updated = self._states[layer] in (LayerState.COMPLETE, LayerState.UPDATED)
-        if updated or layer_pass.pending not in self._pending[layer]:
+        if self._states[layer] in _AFTER_BACKWARD or layer_pass.pending not in self._pending[layer]:
             raise OrderError(
                 f"MoE layer {layer} got a second backward before step(), or one of a graph from "
                 "before step(); call opt.step() after each backward, or wrap all but the last in "
@@ -173,7 +209,8 @@ class TrainingStep:
             return False
         self._states[layer] = LayerState.RUNNING
         self._keeps = rule.keep_gradients
-        self._completing = not rule.accumulating and not self._pending[layer]
+        others = self._pending[layer] or self._expected[layer]
+        self._completing = not rule.accumulating and not others
         if self._completing and not self._keeps:
             self._updated_with[layer] = hyper
             self._fresh.discard(layer)
@@ -212,6 +249,7 @@ class TrainingStep:
 
     # -- the end of a step --------------------------------------------------------------------
 
+    @_exclusive
     def step(self) -> None:
         """Ends a step: kept gradients update the experts."""
         rule = self.rule
@@ -220,28 +258,37 @@ class TrainingStep:
             self._check_finished(layer)
         self._check_unchanged(rule)
         self._records.mark_changed()
-        for layer, state in enumerate(self._states):
-            self._pending[layer].clear()  # a graph from before the step must not train after it
-            if state is LayerState.PARTIAL:
-                # a graph was freed, or every backward ran under accumulate()
-                self._complete(layer, None, None if self._keeps else rule.hyper(layer))
-        kept = {
-            layer: hyper
-            for layer, state in enumerate(self._states)
-            if state is LayerState.COMPLETE and (hyper := rule.hyper(layer)) is not None
-        }
-        updated = [n for n, state in enumerate(self._states) if state is not LayerState.EMPTY]
-        self._fresh.difference_update(updated)
+        for pending in self._pending:
+            pending.clear()  # a graph from before the step must not train after it
+        self._expected = [0] * len(self._expected)
+        states = {n: state for n, state in enumerate(self._states) if state is not LayerState.EMPTY}
+        self._fresh.difference_update(states)
+        kept: dict[int, AdamHyper] = {}
+        for layer in states:
+            self._states[layer] = LayerState.STEPPING
+        with self._forgotten_if_not_finite():
+            for layer, state in states.items():
+                hyper = rule.hyper(layer)
+                if state is LayerState.PARTIAL:
+                    # a graph was freed, or every backward ran under accumulate()
+                    self._sink.complete_layer(layer, None, None if self._keeps else hyper)
+                if hyper is not None and (self._keeps or state is LayerState.COMPLETE):
+                    kept[layer] = hyper
+            self._sink.end_step(kept)
         self._forget()
-        self._sink.end_step(kept)
-        for layer in updated:
+        for layer in states:
             self._steps[layer] += 1
 
     def _check_finished(self, layer: int) -> None:
+        if self._states[layer] is LayerState.STEPPING:
+            raise OrderError(
+                "step() was interrupted or failed, when it had updated some of the experts; load "
+                "the last checkpoint"
+            )
         if self._states[layer] is LayerState.RUNNING:
             remedy = (
-                "some experts were updated already: load the last checkpoint"
-                if self._updated_with
+                "some experts were updated during backward already: load the last checkpoint"
+                if self._sink.has_updated
                 else "call opt.zero_grad() to drop the gradients"
             )
             raise OrderError(f"a backward failed inside MoE layer {layer}; {remedy}")
@@ -266,6 +313,7 @@ class TrainingStep:
                     "step(), or set max_grad_norm, which updates them in step()"
                 )
 
+    @_exclusive
     def gradient_squares(self) -> float:
         """Sum of squares of all expert gradients of this step; waits for them."""
         return self._sink.sum_of_squares()
@@ -278,6 +326,7 @@ class TrainingStep:
         lowest = all(state is LayerState.EMPTY for state in self._states[:layer])
         return gradient_norm((), self.gradient_squares()) if self._keeps and lowest else 0.0
 
+    @_exclusive
     def discard(self) -> None:
         """Drops the gradients of this step; the experts stay as they are."""
         self._sink.discard()
@@ -285,16 +334,18 @@ class TrainingStep:
 
     def weights_loaded(self) -> None:
         """Weights of experts were loaded: the update of this step, if there was one, is lost."""
-        self._overwritten = bool(self._updated_with)
+        self._overwritten = self._sink.has_updated
 
+    @_exclusive
     def restart(self) -> bool:
         """A checkpoint was loaded: a step that failed, or that has updated experts, starts over;
         whether there was one."""
-        started = bool(self._updated_with) or LayerState.RUNNING in self._states
+        started = self._sink.has_updated or any(state in _FAILED for state in self._states)
         if started:
             self.discard()
         return started
 
+    @_exclusive
     def zero_grad(self) -> None:
         """Drops kept gradients that were not used."""
         self._check_droppable()
@@ -302,6 +353,7 @@ class TrainingStep:
         if self._has_gradients():
             self.discard()
 
+    @_exclusive
     def drop(self, layer: int) -> None:
         """Drops the gradient of one layer, as `model.zero_grad()` does for each."""
         self._without_rule.discard(layer)
@@ -311,7 +363,9 @@ class TrainingStep:
             self._states[layer] = LayerState.EMPTY
 
     def _check_droppable(self) -> None:
-        if self._updated_with:
+        if LayerState.STEPPING in self._states or self._sink.has_updated:
+            for layer in range(len(self._states)):
+                self._check_finished(layer)
             raise OrderError(
                 "zero_grad() after backward without step(): the experts were updated during "
                 "backward already; call step() first, or set max_grad_norm (or overlap_updates="
@@ -320,7 +374,9 @@ class TrainingStep:
 
     def check_between_steps(self, what: str) -> None:
         """Between backward and step() experts may be one update ahead of the dense parameters."""
-        if self._updated_with:
+        if LayerState.STEPPING in self._states:
+            self._check_finished(self._states.index(LayerState.STEPPING))
+        if self._sink.has_updated:
             raise OrderError(
                 f"the model cannot be {what} between backward and step(): its experts were updated "
                 "during backward, the rest was not; call opt.step() first"

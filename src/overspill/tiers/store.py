@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from overspill.core.errors import OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
+from overspill.core.lifetime import Lifetime
 from overspill.tiers.entry import Entry, Part, Reader
 from overspill.tiers.layout import ALIGN, RecordLayout
 from overspill.tiers.slab import HostSlab, Progress
@@ -60,7 +60,7 @@ class ExpertStore(WorkerSync):
         self._cached: set[Entry] = set()  # experts on disk that have a host slot
         self._free_slots = list(range(self.home_slots, self.home_slots + self.cache_slots))
         self._uses = 0
-        self._closed = False
+        self.lifetime = Lifetime()
         self._on_change: Callable[[], None] | None = None
         self._progress = progress
         self.slabs: dict[Part, HostSlab] = {}
@@ -222,11 +222,10 @@ class ExpertStore(WorkerSync):
 
     def discard_gradients(self, kept: Collection[int]) -> None:
         """Drops the gradients of the experts with these numbers. No update is pending: all weights
-        are current again."""
+        are current again, and no host slot is held."""
         with self.lock:
             for entry in self.entries:
-                if not entry.holds:
-                    entry.stale = False
+                entry.stale, entry.holds = False, 0
                 if entry.number in kept and entry.disk_slot is not None:
                     self._forget_gradient(entry)
                     self._changed(entry)
@@ -273,11 +272,27 @@ class ExpertStore(WorkerSync):
         entry.host_slot, entry.valid, entry.upload = None, Part(0), None
         self._cached.remove(entry)
 
+    def recount_slots(self) -> None:
+        """After an interrupt: the entries say which host slots are free."""
+        with self.lock:
+            in_host = [entry for entry in self.entries if entry.host_slot is not None]
+            held = {entry.host_slot for entry in in_host}
+            self._cached = {entry for entry in in_host if entry.disk_slot is not None}
+            slots = range(self.home_slots, self.home_slots + self.cache_slots)
+            self._free_slots = [slot for slot in slots if slot not in held]
+
     def begin_io(self, entry: Entry, part: Part, write: bool) -> None:
         with self.lock:
             entry.io |= part
             if write:
                 entry.dirty &= ~part  # now: an update during the write makes it dirty again
+
+    def cancel_io(self, entry: Entry, part: Part, write: bool) -> None:
+        """The transfer will not take place."""
+        with self.lock:
+            entry.io &= ~part
+            if write:
+                entry.dirty |= part
 
     def end_io(self, entry: Entry, part: Part, write: bool) -> None:
         with self.lock:
@@ -344,12 +359,8 @@ class ExpertStore(WorkerSync):
             assert slots == list(range(self.home_slots + self.cache_slots)), "host slots leaked"
             assert not any(entry.io or entry.holds for entry in self.entries), "not idle"
 
-    def check_open(self) -> None:
-        if self._closed:
-            raise OrderError("the engine is closed and its experts are gone; load the model again")
-
     def close(self) -> None:
-        self._closed = True
+        self.lifetime.closed = True
         for file in self.files.values():
             file.close()
         for slab in self.slabs.values():

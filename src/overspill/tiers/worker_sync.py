@@ -2,13 +2,54 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from overspill.core.errors import EngineError, OverspillError
 
 WATCHDOG_SECONDS = 60.0
 _SLICES = 20  # a process that was suspended loses one of them, not the whole time
+_PATIENCE = 10  # how much longer a busy device may take: it may as well wait for a lost signal
 _log = logging.getLogger("overspill")
+
+
+class Watchdog:
+    """One wait of a thread. Raises if it makes no progress: then a signal was lost. A slow disk and
+    a device that computes are only reported."""
+
+    def __init__(self, sync: "WorkerSync", what: str, seconds: float) -> None:
+        self._sync = sync
+        self._what = what
+        self._limit = seconds
+        self.interval = seconds / _SLICES
+        self._last = time.monotonic()
+        self._seen: object = None
+        self._waited = 0.0
+        self._reports = 0
+
+    def check(self, progress: object) -> None:
+        """Under the lock, at least every `interval`: raises if `progress` has been the same for too
+        long."""
+        now = time.monotonic()
+        passed, self._last = min(now - self._last, self.interval), now
+        if progress != self._seen:
+            self._seen, self._waited, self._reports = progress, 0.0, 0
+            return
+        self._waited += passed
+        if self._waited < self._limit:
+            return
+        self._waited, self._reports = 0.0, self._reports + 1
+        seconds = self._reports * self._limit
+        if self._sync.disk_busy():
+            _log.warning("no disk transfer has ended for %.0f s", seconds)
+        elif self._sync.device_busy() and self._reports < _PATIENCE:
+            _log.warning("the device has computed for %.0f s; waiting for %s", seconds, self._what)
+        else:
+            threads = sorted(t.name for t in threading.enumerate() if "overspill" in t.name)
+            raise EngineError(
+                f"no progress for {seconds:.0f} s while waiting for {self._what}; "
+                f"running threads: {', '.join(threads) or 'none'}. Please report this as a bug"
+            )
 
 
 class WorkerSync:
@@ -23,29 +64,27 @@ class WorkerSync:
         self._changes = 0  # notifications so far; the watchdog takes them for progress
         self._watchdog_seconds = watchdog_seconds
         self.error: BaseException | None = None
+        self.device_busy: Callable[[], bool] = lambda: False
+        """Whether the compute device has work that has not ended."""
+
+    def watchdog(self, what: str) -> Watchdog:
+        """For one wait; `what` says what is waited for, and which thread should signal it."""
+        return Watchdog(self, what, self._watchdog_seconds)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Blocks until `ready()`, which is called under the lock. Raises if a worker thread has
-        failed, or if nothing has changed for a minute: `what` says what was waited for. A disk that
-        takes longer is only reported."""
+        failed, or if nothing has changed for a minute: `what` says what was waited for and which
+        thread should have signalled it."""
         with self.lock:
-            seen, slices = self._changes, 0
-            while slices < _SLICES:
-                done = self._main.wait_for(
-                    lambda: self.error is not None or ready(), self._watchdog_seconds / _SLICES
-                )
+            watchdog: Watchdog | None = None  # most waits are over at once
+            while True:
+                interval = self._watchdog_seconds / _SLICES
+                done = self._main.wait_for(lambda: self.error is not None or ready(), interval)
                 self.raise_error()
                 if done:
                     return
-                seen, slices = self._changes, slices + 1 if seen == self._changes else 0
-                if slices == _SLICES and self.disk_busy():
-                    _log.warning("no disk transfer has ended for %.0f s", self._watchdog_seconds)
-                    slices = 0
-        threads = sorted(t.name for t in threading.enumerate() if "overspill" in t.name)
-        raise EngineError(
-            f"no progress for {self._watchdog_seconds:.0f} s while waiting for {what}; "
-            f"running threads: {', '.join(threads) or 'none'}. Please report this as a bug"
-        )
+                watchdog = watchdog or self.watchdog(what)
+                watchdog.check(self._changes)
 
     def disk_busy(self) -> bool:
         """Under the lock: whether a disk transfer is running."""

@@ -32,6 +32,11 @@ class GradientRing:
             self._free.append(index)
             self._store.wake_main()
 
+    def reset(self) -> None:
+        """No copy and no update is pending: every buffer is free."""
+        with self._store.lock:
+            self._free = list(range(len(self.buffers)))
+
     def check_conserved(self) -> None:
         """When idle: every buffer is free."""
         assert sorted(self._free) == list(range(len(self.buffers))), "gradient buffers leaked"
@@ -61,8 +66,9 @@ class Downloads:
         return event
 
     def _release(self) -> None:
-        event, sources = self._held.popleft()
-        event.wait()
+        event, sources = self._held[0]
+        event.wait()  # first: an interrupt must not free what is being copied
+        self._held.popleft()
         self._count(sources, -1)
 
     def _count(self, sources: list[Tensor], change: int) -> None:
@@ -78,5 +84,8 @@ class Downloads:
                 del self._users[pointer]
 
     def wait(self) -> None:
+        """Blocks until every copy has ended."""
         while self._held:
             self._release()
+        self._users.clear()  # of copies that failed
+        self._bytes = 0

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.store import ExpertStore
+from overspill.tiers.worker_sync import Watchdog
 from overspill.transfer.driver import event_handle
 from overspill.transfer.streams import CopyStream, StreamEvent
 from overspill.transfer.upload_thread import InFlightLimits, UploadCalls, UploadThread
@@ -35,6 +36,7 @@ class NativeUploader(Uploader):
         self._reasons: dict[str, int] = {}
         self._last_number = 0
         self._readers: list[StreamEvent | None] = [None] * n_slots  # commands wait for them
+        self._old_readers: list[StreamEvent | None] = []
         self._listed: list[int] = []  # slots whose upload is requested
         self._addresses: dict[int, int] = {}  # of records: a view takes time to make
         self._stride = slab.stride(0) * slab.element_size()
@@ -62,17 +64,18 @@ class NativeUploader(Uploader):
     def wait_issued(self, pairs: Sequence[tuple[Entry, int]], every: bool) -> None:
         enough = all if every else any
         labels = ", ".join(upload_label(entry, "") for entry, _ in pairs[:3])
+        what = f"the upload of {labels} (uploader thread)"
+        watchdog: Watchdog | None = None  # most waits are short
         while True:
             with self._store.lock:
-                self._store.wait(
-                    lambda: enough(self._is_requested(*pair) for pair in pairs),
-                    f"the upload of {labels} (uploader thread)",
-                )
+                self._store.wait(lambda: enough(self._is_requested(*pair) for pair in pairs), what)
                 if enough(self.is_issued(*pair) for pair in pairs):
                     return
                 slots = [slot for entry, slot in pairs if self._is_requested(entry, slot)]
                 numbers = [(slot, self._native.commands[slot].number) for slot in slots]
-            self._native.wait(numbers, every)  # then look again: weights may have changed
+            if not self._native.wait(numbers, every):
+                watchdog = self._watch(watchdog, what)
+            # then look again: weights may have changed
 
     def has_arrived(self, slot: int) -> bool:
         return self._native.ends[slot] <= self._native.completed()
@@ -88,9 +91,11 @@ class NativeUploader(Uploader):
         )
 
     def wait_idle(self) -> None:
-        self._store.wait(self.idle, "pending uploads (uploader thread)")
+        what = "pending uploads (uploader thread)"
+        self._store.wait(self.idle, what)
+        watchdog: Watchdog | None = None
         while not self._native.wait_idle():
-            self._store.raise_error()
+            watchdog = self._watch(watchdog, what)
 
     def close(self) -> None:
         with self._store.lock:
@@ -103,6 +108,14 @@ class NativeUploader(Uploader):
         self._native.close()
         self.slab = self.slab.new_empty(0)
 
+    def _watch(self, watchdog: Watchdog | None, what: str) -> Watchdog:
+        """A wait goes on: raises if no upload has arrived for too long."""
+        with self._store.lock:
+            self._store.raise_error()
+            watchdog = watchdog or self._store.watchdog(what)
+            watchdog.check(self._native.completed())
+            return watchdog
+
     def _is_requested(self, entry: Entry, slot: int) -> bool:
         place = self.slots[slot]
         return place.entry is entry and place.version == entry.version
@@ -113,7 +126,7 @@ class NativeUploader(Uploader):
     def _request(self) -> None:
         """Under the lock: hands the native thread all wanted uploads that are possible now."""
         items: list[int] = []
-        before = list(self._readers)  # kept alive until the native thread has the new list
+        self._old_readers += self._readers  # until the native thread has the new list
         issued, commands, slots = self._native.issued, self._native.commands, self.slots
         for target in self._wanted:
             entry, number, _, certain = target
@@ -129,12 +142,12 @@ class NativeUploader(Uploader):
         self._listed = items[::2]
         limits = InFlightLimits(self.in_flight_limit(False), self.in_flight_limit(True))
         self._native.set_uploads(items, limits, self._stream.recorder.enabled)
-        del before
+        self._old_readers.clear()
 
     def _write_command(self, target: Target) -> None:
         """Under the lock: another expert, or new weights of the same, belong in the slot."""
         entry, number, slot = target.entry, target.slot, self.slots[target.slot]
-        slot.entry, slot.version, slot.used = entry, entry.version, False
+        slot.entry = None  # until the command is written: an interrupt may come
         self._readers[number] = slot.free
         self._last_number += 1
         command = self._native.commands[number]
@@ -144,6 +157,7 @@ class NativeUploader(Uploader):
         command.number = self._last_number
         reason = self._reasons.setdefault(target.reason, len(self._reasons))
         command.tag = entry.number << 8 | reason
+        slot.entry, slot.version, slot.used = entry, entry.version, False
 
     def _address(self, entry: Entry) -> int:
         known = self._addresses.get(entry.number)

@@ -16,6 +16,12 @@ Needs = Callable[[], Iterable[tuple[Entry, Part]]]
 """Yields (expert, parts) in the order in which they will be needed in host memory."""
 
 
+class _Started:
+    """Whether a transfer that was queued is to be carried out."""
+
+    cancelled = False
+
+
 class Stager:
     """Moves records between disk and the cache slots of host memory.
 
@@ -47,8 +53,13 @@ class Stager:
     def pump(self) -> None:
         """Starts every read and write that can start now."""
         with self._store.lock:
-            if self._store.error is None and not self._closed:
+            if self._store.error is not None or self._closed:
+                return
+            try:
                 self._start_transfers()
+            except BaseException:  # an interrupt: the caller may be the main thread
+                self._store.recount_slots()
+                raise
 
     def _start_transfers(self) -> None:
         wanted = self._wanted()
@@ -79,12 +90,21 @@ class Stager:
         lane = "ssd write" if write else "ssd read"
         for part in Part:
             if parts & part:
-                self._store.begin_io(entry, part, write)
-                # weights before states: an upload waits for the weights
-                job = functools.partial(self._transfer, entry, part, lane)
-                self._queues[lane].submit((urgency, int(part)), job)
+                started = _Started()
+                job = functools.partial(self._transfer, entry, part, lane, started)
+                try:
+                    self._store.begin_io(entry, part, write)
+                    # weights before states: an upload waits for the weights
+                    self._queues[lane].submit((urgency, int(part)), job)
+                except BaseException:  # an interrupt
+                    started.cancelled = True
+                    self._store.cancel_io(entry, part, write)
+                    raise
 
-    def _transfer(self, entry: Entry, part: Part, lane: str) -> None:
+    def _transfer(self, entry: Entry, part: Part, lane: str, started: _Started) -> None:
+        with self._store.lock:  # held by `pump` until it is certain
+            if started.cancelled:
+                return
         if self._inject is not None:
             self._inject(lane)
         write = lane == "ssd write"

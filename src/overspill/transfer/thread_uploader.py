@@ -49,12 +49,12 @@ class ThreadUploader(Uploader):
         self._thread.start()
 
     def set_targets(self, targets: Sequence[Target]) -> None:
-        self._wanted = targets
-        for target in targets:
-            self._owners[target.slot] = target.entry
-        self._find_missing()
-        if self._missing:
-            self._store.wake_uploader()
+        owners = self._owners | {target.slot: target.entry for target in targets}
+        missing = self._not_issued(targets)
+        if missing:
+            self._store.wake_uploader()  # it gets the lock after this
+        # at once: with only some of it, the thread would go wrong after an interrupt
+        self._wanted, self._owners, self._missing = targets, owners, missing
 
     def is_issued(self, entry: Entry, slot: int) -> bool:
         place = self.slots[slot]
@@ -92,13 +92,14 @@ class ThreadUploader(Uploader):
             self._thread.join()
         self.slab, self._views = self.slab.new_empty(0), ()
 
-    def _find_missing(self) -> None:
-        self._missing = deque(t for t in self._wanted if not self.is_issued(t.entry, t.slot))
+    def _not_issued(self, targets: Sequence[Target]) -> deque[Target]:
+        return deque(t for t in targets if not self.is_issued(t.entry, t.slot))
 
     def _next(self) -> Target | None:
         found = self._first_readable()
         if found is None and self._wanted:
-            self._find_missing()  # an expert that was there may have been updated since
+            # an expert that was there may have been updated since
+            self._missing = self._not_issued(self._wanted)
             found = self._first_readable()
         return found
 

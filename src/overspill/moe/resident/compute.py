@@ -38,14 +38,14 @@ class ResidentCompute(ExpertCompute):
     def enter_forward(
         self, layer_pass: LayerPass, expert_ids_TK: Tensor, phase: Phase, keep: bool
     ) -> None:
-        self._memory.check_open()
+        self._memory.lifetime.check()
         # one wave holds the whole layer if its activations fit: then the host needs no counts
         many = expert_ids_TK.numel() > self.max_rows
         need_counts = self.device.type == "cpu" or many or not self._grouped
         layer_pass.order = self.dispatcher.route(expert_ids_TK, layer_pass.drops, need_counts)
 
     def enter_backward(self, layer_pass: LayerPass) -> None:
-        self._memory.check_open()
+        self._memory.lifetime.check()
 
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
         rows, counts = layer_pass.rows, layer_pass.rows.counts

@@ -3,10 +3,11 @@
 import torch
 
 from overspill.core.expert_map import ExpertMap
+from overspill.core.lifetime import Lifetime
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.moe.dispatch import LocalDispatcher
-from overspill.moe.engine import Engine, lift_memory_limit
+from overspill.moe.engine import Engine
 from overspill.moe.resident.compute import ResidentCompute
 from overspill.moe.resident.gradients import ResidentGradients
 from overspill.moe.resident.memory import ResidentMemory
@@ -49,11 +50,13 @@ class ResidentEngine(Engine):
         self._settings = settings
         self._compute.set_grouped(settings.waves)
 
-    def flush(self) -> None:
-        self._memory.wait()
+    @property
+    def lifetime(self) -> Lifetime:
+        return self._memory.lifetime
 
-    def check_open(self) -> None:
-        self._memory.check_open()
+    def flush(self) -> None:
+        with self.exclusive():
+            self._memory.wait()
 
     def check_conserved(self) -> None:
         self.flush()
@@ -66,9 +69,9 @@ class ResidentEngine(Engine):
         size = format_size(self._memory.nbytes)
         return f"mode gpu: all {count} experts and their states on {self.device} ({size})"
 
-    def close(self) -> None:
-        if self._memory.closed:
-            return
+    def _interrupt(self) -> None:
+        """No pass waits."""
+
+    def _close(self) -> None:
         self.flush()
         self._memory.close()
-        lift_memory_limit(self.device)

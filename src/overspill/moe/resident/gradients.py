@@ -26,7 +26,7 @@ class ResidentGradients(GradientSink):
         self._updated: set[int] = set()  # experts that were updated during this step's backward
 
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
-        self._memory.check_open()
+        self._memory.lifetime.check()
         self._memory.allocate_states(state_dtype)
         if keep:
             self._memory.allocate_grads()
@@ -43,8 +43,8 @@ class ResidentGradients(GradientSink):
             self._keep(grad, first, stop)
             return
         self._check_squares(grad, first, stop)
+        self._updated.update(range(first, stop))  # first: an interrupt may come during the update
         self._update(first, stop, grad, hyper)
-        self._updated.update(range(first, stop))
 
     def _check_squares(self, grad: Tensor, first: int, stop: int) -> None:
         norms = torch.linalg.vector_norm(grad, dim=1, dtype=torch.float32)
@@ -90,9 +90,9 @@ class ResidentGradients(GradientSink):
         grads = self._memory.grads
         for number in numbers:
             if number not in self._updated:
+                self._updated.add(number)
                 kept = grads[number] if grads is not None and number in self._kept else None
                 self._update(number, number + 1, kept, hyper)
-        self._updated.update(numbers)
 
     def _update(self, first: int, stop: int, grad: Tensor | None, hyper: AdamHyper) -> None:
         states = self._memory.states
@@ -104,6 +104,10 @@ class ResidentGradients(GradientSink):
             states["exp_avg_sq"][first:stop].view(-1),
         )
         adamw_(record, None if grad is None else grad.view(-1), hyper, self._threads)
+
+    @property
+    def has_updated(self) -> bool:
+        return bool(self._updated)
 
     def sum_of_squares(self) -> float:
         grads = self._memory.grads

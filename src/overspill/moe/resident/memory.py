@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from overspill.core.errors import OrderError
+from overspill.core.lifetime import Lifetime
 from overspill.tiers.layout import RecordLayout
 
 
@@ -14,7 +14,7 @@ class ResidentMemory:
         self.layout = layout
         self.device = device
         self._size = (count, layout.shape.numel)
-        self._closed = False
+        self.lifetime = Lifetime()
         self.weights = self._zeros(layout.dtype)
         self.states: dict[str, Tensor] = {}
         self.grads: Tensor | None = None
@@ -42,21 +42,13 @@ class ResidentMemory:
             tensors.append(self.grads)
         return sum(tensor.nbytes for tensor in tensors)
 
-    def check_open(self) -> None:
-        if self._closed:
-            raise OrderError("the engine is closed and its experts are gone; load the model again")
-
     def wait(self) -> None:
-        self.check_open()
+        self.lifetime.check()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
-        self._closed = True
+        self.lifetime.closed = True
         # new tensors: a slice would keep all of the memory
         self.weights = self.weights.new_empty(0, self.layout.shape.numel)
         self.states.clear()

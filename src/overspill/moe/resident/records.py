@@ -24,7 +24,7 @@ class ResidentRecords(ExpertRecords):
         return self._memory.layout
 
     def _number(self, expert: ExpertId) -> int:
-        self._memory.check_open()
+        self._memory.lifetime.check()
         return expert.layer * self.experts.n_local + self.experts.position(expert.index)
 
     def fill(

@@ -63,6 +63,13 @@ class StreamingCompute(ExpertCompute):
         self._cpu: CpuExperts | None = None
         self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
         self.uploader, self._waves = self._start_uploads(settings.uploader)
+        store.device_busy = self._device_busy
+
+    def _device_busy(self) -> bool:
+        upload = self._upload_stream.stream
+        if upload is None:
+            return False
+        return not (torch.cuda.current_stream(self.device).query() and upload.query())
 
     def _start_uploads(self, kind: str) -> tuple[Uploader, Waves]:
         store, slab, stream = self._store, self._slab, self._upload_stream
@@ -106,7 +113,7 @@ class StreamingCompute(ExpertCompute):
     def enter_forward(
         self, layer_pass: LayerPass, expert_ids_TK: Tensor, phase: Phase, keep: bool
     ) -> None:
-        self._store.check_open()
+        self._store.lifetime.check()
         allowed = self._allow_split(layer_pass, sortable=not keep)
         layer_pass.order = self.dispatcher.route(
             expert_ids_TK,
@@ -119,7 +126,7 @@ class StreamingCompute(ExpertCompute):
         self.trace.enter_experts()
 
     def enter_backward(self, layer_pass: LayerPass) -> None:
-        self._store.check_open()
+        self._store.lifetime.check()
         self._allow_split(layer_pass, sortable=layer_pass.rows.expert_ids_TK is not None)
         self._enter(layer_pass, Phase.BACKWARD)
         self.trace.enter_experts()

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 
+from overspill.core.errors import OrderError
 from overspill.core.expert_map import ExpertMap
+from overspill.core.lifetime import Lifetime
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import cpu_threads
 from overspill.hardware.profile import ExpertCosts
-from overspill.moe.engine import Engine, lift_memory_limit
+from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.compute import StreamingCompute
 from overspill.moe.streaming.gradients import StreamingGradients
@@ -84,7 +86,6 @@ class StreamingEngine(Engine):
         self._stager: Stager | None = None
         if store.disk_slots:
             self._stager = Stager(store, self._needs, _SSD_WORKERS, recorder, settings.inject)
-        self._closed = False
 
     def _needs(self) -> Iterator[tuple[Entry, Part]]:
         """What should be in host slots: experts with a pending update, then the order of need."""
@@ -105,21 +106,25 @@ class StreamingEngine(Engine):
         if self._sink is not None:
             self._sink.set_settings(settings)
 
+    @property
+    def lifetime(self) -> Lifetime:
+        return self._store.lifetime
+
     def flush(self) -> None:
-        self.check_open()
-        if self._sink is not None:
-            self._sink.wait()
-        # all at once: what one of them ends may let another begin
-        self._store.wait(self._idle, "pending transfers and updates")
-        self._compute.wait_idle()
+        with self.exclusive():
+            self.check_open()
+            self._store.wake_all()  # an interrupt may have come before a thread was woken
+            if self._sink is not None:
+                self._sink.wait()
+            # all at once: what one of them ends may let another begin
+            what = "pending transfers and updates (uploader, update thread, disk transfers)"
+            self._store.wait(self._idle, what)
+            self._compute.wait_idle()
 
     def _idle(self) -> bool:
         stager_idle = self._stager is None or self._stager.idle()
         sink_idle = self._sink is None or self._sink.idle()
         return sink_idle and stager_idle and self._compute.uploader.idle()
-
-    def check_open(self) -> None:
-        self._store.check_open()
 
     def check_conserved(self) -> None:
         self.flush()
@@ -152,14 +157,16 @@ class StreamingEngine(Engine):
             )
         return line
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def _interrupt(self) -> None:
+        self._store.fail(
+            OrderError("the engine was closed while it was used; load the model again")
+        )
+
+    def _close(self) -> None:
+        self.lifetime.closed = True
         self._compute.close()
         if self._sink is not None:
             self._sink.close()
         if self._stager is not None:
             self._stager.close()
         self._store.close()
-        lift_memory_limit(self.device)

@@ -64,11 +64,12 @@ class StreamingGradients(GradientSink):
         self._ring: GradientRing | None = None
         self._updates: Updates | None = None
         self._kept: set[int] = set()  # experts whose host slot holds part of this step's gradient
+        self._has_updated = False
 
     # -- memory -----------------------------------------------------------------------------
 
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
-        self._store.check_open()
+        self._store.lifetime.check()
         if Part.STATES not in self._store.slabs:
             self._store.set_state_dtype(state_dtype)
             self._store.allocate(Part.STATES)
@@ -155,8 +156,7 @@ class StreamingGradients(GradientSink):
         kept = entry.number in self._kept
         if hyper is not None and not kept:
             buffer, arrived = self._to_ring(entry, gradient, square, made)
-            self._store.begin_update(entry)
-            self.updates.submit(Update(entry, arrived, buffer, hyper=hyper))
+            self._submit(Update(entry, arrived, buffer, hyper=hyper))
             return
         self._allocate_kept()
         if kept:
@@ -222,16 +222,24 @@ class StreamingGradients(GradientSink):
             if hyper is None:
                 self._store.begin_update(entry)
             elif counts is None or entry.number in self._kept or not counts[position]:
-                self._store.begin_update(entry)
                 self._update(entry, hyper)
 
     def _update(self, entry: Entry, hyper: AdamHyper) -> None:
         """Updates an expert with its kept gradient, or by decay."""
         kept = entry.number in self._kept
-        self.updates.submit(Update(entry, COMPLETED, use_kept=kept, hyper=hyper))
+        self._submit(Update(entry, COMPLETED, use_kept=kept, hyper=hyper))
+
+    def _submit(self, update: Update) -> None:
+        self._has_updated = True
+        self._store.begin_update(update.entry)
+        self.updates.submit(update)
+
+    @property
+    def has_updated(self) -> bool:
+        return self._has_updated
 
     def sum_of_squares(self) -> float:
-        self._store.check_open()
+        self._store.lifetime.check()
         self._settle()
         kept = sorted(self._kept)
         return float(self._squares[kept].to(torch.float64).sum()) if kept else 0.0
@@ -249,6 +257,7 @@ class StreamingGradients(GradientSink):
             for entry in self._store.layer_entries(layer):
                 self._update(entry, hyper)
         self._kept.clear()
+        self._has_updated = False
         with self._store.lock:
             counts = self._cursor.end_step()
             self._plan.choose_residents(counts, self._settings.resident_share > 0)
@@ -271,8 +280,9 @@ class StreamingGradients(GradientSink):
         )
 
     def discard(self, layer: int | None = None) -> None:
-        self.wait()  # a gradient that is being accumulated must not come later
         store = self._store
+        store.wake_all()  # an interrupt may have come before a thread was woken
+        self.wait()  # a gradient that is being accumulated must not come later
         dropped = store.entries if layer is None else store.layer_entries(layer)
         numbers = {entry.number for entry in dropped}
         with store.lock:
@@ -283,6 +293,10 @@ class StreamingGradients(GradientSink):
         # an expert without tokens in the next step would keep a NaN
         self._squares[sorted(numbers)] = 0.0
         self._kept -= numbers
+        if layer is None:
+            if self._ring is not None:
+                self._ring.reset()  # an interrupted backward may have left buffers
+            self._has_updated = False
 
     def set_settings(self, settings: Settings) -> None:
         self._settings = settings

@@ -23,7 +23,7 @@ class StreamingRecords(ExpertRecords):
         return self._store.layout
 
     def _entry(self, expert: ExpertId) -> Entry:
-        self._store.check_open()
+        self._store.lifetime.check()
         return self._store.entry(expert)
 
     def fill(

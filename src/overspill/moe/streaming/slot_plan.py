@@ -55,10 +55,10 @@ class SlotPlan:
     ) -> list[PlannedChunk]:
         """Assigns the banks to the chunks that are needed next, and returns them in the order of
         need. `uploads(layer, positions)` says which experts are uploaded, and in which order."""
-        before = self._banks
-        self._banks, order = assign_banks(before, needed)
-        if self._banks != before:
-            self._slots.clear()
+        banks, order = assign_banks(self._banks, needed)
+        if banks != self._banks:
+            self._slots.clear()  # first: it must not outlive the banks if an interrupt comes
+            self._banks = banks
         planned = []
         for chunk in order:
             slots = self.slots(chunk.layer)
@@ -69,8 +69,8 @@ class SlotPlan:
     def choose_residents(self, counts: Sequence[Sequence[int]], on: bool) -> None:
         """Gives the resident slots to the busiest experts of the step that ends."""
         chosen = choose_residents(counts, len(self._resident_slots) if on else 0)
-        self._residents = place_residents(chosen, self._residents, self._resident_slots)
         self._slots.clear()
+        self._residents = place_residents(chosen, self._residents, self._resident_slots)
 
     def check_conserved(self) -> None:
         held = [chunk for chunk in self._banks if chunk is not None]

@@ -49,9 +49,11 @@ class Waves:
         self._trace = trace
         self._device = device
         self._slot_weights = store.layout.weights(uploader.slab)
+        self._stream: torch.cuda.Stream | None = None  # of the last pass
 
     def of(self, layer_pass: LayerPass, phase: Phase, limits: WaveLimits) -> Iterator[Wave]:
         """A layer's experts, wave by wave; compute one before asking for the next."""
+        self._follow_stream()
         layer, counts = layer_pass.layer, layer_pass.device_counts
         ends_E = layer_pass.rows.ends_E
         starts = [0, *itertools.accumulate(counts)]
@@ -70,23 +72,34 @@ class Waves:
                     wait_event(self._device, event)  # the compute stream itself, not the host
                 first, stop = run[0], run[-1] + 1
                 self._trace.begin_wave(f"{phase.value} {layer}.{first}-{stop - 1}")
-                yield Wave(
-                    first,
-                    stop,
-                    starts[first],
-                    starts[stop],
-                    self._slot_weights[slots[0] : slots[-1] + 1],
-                    _from_zero(ends_E[first:stop], starts[first]),
-                    counts[first:stop],
-                )
-                self._trace.end_wave()
-                used = record_event(self._device)  # a slot may be filled again after this
-                with self._store.lock:
-                    self._uploader.release(slots, used)
-                    self._cursor.finish(run)
-                    self._store.request_transfers()
+                try:
+                    yield Wave(
+                        first,
+                        stop,
+                        starts[first],
+                        starts[stop],
+                        self._slot_weights[slots[0] : slots[-1] + 1],
+                        _from_zero(ends_E[first:stop], starts[first]),
+                        counts[first:stop],
+                    )
+                finally:  # also if the pass has failed: the device may still compute
+                    self._trace.end_wave()
+                    used = record_event(self._device)  # a slot may be filled again after this
+                    with self._store.lock:
+                        self._uploader.release(slots, used)
+                        self._cursor.finish(run)
+                        self._store.request_transfers()
                 pending = [position for position in pending if position not in run]
         self._trace.leave_experts()
+
+    def _follow_stream(self) -> None:
+        """Threads may use streams of their own. A slot knows its last reader only, so passes on
+        different streams follow each other."""
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            if self._stream is not None and self._stream != stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
 
     def _focus(self, part: int, ahead: bool) -> list[int]:
         """Tells the uploader that this part is needed now, and what follows it. Returns its experts

@@ -1,0 +1,30 @@
+"""The lifetime of an engine: until it is closed, in the process that started it."""
+
+import os
+
+from overspill.core.errors import OrderError
+
+
+class Lifetime:
+    def __init__(self) -> None:
+        self.closed = False
+        self._process = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child. It has neither the engine's threads nor its memory, and
+        its locks may be held for ever."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        if self.forked:
+            raise OrderError(
+                "the model was offloaded by another process, of which this one is a fork without "
+                "the experts; use the model there, or load it here"
+            )
+
+    def check(self) -> None:
+        """Raises if the engine cannot be used."""
+        self.check_process()
+        if self.closed:
+            raise OrderError("the engine is closed and its experts are gone; load the model again")
