@@ -77,9 +77,12 @@ def load_within(
         model.train(train)
         layers = made.layers
         recipes = Recipes(model, layers, checkpoint)
-        move_experts(model, layers, budgets, progress, quiet, recipes)
-    made.restore(model)
-    return adapt(model, layers)
+
+        def finish() -> None:
+            made.restore(model)
+            adapt(model, layers)
+
+        return move_experts(model, layers, budgets, progress, quiet, recipes, finish)
 
 
 def _load_dense(
@@ -154,6 +157,9 @@ def from_config(
             f"from_config cannot initialize {config.model_type}; save a model made by "
             "transformers and load it"
         )
-    move_experts(model, made.layers, budgets, progress, quiet)
-    made.restore(model)
-    return adapt(model, made.layers)
+
+    def finish() -> None:
+        made.restore(model)
+        adapt(model, made.layers)
+
+    return move_experts(model, made.layers, budgets, progress, quiet, finish=finish)
