@@ -1,7 +1,9 @@
 """`offload` that fails or is interrupted leaves the model as it was, and no thread, file or memory.
 The injected faults do not know the procedure: they occur at calls that are spread over it."""
 
+import dataclasses
 import errno
+import gc
 import os
 import signal
 import sys
@@ -247,3 +249,28 @@ def test_a_progress_function_that_fails_leaves_the_model_as_it_was(
         overspill.offload(subject.model, **budgets(mode, tmp_path) | {"progress": progress})
     subject.assert_unchanged()
     assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_offload_frees_its_memory(mode: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, d_model=256, d_hidden=768, n_experts=8)
+    model = GPTMoE(config, seed=1)
+    experts = sum(p.nbytes for layer in model.moe_layers() for p in layer.expert_parameters())
+
+    def progress(what: str, done: int, total: int) -> None:
+        if done == total:
+            raise MemoryError
+
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    given = budgets(mode, tmp_path) | {"progress": progress}
+    if mode == "disk":
+        given["host_slots"] = 15
+    used = []
+    for _ in range(4):  # the first imports what it needs
+        with pytest.raises(MemoryError):
+            overspill.offload(model, **given)
+        used.append(resident())
+    assert used[-1] - used[0] < experts

@@ -146,6 +146,25 @@ def test_a_shard_that_the_weight_map_names_and_that_is_missing(folder: Path) -> 
     one_line(error)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_act": "no_such_function"}, "KeyError: 'no_such_function'"),
+        ({"architectures": ["BertModel"]}, "AttributeError: .*type_vocab_size"),
+        ({"num_local_experts": -1}, "RuntimeError: .*negative dimension"),
+    ],
+)
+def test_a_config_that_transformers_cannot_build(
+    folder: Path, change: dict[str, Any], reason: str
+) -> None:
+    edit_config(folder, **change)
+    with pytest.raises(
+        CheckpointError, match=rf"mixtral cannot be .*{reason}.*config\.json"
+    ) as error:
+        load(folder)
+    one_line(error)
+
+
 def test_no_experts_in_the_config(folder: Path) -> None:
     edit_config(folder, num_local_experts=0)
     with pytest.raises(ConfigError, match="num_local_experts") as error:

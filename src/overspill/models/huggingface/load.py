@@ -101,11 +101,13 @@ def _load_dense(
                 output_loading_info=True,
                 **placed,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            reason = " ".join(str(error).split())[:300]
-            raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise CheckpointError(
+                f"{folder} cannot be loaded by transformers ({reason}); check its config.json"
+            ) from error
     _check_dense(folder, info)
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map  # the model is on one device
