@@ -127,7 +127,12 @@ def test_a_layer_that_is_used_twice_is_offloaded_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "field"), [("mixtral", "num_local_experts"), ("switch_transformers", "num_experts")]
+    ("family", "field"),
+    [
+        ("mixtral", "num_local_experts"),
+        ("switch_transformers", "num_experts"),
+        ("nllb-moe", "num_experts"),
+    ],
 )
 def test_a_config_without_experts_names_its_field(family: str, field: str) -> None:
     config = make_model(BY_NAME[family]).config

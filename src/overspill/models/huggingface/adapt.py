@@ -18,6 +18,7 @@ from overspill.models.huggingface.experts import (
     DictionaryExperts,
     HuggingFaceExperts,
     StackedExperts,
+    expert_keys,
 )
 from overspill.moe.autograd import routed_experts
 from overspill.moe.engine import Engine
@@ -42,19 +43,17 @@ _COUNTS = (
 def find_experts(model: Any) -> list[HuggingFaceExperts]:
     """The experts modules of a model, lowest first. Raises for experts that Overspill cannot
     compute exactly, before anything is moved."""
-    text = model.config.get_text_config()
-    std = getattr(text, "initializer_range", 0.02)
-    empty = [count for count in _COUNTS if getattr(text, count, None) == 0]
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     found: list[HuggingFaceExperts] = []
     for path, module in model.named_modules():
         if hasattr(module, PLACEHOLDER) and module is not model:
             raise ConfigError("the model is offloaded already; offload it once")
         stacked = all(hasattr(module, name) for name in _INTERFACE)
         style = _DICTIONARIES.get(type(module).__name__)
-        if empty and (stacked or style):
-            field = getattr(text, "attribute_map", {}).get(empty[0], empty[0])
+        if (stacked and module.num_experts == 0) or (style and not expert_keys(module)):
             raise ConfigError(
-                f"{path} has no experts: {field} is 0 in the config; set it to at least 1"
+                f"{path} has no experts: {_empty_field(model)} is 0 in the config; set it to at "
+                "least 1"
             )
         if stacked:
             found.append(StackedExperts(path, module, std))
@@ -67,6 +66,13 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
             if isinstance(layer, DictionaryExperts):
                 layer.check_trainable()
     return found
+
+
+def _empty_field(model: Any) -> str:
+    """The field of the config that gives the number of experts as 0."""
+    text = model.config.get_text_config()
+    names = [count for count in _COUNTS if getattr(text, count, None) == 0]
+    return str(text.attribute_map.get(names[0], names[0])) if names else "the number of experts"
 
 
 def _refuse_others(model: Any, found: Sequence[HuggingFaceExperts]) -> None:

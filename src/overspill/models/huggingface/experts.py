@@ -181,7 +181,7 @@ class DictionaryExperts(HuggingFaceExperts):
         std: float,
     ) -> None:
         self.style = style
-        self.keys = tuple(key for key in module if key.startswith("expert_"))
+        self.keys = expert_keys(module)
         first: Any = module[self.keys[0]]
         self._function = first.act
         self._dropouts = {first.dropout.p, getattr(getattr(module, "token_dropout", None), "p", 0)}
@@ -211,6 +211,10 @@ class DictionaryExperts(HuggingFaceExperts):
     def give_away(self, engine: Engine, layer: int) -> None:
         super().give_away(engine, layer)
         self.module.__class__ = HostedDictionary.of(self.style)
+
+
+def expert_keys(dictionary: nn.ModuleDict) -> tuple[str, ...]:
+    return tuple(key for key in dictionary if key.startswith("expert_"))
 
 
 def _separate(keys: Sequence[str], style: DictionaryStyle) -> Places:
