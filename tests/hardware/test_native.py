@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -181,6 +182,42 @@ def test_a_temporary_folder_is_removed_at_exit(tmp_path: Path) -> None:
     folder = Path(result.stdout.strip())
     assert folder.parent == tmp_path
     assert not folder.exists()
+
+
+@needs_compiler
+def test_without_any_folder_a_process_compiles_once_and_leaves_nothing(
+    tmp_path: Path, source: Path
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "file").touch()
+    (temporary / f"overspill-cache-{os.getuid()}").touch()  # neither the cache nor this is a folder
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    script = (
+        "from pathlib import Path; from overspill.hardware.native import load_library\n"
+        f"for _ in range(3): assert load_library(Path({str(source)!r}), 'answer').answer() == 42"
+    )
+    changes = {
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "XDG_CACHE_HOME": str(tmp_path / "file"),
+        "TMPDIR": str(temporary),
+        "CXX": str(compiler),
+    }
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, **changes}, check=True)
+    assert sum("-shared" in line for line in log.read_text().splitlines()) == 1
+    assert [path.name for path in temporary.iterdir()] == [f"overspill-cache-{os.getuid()}"]
+
+
+@needs_compiler
+def test_a_cache_that_is_removed_while_in_use_is_made_again(tmp_path: Path, source: Path) -> None:
+    native.load_library(source, "answer")
+    shutil.rmtree(tmp_path / "cache")
+    assert _answer(native.load_library(source, "another")) == 42
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").touch()
+    assert native.load_library(source, "third") is None  # with a warning
 
 
 @needs_compiler

@@ -180,7 +180,8 @@ def test_frozen_experts_do_not_change_and_the_rest_learns(where: str, tmp_path: 
 
     model = task.model()
     frozen_before, frozen_after = model.moe_layers()[1:]
-    frozen_before.w_in.requires_grad_(False)
+    for parameter in frozen_before.expert_parameters():
+        parameter.requires_grad_(False)
     with spilled(model, where, tmp_path):
         frozen_after.experts.requires_grad_(False)
         run = train(model, adamw(model, task), task)

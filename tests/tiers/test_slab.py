@@ -72,6 +72,45 @@ def test_allocation_threads_have_ended(background: bool) -> None:
         assert not [t.name for t in threading.enumerate() if t.name.startswith("overspill-")]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_refused_pinning_is_named_and_leaves_nothing_pinned(
+    background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: set[int] = set()
+
+    class Runtime:
+        """The CUDA runtime of a system that allows to pin two pieces."""
+
+        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+            if len(pinned) == 2:
+                return 2
+            pinned.add(pointer)
+            return 0
+
+        def cudaHostUnregister(self, pointer: int) -> None:
+            pinned.remove(pointer)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(module, "_THREADS", 1)
+    message = r"pinning 16\.0 KiB .* failed \(2\); lower --host-memory or raise the memlock limit"
+
+    def allocate() -> HostSlab:
+        return HostSlab("weights", 4, ALIGN, True, background=background, piece_bytes=ALIGN)
+
+    if background:
+        slab = allocate()
+        slab[3].fill_(7)
+        with pytest.raises(BudgetError, match=message):
+            slab.wait_allocated()
+        assert slab[3].eq(7).all(), "the owner closes it"
+        slab.close()
+    else:
+        with pytest.raises(BudgetError, match=message):
+            allocate()
+    assert not pinned
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("overspill-")]
+
+
 def test_device_slots_form_one_tensor() -> None:
     slots = device_slab(3, ALIGN, torch.device("cpu"))
     assert slots.shape == (3, ALIGN)

@@ -15,7 +15,7 @@ from torch import Tensor
 from overspill.core.errors import DiskError
 from overspill.tiers.layout import ALIGN
 from overspill.tiers.slab import HostSlab
-from overspill.tiers.ssd import RecordFile, check_folder
+from overspill.tiers.ssd import BounceBuffers, DirectFile, RecordFile, check_folder
 
 SLOT = 2 * ALIGN
 
@@ -120,16 +120,74 @@ def test_writing_to_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_failed_write_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(*_: object) -> NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [(errno.ENOSPC, "free some space"), (errno.EDQUOT, "free some space"), (errno.EIO, "check")],
+)
+def test_a_failed_read_or_write_names_the_folder_and_the_way_out(
+    code: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError(code, os.strerror(code))
 
     file, slab = RecordFile(tmp_path / "r.bin", 2, SLOT), HostSlab("w", 1, SLOT, False)
-    monkeypatch.setattr(os, "pwritev", no_space)
-    with pytest.raises(OSError, match="No space left"):
-        file.write(0, slab[0])
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail)
+        patch.setattr(os, "preadv", fail)
+        message = rf"{tmp_path}.*8\.0 KiB.*\({os.strerror(code)}\); {advice}.* --disk"
+        with pytest.raises(DiskError, match=message):
+            file.write(0, slab[0])
+        with pytest.raises(DiskError, match=message):
+            file.read(0, slab[0])
     file.close()
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_without_fallocate_records_work_and_the_missing_reservation_is_logged(
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def unsupported(*_: object) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    with caplog.at_level(logging.WARNING, "overspill"):
+        file, slab = RecordFile(tmp_path / "r.bin", 4, SLOT), HostSlab("w", 2, SLOT, False)
+    assert f"{tmp_path}: this file system cannot reserve space; keep 32.0 KiB free" in caplog.text
+    assert os.fstat(file.fd).st_size == file.nbytes
+    slab[0].copy_(bytes_of(3))
+    file.write(3, slab[0])
+    file.read(3, slab[1])
+    assert torch.equal(slab[1], bytes_of(3))
+    file.close()
+
+
+def test_a_full_disk_is_found_when_the_space_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskError, match=rf"{tmp_path}: reserving 32\.0 KiB .*No space left"):
+        RecordFile(tmp_path / "r.bin", 4, SLOT)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["a link", "a file"])
+def test_a_record_file_never_opens_what_is_there(kind: str, tmp_path: Path) -> None:
+    precious, name = tmp_path / "precious", tmp_path / "r.bin"
+    precious.write_text("keep")
+    if kind == "a link":
+        name.symlink_to(precious)
+    else:
+        precious = name
+        precious.write_text("keep")
+    with pytest.raises(DiskError, match=r"cannot create .*r\.bin \(File exists\)"):
+        RecordFile(name, 2, SLOT)
+    assert precious.read_text() == "keep"
 
 
 def test_closing_removes_the_file_and_can_be_done_twice(tmp_path: Path) -> None:
@@ -147,6 +205,33 @@ def test_a_file_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
 def test_the_folder_is_created_and_left_empty(tmp_path: Path) -> None:
     check_folder(tmp_path / "a" / "b", need=1)
     assert not list((tmp_path / "a" / "b").iterdir())
+
+
+def test_the_probe_of_a_folder_follows_no_link(tmp_path: Path) -> None:
+    """Other users of a shared folder can guess a name that is made of the process id."""
+    precious, folder = tmp_path / "precious", tmp_path / "shared"
+    folder.mkdir()
+    precious.write_text("keep")
+    (folder / f".probe-{os.getpid()}").symlink_to(precious)
+    check_folder(folder, need=1)
+    assert precious.read_text() == "keep"
+    assert [path.name for path in folder.iterdir()] == [f".probe-{os.getpid()}"]
+
+
+def test_direct_files_share_the_buffer_of_a_thread(tmp_path: Path) -> None:
+    bounce, data = BounceBuffers(ALIGN), bytes(range(256)) * 64
+    for number in range(50):
+        path = tmp_path / str(number)
+        path.write_bytes(data)
+        file = DirectFile.open(path, bounce)
+        if file is None:
+            pytest.skip("no direct I/O on this file system")
+        before, out, done = bounce.buffer, bytearray(10_000), 0
+        while done < len(out):
+            done += file.read(memoryview(out)[done:], 5 + done)
+        assert out == data[5 : 5 + len(out)]
+        assert bounce.buffer is before
+        file.close()
 
 
 def test_a_folder_with_too_little_space_names_both_sizes(tmp_path: Path) -> None:

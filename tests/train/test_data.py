@@ -78,6 +78,20 @@ def test_a_truncated_cache_is_named_with_the_fix(tmp_path: Path, suffix: str, si
         tokenize([source], ByteTokenizer(), cache)
 
 
+def test_the_cache_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """Others may write to a shared cache and guess the name of a process's temporary file."""
+    source, cache, precious = tmp_path / "a.txt", tmp_path / "cache", tmp_path / "precious"
+    source.write_text("some text")
+    precious.write_text("keep")
+    expected = tokenize([source], ByteTokenizer(), cache).tokens.tolist()
+    for file in list(cache.iterdir()):
+        (cache / f"{file.stem}.{os.getpid()}.tmp").unlink(missing_ok=True)
+        (cache / f"{file.stem}.{os.getpid()}.tmp").symlink_to(precious)
+        file.unlink()
+    assert tokenize([source], ByteTokenizer(), cache).tokens.tolist() == expected
+    assert precious.read_text() == "keep"
+
+
 def test_a_broken_gzip_file_is_named_and_leaves_no_cache(tmp_path: Path) -> None:
     source = tmp_path / "a.gz"
     source.write_bytes(gzip.compress(b"text" * 1000)[:-20])

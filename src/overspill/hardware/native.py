@@ -124,8 +124,12 @@ def _own_temporary_folder() -> Path:
 def _compile(compiler: list[str], source: Path, library: Path) -> None:
     """Compiles to a temporary file, appends its hash, and renames it when it is on disk: other
     processes, also after a power failure, find a complete library or none."""
-    handle, temporary = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".tmp")
-    os.close(handle)
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)  # the cache may have been removed
+        handle, temporary = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".tmp")
+        os.close(handle)
+    except OSError as error:
+        raise _BuildError(f"{library.parent} cannot be written: {error}") from error
     try:
         command = [*compiler, *FLAGS, str(source), "-o", temporary]
         result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -4,7 +4,8 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -13,13 +14,16 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
 from overspill.core.expert_map import ExpertMap
-from overspill.core.experts import ExpertId, ExpertShape
+from overspill.core.experts import ExpertId
+from overspill.core.interrupt import DeferredInterrupt
+from overspill.hardware.profile import ExpertCosts
 from overspill.models.budgets import Budgets, Size
 from overspill.models.cpu_costs import cpu_expert_costs
+from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.progress_bar import TerminalProgress
+from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
-from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.resident.engine import ResidentEngine
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.engine import StreamingEngine
@@ -33,33 +37,6 @@ _READERS = 8
 """Reader threads: enough to keep an NVMe disk busy."""
 _BUFFERS = 3 << 29
 """Maximum bytes of experts in buffers at once, where they cannot be read into place."""
-
-
-class ExpertLayer(Protocol):
-    """A Mixture-of-Experts layer whose experts can be moved to an engine."""
-
-    shape: ExpertShape
-    n_experts: int
-
-    @property
-    def experts(self) -> ExpertPlaceholder:
-        """The placeholder that `give_away` leaves."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def engine(self) -> Engine | None: ...
-
-    def expert_parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters that will be released."""
-
-    def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """Copies the weights of an expert into its flat record. Random weights are drawn on
-        `device`."""
-
-    def give_away(self, engine: Engine, layer: int) -> None:
-        """Releases the parameters and leaves a placeholder."""
 
 
 def offload(
@@ -80,8 +57,9 @@ def offload(
 ) -> nn.Module:
     """Moves the model to the compute device and its experts to the memory the budgets allow.
 
-    The model is changed in place and returned; `model.overspill` is its engine. In training mode
-    memory for optimizer states is planned; call `model.eval()` first to offload for inference.
+    The model is changed in place and returned; `model.overspill` is its engine. If this fails or is
+    interrupted, the model is what it was. In training mode memory for optimizer states is planned;
+    call `model.eval()` first to offload for inference.
 
     Args:
         model: a `GPTMoE` or a Mixture-of-Experts model of Hugging Face transformers.
@@ -114,13 +92,16 @@ def offload_within(
         from overspill.models.huggingface.adapt import adapt, find_experts
 
         found = find_experts(model)
-        move_experts(model, found, budgets, progress, quiet)
-        adapt(model, found)
-        return model
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
+        check_weights(model)
+        return move_experts(
+            model, found, budgets, progress, quiet, finish=lambda: adapt(model, found)
+        )
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
-    return move_experts(model, layers, budgets, progress, quiet)
+    check_layers(layers, model.training)
+    check_weights(model, [p for layer in layers.values() for p in layer.expert_parameters()])
+    return move_experts(model, [*layers.values()], budgets, progress, quiet)
 
 
 class ExpertSource(Protocol):
@@ -140,36 +121,40 @@ def move_experts(
     progress: bool | Progress = True,
     quiet: bool = False,
     source: ExpertSource | None = None,
+    finish: Callable[[], object] = lambda: None,
 ) -> nn.Module:
     """Moves the experts of `layers` to a new engine, `model.overspill`, and the rest of the model
-    to the compute device. Without `source` the weights of the layers are copied, layer by layer."""
-    if layers[0].engine is not None:
-        raise ConfigError("the model is offloaded already; offload it once")
+    to the compute device, then calls `finish`. Without `source` the weights of the layers are
+    copied. They are released when all has succeeded; a failure leaves the model as it was."""
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     request = budgets.request(device)
     placement = place(_sizes(model, layers, layout), request)
-    show = _progress_function(progress)
-    try:
-        engine = _engine(layers, layout, device, placement, budgets, show)
-        try:
-            _fill(engine, layers, source, show)
-            for number, layer in enumerate(layers):
-                layer.give_away(engine, number)
-            model.to(device)
-        except BaseException:
-            engine.close()
-            raise
-    finally:
-        if isinstance(show, TerminalProgress):
-            show.stop()
+    with ExitStack() as undo:
+        with _shown(progress) as show:
+            costs = None
+            if placement.mode != "gpu":
+                costs = cpu_expert_costs(layout, device, budgets.settings, show)
+            with DeferredInterrupt() as interrupt:
+                engine = _engine(layers, layout, device, placement, budgets, show, costs)
+                undo.callback(engine.close)
+                _fill(engine, layers, source, show, interrupt)
+                released = [p for layer in layers for p in layer.expert_parameters()]
+                undo.callback(ModelSnapshot(model).restore)
+                for number, layer in enumerate(layers):
+                    layer.give_away(engine, number)
+                model.to(device)
+                _close_with(engine, layers)
+                model.overspill = engine  # type: ignore[assignment]
+                finish()
+        if not quiet:
+            print(engine.describe(), file=sys.stderr)
+        undo.pop_all()
+    for parameter in released:  # others, as an optimizer, may still refer to them
+        parameter.data = parameter.data.new_empty(0)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         engine.limit_memory(request.gpu_memory)
-    _close_with(engine, layers)
-    model.overspill = engine  # type: ignore[assignment]
-    if not quiet:
-        print(engine.describe(), file=sys.stderr)
     return model
 
 
@@ -205,6 +190,7 @@ def _engine(
     placement: Placement,
     budgets: Budgets,
     progress: Progress | None,
+    costs: ExpertCosts | None,
 ) -> Engine:
     common = (
         len(layers),
@@ -218,7 +204,6 @@ def _engine(
     if placement.mode == "gpu":
         _log.info("all experts compute on %s: they fit there", device)
         return ResidentEngine(*common)
-    costs = cpu_expert_costs(layout, device, budgets.settings, progress)
     return StreamingEngine(*common, disk=budgets.folder, progress=progress, costs=costs)
 
 
@@ -227,20 +212,18 @@ def _fill(
     layers: Sequence[ExpertLayer],
     source: ExpertSource | None,
     progress: Progress | None,
+    interrupt: DeferredInterrupt,
 ) -> None:
     """Fills the records of all experts, from the layers or from `source`."""
     done, lock = 0, threading.Lock()
 
     def fill(expert: ExpertId, record: Tensor) -> None:
         nonlocal done
-        layer = layers[expert.layer]
+        interrupt.check()
         if source is not None:
             source.fill(expert, record)
         else:
-            layer.fill(expert.index, record, engine.device)
-            if expert.index == engine.n_experts - 1:
-                for parameter in layer.expert_parameters():
-                    parameter.data = parameter.data.new_empty(0)
+            layers[expert.layer].fill(expert.index, record, engine.device)
         with lock:
             done += engine.layout.weight_bytes
             if progress is not None:
@@ -280,8 +263,16 @@ def _close(engine: Engine) -> None:
         engine.close()
 
 
-def _progress_function(progress: bool | Progress) -> Progress | None:
+@contextmanager
+def _shown(progress: bool | Progress) -> Iterator[Progress | None]:
     """A progress bar on a terminal, the function of the caller, or None."""
     if not isinstance(progress, bool):
-        return progress
-    return TerminalProgress() if progress and sys.stderr.isatty() else None
+        yield progress
+    elif not progress or not sys.stderr.isatty():
+        yield None
+    else:
+        bar = TerminalProgress()
+        try:
+            yield bar
+        finally:
+            bar.stop()

@@ -1,9 +1,9 @@
 """Measures the machine: link, memory and disk bandwidth, and matrix products."""
 
 import itertools
-import os
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -162,7 +162,7 @@ def measure_disk(folder: Path, effort: Effort | None = None) -> tuple[float, flo
     effort = effort or Effort()
     blocks = max(_DISK_WORKERS, min(effort.disk, disk_free(folder) // 4) // _DISK_BLOCK)
     check_folder(folder, blocks * _DISK_BLOCK)
-    file = RecordFile(folder / f"probe-{os.getpid()}", blocks, _DISK_BLOCK)
+    file = RecordFile(folder / f"probe-{uuid.uuid4().hex}", blocks, _DISK_BLOCK)
     try:
         with closing(buffers(_DISK_WORKERS, _DISK_BLOCK, pinned=False)) as slab:
             slab.slots.random_()  # some disks compress zeros

@@ -17,7 +17,7 @@ import torch
 
 from overspill.core.errors import CheckpointError, DiskError
 from overspill.core.sizes import format_size, round_up
-from overspill.tiers.ssd import DIRECT_FROM, DirectFile
+from overspill.tiers.ssd import DIRECT_FROM, BounceBuffers, DirectFile, reserve
 
 _DTYPES = {
     torch.float64: "F64",
@@ -65,8 +65,7 @@ class StreamWriter:
         header, self._begin, size = _layout(self._specs, metadata or {})
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            # reserves the space now, so that a full disk is found before an hour of writing
-            os.posix_fallocate(self._fd, 0, size)
+            reserve(self._fd, size)
             _pwrite(self._fd, memoryview(header), 0)
         except OSError as error:
             os.close(self._fd)
@@ -124,12 +123,16 @@ class StreamWriter:
 class StreamReader:
     """Reads slices of a safetensors file, from any number of threads.
 
-    `advice` ends the error message for a corrupt file. `direct` reads large pieces without the page
-    cache if the file system allows it, which is faster and evicts nothing from the cache.
+    `advice` ends the error message for a corrupt file. With `direct`, large pieces are read through
+    these buffers without the page cache if the file system allows it, which is faster and evicts
+    nothing from the cache.
     """
 
     def __init__(
-        self, path: Path, advice: str = "resume from another checkpoint", direct: bool = False
+        self,
+        path: Path,
+        advice: str = "resume from another checkpoint",
+        direct: BounceBuffers | None = None,
     ) -> None:
         self.path = path
         self.advice = advice
@@ -144,8 +147,8 @@ class StreamReader:
         except BaseException:
             os.close(self._fd)
             raise
-        if direct:
-            self._direct = DirectFile.open(path)
+        if direct is not None:
+            self._direct = DirectFile.open(path, direct)
 
     def _read_header(self) -> None:
         size = os.fstat(self._fd).st_size

@@ -65,20 +65,22 @@ class HostSlab:
         self.slots = torch.frombuffer(memory, dtype=torch.uint8).view(slots, slot_bytes)
         self._views = self.slots.unbind()  # created once, because slots are accessed often
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="overspill-allocate")
-        self._pieces = [
-            self._threads.submit(self._allocate_piece, piece, pinned, not background)
-            for piece in self.slots.split(slots_per_piece)
-        ]
-        self._threads.shutdown(wait=False)  # the threads end after these pieces
-        if not background:
-            self.wait_allocated(progress)
+        try:
+            for piece in self.slots.split(slots_per_piece):
+                done = self._threads.submit(self._allocate_piece, piece, pinned, not background)
+                self._pieces.append(done)
+            self._threads.shutdown(wait=False)  # the threads end after these pieces
+            if not background:
+                self.wait_allocated(progress)
+        except BaseException:
+            self.close()
+            raise
 
     def wait_allocated(self, progress: Progress | None = None) -> None:
         """Blocks until all memory is allocated and, if `pinned`, registered."""
         for number, piece in enumerate(self._pieces, start=1):
             code = piece.result()
             if code != 0:
-                self.close()
                 raise BudgetError(
                     f"pinning {format_size(self.nbytes)} of host memory for {self.name} failed "
                     f"({code}); lower --host-memory or raise the memlock limit (ulimit -l)"

@@ -5,6 +5,7 @@ import errno
 import logging
 import mmap
 import os
+import tempfile
 import threading
 from pathlib import Path
 
@@ -21,9 +22,9 @@ def check_folder(folder: Path, need: int) -> None:
     """Raises DiskError if `folder` cannot be written or has less than `need` bytes free."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.write_bytes(b"x")
-        probe.unlink()
+        # a file that is new and has a random name: others may write to a shared folder too
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"x")
     except OSError as error:
         raise DiskError(
             f"the disk folder {folder} is not writable ({error.strerror}); give --disk a folder "
@@ -38,6 +39,20 @@ def check_folder(folder: Path, need: int) -> None:
         )
 
 
+def reserve(fd: int, size: int) -> bool:
+    """Gives a file its size and reserves the space now, so that a full disk is found here and not
+    during a step. False if the file system cannot reserve space."""
+    try:
+        os.posix_fallocate(fd, 0, max(size, 1))
+        return True
+    except OSError as error:
+        # EINVAL: the C library writes single bytes instead, which direct I/O does not allow
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+    os.ftruncate(fd, size)
+    return False
+
+
 class RecordFile:
     """One file of `slots` records of `slot_bytes`. Several threads can read and write it."""
 
@@ -47,35 +62,51 @@ class RecordFile:
         self.slot_bytes = slot_bytes
         self.nbytes = slots * slot_bytes
         self.fd = self._open(path)
-        # without a name, the file is deleted however the process ends
-        path.unlink()
         try:
-            # reserves the space now, so that a full disk is found here and not during a step
-            os.posix_fallocate(self.fd, 0, max(self.nbytes, 1))
-        except OSError as error:
+            # without a name, the file is deleted however the process ends
+            path.unlink()
+            self._reserve()
+        except BaseException:
             self.close()
-            raise DiskError(
-                f"{path.parent} has no {format_size(self.nbytes)} free ({error.strerror}); "
-                f"free some space or choose another --disk"
-            ) from error
+            raise
 
     @staticmethod
     def _open(path: Path) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        """Creates the file; never opens one that is there, nor the target of a link."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o600)
+            try:
+                return os.open(path, flags | os.O_DIRECT, 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            path.unlink(missing_ok=True)  # some file systems create it and then refuse
+            log.warning("%s: no direct I/O on this file system; using the page cache", path.parent)
+            return os.open(path, flags, 0o600)
         except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise DiskError(f"cannot create {path} ({error.strerror})") from error
-        log.warning("%s: no direct I/O on this file system; using the page cache", path.parent)
-        return os.open(path, flags, 0o600)
+            raise DiskError(f"cannot create {path} ({error.strerror})") from error
+
+    def _reserve(self) -> None:
+        try:
+            reserved = reserve(self.fd, self.nbytes)
+        except OSError as error:
+            raise self._error("reserving", self.nbytes, error) from error
+        if not reserved:
+            log.warning(
+                "%s: this file system cannot reserve space; keep %s free while the model is in use",
+                self.path.parent,
+                format_size(self.nbytes),
+            )
 
     def read(self, slot: int, into: Tensor) -> None:
         """Reads record `slot` into the bytes `into`, a slot of a slab."""
         view = memoryview(_buffer(into))
         done = 0
         while done < len(view):
-            n = os.preadv(self.fd, [view[done:]], slot * self.slot_bytes + done)
+            try:
+                n = os.preadv(self.fd, [view[done:]], slot * self.slot_bytes + done)
+            except OSError as error:
+                raise self._error("reading", len(view), error) from error
             if n == 0:
                 raise self._truncated()
             done += n
@@ -87,7 +118,19 @@ class RecordFile:
         view = memoryview(_buffer(source))
         done = 0
         while done < len(view):
-            done += os.pwritev(self.fd, [view[done:]], slot * self.slot_bytes + done)
+            try:
+                done += os.pwritev(self.fd, [view[done:]], slot * self.slot_bytes + done)
+            except OSError as error:
+                raise self._error("writing", len(view), error) from error
+
+    def _error(self, doing: str, size: int, error: OSError) -> DiskError:
+        advice = "check the disk or choose another --disk"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            advice = "free some space, raise --host-memory or choose another --disk"
+        return DiskError(
+            f"{self.path.parent}: {doing} {format_size(size)} of experts failed "
+            f"({error.strerror}); {advice}"
+        )
 
     def _truncated(self) -> DiskError:
         size = os.fstat(self.fd).st_size
@@ -108,30 +151,35 @@ DIRECT_FROM = 1 << 20
 _BOUNCE = 8 << 20
 
 
-class DirectFile:
-    """Reads a file of any layout without the page cache, at any offset and length, through one
-    aligned buffer per thread."""
+class BounceBuffers(threading.local):
+    """One aligned buffer for each thread, for any number of direct files."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, size: int = _BOUNCE) -> None:  # called in each thread
+        self.buffer = mmap.mmap(-1, size)  # mmap aligns to pages
+
+
+class DirectFile:
+    """Reads a file of any layout without the page cache, at any offset and length, through the
+    aligned buffer of the thread."""
+
+    def __init__(self, fd: int, bounce: BounceBuffers) -> None:
         self._fd = fd
-        self._local = threading.local()
+        self._bounce = bounce
 
     @staticmethod
-    def open(path: Path) -> "DirectFile | None":
+    def open(path: Path, bounce: BounceBuffers) -> "DirectFile | None":
         """None if the file system has no direct I/O."""
         try:
-            return DirectFile(os.open(path, os.O_RDONLY | os.O_DIRECT))
+            return DirectFile(os.open(path, os.O_RDONLY | os.O_DIRECT), bounce)
         except OSError:
             return None
 
     def read(self, into: memoryview, at: int) -> int:
         """Reads from offset `at` into the start of `into`. Returns the number of bytes, 0 at the
         end of the file."""
-        if not hasattr(self._local, "bounce"):
-            self._local.bounce = mmap.mmap(-1, _BOUNCE)  # mmap aligns to pages
-        bounce: mmap.mmap = self._local.bounce
+        bounce = self._bounce.buffer
         skip = at % ALIGN
-        length = min(_BOUNCE, round_up(skip + len(into), ALIGN))
+        length = min(len(bounce), round_up(skip + len(into), ALIGN))
         with memoryview(bounce) as buffer:
             count = os.preadv(self._fd, [buffer[:length]], at - skip)
         count = min(max(0, count - skip), len(into))

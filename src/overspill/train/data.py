@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sysconfig
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,9 +139,12 @@ def _write_tokens(
     dtype = np.dtype(np.uint16 if tokenizer.ids <= 2**16 else np.uint32)
     separator = [] if tokenizer.separator is None else [tokenizer.separator]
     digest, count = hashlib.blake2b(digest_size=16), 0
-    aside = array_path.with_suffix(f".{os.getpid()}.tmp")
+    # names that neither another process nor another user of a shared cache can have
+    aside, facts_aside = (
+        p.with_suffix(f".{uuid.uuid4().hex}.tmp") for p in (array_path, facts_path)
+    )
     try:
-        with open(aside, "wb") as out:
+        with open(aside, "xb") as out:
             _write_npy_header(out, dtype, 0)
             for file in files:
                 for block in _read_blocks(file, block_chars):
@@ -156,11 +160,11 @@ def _write_tokens(
             out.seek(0)
             _write_npy_header(out, dtype, count)
         os.replace(aside, array_path)
+        facts_aside.write_text(json.dumps({"digest": digest.hexdigest(), "tokens": count}))
+        os.replace(facts_aside, facts_path)
     finally:
         aside.unlink(missing_ok=True)
-    facts_aside = facts_path.with_suffix(f".{os.getpid()}.tmp")
-    facts_aside.write_text(json.dumps({"digest": digest.hexdigest(), "tokens": count}))
-    os.replace(facts_aside, facts_path)
+        facts_aside.unlink(missing_ok=True)
 
 
 def _write_npy_header(out: IO[bytes], dtype: "np.dtype[np.generic]", count: int) -> None:

@@ -40,12 +40,16 @@ class RequestQueue:
         self._changed = threading.Condition()
         self._closed = False
         self._on_error = on_error
-        self._threads = [
-            threading.Thread(target=self._work, name=f"overspill-{name}-{i}", daemon=True)
-            for i in range(workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for i in range(workers):
+                thread = threading.Thread(target=self._work, name=f"overspill-{name}-{i}")
+                thread.daemon = True
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # the system may allow no more threads
+            self.close()
+            raise
 
     def submit(self, priority: Priority, job: Callable[[], None]) -> None:
         with self._changed:

@@ -45,10 +45,14 @@ class Stager:
         self._closed = False
         # One queue each: many writes must not delay the reads, and a disk that reads and writes at
         # once moves more bytes than one that does either.
-        self._queues = {
-            lane: RequestQueue(lane.replace(" ", "-"), workers, store.fail) for lane in _LANES
-        }
-        store.on_change(self.pump)
+        self._queues: dict[str, RequestQueue] = {}
+        try:
+            for lane in _LANES:
+                self._queues[lane] = RequestQueue(lane.replace(" ", "-"), workers, store.fail)
+            store.on_change(self.pump)
+        except BaseException:  # the system may allow no more threads
+            self.close()
+            raise
 
     def pump(self) -> None:
         """Starts every read and write that can start now."""

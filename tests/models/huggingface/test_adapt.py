@@ -91,10 +91,10 @@ def test_generates_what_the_plain_model_generates(twins: Any) -> None:
     )
 
 
-def test_parameters_are_released_layer_by_layer(tmp_path: Path) -> None:
+def test_parameters_are_released_when_all_experts_are_copied(tmp_path: Path) -> None:
     model = make_model(MIXTRAL)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
-    sizes = [p.numel() for p in experts]
+    size = sum(p.numel() for p in experts)
     held: list[int] = []
     overspill.offload(
         model,
@@ -105,10 +105,8 @@ def test_parameters_are_released_layer_by_layer(tmp_path: Path) -> None:
         progress=lambda what, done, total: held.append(sum(p.numel() for p in experts)),
     )
     model.overspill.close()
-    assert held[0] == sum(sizes)
-    assert held[-1] < sum(sizes)  # told before the last layer goes, after the first has gone
-    assert held == sorted(held, reverse=True)
-    assert not any(p.numel() for p in experts)
+    assert set(held) == {size}, "a failure would lose them"
+    assert not any(p.numel() for p in experts), "an optimizer made before may refer to them"
 
 
 def test_it_cannot_be_copied(twins: Any) -> None:

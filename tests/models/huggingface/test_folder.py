@@ -1,7 +1,9 @@
 """Bad checkpoints: one clear line, before any memory is taken."""
 
 import json
+import mmap
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import overspill
 from overspill.core.errors import CheckpointError, ConfigError
+from overspill.models.huggingface.folder import CheckpointFolder
 from tests.models.huggingface.families import make_model
 from tests.models.huggingface.oracle import budgets
 from tests.models.huggingface.test_exactness import BY_NAME
@@ -103,6 +106,98 @@ def test_pickles_are_refused_with_the_command_that_converts_them(folder: Path) -
         CheckpointError, match=r"safetensors only.*import MixtralForCausalLM as M.*save_pretrained"
     ):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 7, [], {"a": 1}, "", "/etc/passwd", "../x.safetensors", "a/../../x", "a\nb", "\ud800"],
+)
+def test_a_weight_map_with_a_value_that_is_no_file_of_the_folder(
+    folder: Path, value: object
+) -> None:
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    name = next(iter(index["weight_map"]))
+    index["weight_map"][name] = value
+    file.write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match=rf"index\.json: weight_map .*{name}.*download it"
+    ) as error:
+        load(folder)
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["{", "[]", "7", "{}", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {}}'],
+)
+def test_an_index_without_a_usable_weight_map(folder: Path, index: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"index\.json.*weight_map.*download it") as error:
+        load(folder)
+    one_line(error)
+
+
+def test_a_shard_that_the_weight_map_names_and_that_is_missing(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=rf"{shard.name} is missing; download it") as error:
+        load(folder)
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_act": "no_such_function"}, "KeyError: 'no_such_function'"),
+        ({"architectures": ["BertModel"]}, "AttributeError: .*type_vocab_size"),
+        ({"num_local_experts": -1}, "RuntimeError: .*negative dimension"),
+    ],
+)
+def test_a_config_that_transformers_cannot_build(
+    folder: Path, change: dict[str, Any], reason: str
+) -> None:
+    edit_config(folder, **change)
+    with pytest.raises(
+        CheckpointError, match=rf"mixtral cannot be .*{reason}.*config\.json"
+    ) as error:
+        load(folder)
+    one_line(error)
+
+
+def test_no_experts_in_the_config(folder: Path) -> None:
+    edit_config(folder, num_local_experts=0)
+    with pytest.raises(ConfigError, match="num_local_experts") as error:
+        load(folder)
+    one_line(error)
+
+
+def test_shards_share_one_buffer_per_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, numel = 12, 1 << 18  # tensors of 1 MiB are read directly
+    index = {f"tensor{i}": f"{i}.safetensors" for i in range(shards)}
+    for i, (name, file) in enumerate(index.items()):
+        save_file({name: torch.full((numel,), float(i))}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    allocated: list[int] = []
+    allocate = mmap.mmap
+
+    def counted(number: int, size: int) -> mmap.mmap:
+        allocated.append(size)
+        return allocate(number, size)
+
+    monkeypatch.setattr(mmap, "mmap", counted)
+    threads = 2
+    with CheckpointFolder(tmp_path) as checkpoint, ThreadPoolExecutor(threads) as pool:
+
+        def read(i: int) -> bool:
+            out = torch.empty(numel)
+            checkpoint.read(f"tensor{i}", 0, out)
+            return bool(out.eq(i).all())
+
+        assert all(pool.map(read, [*range(shards)] * 2))
+    assert len(allocated) <= threads + 1  # the thread that opens the files may have one
 
 
 def test_no_weights(folder: Path) -> None:

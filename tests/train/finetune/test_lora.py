@@ -6,9 +6,11 @@ from torch import nn
 from transformers import MixtralForCausalLM
 
 from overspill.core.errors import ConfigError
-from overspill.train.finetune.config import FinetuneModelSection
+from overspill.train.finetune.config import FinetuneConfig, FinetuneModelSection
 from overspill.train.finetune.lora import add_lora, attention_layers, save_adapter
-from tests.train.finetune.tiny import mixtral_config
+from overspill.train.finetune.rows import collate
+from overspill.train.finetune.spec import plan_finetuning
+from tests.train.finetune.tiny import mixtral_config, tiny_settings, write_pairs
 
 
 def test_the_linear_layers_of_attention_are_found_and_no_others() -> None:
@@ -41,3 +43,18 @@ def test_only_adapters_are_trained_and_written(
     assert sum(torch.numel(value) for value in written.values()) == sum(
         p.numel() for _, p in trained
     )
+
+
+def test_with_adapters_every_slot_holds_an_expert(mixtral: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, data, tmp_path / "run", lora=4)
+    settings |= {"mode": "host", "slots": 3}
+    plan = plan_finetuning(FinetuneConfig.make(settings), lambda line: None)
+    loaded = plan.load_model()
+    model, engine = plan.prepare(loaded), loaded.overspill
+    assert engine.placement.banked == engine.placement.slots == 3
+    for _ in range(2):
+        model(**collate(plan.data.eval_rows, plan.pad, plan.device)).loss.backward()
+    held = sum(len(engine.compute.plan.slots(layer)) for layer in range(engine.n_layers))
+    assert held == 3
+    engine.close()

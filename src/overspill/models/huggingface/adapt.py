@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
+from overspill.models.expert_layers import check_layers
 from overspill.models.huggingface import loss, state
 from overspill.models.huggingface.dictionaries import NLLB, SWITCH, DictionaryStyle
 from overspill.models.huggingface.experts import (
@@ -17,7 +18,7 @@ from overspill.models.huggingface.experts import (
     DictionaryExperts,
     HuggingFaceExperts,
     StackedExperts,
-    check_uniform,
+    expert_keys,
 )
 from overspill.moe.autograd import routed_experts
 from overspill.moe.engine import Engine
@@ -47,27 +48,31 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
     for path, module in model.named_modules():
         if hasattr(module, PLACEHOLDER) and module is not model:
             raise ConfigError("the model is offloaded already; offload it once")
-        if all(hasattr(module, name) for name in _INTERFACE):
+        stacked = all(hasattr(module, name) for name in _INTERFACE)
+        style = _DICTIONARIES.get(type(module).__name__)
+        if (stacked and module.num_experts == 0) or (style and not expert_keys(module)):
+            raise ConfigError(
+                f"{path} has no experts: {_empty_field(model)} is 0 in the config; set it to at "
+                "least 1"
+            )
+        if stacked:
             found.append(StackedExperts(path, module, std))
-        elif style := _DICTIONARIES.get(type(module).__name__):
+        elif style:
             found.append(DictionaryExperts(path, module, style, std))
     _refuse_others(model, found)
-    check_uniform(found)
+    check_layers({layer.path: layer for layer in found}, model.training)
     if model.training:
-        _check_dtype(found[0].dtype)
         for layer in found:
             if isinstance(layer, DictionaryExperts):
                 layer.check_trainable()
     return found
 
 
-def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(
-            f"experts of {dtype} cannot be trained; give dtype='bfloat16' or 'float32' to "
-            "overspill.load (or convert the model before overspill.offload), or load it for "
-            "inference: train=False"
-        )
+def _empty_field(model: Any) -> str:
+    """The field of the config that gives the number of experts as 0."""
+    text = model.config.get_text_config()
+    names = [count for count in _COUNTS if getattr(text, count, None) == 0]
+    return str(text.attribute_map.get(names[0], names[0])) if names else "the number of experts"
 
 
 def _refuse_others(model: Any, found: Sequence[HuggingFaceExperts]) -> None:

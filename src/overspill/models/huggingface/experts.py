@@ -74,7 +74,7 @@ class HuggingFaceExperts(abc.ABC):
         parts = split_record(record, self.shape)
         for place, part in zip(self.places(index), parts, strict=True):
             value = own.get(place.name)
-            if value is not None and not value.is_meta:
+            if value is not None:
                 part.copy_(place.of(value).detach())
             elif part.dim() == 1:
                 part.zero_()
@@ -181,7 +181,7 @@ class DictionaryExperts(HuggingFaceExperts):
         std: float,
     ) -> None:
         self.style = style
-        self.keys = tuple(key for key in module if key.startswith("expert_"))
+        self.keys = expert_keys(module)
         first: Any = module[self.keys[0]]
         self._function = first.act
         self._dropouts = {first.dropout.p, getattr(getattr(module, "token_dropout", None), "p", 0)}
@@ -213,30 +213,12 @@ class DictionaryExperts(HuggingFaceExperts):
         self.module.__class__ = HostedDictionary.of(self.style)
 
 
+def expert_keys(dictionary: nn.ModuleDict) -> tuple[str, ...]:
+    return tuple(key for key in dictionary if key.startswith("expert_"))
+
+
 def _separate(keys: Sequence[str], style: DictionaryStyle) -> Places:
     """Not a method: the module refers to this, and must not refer to itself."""
     kinds = ("weight", "bias") if style.bias else ("weight",)
     tails = [f"{linear}.{kind}" for kind in kinds for linear in style.linears]
     return lambda index: [Place(f"{keys[index]}.{tail}", None) for tail in tails]
-
-
-def check_uniform(layers: Sequence[HuggingFaceExperts]) -> None:
-    """Raises unless all layers have the same kind and number of experts, none of them shared."""
-    first = layers[0]
-    owners: dict[int, str] = {}
-    for layer in layers:
-        for parameter in layer.expert_parameters():
-            if owners.setdefault(id(parameter), layer.path) != layer.path:
-                raise ConfigError(
-                    f"{owners[id(parameter)]} and {layer.path} share their experts: not supported"
-                )
-        if (layer.shape, layer.n_experts, layer.dtype) != (
-            first.shape,
-            first.n_experts,
-            first.dtype,
-        ):
-            raise ConfigError(
-                f"{layer.path} has {layer.n_experts} experts of {layer.shape}, {first.path} has "
-                f"{first.n_experts} of {first.shape}: layers with different experts are not "
-                "supported"
-            )

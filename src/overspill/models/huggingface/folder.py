@@ -12,6 +12,7 @@ from torch import Tensor
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
+from overspill.tiers.ssd import BounceBuffers
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
@@ -71,6 +72,19 @@ def read_config(folder: Path) -> Any:
     return config
 
 
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _is_inside(file: object) -> bool:
+    """Whether `file` is the name of a file in a folder, and leads nowhere else."""
+    if not isinstance(file, str) or not file.isprintable():
+        return False
+    path = Path(file)
+    return path.parts != () and ".." not in path.parts and not path.is_absolute()
+
+
 @contextmanager
 def silence() -> Iterator[None]:
     """Suppresses warnings and progress bars of transformers."""
@@ -102,12 +116,12 @@ class CheckpointFolder:
             raise
 
     def _open(self) -> None:
-        index = self._index()
+        index, bounce = self._index(), BounceBuffers()  # the shards share them
         for file in sorted(set(index.values())) if index is not None else [SINGLE]:
             advice = "download it again"
             if not (self.folder / file).is_file():
                 raise CheckpointError(f"{self.folder / file} is missing; {advice}")
-            reader = StreamReader(self.folder / file, advice=advice, direct=True)
+            reader = StreamReader(self.folder / file, advice=advice, direct=bounce)
             self._readers[file] = reader
             for name, spec in reader.specs.items():
                 self.specs[name], self._home[name] = spec, reader
@@ -121,15 +135,7 @@ class CheckpointFolder:
     def _index(self) -> Mapping[str, str] | None:
         """Tensor → file, or None if there is only one file."""
         if (self.folder / INDEX).is_file():
-            try:
-                found: Mapping[str, str] = json.loads((self.folder / INDEX).read_text())[
-                    "weight_map"
-                ]
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{self.folder / INDEX} cannot be parsed; download it again"
-                ) from error
-            return found
+            return self._weight_map()
         if (self.folder / SINGLE).is_file():
             return None
         if any((self.folder / name).exists() for name in _PICKLES):
@@ -141,6 +147,28 @@ class CheckpointFolder:
         raise CheckpointError(
             f"{self.folder} has neither {SINGLE} nor {INDEX}; download its weights"
         )
+
+    def _weight_map(self) -> Mapping[str, str]:
+        """The index, whose values must be names of files in this folder."""
+        path = self.folder / INDEX
+        try:
+            found = json.loads(path.read_text())["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} is no JSON object with a weight_map; download it again"
+            ) from error
+        if not isinstance(found, dict) or not found:
+            raise CheckpointError(
+                f"{path}: weight_map is {_short(found)}, it must map names of tensors to names of "
+                "files; download it again"
+            )
+        for name, file in found.items():
+            if not _is_inside(file):
+                raise CheckpointError(
+                    f"{path}: weight_map gives {_short(name)} the file {_short(file)}, which is "
+                    "not the name of a file in this folder; correct it or download it again"
+                )
+        return found
 
     def _architecture(self) -> str:
         """The class that the config names; it may be an encoder-decoder."""

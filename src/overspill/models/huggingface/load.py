@@ -77,9 +77,12 @@ def load_within(
         model.train(train)
         layers = made.layers
         recipes = Recipes(model, layers, checkpoint)
-        move_experts(model, layers, budgets, progress, quiet, recipes)
-    made.restore(model)
-    return adapt(model, layers)
+
+        def finish() -> None:
+            made.restore(model)
+            adapt(model, layers)
+
+        return move_experts(model, layers, budgets, progress, quiet, recipes, finish)
 
 
 def _load_dense(
@@ -98,11 +101,13 @@ def _load_dense(
                 output_loading_info=True,
                 **placed,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            reason = " ".join(str(error).split())[:300]
-            raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise CheckpointError(
+                f"{folder} cannot be loaded by transformers ({reason}); check its config.json"
+            ) from error
     _check_dense(folder, info)
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map  # the model is on one device
@@ -154,6 +159,9 @@ def from_config(
             f"from_config cannot initialize {config.model_type}; save a model made by "
             "transformers and load it"
         )
-    move_experts(model, made.layers, budgets, progress, quiet)
-    made.restore(model)
-    return adapt(model, made.layers)
+
+    def finish() -> None:
+        made.restore(model)
+        adapt(model, made.layers)
+
+    return move_experts(model, made.layers, budgets, progress, quiet, finish=finish)

@@ -74,9 +74,13 @@ class StreamingCompute(ExpertCompute):
     def _start_uploads(self, kind: str) -> tuple[Uploader, Waves]:
         store, slab, stream = self._store, self._slab, self._upload_stream
         uploader = new_uploader(store, slab, stream, len(slab), kind)
-        uploader.set_overlap(self._settings.overlap_uploads)
-        planned = self.cursor, self.plan, self.split
-        return uploader, Waves(store, *planned, uploader, self.trace, self.device)
+        try:
+            uploader.set_overlap(self._settings.overlap_uploads)
+            planned = self.cursor, self.plan, self.split
+            return uploader, Waves(store, *planned, uploader, self.trace, self.device)
+        except BaseException:
+            uploader.close()
+            raise
 
     def _new_split(self, costs: ExpertCosts | None) -> CpuSplit | None:
         policy = self._settings.cpu_policy

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -48,44 +49,44 @@ class StreamingEngine(Engine):
         progress: Progress | None = None,
         costs: ExpertCosts | None = None,
     ) -> None:
-        # first what may not fit: nothing else is allocated yet
-        slab = device_slab(placement.slots, layout.weight_bytes, device)
-        slots = placement.home_slots, placement.cache_slots
-        pinned = device.type == "cuda"
-        store = ExpertStore(n_layers, experts, layout, *slots, pinned, disk, progress)
-        threads = cpu_threads(settings.threads)
-        try:
+        with ExitStack() as undo:  # a failure leaves no thread and no file
+            # first what may not fit: nothing else is allocated yet
+            slab = device_slab(placement.slots, layout.weight_bytes, device)
+            slots = placement.home_slots, placement.cache_slots
+            pinned = device.type == "cuda"
+            store = ExpertStore(n_layers, experts, layout, *slots, pinned, disk, progress)
+            undo.callback(store.close)
+            threads = cpu_threads(settings.threads)
             compute = StreamingCompute(
                 store, slab, device, placement, settings, recorder, threads, costs
             )
-        except BaseException:
-            store.close()  # leaves no file open
-            raise
-        records = StreamingRecords(store)
-        self._store = store
-        self._compute = compute
-        self._sink: StreamingGradients | None = None
-        training: TrainingStep | None = None
-        if placement.training:
-            download = CopyStream("download", device, recorder, settings.inject)
-            self._sink = StreamingGradients(
-                store,
-                compute.cursor,
-                compute.plan,
-                placement,
-                settings,
-                download,
-                compute.trace,
-                threads,
-                device,
-                compute.wait_readers,
-                progress,
-            )
-            training = TrainingStep(n_layers, self._sink, records)
-        super().__init__(compute, training, records, placement, settings, recorder)
-        self._stager: Stager | None = None
-        if store.disk_slots:
-            self._stager = Stager(store, self._needs, _SSD_WORKERS, recorder, settings.inject)
+            undo.callback(compute.close)
+            records = StreamingRecords(store)
+            self._store = store
+            self._compute = compute
+            self._sink: StreamingGradients | None = None
+            training: TrainingStep | None = None
+            if placement.training:
+                download = CopyStream("download", device, recorder, settings.inject)
+                self._sink = StreamingGradients(
+                    store,
+                    compute.cursor,
+                    compute.plan,
+                    placement,
+                    settings,
+                    download,
+                    compute.trace,
+                    threads,
+                    device,
+                    compute.wait_readers,
+                    progress,
+                )
+                training = TrainingStep(n_layers, self._sink, records)
+            super().__init__(compute, training, records, placement, settings, recorder)
+            self._stager: Stager | None = None
+            if store.disk_slots:
+                self._stager = Stager(store, self._needs, _SSD_WORKERS, recorder, settings.inject)
+            undo.pop_all()
 
     def _needs(self) -> Iterator[tuple[Entry, Part]]:
         """What should be in host slots: experts with a pending update, then the order of need."""
