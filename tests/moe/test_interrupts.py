@@ -53,8 +53,8 @@ def interrupted(job: Callable[[], object], after: float) -> bool:
             raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, after)
     try:
+        signal.setitimer(signal.ITIMER_REAL, after)
         job()
     except KeyboardInterrupt:
         return True
