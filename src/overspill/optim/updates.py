@@ -76,7 +76,6 @@ class Updates:
         self._running: set[int] = set()  # experts; two updates of one expert must not overlap
         self._watched = False  # whether a thread waits for the first of `_arriving`
         self._order = itertools.count()
-        self._outstanding = 0
         self._closed = False
         self._workers = [
             threading.Thread(target=self._run, name="overspill-updates", daemon=True)
@@ -88,7 +87,6 @@ class Updates:
     def submit(self, update: Update) -> None:
         with self._store.lock:
             self._store.hold(update.entry)
-            self._outstanding += 1
             self._arriving.append(update)
             self._store.wake_updates()
 
@@ -100,7 +98,7 @@ class Updates:
 
     def idle(self) -> bool:
         """Under the lock: whether every submitted update was carried out."""
-        return self._outstanding == 0
+        return not (self._arriving or self._waiting or self._ready or self._running)
 
     def wait_idle(self) -> None:
         self._store.wait(self.idle, "pending expert updates (update threads)")
@@ -208,7 +206,6 @@ class Updates:
     def _finish(self, update: Update) -> None:
         entry = update.entry
         with self._store.lock:
-            self._outstanding -= 1
             self._running.remove(entry.number)
             if self._ready:
                 self._store.wake_updates()  # one of them may be for this expert
