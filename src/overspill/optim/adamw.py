@@ -204,9 +204,9 @@ class AdamW(torch.optim.Optimizer):
         adamw_(record, grad, self._hyper(group, state["step"]), usable_cores())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
         if self._engine is not None:
-            self._engine.training.zero_grad()
+            self._engine.training.zero_grad()  # first: it may refuse, and then nothing is dropped
+        super().zero_grad(set_to_none)
 
     # -- states ---------------------------------------------------------------------------
 
