@@ -58,6 +58,15 @@ def execute(program: Program, device: str = "cpu") -> Outcome:
     return outcome
 
 
+def _without_frames(error: BaseException) -> BaseException:
+    """Without tracebacks, which would keep an optimizer alive that the program deletes."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
 def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -139,7 +148,7 @@ class Run:
             with self.faults.during(op.fault):
                 mine = self._subject(op)
         except (Exception, KeyboardInterrupt) as error:
-            caught = error
+            caught = _without_frames(error)
         if caught is None:
             if self.rules.must_refuse(op):
                 raise Difference("plain PyTorch raises an error here")

@@ -60,7 +60,7 @@ class Rules:
         needs_graph = op.name in (*BACKWARDS, "grad")
         if needs_graph and op.graph not in self.graphs:
             return True
-        if op.name == "poison" and not self.graphs[op.graph].trained:
+        if op.name == "poison" and not self.graphs[op.graph].trained - self.frozen:
             return True  # dense gradients alone may be NaN, as in PyTorch
         if op.name == "generate" and self.case.model != "gpt":
             return True
@@ -120,7 +120,7 @@ class Rules:
     def _backward(self, op: Op) -> None:
         graph = self.graphs.pop(op.graph)
         others = [g for g in self.graphs.values() if not g.used and not g.stale]
-        for layer in graph.trained:
+        for layer in graph.trained - self.frozen:
             if op.name == "accumulate" or any(layer in other.trained for other in others):
                 self.layers[layer] = "part"
             elif self.case.clip is not None or not self.overlap_updates:
