@@ -84,7 +84,7 @@ class Subject(Side):
         return overspill.AdamW(self.model, max_grad_norm=self.case.clip, **ADAM)
 
     def new_optimizer(self) -> None:
-        del self.optimizer
+        self.__dict__.pop("optimizer", None)  # absent after an interrupt here
         try:
             self.optimizer = self._new_optimizer()
         except OrderError:
