@@ -68,9 +68,11 @@ class StreamWriter:
             # reserves the space now, so that a full disk is found before an hour of writing
             os.posix_fallocate(self._fd, 0, size)
             _pwrite(self._fd, memoryview(header), 0)
-        except OSError as error:
+        except BaseException as error:
             os.close(self._fd)
-            raise _disk_error(path, size, error) from error
+            if isinstance(error, OSError):
+                raise _disk_error(path, size, error) from error
+            raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes the whole tensor `name`."""
