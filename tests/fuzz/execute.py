@@ -301,19 +301,19 @@ class Run:
             self._restore_oracle(self._snapshot[1])
 
     def _restore_subject(self) -> None:
-        weights, states = self._snapshot[0]
-        self._forget_states(len(states["state"]))
-        self.subject.restore((weights, states))
+        self._forget_states()
+        self.subject.restore(self._snapshot[0])
 
     def _load_subject(self) -> None:
-        saved = self._saved[self.subject.saved or 0]
-        self._forget_states(sum(name.startswith("step ") for name in saved))
+        self._forget_states()
         self.subject.load()
 
-    def _forget_states(self, count: int) -> None:
-        """If other parameters will have no state, starts with a new optimizer."""
+    def _forget_states(self) -> None:
+        """Starts with a new optimizer: some parameters may have no state in what is loaded."""
         if "load_state_dict of an earlier optimizer state" in KNOWN:
             self.subject.new_optimizer()
+            lr = self.oracle.optimizer.param_groups[0]["lr"]
+            self.subject.optimizer.param_groups[0]["lr"] = lr
 
     def _restore_oracle(self, state: Values, with_lr: bool = True) -> None:
         self.oracle.graphs.clear()
