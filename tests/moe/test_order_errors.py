@@ -195,6 +195,22 @@ def test_gradients_of_other_tensors_after_the_update_are_refused(
             optimizer.step()
 
 
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_a_graph_from_before_step_is_refused_also_with_frozen_experts(
+    where: str, tmp_path: Path
+) -> None:
+    model = TASK.model()
+    with spilled(model, where, tmp_path):
+        for layer in model.moe_layers():
+            layer.experts.requires_grad_(False)
+        optimizer = adamw(model, TASK)
+        one, two, *_ = TASK.batches()
+        before = loss_of(model, one[0])
+        train_step(model, optimizer, two)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            before.backward()
+
+
 def test_autograd_grad_of_experts_is_refused(tmp_path: Path) -> None:
     task = Task()
     model = task.model()

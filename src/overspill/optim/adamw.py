@@ -202,6 +202,8 @@ class AdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         grad = parameter.grad.to(parameter.dtype).reshape(-1)
         adamw_(record, grad, self._hyper(group, state["step"]), usable_cores())
+        # the kernel writes through a pointer: autograd must refuse graphs from before this step
+        torch.autograd.graph.increment_version(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._engine is not None:
