@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,7 +152,7 @@ class Run:
             caught = _without_frames(error)
         if caught is None:
             if self.rules.must_refuse(op):
-                raise Difference("plain PyTorch raises an error here")
+                raise Difference("a step with NaN gradients was not refused")
             self._check(mine, self._oracle(op, mine))
             self.rules.done(op)
         elif self.faults.pending:
@@ -201,10 +202,11 @@ class Run:
         """The same operation, after the subject's."""
         oracle, name = self.oracle, op.name
         if name in BACKWARDS:
-            if name != "poison":
-                return oracle.backward(op)
-            oracle.drop(op)
-            return {}
+            if name == "poison":
+                return oracle.drop(op)
+            return self._refused_by_torch(op, oracle.backward)
+        if name == "grad":
+            return self._refused_by_torch(op, oracle.grad)
         if name in ("freeze", "unfreeze"):
             return oracle.freeze(op)
         if name == "logits":
@@ -231,6 +233,14 @@ class Run:
             return observed
         return {}
 
+    def _refused_by_torch(self, op: Op, run: Callable[[Op], Values]) -> Values:
+        try:
+            return run(op)
+        except RuntimeError as error:
+            if not self.rules.is_stale(op):
+                raise
+            raise Difference(f"plain PyTorch raises an error here: {error}") from error
+
     # -- errors -----------------------------------------------------------------------------
 
     def _is_refusal(self, op: Op, error: BaseException) -> bool:
@@ -238,7 +248,8 @@ class Run:
             return self.rules.poisoned or op.name == "poison"
         if isinstance(error, OverspillError):
             return self.rules.may_refuse(op)
-        return isinstance(error, RuntimeError) and self.rules.must_refuse(op)  # torch's own check
+        # torch's own check of a graph whose weights have changed
+        return isinstance(error, RuntimeError) and self.rules.is_stale(op)
 
     def _refused(self, op: Op) -> None:
         """Continues as the error says. The oracle does not carry out the operation."""

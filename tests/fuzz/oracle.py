@@ -1,6 +1,7 @@
 """The oracle: plain PyTorch with torch.optim.AdamW and clip_grad_norm_."""
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -85,15 +86,15 @@ class Oracle(Side):
             masters = list(self.masters.values())
             observed["norm"] = torch.nn.utils.clip_grad_norm_(masters, self.case.clip)
         self.optimizer.step()
-        self._round()
+        self._round([name for name, master in self.masters.items() if master.grad is not None])
         self.zero_grad()
         return observed
 
     @torch.no_grad()
-    def _round(self) -> None:
-        for name, parameter in self.named.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+    def _round(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self.masters[name] is not self.named[name]:
+                self.named[name].copy_(self.masters[name])
 
     def set_gradients(self, gradients: Values) -> None:
         """Takes over the dense gradients of a backward that was refused on its way."""
@@ -123,7 +124,7 @@ class Oracle(Side):
                 }
         if with_lr:
             self.optimizer.param_groups[0]["lr"] = values["lr"].item()
-        self._round()
+        self._round(self.masters)
 
 
 def routers(model: Any) -> list[nn.Module]:

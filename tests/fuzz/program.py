@@ -137,6 +137,7 @@ _PHRASES: tuple[tuple[int, str], ...] = (
     (2, "forward forward1 backward backward1 step"),
     (2, "forward forward1 accumulate drop1 step"),
     (2, "forward retain backward step"),
+    (1, "forward forward1 backward1 step backward"),
     (2, "forward grad backward step"),
     (2, "forward backward zero_grad"),
     (1, "forward accumulate zero_grad"),

@@ -66,6 +66,8 @@ class Rules:
             return True
         if op.name in ("freeze", "unfreeze") and self.case.frozen:
             return True
+        if op.name in ("freeze", "unfreeze", "freeze_dense") and self.case.checkpoint:
+            return bool(self.graphs)  # torch.utils.checkpoint refuses the recomputation
         if op.name == "switch":
             return bool(self.graphs) or self.layers != ["empty"] * self.case.n_layers
         known = {
@@ -89,10 +91,12 @@ class Rules:
         return op.name in ("zero_grad", "snapshot", "save", "new_optimizer") and self.updated
 
     def must_refuse(self, op: Op) -> bool:
-        """What plain PyTorch refuses too, or what would make weights NaN."""
-        if op.name in BACKWARDS or op.name == "grad":
-            return self.graphs[op.graph].stale
+        """What would make weights NaN. What plain PyTorch refuses, the oracle shows."""
         return op.name == "step" and self.poisoned
+
+    def is_stale(self, op: Op) -> bool:
+        """Whether the weights may have changed since the graph was made."""
+        return op.graph in self.graphs and self.graphs[op.graph].stale
 
     # -- what an operation changes ----------------------------------------------------------
 
