@@ -146,7 +146,7 @@ class Run:
         began = time.monotonic()
         caught: BaseException | None = None
         try:
-            with self.faults.during(op.fault):
+            with self.faults.during(self.rules.fault(op)):
                 mine = self._subject(op)
         except (Exception, KeyboardInterrupt) as error:
             caught = _without_frames(error)

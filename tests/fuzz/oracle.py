@@ -120,7 +120,8 @@ class Oracle(Side):
             self.optimizer.state.pop(master, None)
             if f"exp_avg {name}" in values:
                 self.optimizer.state[master] = {
-                    key: values[f"{key} {name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")
+                    key: values[f"{key} {name}"].clone()
+                    for key in ("step", "exp_avg", "exp_avg_sq")
                 }
         if with_lr:
             self.optimizer.param_groups[0]["lr"] = values["lr"].item()

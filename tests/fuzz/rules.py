@@ -6,7 +6,7 @@ that may be refused must either be refused, with an error for users, or give the
 
 from dataclasses import dataclass
 
-from tests.fuzz.program import Case, Op
+from tests.fuzz.program import Case, Fault, Op
 
 BACKWARDS = ("backward", "accumulate", "retain", "poison")
 FORWARDS = ("forward", "evaluate", "logits", "generate")
@@ -19,6 +19,7 @@ KNOWN = frozenset(
         "a checkpoint between backward and step",
         "load_state_dict of an earlier optimizer state",
         "a new optimizer between backward and step",
+        "an interrupt at any call",
     }
 )
 
@@ -76,6 +77,11 @@ class Rules:
             "new_optimizer": "a new optimizer between backward and step",
         }.get(op.name)
         return known in KNOWN and self.updated
+
+    def fault(self, op: Op) -> Fault | None:
+        """The fault of an operation, if it is not one that leads to a known defect."""
+        known = op.fault is not None and op.fault.kind == "call"
+        return None if known and "an interrupt at any call" in KNOWN else op.fault
 
     # -- what may be refused ----------------------------------------------------------------
 

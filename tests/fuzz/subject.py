@@ -54,9 +54,7 @@ class Subject(Side):
         self.optimizer = self._new_optimizer()
 
     def experts(self, layer: int) -> list[nn.Parameter]:
-        return [
-            p for p in self.model.parameters() if getattr(p, "layer", None) == layer
-        ]
+        return [p for p in self.model.parameters() if getattr(p, "layer", None) == layer]
 
     # -- passes -----------------------------------------------------------------------------
 
@@ -165,9 +163,7 @@ class Subject(Side):
 
     def save(self, number: int) -> None:
         state = checkpoint.TrainState(number, 0, "", {})
-        checkpoint.save(
-            self._checkpoints, state, self.model, self.engine, self.optimizer, keep=1
-        )
+        checkpoint.save(self._checkpoints, state, self.model, self.engine, self.optimizer, keep=1)
 
     @property
     def saved(self) -> int | None:
