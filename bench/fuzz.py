@@ -6,8 +6,8 @@
 
 Each program trains a tiny model with random settings: forward, backward, accumulation, steps,
 freezing, state dicts, checkpoints, inference, with failing and interrupted transfers, updates and
-file operations. tests/fuzz has the parts. A failure is printed with the seed that repeats it. Writes
-the record `fuzz-programs`.
+file operations. tests/fuzz has the parts. A failure is printed with the seed that repeats it. The
+record is `fuzz-programs`.
 """
 
 import argparse

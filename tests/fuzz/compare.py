@@ -8,7 +8,7 @@ from tests.fuzz.program import Case
 from tests.fuzz.side import Values
 
 # fp32 sums in another order; bf16 products rounded in another order
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.35}
+TOLERANCE = {"float32": 5e-4, "bfloat16": 0.35}
 # of weights: a new optimizer starts from rounded ones
 ROUNDING = {"float32": 3e-7, "bfloat16": 2**-9}
 FLOOR = 1e-2  # of the largest norm: a tensor whose terms cancel has only rounding left
@@ -27,7 +27,7 @@ def compare_states(mine: Values, theirs: Values, base: Values, case: Case) -> No
     """Weights are compared by their change since `base`, moments by themselves."""
     _same_names(mine, theirs)
     tolerance = TOLERANCE[case.dtype]
-    largest = {kind: 0.0 for kind in ("weight", "exp_avg", "exp_avg_sq")}
+    largest = dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), 0.0)
     changes = {}
     for name, expected in theirs.items():
         kind = name.split()[0]

@@ -1,5 +1,6 @@
 """Runs one program on the subject and on the oracle and compares them."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -22,6 +23,7 @@ from tests.fuzz.rules import BACKWARDS, KNOWN, Rules
 from tests.fuzz.side import Values, new_model
 from tests.fuzz.subject import Subject
 
+CHANGES = ("step", "zero_grad", "model_zero_grad", "restore", "load", "new_optimizer", "switch")
 SECONDS = 10.0  # an error after a fault must arrive within
 
 
@@ -41,7 +43,6 @@ def execute(program: Program, device: str = "cpu") -> Outcome:
     """Runs the program in a folder of its own and checks that nothing is left of it."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     threads = set(threading.enumerate())
-    files = _open_files()
     run = Run(program, torch.device(device), folder)
     try:
         with run.faults.interrupts():
@@ -54,7 +55,7 @@ def execute(program: Program, device: str = "cpu") -> Outcome:
     outcome = run.outcome
     del run
     if outcome.failure is None:
-        outcome.failure = _left_over(folder, threads, files)
+        outcome.failure = _left_over(folder, threads)
     shutil.rmtree(folder)
     return outcome
 
@@ -68,25 +69,41 @@ def _without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def _left_over(folder: Path, threads: set[threading.Thread], files: int) -> str | None:
-    left = sorted(str(path.relative_to(folder)) for path in folder.glob("spill/*"))
-    left += [str(path.name) for path in folder.glob("checkpoints/.tmp-*")]
-    if left:
-        return f"left over: files {left}"
+def _left_over(folder: Path, threads: set[threading.Thread]) -> str | None:
+    """Files, open files, threads and child processes that the program has left."""
+    files = [*folder.glob("spill/*"), *folder.glob("checkpoints/.tmp-*")]
+    left = [f"file {path.relative_to(folder)}" for path in files]
     deadline = time.monotonic() + 2
     while True:
-        names = [thread.name for thread in threading.enumerate() if thread not in threads]
-        more = _open_files() - files
-        if not names and more <= 0:
+        found = left + _open_files(folder) + _children()
+        found += [f"thread {t.name}" for t in threading.enumerate() if _is_new(t, threads)]
+        if not found:
             return None
-        if time.monotonic() > deadline:
-            return f"left over: threads {names}, {more} open files"
+        if left or time.monotonic() > deadline:
+            return f"left over: {', '.join(found)}"
         gc.collect()
         time.sleep(0.01)
+
+
+def _is_new(thread: threading.Thread, before: set[threading.Thread]) -> bool:
+    # a thread of autograd that has run Python code is a "Dummy"
+    return thread not in before and not thread.name.startswith("Dummy")
+
+
+def _open_files(folder: Path) -> list[str]:
+    """Also those without a name, whose link still says where they were."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target.startswith(str(folder)):
+                found.append(f"open file {Path(target).name}")
+    return found
+
+
+def _children() -> list[str]:
+    lists = Path("/proc/self/task").glob("*/children")
+    return [f"process {number}" for file in lists for number in file.read_text().split()]
 
 
 class Run:
@@ -161,7 +178,7 @@ class Run:
             self._recover(op, caught)
         elif self._is_refusal(op, caught):
             self.outcome.refused += 1
-            self._refused(op)
+            self._refused(op, caught)
         else:
             raise caught
         del caught
@@ -174,6 +191,8 @@ class Run:
             return subject.backward(op)
         if name in ("freeze", "unfreeze"):
             return subject.freeze(op)
+        if name == "model_zero_grad":
+            return subject.zero_grad(op)
         if name == "logits":
             return subject.infer(op)
         if name == "generate":
@@ -209,6 +228,8 @@ class Run:
             return self._refused_by_torch(op, oracle.grad)
         if name in ("freeze", "unfreeze"):
             return oracle.freeze(op)
+        if name == "model_zero_grad":
+            return oracle.zero_grad(op)
         if name == "logits":
             return oracle.infer(op)
         if name == "generate":
@@ -251,9 +272,11 @@ class Run:
         # torch's own check of a graph whose weights have changed
         return isinstance(error, RuntimeError) and self.rules.is_stale(op)
 
-    def _refused(self, op: Op) -> None:
+    def _refused(self, op: Op, error: BaseException) -> None:
         """Continues as the error says. The oracle does not carry out the operation."""
-        if op.name == "poison" or (op.name == "step" and self.rules.poisoned):
+        if isinstance(error, NonFiniteError):
+            if op.name == "poison":
+                self._drop(op)
             if self.program.case.clip is None:
                 self._restore_all()
             else:
@@ -269,7 +292,7 @@ class Run:
     def _recover(self, op: Op, error: BaseException) -> None:
         """Continues after a fault as the error says."""
         clear = isinstance(error, OverspillError | KeyboardInterrupt) or INJECTED in str(error)
-        if not clear:
+        if not clear and not self._is_refusal(op, error):
             raise Difference(f"an unclear error: {error!r}") from error
         self.faults.disarm()
         self.faults.pending = False
@@ -286,7 +309,7 @@ class Run:
                 self._restore_all()
         elif op.name == "forward":
             self._drop(op)
-        elif op.name in ("step", "zero_grad", "restore", "load", "new_optimizer", "switch"):
+        elif op.name in CHANGES:
             self._restore_all()
         if not self.rules.updated:
             self._settle()

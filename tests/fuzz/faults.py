@@ -1,4 +1,4 @@
-"""Makes transfers, optimizer jobs, file operations and calls fail, or interrupts the main thread."""
+"""Makes transfers, updates and file operations fail, or interrupts the main thread at a call."""
 
 import errno
 import os
@@ -18,7 +18,10 @@ import overspill
 from tests.fuzz.program import Fault
 
 INJECTED = "injected fault"
-_FILE_CALLS = "open pread preadv pwrite pwritev fsync rename replace mkdir posix_fallocate".split()
+_FILE_CALLS = (
+    "open", "pread", "preadv", "pwrite", "pwritev", "fsync", "rename", "replace", "mkdir",
+    "posix_fallocate",
+)  # fmt: skip
 _SOURCE = str(Path(overspill.__file__).parent)
 
 

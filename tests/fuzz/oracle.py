@@ -107,9 +107,9 @@ class Oracle(Side):
     def state(self) -> Values:
         values: Values = {"lr": torch.tensor(self.optimizer.param_groups[0]["lr"])}
         for name, master in self.masters.items():
-            values[f"weight {name}"] = master.detach().clone()
+            values[f"weight {name}"] = master.detach().cpu().clone()
             for key, value in self.optimizer.state.get(master, {}).items():
-                values[f"{key} {name}"] = value.detach().clone()
+                values[f"{key} {name}"] = value.detach().cpu().clone()
         return values
 
     @torch.no_grad()

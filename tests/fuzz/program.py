@@ -124,11 +124,11 @@ def _case(rng: random.Random) -> Case:
     )
 
 
-# Operations that a model with frozen experts has as well, and those of an optimizer
 _SINGLE = (
-    "forward backward accumulate retain grad drop step zero_grad evaluate logits snapshot restore "
-    "save load freeze unfreeze freeze_dense new_optimizer set_lr switch poison"
-).split()
+    "forward", "backward", "accumulate", "retain", "inputs", "grad", "drop", "step", "zero_grad",
+    "model_zero_grad", "evaluate", "logits", "snapshot", "restore", "save", "load", "freeze",
+    "unfreeze", "freeze_dense", "new_optimizer", "set_lr", "switch", "poison",
+)  # fmt: skip
 
 _PHRASES: tuple[tuple[int, str], ...] = (
     (8, "forward backward step"),
@@ -139,6 +139,8 @@ _PHRASES: tuple[tuple[int, str], ...] = (
     (2, "forward retain backward step"),
     (1, "forward forward1 backward1 step backward"),
     (2, "forward grad backward step"),
+    (1, "forward inputs zero_grad"),
+    (1, "forward accumulate model_zero_grad forward backward step"),
     (2, "forward backward zero_grad"),
     (1, "forward accumulate zero_grad"),
     (1, "forward poison step"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tests.fuzz.program import Case, Fault, Op
 
-BACKWARDS = ("backward", "accumulate", "retain", "poison")
+BACKWARDS = ("backward", "accumulate", "retain", "inputs", "poison")
 FORWARDS = ("forward", "evaluate", "logits", "generate")
 
 # Known defects: operations that are left out until they are corrected (issue 13).
@@ -20,6 +20,7 @@ KNOWN = frozenset(
         "load_state_dict of an earlier optimizer state",
         "a new optimizer between backward and step",
         "an interrupt at any call",
+        "model.zero_grad() with gradients of experts",
     }
 )
 
@@ -61,8 +62,9 @@ class Rules:
         needs_graph = op.name in (*BACKWARDS, "grad")
         if needs_graph and op.graph not in self.graphs:
             return True
-        if op.name == "poison" and not self.graphs[op.graph].trained - self.frozen:
-            return True  # dense gradients alone may be NaN, as in PyTorch
+        if op.name == "poison":  # dense gradients alone may be NaN, as in PyTorch
+            untrained = not self.graphs[op.graph].trained - self.frozen
+            return untrained or self.may_refuse(op)
         if op.name == "generate" and self.case.model != "gpt":
             return True
         if op.name in ("freeze", "unfreeze") and self.case.frozen:
@@ -71,6 +73,8 @@ class Rules:
             return bool(self.graphs)  # torch.utils.checkpoint refuses the recomputation
         if op.name == "switch":
             return bool(self.graphs) or self.layers != ["empty"] * self.case.n_layers
+        if op.name == "model_zero_grad" and "model.zero_grad() with gradients of experts" in KNOWN:
+            return self.layers != ["empty"] * self.case.n_layers
         known = {
             "snapshot": "state dicts between backward and step",
             "save": "a checkpoint between backward and step",
@@ -94,7 +98,9 @@ class Rules:
             return graph.stale or second or bool(graph.used and graph.trained)
         if op.name == "step":
             return self.poisoned or (self.updated and self.lr_changed)
-        return op.name in ("zero_grad", "snapshot", "save", "new_optimizer") and self.updated
+        # experts that were updated during backward are ahead of the rest
+        names = ("zero_grad", "model_zero_grad", "snapshot", "save", "new_optimizer")
+        return op.name in names and self.updated
 
     def must_refuse(self, op: Op) -> bool:
         """What would make weights NaN. What plain PyTorch refuses, the oracle shows."""
@@ -118,7 +124,7 @@ class Rules:
             self.ended()
             for graph in self.graphs.values():
                 graph.stale = True
-        elif op.name == "zero_grad":
+        elif op.name in ("zero_grad", "model_zero_grad"):
             self.ended()
         elif op.name == "freeze":
             self.frozen.add(op.layer)
@@ -130,7 +136,8 @@ class Rules:
     def _backward(self, op: Op) -> None:
         graph = self.graphs.pop(op.graph)
         others = [g for g in self.graphs.values() if not g.used and not g.stale]
-        for layer in graph.trained - self.frozen:
+        trained = frozenset() if op.name == "inputs" else graph.trained - self.frozen
+        for layer in trained:
             if op.name == "accumulate" or any(layer in other.trained for other in others):
                 self.layers[layer] = "part"
             elif self.case.clip is not None or not self.overlap_updates:

@@ -34,8 +34,8 @@ def _gpt(case: Case, dtype: torch.dtype) -> GPTMoE:
     config = GPTConfig(
         vocab=VOCAB,
         n_layers=case.n_layers,
-        d_model=8,
-        d_hidden=8,
+        d_model=16,
+        d_hidden=16,
         n_heads=2,
         n_experts=case.n_experts,
         top_k=case.top_k,
@@ -50,8 +50,8 @@ def _mixtral(case: Case, dtype: torch.dtype) -> Any:
 
     config = MixtralConfig(
         vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=8,
+        hidden_size=16,
+        intermediate_size=16,
         num_hidden_layers=case.n_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -106,18 +106,21 @@ class Side(abc.ABC):
         # taken out: after an error the graph cannot be used again
         loss = self.graphs.pop(op.graph)
         scaled = loss * float("nan") if op.name == "poison" else loss
+        inputs = self._inputs() if op.name == "inputs" else None
         with self.accumulate() if op.name == "accumulate" else nullcontext():
-            scaled.backward(retain_graph=op.name == "retain")
+            scaled.backward(retain_graph=op.name == "retain", inputs=inputs)
         if op.name == "retain":
             self.graphs[op.graph] = loss
         return {} if op.name == "poison" else self.gradients()
 
     def grad(self, op: Op) -> Values:
-        inputs = [p for p in self.dense().values() if p.requires_grad][:2]
         grads = torch.autograd.grad(
-            self.graphs[op.graph], inputs, retain_graph=True, allow_unused=True
+            self.graphs[op.graph], self._inputs(), retain_graph=True, allow_unused=True
         )
         return {f"grad {n}": grad for n, grad in enumerate(grads) if grad is not None}
+
+    def _inputs(self) -> list[nn.Parameter]:
+        return [p for p in self.dense().values() if p.requires_grad][:2]
 
     def drop(self, op: Op) -> Values:
         self.graphs.pop(op.graph, None)
@@ -177,7 +180,10 @@ class Side(abc.ABC):
         """A step and zero_grad(); the norm, with clipping."""
 
     def zero_grad(self, op: Op) -> Values:
-        self.optimizer.zero_grad()
+        if op.name == "model_zero_grad":
+            self.model.zero_grad()
+        else:
+            self.optimizer.zero_grad()
         return {}
 
     @abc.abstractmethod

@@ -114,7 +114,7 @@ class Subject(Side):
 
     def state(self) -> Values:
         values: Values = {
-            f"weight {name}": value.detach().clone()
+            f"weight {name}": value.detach().cpu().clone()
             for name, value in self.model.state_dict().items()
         }
         values["lr"] = torch.tensor(self.optimizer.param_groups[0]["lr"])
@@ -125,7 +125,7 @@ class Subject(Side):
             parameter = parameters[number]
             for key, value in entry.items():
                 if id(parameter) in names:
-                    values[f"{key} {names[id(parameter)]}"] = torch.as_tensor(value).clone()
+                    values[f"{key} {names[id(parameter)]}"] = torch.as_tensor(value).cpu().clone()
                 else:
                     values.update(self._expert_values(parameter.layer, key, value))
         for name in [name for name in values if name.startswith("low ")]:
