@@ -119,10 +119,12 @@ class Oracle(Side):
             master.copy_(values[f"weight {name}"])
             self.optimizer.state.pop(master, None)
             if f"exp_avg {name}" in values:
-                self.optimizer.state[master] = {
-                    key: values[f"{key} {name}"].clone()
-                    for key in ("step", "exp_avg", "exp_avg_sq")
+                moments = {
+                    key: values[f"{key} {name}"].clone().to(master.device)
+                    for key in ("exp_avg", "exp_avg_sq")
                 }
+                step = values[f"step {name}"].float()
+                self.optimizer.state[master] = {"step": step, **moments}
         if with_lr:
             self.optimizer.param_groups[0]["lr"] = values["lr"].item()
         self._round(self.masters)
