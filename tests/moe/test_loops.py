@@ -191,6 +191,25 @@ def test_gradients_of_other_tensors_leave_the_experts_alone(
 
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_experts_frozen_between_forward_and_backward_get_no_gradient(
+    where: str, clip: float | None, tmp_path: Path
+) -> None:
+    task = Task(steps=1, clip=clip, n_layers=2)
+    model = task.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        before = weights_of(model)
+        loss = loss_of(model, next(task.batches())[0])
+        model.moe_layers()[0].experts.requires_grad_(False)
+        loss.backward()
+        optimizer.step()
+        after = weights_of(model)
+    assert torch.equal(after["blocks.0.moe.w_in"], before["blocks.0.moe.w_in"])
+    assert not torch.equal(after["blocks.1.moe.w_in"], before["blocks.1.moe.w_in"])
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_a_second_derivative_is_refused(where: str, tmp_path: Path) -> None:
     task = Task(steps=1)
     model = task.model()

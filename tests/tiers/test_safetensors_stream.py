@@ -133,3 +133,16 @@ def test_a_full_disk_is_detected_before_the_first_tensor(
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DiskError, match=r"failed \(No space left on device\); free some space"):
         StreamWriter(tmp_path / "a", {"a": TensorSpec(torch.float32, (4,))})
+
+
+def test_an_interrupt_before_the_first_tensor_closes_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "posix_fallocate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        StreamWriter(tmp_path / "x.safetensors", {"x": TensorSpec(torch.float32, (3,))})
+    opened = {os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()}
+    assert str(tmp_path / "x.safetensors") not in opened

@@ -172,6 +172,21 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_cleans_up(
     assert _load(kept, session).step == 1
 
 
+def test_an_interrupt_keeps_the_last_checkpoint_and_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session()
+    kept = _save(tmp_path, session, step=1)
+
+    def interrupted(fd: int, data: Any, offset: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _save(tmp_path, session, step=2)
+    assert list(tmp_path.iterdir()) == [kept]
+
+
 def test_a_checkpoint_of_another_shape_names_what_differs(tmp_path: Path) -> None:
     path = _save(tmp_path, make_session())
     checkpoint.check_fits(path, FACTS)

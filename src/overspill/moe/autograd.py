@@ -94,9 +94,11 @@ class _Entrance(torch.autograd.Function):
 
 
 def _is_wanted(placeholder: Any) -> bool:
-    """Whether the running backward accumulates into the leaf node of a placeholder."""
+    """Whether the running backward accumulates into the leaf node of a placeholder. As in torch,
+    experts that were frozen after their forward get no gradient."""
     try:
-        return bool(torch._C._will_engine_execute_node(placeholder))
+        executed = bool(torch._C._will_engine_execute_node(placeholder))
+        return executed and placeholder.variable.requires_grad
     except RuntimeError as error:  # torch cannot tell for a leaf that autograd.grad() names
         raise OrderError(
             "autograd.grad() cannot return gradients of offloaded experts; leave their "

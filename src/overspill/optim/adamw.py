@@ -256,6 +256,8 @@ class AdamW(torch.optim.Optimizer):
         adamw_(record, grad, self._hyper(group, state["step"]), usable_cores())
         if weight is not parameter:
             parameter.copy_(weight)
+        # the kernel writes through a pointer: autograd must refuse graphs from before this step
+        torch.autograd.graph.increment_version(parameter)
 
     def _dense_state(self, parameter: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a dense parameter: copies of what is given, else zeros."""

@@ -67,9 +67,11 @@ class StreamWriter:
         try:
             reserve(self._fd, size)
             _pwrite(self._fd, memoryview(header), 0)
-        except OSError as error:
+        except BaseException as error:
             os.close(self._fd)
-            raise _disk_error(path, size, error) from error
+            if isinstance(error, OSError):
+                raise _disk_error(path, size, error) from error
+            raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes the whole tensor `name`."""

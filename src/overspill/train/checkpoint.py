@@ -82,9 +82,9 @@ def save(
         sync(folder)
         for old in sorted(_complete(folder), key=_step_of)[:-keep]:
             _remove(old)
-    except OSError as error:
+    except (OSError, KeyboardInterrupt) as error:
         clean(folder)  # an incomplete checkpoint may have filled the disk
-        if isinstance(error, DiskError):
+        if isinstance(error, DiskError | KeyboardInterrupt):
             raise
         raise DiskError(
             f"checkpoint {target} cannot be written ({error.strerror}); free some space or give "

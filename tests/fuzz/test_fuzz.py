@@ -1,0 +1,52 @@
+"""A minute of random programs, from fixed seeds. `bench/fuzz.py` runs more of them."""
+
+import pytest
+
+from tests.fuzz import subject
+from tests.fuzz.execute import execute
+from tests.fuzz.program import Case, Op, Program, program_of
+from tests.fuzz.run import fuzz, shrink
+
+SECONDS = 15.0
+
+
+@pytest.mark.parametrize("first", [100_000, 200_000, 300_000, 400_000])
+def test_random_programs_give_the_results_of_plain_pytorch(first: int) -> None:
+    report = fuzz(first, SECONDS)
+    print(report)
+    assert not report.failures, "\n".join(map(str, report.failures))
+    assert report.programs >= 5
+
+
+def test_a_seed_always_gives_the_same_program() -> None:
+    assert program_of(7) == program_of(7)
+    assert program_of(7) != program_of(8)
+
+
+STEP = Program(
+    0, Case(), (Op("evaluate"), Op("forward"), Op("evaluate"), Op("backward"), Op("step"))
+)
+
+
+@pytest.mark.parametrize("mode", ["gpu", "host"])
+def test_a_wrong_update_is_found_and_its_program_shortened(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program(0, Case(mode=mode, slots=None if mode == "gpu" else 2), STEP.ops)
+    assert execute(program).failure is None
+    monkeypatch.setitem(subject.ADAM, "weight_decay", 0.2)
+    monkeypatch.setattr("tests.fuzz.oracle.ADAM", {**subject.ADAM, "weight_decay": 0.1})
+    failure = execute(program).failure
+    assert failure is not None
+    assert "weight" in failure
+    ops, _ = shrink(program, "cpu", failure)
+    assert ops == [1, 3], "the end of a program steps by itself"
+
+
+def test_an_error_without_a_rule_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: subject.Subject, op: Op) -> None:
+        raise subject.OrderError("no")
+
+    monkeypatch.setattr(subject.Subject, "zero_grad", refuse)
+    program = Program(0, Case(mode="gpu", slots=None), (Op("zero_grad"),))
+    assert "OrderError: no" in str(execute(program).failure)
