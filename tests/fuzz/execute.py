@@ -19,7 +19,7 @@ from tests.fuzz.compare import compare, compare_states
 from tests.fuzz.faults import INJECTED, Faults
 from tests.fuzz.oracle import Difference, Oracle
 from tests.fuzz.program import Op, Program
-from tests.fuzz.rules import BACKWARDS, KNOWN, Rules
+from tests.fuzz.rules import BACKWARDS, Rules
 from tests.fuzz.side import Values, new_model
 from tests.fuzz.subject import Subject
 
@@ -163,7 +163,7 @@ class Run:
         began = time.monotonic()
         caught: BaseException | None = None
         try:
-            with self.faults.during(self.rules.fault(op)):
+            with self.faults.during(op.fault):
                 mine = self._subject(op)
         except (Exception, KeyboardInterrupt) as error:
             caught = _without_frames(error)
@@ -200,13 +200,13 @@ class Run:
         if name == "snapshot":
             self._snapshot = subject.snapshot(), subject.state()
         elif name == "restore":
-            self._restore_subject()
+            self.subject.restore(self._snapshot[0])
         elif name == "save":
             self._saved[self.outcome.operations] = subject.state()
             subject.save(self.outcome.operations)
         elif name == "load":
             if subject.saved is not None:
-                self._load_subject()
+                self.subject.load()
         elif name == "new_optimizer":
             subject.new_optimizer()
             subject.zero_grad(op)
@@ -328,26 +328,11 @@ class Run:
         """Loads the last snapshot into the model, or into a new one where that is refused."""
         self.outcome.restored += 1
         try:
-            self._restore_subject()
+            self.subject.restore(self._snapshot[0])
         except OverspillError:
             self._rebuild()
         else:
             self._restore_oracle(self._snapshot[1])
-
-    def _restore_subject(self) -> None:
-        self._forget_states()
-        self.subject.restore(self._snapshot[0])
-
-    def _load_subject(self) -> None:
-        self._forget_states()
-        self.subject.load()
-
-    def _forget_states(self) -> None:
-        """Starts with a new optimizer: some parameters may have no state in what is loaded."""
-        if "load_state_dict of an earlier optimizer state" in KNOWN:
-            self.subject.new_optimizer()
-            lr = self.oracle.optimizer.param_groups[0]["lr"]
-            self.subject.optimizer.param_groups[0]["lr"] = lr
 
     def _restore_oracle(self, state: Values, with_lr: bool = True) -> None:
         self.oracle.graphs.clear()

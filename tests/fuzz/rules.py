@@ -1,4 +1,4 @@
-"""What Overspill may refuse that plain PyTorch allows, and which operations are left out for now.
+"""What Overspill may refuse that plain PyTorch allows, and which operations are left out.
 
 The rules follow the state of each layer's experts as docs/training.md describes it. An operation
 that may be refused must either be refused, with an error for users, or give the oracle's result.
@@ -6,24 +6,10 @@ that may be refused must either be refused, with an error for users, or give the
 
 from dataclasses import dataclass
 
-from tests.fuzz.program import Case, Fault, Op
+from tests.fuzz.program import Case, Op
 
 BACKWARDS = ("backward", "accumulate", "retain", "inputs", "poison")
 FORWARDS = ("forward", "evaluate", "logits", "generate")
-
-# Known defects: operations that are left out until they are corrected (issue 13).
-# TODO: remove each name when its correction is merged.
-KNOWN = frozenset(
-    {
-        "state dicts between backward and step",
-        "a checkpoint between backward and step",
-        "load_state_dict of an earlier optimizer state",
-        "a new optimizer between backward and step",
-        "an interrupt at any call",
-        "model.zero_grad() with gradients of experts",
-    }
-)
-
 
 @dataclass
 class Graph:
@@ -58,7 +44,7 @@ class Rules:
         return self.updated or "kept" in self.layers
 
     def left_out(self, op: Op) -> bool:
-        """Whether there is nothing to do, or a known defect."""
+        """Whether there is nothing to do, or torch itself would refuse."""
         needs_graph = op.name in (*BACKWARDS, "grad")
         if needs_graph and op.graph not in self.graphs:
             return True
@@ -73,19 +59,7 @@ class Rules:
             return bool(self.graphs)  # torch.utils.checkpoint refuses the recomputation
         if op.name == "switch":
             return bool(self.graphs) or self.layers != ["empty"] * self.case.n_layers
-        if op.name == "model_zero_grad" and "model.zero_grad() with gradients of experts" in KNOWN:
-            return self.layers != ["empty"] * self.case.n_layers
-        known = {
-            "snapshot": "state dicts between backward and step",
-            "save": "a checkpoint between backward and step",
-            "new_optimizer": "a new optimizer between backward and step",
-        }.get(op.name)
-        return known in KNOWN and self.updated
-
-    def fault(self, op: Op) -> Fault | None:
-        """The fault of an operation, if it is not one that leads to a known defect."""
-        known = op.fault is not None and op.fault.kind == "call"
-        return None if known and "an interrupt at any call" in KNOWN else op.fault
+        return False
 
     # -- what may be refused ----------------------------------------------------------------
 
