@@ -210,6 +210,7 @@ class Run:
         elif name == "new_optimizer":
             subject.new_optimizer()
             subject.zero_grad(op)
+            subject.optimizer.state_dict()  # refused if the old one has updated experts
         elif name == "switch":
             subject.switch(op)
         else:
@@ -281,7 +282,7 @@ class Run:
                 self._restore_all()
             else:
                 self._zero_grad()
-        elif op.name == "step":
+        elif op.name in ("step", "model_zero_grad", "new_optimizer"):
             self._restore_all()
         elif op.name in BACKWARDS:
             self._drop(op)

@@ -11,6 +11,7 @@ from tests.fuzz.program import Case, Op
 BACKWARDS = ("backward", "accumulate", "retain", "inputs", "poison")
 FORWARDS = ("forward", "evaluate", "logits", "generate")
 
+
 @dataclass
 class Graph:
     """A graph of the program."""

@@ -375,3 +375,45 @@ def test_autograd_grad_of_experts_is_refused(where: str, tmp_path: Path) -> None
         (tokens,) = next(task.batches())
         with pytest.raises(OrderError, match="leave their placeholders out"):
             torch.autograd.grad(loss_of(model, tokens), list(model.parameters()))
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_clipping_by_torch_is_refused(where: str, clip: float | None, tmp_path: Path) -> None:
+    """It cannot scale the gradients of experts, and would scale the others alone."""
+    task = Task(n_layers=2, clip=clip)
+    model = task.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        loss_of(model, next(task.batches())[0]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(OrderError, match=r"give max_grad_norm to overspill\.AdamW"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("by", ["optimizer", "model", "parameters"])
+def test_a_backward_after_step_needs_zero_grad(
+    where: str, clip: float | None, by: str, tmp_path: Path
+) -> None:
+    """Plain PyTorch would add to the gradients of the last step."""
+    task = Task(n_layers=2, steps=2, clip=clip)
+    model = task.model()
+    run = Run()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        for (tokens,) in task.batches():
+            loss = loss_of(model, tokens)
+            loss.backward()
+            optimizer.step()
+            run.losses.append(loss.item())
+            with pytest.raises(OrderError, match=r"call opt.zero_grad\(\) after each step"):
+                loss_of(model, tokens).backward()
+            if by == "parameters":
+                for parameter in model.parameters():
+                    parameter.grad = None
+            else:
+                (optimizer if by == "optimizer" else model).zero_grad()
+        run.weights = weights_of(model)
+    assert_follows(run, replace(plain_run(task), norms=[]))

@@ -88,7 +88,17 @@ def test_after_step_the_next_step_begins(either: Bench) -> None:
     for _ in range(2):
         either.backward(either.forward())
         either.training.step()
+        either.training.zero_grad()
     assert either.training.steps(0) == 2
+
+
+def test_a_backward_after_step_needs_zero_grad_of_its_layer(either: Bench) -> None:
+    either.backward(either.forward())
+    either.training.step()
+    with pytest.raises(OrderError, match="without zero_grad"):
+        either.backward(either.forward())
+    either.training.drop(0)
+    either.backward(either.forward())
 
 
 def test_a_layer_that_the_optimizer_does_not_have_needs_no_weight_gradients(either: Bench) -> None:
@@ -158,6 +168,8 @@ def test_the_norm_of_kept_gradients_is_shown_once(kept: Bench) -> None:
     assert training.waiting_norm(0) == 3.0
     assert training.waiting_norm(1) == 0.0
     training.step()
+    assert training.waiting_norm(0) == 0.0, "as in torch, there is a gradient until zero_grad()"
+    training.zero_grad()
     assert training.waiting_norm(0) is None
 
 
@@ -284,6 +296,7 @@ def test_clipping_must_not_be_switched_between_backward_and_step(either: Bench) 
         either.training.step()
     either.rule.keep_gradients = before
     either.training.step()
+    either.training.zero_grad()
     either.rule.keep_gradients = not before
     either.backward(either.forward())
     either.training.step()
@@ -315,6 +328,7 @@ def test_a_second_optimizer_is_refused_while_the_first_lives(either: Bench) -> N
 def test_an_optimizer_that_replaces_a_deleted_one_starts_from_zero(kept: Bench) -> None:
     kept.backward(kept.forward())
     kept.training.step()
+    kept.training.zero_grad()
     kept.backward(kept.forward())
     del kept.rule
     assert kept.training.rule is None

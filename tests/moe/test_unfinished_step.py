@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import overspill
+from overspill.core.errors import OrderError
 from overspill.models.gpt import GPTMoE
 from tests.moe.oracle import (
     ONE_OF_EACH,
@@ -19,6 +20,7 @@ from tests.moe.oracle import (
     assert_follows,
     assert_same_bits,
     loss_of,
+    plain_run,
     spilled,
     train,
     train_step,
@@ -53,7 +55,8 @@ def _interrupt(*_: object) -> None:
 def test_a_new_optimizer_drops_an_unfinished_step(
     where: str, clip: float | None, how: str, tmp_path: Path
 ) -> None:
-    """It trains as on a model that was just loaded, without a gradient of the old one."""
+    """It trains as on a model that was just loaded, without a gradient of the old one. If experts
+    were updated during the unfinished backward, the user decides how to go on."""
     task = Task(n_layers=2, steps=3, clip=clip)
     model = task.model()
     with spilled(model, where, tmp_path):
@@ -63,6 +66,11 @@ def test_a_new_optimizer_drops_an_unfinished_step(
         del optimizer
         gc.collect()  # a traceback may still hold it
         optimizer = adamw(model, task)
+        if clip is None and how != "accumulated":
+            for call in (lambda: loss_of(model, next(task.batches())[0]), optimizer.state_dict):
+                with pytest.raises(OrderError, match="load the last checkpoint"):
+                    call()
+            model.overspill.training.keep_updates()
         weights = weights_of(model)
         run = train(model, optimizer, task)
     other = task.model()
@@ -70,6 +78,30 @@ def test_a_new_optimizer_drops_an_unfinished_step(
         other.load_state_dict(weights)
         expected = train(other, adamw(other, task), task)
     assert_same_bits(run, expected)
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("dropped_by", ["a new optimizer", "model.zero_grad()"])
+def test_loading_weights_ends_a_step_that_was_given_up(
+    where: str, dropped_by: str, tmp_path: Path
+) -> None:
+    task = Task(n_layers=2, steps=3)
+    model = task.model()
+    with spilled(model, where, tmp_path):
+        optimizer = adamw(model, task)
+        start = weights_of(model)
+        loss_of(model, next(task.batches())[0]).backward()
+        if dropped_by == "model.zero_grad()":
+            with pytest.raises(OrderError, match="zero_grad"):
+                model.zero_grad()
+            with pytest.raises(OrderError, match="load the last checkpoint"):
+                optimizer.step()
+        del optimizer
+        gc.collect()
+        optimizer = adamw(model, task)
+        model.load_state_dict(start)
+        run = train(model, optimizer, task)
+    assert_follows(run, plain_run(task))
 
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)

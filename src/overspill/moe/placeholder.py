@@ -32,6 +32,7 @@ class ExpertPlaceholder(nn.Parameter):
     is_expert_placeholder = True
     _source: RoutingSource | None
     _keeper: object
+    _shown: "_GradientNorm | None"
 
     def __new__(
         cls,
@@ -47,6 +48,7 @@ class ExpertPlaceholder(nn.Parameter):
         self.activation, self.places, self.drops = activation, places, drops
         self._source = None
         self._keeper = None
+        self._shown = None
         return self
 
     def hold(self, keeper: object) -> None:
@@ -84,18 +86,36 @@ class ExpertPlaceholder(nn.Parameter):
     def grad(self) -> Tensor | None:
         """Not None if the layer has a gradient. The norms of the layers make a norm over the
         gradients of `model.parameters()` equal to that of the plain model, if experts are updated
-        in step(). The gradients are stored elsewhere: scaling this tensor has no effect."""
+        in step(). The gradients are stored elsewhere: this tensor must not be scaled."""
         if not self.engine.can_train:
             return None
         norm = self.engine.training.waiting_norm(self.layer)
-        return None if norm is None else _GradientNorm.of(self, norm)
+        if norm is None:
+            return None
+        if self._shown is None or self._shown.shown_norm != norm:
+            self._shown = _GradientNorm.of(self, norm)
+        return self._shown
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise OrderError("experts get their gradients from backward; .grad cannot be set")
+        self._shown = None
         if self.engine.can_train:
             self.engine.training.drop(self.layer)
+
+    def check_gradient(self) -> None:
+        """Raises if the tensor that `grad` has shown in this step was changed."""
+        shown, self._shown = self._shown, None
+        if shown is None or shown._version == shown.made_version:
+            return
+        # a factor of 1 changes nothing, but where experts were updated the factor is not known
+        before = torch.tensor(shown.shown_norm, dtype=torch.float32).item()
+        if self.engine.training.has_updated or shown.item() != before:
+            raise OrderError(
+                "gradients of experts cannot be changed in place, as clip_grad_norm_() does; give "
+                "max_grad_norm to overspill.AdamW instead, which clips all parameters"
+            )
 
     def __deepcopy__(self, memo: object) -> "ExpertPlaceholder":
         raise OrderError(
@@ -115,13 +135,15 @@ class _GradientNorm(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     placeholder: ExpertPlaceholder
+    shown_norm: float
+    made_version: int
 
     @staticmethod
     def of(placeholder: ExpertPlaceholder, norm: float) -> "_GradientNorm":
         # a fill, not a copy from the host, which would wait for the device
         data = torch.full((1,), norm, dtype=torch.float32, device=placeholder.engine.device)
         self: _GradientNorm = Tensor._make_subclass(_GradientNorm, data)
-        self.placeholder = placeholder
+        self.placeholder, self.shown_norm, self.made_version = placeholder, norm, self._version
         return self
 
     def zero_(self) -> Tensor:

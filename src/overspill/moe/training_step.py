@@ -94,8 +94,10 @@ class TrainingStep:
         self._completing = False  # whether the running backward completes its layer's gradient
         self._updated_with: dict[int, AdamHyper] = {}  # layers updated during backward
         self._overwritten = False  # whether weights were loaded over those updates
+        self._ahead = False  # whether experts were updated by a step that was given up
         self._without_rule: set[int] = set()  # layers of this step that the optimizer did not have
         self._fresh = set(range(n_layers))  # layers whose optimizer states are all zero
+        self._used: set[int] = set()  # layers whose gradients step() has used: zero_grad() is due
 
     # -- the optimizer ----------------------------------------------------------------------
 
@@ -118,6 +120,7 @@ class TrainingStep:
         self._sink.attach(state_dtype, rule.keep_gradients)
         dropped = self._has_gradients()
         if replaces:
+            self._ahead |= self._sink.has_updated or LayerState.STEPPING in self._states
             self.discard()
             self._expected = [0] * len(self._steps)
             self._sink.reset_states()
@@ -146,6 +149,11 @@ class TrainingStep:
     def is_fresh(self, layer: int) -> bool:
         """Whether the optimizer states of a layer are as before its first update."""
         return layer in self._fresh
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether a backward of this step has updated experts."""
+        return self._sink.has_updated
 
     @property
     def updates_at_once(self) -> bool:
@@ -201,6 +209,12 @@ class TrainingStep:
                     "overspill.AdamW(model, lr=...) before the first backward"
                 )
             self.check_backward(layer_pass)
+            if layer in self._used:
+                raise OrderError(
+                    "backward after step() without zero_grad(): in plain PyTorch it would add to "
+                    "the gradients of the last step, which experts do not have any more; call "
+                    "opt.zero_grad() after each step()"
+                )
         finally:
             self._pending[layer].discard(layer_pass.pending)
         hyper = rule.hyper(layer)
@@ -276,10 +290,25 @@ class TrainingStep:
                     kept[layer] = hyper
             self._sink.end_step(kept)
         self._forget()
+        self._used.update(states)
         for layer in states:
             self._steps[layer] += 1
 
+    def keep_updates(self) -> None:
+        """Continues with experts that a step has updated which was given up. The rest of the model
+        does not have that update."""
+        self._ahead = False
+
+    def _check_ahead(self) -> None:
+        if self._ahead:
+            raise OrderError(
+                "a step that was never finished has updated experts, but not the rest of the "
+                "model; load the last checkpoint, or call model.overspill.training.keep_updates() "
+                "to continue with these weights"
+            )
+
     def _check_finished(self, layer: int) -> None:
+        self._check_ahead()
         if self._states[layer] is LayerState.STEPPING:
             raise OrderError(
                 "step() was interrupted or failed, when it had updated some of the experts; load "
@@ -320,9 +349,10 @@ class TrainingStep:
 
     def waiting_norm(self, layer: int) -> float | None:
         """None for a layer without a gradient. The lowest of the others has the norm of all
-        gradients that are kept until step(), the rest have 0."""
+        gradients that are kept until step(), the rest have 0. As in torch, there is a gradient
+        until zero_grad()."""
         if self._states[layer] is LayerState.EMPTY:
-            return None
+            return 0.0 if layer in self._used else None
         lowest = all(state is LayerState.EMPTY for state in self._states[:layer])
         return gradient_norm((), self.gradient_squares()) if self._keeps and lowest else 0.0
 
@@ -335,6 +365,7 @@ class TrainingStep:
     def weights_loaded(self) -> None:
         """Weights of experts were loaded: the update of this step, if there was one, is lost."""
         self._overwritten = self._sink.has_updated
+        self._ahead = False
 
     @_exclusive
     def restart(self) -> bool:
@@ -343,6 +374,7 @@ class TrainingStep:
         started = self._sink.has_updated or any(state in _FAILED for state in self._states)
         if started:
             self.discard()
+        self._ahead = False
         return started
 
     @_exclusive
@@ -350,6 +382,7 @@ class TrainingStep:
         """Drops kept gradients that were not used."""
         self._check_droppable()
         self._without_rule.clear()
+        self._used.clear()
         if self._has_gradients():
             self.discard()
 
@@ -357,8 +390,14 @@ class TrainingStep:
     def drop(self, layer: int) -> None:
         """Drops the gradient of one layer, as `model.zero_grad()` does for each."""
         self._without_rule.discard(layer)
+        self._used.discard(layer)
         if self._states[layer] is not LayerState.EMPTY:
-            self._check_droppable()
+            try:
+                self._check_droppable()
+            except OrderError:
+                # model.zero_grad() has dropped other gradients before: there is no way back
+                self._ahead |= self._sink.has_updated
+                raise
             self._sink.discard(layer)
             self._states[layer] = LayerState.EMPTY
 
@@ -374,6 +413,7 @@ class TrainingStep:
 
     def check_between_steps(self, what: str) -> None:
         """Between backward and step() experts may be one update ahead of the dense parameters."""
+        self._check_ahead()
         if LayerState.STEPPING in self._states:
             self._check_finished(self._states.index(LayerState.STEPPING))
         if self._sink.has_updated:

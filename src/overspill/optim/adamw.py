@@ -205,6 +205,9 @@ class AdamW(torch.optim.Optimizer):
         dense = [(p, group) for p, group in self._dense() if p.grad is not None]
         for parameter, _ in dense:
             _check_dense(parameter)
+        for parameter, _ in self._parameters():
+            if _is_placeholder(parameter):
+                parameter.check_gradient()
         self._scale = self._clip()
         try:
             if self._engine is not None:
