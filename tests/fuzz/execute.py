@@ -42,7 +42,7 @@ class Outcome:
 def execute(program: Program, device: str = "cpu") -> Outcome:
     """Runs the program in a folder of its own and checks that nothing is left of it."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    threads = set(threading.enumerate())
+    threads, children = set(threading.enumerate()), set(_children())
     run = Run(program, torch.device(device), folder)
     try:
         with run.faults.interrupts():
@@ -55,7 +55,7 @@ def execute(program: Program, device: str = "cpu") -> Outcome:
     outcome = run.outcome
     del run
     if outcome.failure is None:
-        outcome.failure = _left_over(folder, threads)
+        outcome.failure = _left_over(folder, threads, children)
     shutil.rmtree(folder)
     return outcome
 
@@ -69,13 +69,13 @@ def _without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def _left_over(folder: Path, threads: set[threading.Thread]) -> str | None:
+def _left_over(folder: Path, threads: set[threading.Thread], children: set[str]) -> str | None:
     """Files, open files, threads and child processes that the program has left."""
     files = [*folder.glob("spill/*"), *folder.glob("checkpoints/.tmp-*")]
     left = [f"file {path.relative_to(folder)}" for path in files]
     deadline = time.monotonic() + 2
     while True:
-        found = left + _open_files(folder) + _children()
+        found = left + _open_files(folder) + [c for c in _children() if c not in children]
         found += [f"thread {t.name}" for t in threading.enumerate() if _is_new(t, threads)]
         if not found:
             return None

@@ -1,6 +1,7 @@
 """The subject: the same model with offloaded experts and overspill.AdamW."""
 
 import copy
+import dataclasses
 import gc
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -38,7 +39,7 @@ class Subject(Side):
         options: dict[str, Any] = {"mode": case.mode, "slots": case.slots}
         if case.mode == "disk":
             options.update(host_slots=case.host_slots, disk=folder / "spill")
-        settings = dict(case.settings, threads=1, inject=faults.inject)
+        settings = dict(case.settings, inject=faults.inject)
         if case.frozen and case.mode == "host":
             settings.update(cpu_experts=True, cpu_policy=random_policy(case.n_experts))
         self.settings = overspill.Settings(**settings)
@@ -99,15 +100,7 @@ class Subject(Side):
         """Turns one technique on or off."""
         name = ("waves", "overlap_uploads", "overlap_updates")[op.batch % 3]
         flipped = not getattr(self.settings, name)
-        options = {**self.case.settings, name: flipped}
-        inject, policy = self.settings.inject, self.settings.cpu_policy
-        self.settings = overspill.Settings(
-            **options,
-            threads=1,
-            inject=inject,
-            cpu_policy=policy,
-            cpu_experts=self.settings.cpu_experts,
-        )
+        self.settings = dataclasses.replace(self.settings, **{name: flipped})
         self.engine.switch(self.settings)
 
     # -- states -----------------------------------------------------------------------------
@@ -157,6 +150,8 @@ class Subject(Side):
     def restore(self, snapshot: Snapshot) -> None:
         self.graphs.clear()
         weights, states = snapshot
+        if "optimizer" not in self.__dict__:  # an interrupt came when it was made
+            self.new_optimizer()
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(states)
         self.optimizer.zero_grad()

@@ -172,6 +172,7 @@ def test_what_follows_an_interrupted_step_says_what_to_do(
     model, (tokens,) = CLIPPED.model(), next(CLIPPED.batches())
     with spilled(model, where, tmp_path) as engine:
         optimizer = adamw(model, CLIPPED)
+        start = weights_of(model)
         loss_of(model, tokens).backward()
         updates = itertools.count()
 
@@ -199,7 +200,11 @@ def test_what_follows_an_interrupted_step_says_what_to_do(
             calls[call]()
         del optimizer, calls
         gc.collect()
-        train_step(model, adamw(model, CLIPPED), [tokens])  # or a new optimizer
+        optimizer = adamw(model, CLIPPED)  # does not make the experts right
+        with pytest.raises(OrderError, match="load the last checkpoint"):
+            loss_of(model, tokens)
+        model.load_state_dict(start)
+        train_step(model, optimizer, [tokens])
 
 
 def _after(

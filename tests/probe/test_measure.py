@@ -1,6 +1,8 @@
 """The machine's limits: measured where there is no GPU."""
 
 import dataclasses
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from overspill.compute.cpu_kernel import cpu_isa
 from overspill.core.errors import DiskError
+from overspill.probe import measure
 from overspill.probe.measure import matrix_rate, measure_disk, measure_machine
 from tests.probe.little import LITTLE, assert_limits
 
@@ -44,7 +47,15 @@ def test_torch_gets_its_threads_back() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_larger_matrices_do_not_lower_the_rate() -> None:
-    small = matrix_rate(CPU, dataclasses.replace(LITTLE, largest_matrix=32))
-    large = matrix_rate(CPU, dataclasses.replace(LITTLE, largest_matrix=512))
-    assert large > small
+def test_the_best_rate_of_growing_matrices_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    effort = dataclasses.replace(LITTLE, largest_matrix=512)
+    assert matrix_rate(CPU, effort) > 0
+    for slowest, best in ((1e-3, 512), (8.0, 256)):  # the time of the largest matrix
+        times = {512: slowest}
+
+        def seconds(product: Callable[[], None], limit: float, times: dict = times) -> float:
+            size = inspect.signature(product).parameters["a"].default.shape[0]
+            return times.get(size, 1e-3)
+
+        monkeypatch.setattr(measure, "seconds_of", seconds)
+        assert matrix_rate(CPU, effort) == 2 * best**3 / 1e-3

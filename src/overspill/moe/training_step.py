@@ -43,6 +43,9 @@ class LayerState(enum.Enum):
     STEPPING = "in step()"
 
 
+ALMOST_ZERO = 1e-30
+"""A norm that adds nothing to others in float32, and that shows whether it was scaled."""
+
 _AFTER_BACKWARD = (LayerState.COMPLETE, LayerState.UPDATED)
 _FAILED = (LayerState.RUNNING, LayerState.STEPPING)
 _Args = ParamSpec("_Args")
@@ -149,11 +152,6 @@ class TrainingStep:
     def is_fresh(self, layer: int) -> bool:
         """Whether the optimizer states of a layer are as before its first update."""
         return layer in self._fresh
-
-    @property
-    def has_updated(self) -> bool:
-        """Whether a backward of this step has updated experts."""
-        return self._sink.has_updated
 
     @property
     def updates_at_once(self) -> bool:
@@ -349,12 +347,12 @@ class TrainingStep:
 
     def waiting_norm(self, layer: int) -> float | None:
         """None for a layer without a gradient. The lowest of the others has the norm of all
-        gradients that are kept until step(), the rest have 0. As in torch, there is a gradient
-        until zero_grad()."""
+        gradients that are kept until step(), the rest have almost none. As in torch, there is a
+        gradient until zero_grad()."""
         if self._states[layer] is LayerState.EMPTY:
-            return 0.0 if layer in self._used else None
+            return ALMOST_ZERO if layer in self._used else None
         lowest = all(state is LayerState.EMPTY for state in self._states[:layer])
-        return gradient_norm((), self.gradient_squares()) if self._keeps and lowest else 0.0
+        return gradient_norm((), self.gradient_squares()) if self._keeps and lowest else ALMOST_ZERO
 
     @_exclusive
     def discard(self) -> None:

@@ -144,7 +144,7 @@ def test_the_engine_closes_when_the_model_is_gone(tmp_path: Path) -> None:
     del model, optimizer
     gc.collect()
     assert gone() is None
-    assert engine._closed
+    assert engine.lifetime.closed
 
 
 def test_lora_leaves_the_experts_alone(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class StreamingGradients(GradientSink):
         self._squares = torch.zeros(count, pin_memory=device.type == "cuda")
         self._ring: GradientRing | None = None
         self._updates: Updates | None = None
+        self._awaited: Entry | None = None  # its gradient waits for a host slot
         self._kept: set[int] = set()  # experts whose host slot holds part of this step's gradient
         self._has_updated = False
 
@@ -126,8 +127,10 @@ class StreamingGradients(GradientSink):
         return self._ring
 
     def waiting(self) -> list[tuple[Entry, Part]]:
-        """Under the lock: experts whose update waits for parts on disk."""
-        return [] if self._updates is None else list(self._updates.waiting())
+        """Under the lock: the expert whose gradient waits for a host slot, then experts whose
+        update waits for parts on disk."""
+        awaited = [] if self._awaited is None else [(self._awaited, Part.WEIGHTS)]
+        return awaited + ([] if self._updates is None else list(self._updates.waiting()))
 
     # -- gradients --------------------------------------------------------------------------
 
@@ -182,8 +185,14 @@ class StreamingGradients(GradientSink):
     ) -> None:
         store = self._store
         with store.lock:
-            store.request_transfers()
-            store.wait(lambda: entry.host_slot is not None, "a host slot (disk transfers)")
+            # first: the GPU may hold more experts than the host, and those of this wave that were
+            # delivered before must make room
+            self._awaited = entry
+            try:
+                store.request_transfers()
+                store.wait(lambda: entry.host_slot is not None, "a host slot (disk transfers)")
+            finally:
+                self._awaited = None
             store.hold(entry)
             memory = store.host(entry, Part.GRADS)
             store.keep_gradient(entry)
