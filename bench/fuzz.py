@@ -7,7 +7,7 @@
 Each program trains a tiny model with random settings: forward, backward, accumulation, steps,
 freezing, state dicts, checkpoints, inference, with failing and interrupted transfers, updates and
 file operations. tests/fuzz has the parts. A failure is printed with the seed that repeats it. The
-record is `fuzz-programs`.
+record is `fuzz-programs`, or `fuzz-programs-cuda`.
 """
 
 import argparse
@@ -75,11 +75,13 @@ def _write(report: Report, given: argparse.Namespace) -> None:
     metrics["leftover threads and files"] = count(report.failed("left over"), "programs")
     config = {
         "row": f"random programs compared with plain PyTorch, {given.device}",
+        "show": list(metrics)[1:],
         "minutes": given.minutes,
         "seed": given.seed,
         "processes": given.processes,
     }
-    write_record("fuzz-programs", config, metrics, limit=None, out=given.out)
+    name = "fuzz-programs" if given.device == "cpu" else f"fuzz-programs-{given.device}"
+    write_record(name, config, metrics, limit=None, out=given.out)
 
 
 if __name__ == "__main__":

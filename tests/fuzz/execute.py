@@ -102,8 +102,11 @@ def _open_files(folder: Path) -> list[str]:
 
 
 def _children() -> list[str]:
-    lists = Path("/proc/self/task").glob("*/children")
-    return [f"process {number}" for file in lists for number in file.read_text().split()]
+    found = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += [f"process {number}" for number in file.read_text().split()]
+    return found
 
 
 class Run:

@@ -81,7 +81,9 @@ def test_a_new_optimizer_drops_an_unfinished_step(
 
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("dropped_by", ["a new optimizer", "model.zero_grad()"])
+@pytest.mark.parametrize(
+    "dropped_by", ["a new optimizer", "model.zero_grad()", "optimizer.load_state_dict()"]
+)
 def test_loading_weights_ends_a_step_that_was_given_up(
     where: str, dropped_by: str, tmp_path: Path
 ) -> None:
@@ -89,16 +91,22 @@ def test_loading_weights_ends_a_step_that_was_given_up(
     model = task.model()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)
-        start = weights_of(model)
-        loss_of(model, next(task.batches())[0]).backward()
+        start, states = weights_of(model), optimizer.state_dict()
+        (tokens,) = next(task.batches())
+        loss_of(model, tokens).backward()
         if dropped_by == "model.zero_grad()":
             with pytest.raises(OrderError, match="zero_grad"):
                 model.zero_grad()
             with pytest.raises(OrderError, match="load the last checkpoint"):
                 optimizer.step()
-        del optimizer
-        gc.collect()
-        optimizer = adamw(model, task)
+        if dropped_by == "optimizer.load_state_dict()":
+            optimizer.load_state_dict(states)
+        else:
+            del optimizer
+            gc.collect()
+            optimizer = adamw(model, task)
+        with pytest.raises(OrderError, match="load the last checkpoint"):
+            loss_of(model, tokens)
         model.load_state_dict(start)
         run = train(model, optimizer, task)
     assert_follows(run, plain_run(task))

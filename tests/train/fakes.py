@@ -32,6 +32,7 @@ class FakeEngine:
         self.recorder = Recorder()
         self.records = self  # reads and writes the plain model's parameters
         self.closed = False
+        self.can_train = False
 
     def _parts(self, expert: ExpertId) -> tuple[Tensor, Tensor]:
         layer = self.layers[expert.layer]

@@ -206,7 +206,7 @@ def _load(
     engine = placeholder.engine
     engine.flush()
     if engine.can_train:
-        engine.training.weights_loaded()
+        engine.training.weights_loaded(placeholder.layer)
     for index in range(engine.n_experts):
 
         def fill(record: Tensor, index: int = index) -> None:

@@ -97,7 +97,7 @@ class TrainingStep:
         self._completing = False  # whether the running backward completes its layer's gradient
         self._updated_with: dict[int, AdamHyper] = {}  # layers updated during backward
         self._overwritten = False  # whether weights were loaded over those updates
-        self._ahead = False  # whether experts were updated by a step that was given up
+        self._ahead: set[int] = set()  # layers that a step may have updated which was given up
         self._without_rule: set[int] = set()  # layers of this step that the optimizer did not have
         self._fresh = set(range(n_layers))  # layers whose optimizer states are all zero
         self._used: set[int] = set()  # layers whose gradients step() has used: zero_grad() is due
@@ -123,8 +123,7 @@ class TrainingStep:
         self._sink.attach(state_dtype, rule.keep_gradients)
         dropped = self._has_gradients()
         if replaces:
-            self._ahead |= self._sink.has_updated or LayerState.STEPPING in self._states
-            self.discard()
+            self._give_up()
             self._expected = [0] * len(self._steps)
             self._sink.reset_states()
             self._steps = [0] * len(self._steps)
@@ -295,7 +294,7 @@ class TrainingStep:
     def keep_updates(self) -> None:
         """Continues with experts that a step has updated which was given up. The rest of the model
         does not have that update."""
-        self._ahead = False
+        self._ahead.clear()
 
     def _check_ahead(self) -> None:
         if self._ahead:
@@ -360,19 +359,28 @@ class TrainingStep:
         self._sink.discard()
         self._forget()
 
-    def weights_loaded(self) -> None:
-        """Weights of experts were loaded: the update of this step, if there was one, is lost."""
-        self._overwritten = self._sink.has_updated
-        self._ahead = False
+    def weights_loaded(self, layer: int) -> None:
+        """The weights of a layer's experts were loaded: an update of this step is lost."""
+        self._overwritten = self._is_ahead()
+        self._ahead.discard(layer)
+
+    def _is_ahead(self) -> bool:
+        """Whether this step has updated experts, but not the rest of the model."""
+        return self._sink.has_updated or LayerState.STEPPING in self._states
+
+    def _give_up(self) -> None:
+        """Drops this step, also if it has updated experts: then their weights must be loaded."""
+        if self._is_ahead() and not self._overwritten:
+            self._ahead.update(range(len(self._states)))
+        self.discard()
 
     @_exclusive
     def restart(self) -> bool:
-        """A checkpoint was loaded: a step that failed, or that has updated experts, starts over;
-        whether there was one."""
+        """Optimizer states were loaded: a step that failed, or that has updated experts, is given
+        up; whether there was one."""
         started = self._sink.has_updated or any(state in _FAILED for state in self._states)
         if started:
-            self.discard()
-        self._ahead = False
+            self._give_up()
         return started
 
     @_exclusive
@@ -394,7 +402,8 @@ class TrainingStep:
                 self._check_droppable()
             except OrderError:
                 # model.zero_grad() has dropped other gradients before: there is no way back
-                self._ahead |= self._sink.has_updated
+                if self._sink.has_updated:
+                    self._ahead.update(range(len(self._states)))
                 raise
             self._sink.discard(layer)
             self._states[layer] = LayerState.EMPTY

@@ -43,6 +43,8 @@ def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
             for name, offset, part in _parts(layers, engine.shape, expert, record):
                 reader.read_piece(name, offset, part)
             engine.records.write_weights(expert, fill)
+    for layer in range(engine.n_layers) if engine.can_train else ():
+        engine.training.weights_loaded(layer)
 
 
 def _names(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:

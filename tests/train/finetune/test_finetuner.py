@@ -152,7 +152,7 @@ def test_the_models_it_leaves_are_plain_checkpoints(mixtral: Path, tmp_path: Pat
 def test_the_best_model_is_kept_when_it_gets_worse(mixtral: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = tiny_settings(
-        mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=8, eval_every=2, lr=1.0, clip=0.0
+        mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=8, eval_every=2, lr=10.0, clip=0.0
     )
     display = Watcher()
     summary = _finetune(settings, display)
