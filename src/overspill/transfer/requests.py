@@ -27,6 +27,9 @@ def run_all(job: Callable[[_Item], None], items: Iterable[_Item], workers: int) 
             raise
 
 
+_LOOK_AGAIN = 1.0  # seconds
+
+
 class RequestQueue:
     """Worker threads that always take the most urgent job: the one with the lowest priority tuple,
     and among equals the oldest.
@@ -60,7 +63,9 @@ class RequestQueue:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._heap)
+                # an interrupt of the submitting thread may prevent the notification
+                while not self._closed and not self._heap:
+                    self._changed.wait(_LOOK_AGAIN)
                 if not self._heap:
                     return
                 job = heapq.heappop(self._heap)[2]
