@@ -195,6 +195,7 @@ def shrink(program: Any, device: str, failure: str) -> tuple[list[int] | None, s
         candidate = kept if number < 0 else kept[:number] + kept[number + 1 :]
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         outcome = execute(program.with_ops(candidate), device)
+        faulthandler.cancel_dump_traceback_later()  # the caller may be a test
         if outcome.failure is not None and kind_of(outcome.failure) == kind_of(failure):
             kept = ops = candidate
             failure = outcome.failure
