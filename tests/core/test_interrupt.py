@@ -3,7 +3,8 @@ import threading
 
 import pytest
 
-from overspill.core.interrupt import DeferredInterrupt
+from overspill.core.interrupt import Condition, DeferredInterrupt
+from tests.interrupts import calls_of, interrupted
 
 
 def press_ctrl_c() -> None:
@@ -58,3 +59,59 @@ def test_other_threads_change_no_handler() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+def test_a_condition_holds_its_lock_after_an_interrupt_anywhere() -> None:
+    lock = threading.RLock()
+    condition = Condition(lock)
+    woken = 0
+
+    def wait() -> None:
+        nonlocal woken
+        with lock, lock:  # as if its caller held it too
+            condition.wait(0.001)
+            condition.notify_all()
+            condition.notify()
+            woken += 1
+
+    for at in range(1, calls_of(wait) + 1):
+        assert interrupted(wait, at)
+        with pytest.raises(RuntimeError, match="un-acquired"):
+            lock.release()
+    wait()
+    assert woken == 2
+
+
+def test_a_condition_wakes_those_that_wait() -> None:
+    lock = threading.RLock()
+    condition = Condition(lock)
+    woken: list[int] = []
+
+    def wait(number: int) -> None:
+        with lock:
+            ready.release()
+            condition.wait(60)
+            woken.append(number)
+
+    ready = threading.Semaphore(0)
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+        ready.acquire()  # it has the lock, or waits
+    with lock:
+        condition.notify()
+    threads[0].join()
+    assert woken == [0]
+    with lock:
+        condition.notify_all()
+    for thread in threads:
+        thread.join()
+    assert sorted(woken) == [0, 1, 2]
+
+
+def test_a_condition_ends_its_wait_without_a_notification() -> None:
+    lock = threading.RLock()
+    condition = Condition(lock)
+    with lock:
+        condition.wait(0.001)
+        condition.notify_all()  # nobody waits

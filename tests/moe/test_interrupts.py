@@ -5,7 +5,6 @@ import functools
 import gc
 import itertools
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from overspill.models.gpt import GPTMoE
 from overspill.moe.resident import gradients as resident_gradients
 from overspill.moe.settings import Settings
 from overspill.moe.streaming import gradients as streaming_gradients
+from tests.interrupts import calls_of, interrupted, spread
 from tests.moe.oracle import (
     ONE_OF_EACH,
     Run,
@@ -34,40 +34,11 @@ from tests.moe.oracle import (
     weights_of,
 )
 
+# of generators and finalizers that were interrupted
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 TASK = Task(n_layers=2, steps=3)
 CLIPPED = Task(n_layers=2, steps=3, clip=0.5)
-
-
-def seconds_of(job: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    job()
-    return time.perf_counter() - began
-
-
-def interrupted(job: Callable[[], object], after: float) -> bool:
-    """Runs `job`, and interrupts it after some seconds; whether it was interrupted."""
-    armed = True
-
-    def interrupt(*_: object) -> None:
-        if armed:
-            raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, after)
-        job()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-    return False
-
-
-def spread(total: float, count: int) -> list[float]:
-    """Times that are evenly spread over `total` seconds."""
-    return [total * (number + 0.5) / count for number in range(count)]
 
 
 @pytest.mark.parametrize("uploader", ["thread", "native"])
@@ -80,8 +51,9 @@ def test_an_interrupt_in_forward_leaves_nothing_behind(
     model, (tokens,) = TASK.model(), next(TASK.batches())
     expected = loss_of(model, tokens).item()
     with spilled(model, where, tmp_path, Settings(uploader=uploader)) as engine, torch.no_grad():
-        total = min(seconds_of(lambda: loss_of(model, tokens)) for _ in range(3))
-        for at in spread(total, 50):
+        loss_of(model, tokens)
+        calls = calls_of(lambda: loss_of(model, tokens))
+        for at in spread(calls, 25):
             interrupted(lambda: loss_of(model, tokens.flip(0)), at)
             assert loss_of(model, tokens).item() == pytest.approx(expected, rel=1e-6), at
         engine.check_conserved()
@@ -106,9 +78,9 @@ def test_a_batch_whose_backward_was_interrupted_can_be_skipped(
                 loss = loss_of(model, first[0])
             loss.backward()
 
-        total = seconds_of(backward)
+        calls = calls_of(backward)
         optimizer.zero_grad()
-        for at in spread(total, 30):
+        for at in spread(calls, 12):
             interrupted(backward, at)
             optimizer.zero_grad()
         engine.check_conserved()
@@ -120,11 +92,13 @@ def test_a_batch_whose_backward_was_interrupted_can_be_skipped(
     assert_follows(run, plain_run(CLIPPED))
 
 
+@pytest.mark.parametrize(
+    "count", [pytest.param(6, id="few"), pytest.param(700, id="many", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("reload", ["states", "optimizer"])
+@pytest.mark.parametrize(("clip", "reload"), [(None, "states"), (0.5, "optimizer")])
 def test_after_an_interrupt_anywhere_in_a_step_training_goes_on_from_a_checkpoint(
-    where: str, clip: float | None, reload: str, tmp_path: Path
+    where: str, clip: float | None, reload: str, count: int, tmp_path: Path
 ) -> None:
     """With the states of a checkpoint, or with its weights and a new optimizer."""
     task = Task(n_layers=2, steps=2, clip=clip)
@@ -150,10 +124,10 @@ def test_after_an_interrupt_anywhere_in_a_step_training_goes_on_from_a_checkpoin
             optimizer.zero_grad()
 
         restore()
-        total = seconds_of(step)
+        calls = calls_of(step)
         after = weights_of(model)
         restore()
-        for at in spread(total, 8):
+        for at in spread(calls, count):
             interrupted(step, at)
             restore()
             engine.check_conserved()

@@ -1,9 +1,9 @@
-"""Ctrl-C that takes effect only where a procedure can be undone."""
+"""Ctrl-C: where it may take effect, and waiting that it cannot spoil."""
 
 import signal
 import threading
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 
 class DeferredInterrupt:
@@ -36,3 +36,46 @@ class DeferredInterrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if kind is None:
             self.check()
+
+
+class Condition:
+    """A condition variable whose lock is still held if Ctrl-C interrupts `wait`, at whatever
+    instruction. (That of the standard library may lose the lock.)
+
+    Python looks for signals after a call, never within one of C code: the lock is released and the
+    fact noted in one such call. An interrupt may still come between a change and its notification,
+    so a `wait` has a time limit, after which its caller must look again.
+    """
+
+    LIMIT = 1.0
+    """Seconds."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock: Any = lock  # its methods for condition variables are not declared
+        self._waiting: list[threading.Lock] = []
+
+    def wait(self, limit: float = LIMIT) -> None:
+        """Called with the lock held: releases it until a notification, or for `limit` seconds."""
+        notified = threading.Lock()
+        notified.acquire()
+        self._waiting.append(notified)
+        released: list[Any] = []
+        try:
+            released.extend(map(type(self._lock)._release_save, (self._lock,)))
+            notified.acquire(timeout=limit)
+        finally:
+            if released:
+                self._lock._acquire_restore(released[0])
+        if notified in self._waiting:
+            self._waiting.remove(notified)
+
+    def notify(self) -> None:
+        """Called with the lock held: wakes the thread that has waited longest."""
+        if self._waiting:
+            self._waiting.pop(0).release()
+
+    def notify_all(self) -> None:
+        """Called with the lock held: wakes every waiting thread."""
+        waiting, self._waiting = self._waiting, []
+        for notified in waiting:
+            notified.release()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from overspill.core.errors import EngineError, OverspillError
+from overspill.core.interrupt import Condition
 
 WATCHDOG_SECONDS = 60.0
 _SLICES = 20  # a process that was suspended loses one of them, not the whole time
@@ -58,9 +59,9 @@ class WorkerSync:
 
     def __init__(self, watchdog_seconds: float = WATCHDOG_SECONDS) -> None:
         self.lock = threading.RLock()
-        self._main = threading.Condition(self.lock)
-        self._uploader = threading.Condition(self.lock)
-        self._updates = threading.Condition(self.lock)
+        self._main = Condition(self.lock)
+        self._uploader = Condition(self.lock)
+        self._updates = Condition(self.lock)
         self._changes = 0  # notifications so far; the watchdog takes them for progress
         self._watchdog_seconds = watchdog_seconds
         self.error: BaseException | None = None
@@ -77,21 +78,19 @@ class WorkerSync:
         thread should have signalled it."""
         with self.lock:
             watchdog: Watchdog | None = None  # most waits are over at once
-            while True:
-                interval = self._watchdog_seconds / _SLICES
-                done = self._main.wait_for(lambda: self.error is not None or ready(), interval)
-                self.raise_error()
-                if done:
-                    return
+            while self.error is None and not ready():
                 watchdog = watchdog or self.watchdog(what)
                 watchdog.check(self._changes)
+                self._main.wait(min(watchdog.interval, Condition.LIMIT))
+            self.raise_error()
 
     def disk_busy(self) -> bool:
         """Under the lock: whether a disk transfer is running."""
         return False
 
     def wait_uploader(self) -> None:
-        """Called by the uploader's thread under the lock: sleeps until an entry has changed."""
+        """Called by the uploader's thread under the lock: sleeps until an entry may have
+        changed."""
         self._uploader.wait()
 
     def wait_updates(self) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from overspill.core.interrupt import Condition
+
 Priority = tuple[int, ...]
 _Item = TypeVar("_Item")
 
@@ -27,9 +29,6 @@ def run_all(job: Callable[[_Item], None], items: Iterable[_Item], workers: int) 
             raise
 
 
-_LOOK_AGAIN = 1.0  # seconds
-
-
 class RequestQueue:
     """Worker threads that always take the most urgent job: the one with the lowest priority tuple,
     and among equals the oldest.
@@ -40,7 +39,8 @@ class RequestQueue:
     def __init__(self, name: str, workers: int, on_error: Callable[[BaseException], None]) -> None:
         self._heap: list[tuple[Priority, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = Condition(self._lock)
         self._closed = False
         self._on_error = on_error
         self._threads: list[threading.Thread] = []
@@ -55,17 +55,16 @@ class RequestQueue:
             raise
 
     def submit(self, priority: Priority, job: Callable[[], None]) -> None:
-        with self._changed:
+        with self._lock:
             assert not self._closed, "submit after close"
             heapq.heappush(self._heap, (priority, next(self._order), job))
             self._changed.notify()
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                # an interrupt of the submitting thread may prevent the notification
+            with self._lock:
                 while not self._closed and not self._heap:
-                    self._changed.wait(_LOOK_AGAIN)
+                    self._changed.wait()
                 if not self._heap:
                     return
                 job = heapq.heappop(self._heap)[2]
@@ -77,7 +76,7 @@ class RequestQueue:
 
     def close(self) -> None:
         """Finishes the queued jobs and ends the threads."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
