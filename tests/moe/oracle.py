@@ -29,10 +29,17 @@ WHERE: dict[str, dict[str, Any]] = {
     "host with 2 slots": {"mode": "host", "slots": 2},
     "host with 5 slots": {"mode": "host", "slots": 5},
     "host with 12 slots": {"mode": "host", "slots": 12},
+    "host, 7 at home": {"mode": "host", "slots": 2, "gpu_experts": 7},
     "disk behind 3 host slots": {"mode": "disk", "slots": 3, "host_slots": 3},
+    "disk, 5 at home": {
+        "mode": "disk",
+        "slots": 3,
+        "host_slots": 3,
+        "gpu_experts": 5,
+    },
     "disk behind 9 host slots": {"mode": "disk", "slots": 8, "host_slots": 9},
 }
-ONE_OF_EACH = ["gpu", "host with 2 slots", "disk behind 3 host slots"]
+ONE_OF_EACH = ["gpu", "host with 2 slots", "disk, 5 at home"]
 STREAMED = [name for name in WHERE if name != "gpu"]
 
 

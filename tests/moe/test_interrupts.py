@@ -16,7 +16,7 @@ from torch import Tensor
 import overspill
 from overspill.core.errors import OrderError
 from overspill.models.gpt import GPTMoE
-from overspill.moe.resident import gradients as resident_gradients
+from overspill.moe.homes import memory as homes_memory
 from overspill.moe.settings import Settings
 from overspill.moe.streaming import gradients as streaming_gradients
 from tests.interrupts import calls_of, interrupted, spread
@@ -155,7 +155,7 @@ def test_what_follows_an_interrupted_step_says_what_to_do(
                 raise KeyboardInterrupt
 
         # in the middle of its updates
-        for module, name in ((resident_gradients, "RecordState"), (streaming_gradients, "Update")):
+        for module, name in ((homes_memory, "RecordState"), (streaming_gradients, "Update")):
             made = functools.partial(_after, interrupt, getattr(module, name))
             monkeypatch.setattr(module, name, made)
         with pytest.raises(KeyboardInterrupt):

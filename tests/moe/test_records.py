@@ -11,10 +11,8 @@ from torch import Tensor
 from overspill.core.errors import OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
+from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.records import ExpertRecords
-from overspill.moe.resident.memory import ResidentMemory
-from overspill.moe.resident.records import ResidentRecords
-from overspill.moe.streaming.records import StreamingRecords
 from overspill.tiers.entry import Part
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.store import ExpertStore
@@ -28,7 +26,7 @@ N_LAYERS = 2
 @dataclass
 class Bench:
     records: ExpertRecords
-    memory: ResidentMemory | ExpertStore
+    store: ExpertStore
 
     def weights(self, expert: ExpertId) -> Tensor:
         out = torch.empty(NUMEL, dtype=torch.bfloat16)
@@ -42,20 +40,19 @@ class Bench:
         return out
 
 
-@pytest.fixture(params=["gpu", "host", "disk"])
+# experts of each layer at home on the device, and those that always stay in host memory
+PLACES = {"gpu": ([3, 3], 0), "host": ([0, 0], 6), "disk": ([0, 0], 2), "all": ([1, 2], 1)}
+
+
+@pytest.fixture(params=PLACES)
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    memory: ResidentMemory | ExpertStore
-    if request.param == "gpu":
-        memory = ResidentMemory(N_LAYERS * EXPERTS.n_local, LAYOUT, torch.device("cpu"))
-        memory.allocate_states(torch.float32)
-        bench = Bench(ResidentRecords(N_LAYERS, EXPERTS, memory), memory)
-    else:
-        home = 6 if request.param == "host" else 2
-        memory = ExpertStore(N_LAYERS, EXPERTS, LAYOUT, home, 2, False, tmp_path)
-        memory.allocate(Part.STATES)
-        bench = Bench(StreamingRecords(memory), memory)
-    yield bench
-    memory.close()
+    counts, in_host = PLACES[request.param]
+    homes = DeviceHomes(counts, LAYOUT, torch.device("cpu"))
+    homes.allocate_states(torch.float32)
+    store = ExpertStore(N_LAYERS, EXPERTS, LAYOUT, in_host, 2, False, tmp_path, homes=counts)
+    store.allocate(Part.STATES)
+    yield Bench(ExpertRecords(store, homes), store)
+    store.close()
 
 
 def value_of(expert: ExpertId) -> float:
@@ -119,6 +116,6 @@ def test_written_weights_are_those_of_no_folder(bench: Bench, tmp_path: Path) ->
 
 
 def test_closed_records_say_so(bench: Bench) -> None:
-    bench.memory.close()
+    bench.store.close()
     with pytest.raises(OrderError, match="closed"):
         bench.weights(ExpertId(0, 1))

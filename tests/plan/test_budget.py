@@ -62,7 +62,7 @@ def test_every_expert_is_placed_and_slots_are_enough(
     if request.mode != "auto":
         assert placement.mode == request.mode
     if placement.mode == "gpu":
-        assert placement.slots == model.experts
+        assert placement.homes == model.experts
         return
     assert placement.home_slots + placement.disk_slots == model.experts
     assert placement.cache_slots >= min(2, placement.disk_slots)

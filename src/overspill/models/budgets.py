@@ -31,6 +31,7 @@ class Budgets:
     settings: Settings = field(default_factory=Settings)
     state_dtype: torch.dtype = torch.float32
     keep_gradients: bool | None = None
+    gpu_experts: int | None = None
 
     def __post_init__(self) -> None:
         for size, flag in ((self.gpu_memory, "--gpu-memory"), (self.host_memory, "--host-memory")):
@@ -57,6 +58,7 @@ class Budgets:
             mode=self.mode,
             slots=self.slots,
             host_slots=self.host_slots,
+            gpu_experts=self.gpu_experts,
             resident_share=self.settings.resident_share,
             keep_gradients=self.keep_gradients,
         )

@@ -24,9 +24,7 @@ from overspill.models.progress_bar import TerminalProgress
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
-from overspill.moe.resident.engine import ResidentEngine
 from overspill.moe.settings import Settings
-from overspill.moe.streaming.engine import StreamingEngine
 from overspill.plan.budget import ModelSizes, Placement, place
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
@@ -49,6 +47,7 @@ def offload(
     slots: int | None = None,
     host_slots: int | None = None,
     *,
+    gpu_experts: int | None = None,
     settings: Settings | None = None,
     state_dtype: torch.dtype = torch.float32,
     keep_gradients: bool | None = None,
@@ -70,6 +69,8 @@ def offload(
         mode: where experts are kept: "auto" (from the budgets), "gpu", "host" or "disk".
         slots: experts on the compute device; overrides `gpu_memory`.
         host_slots: experts in host memory in front of the disk; overrides `host_memory`.
+        gpu_experts: experts that live on the compute device with their optimizer states, so that
+            nothing of them is transferred; default: all if they fit, else none.
         settings: switches of the engine.
         state_dtype: data type of the optimizer's moments.
         keep_gradients: whether to plan memory for gradients that are kept for clipping or
@@ -79,7 +80,7 @@ def offload(
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients,
+        state_dtype, keep_gradients, gpu_experts,
     )  # fmt: skip
     return offload_within(model, budgets, progress, quiet)
 
@@ -192,7 +193,9 @@ def _engine(
     progress: Progress | None,
     costs: ExpertCosts | None,
 ) -> Engine:
-    common = (
+    if placement.mode == "gpu":
+        _log.info("all experts compute on %s: they fit there", device)
+    return Engine(
         len(layers),
         ExpertMap.whole(layers[0].n_experts),
         layout,
@@ -200,11 +203,10 @@ def _engine(
         placement,
         budgets.settings,
         Recorder(device=device),
+        budgets.folder,
+        progress,
+        costs,
     )
-    if placement.mode == "gpu":
-        _log.info("all experts compute on %s: they fit there", device)
-        return ResidentEngine(*common)
-    return StreamingEngine(*common, disk=budgets.folder, progress=progress, costs=costs)
 
 
 def _fill(

@@ -1,53 +1,146 @@
 """The engine of an offloaded model, `model.overspill`: three parts and their lifetime.
 
 `compute` runs the experts, `training` follows a training step (None for inference), `records` reads
-and writes weights and optimizer states.
+and writes weights and optimizer states. Some experts have their home on the compute device, the
+others are streamed from host memory and disk.
 """
 
-import abc
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from overspill.core.errors import ConfigError, OrderError
+from overspill.core.errors import BudgetError, ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
+from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.lifetime import Lifetime
+from overspill.core.sizes import format_size
+from overspill.hardware.machine import usable_cores
+from overspill.hardware.profile import ExpertCosts
 from overspill.moe.compute import ExpertCompute
+from overspill.moe.dispatch import LocalDispatcher
+from overspill.moe.gradients import ExpertGradients
+from overspill.moe.homes.compute import HomeCompute
+from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.memory_limit import MEMORY_LIMITS
 from overspill.moe.records import ExpertRecords
 from overspill.moe.settings import Settings
+from overspill.moe.streaming.gradients import StreamingGradients
+from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
-from overspill.plan.budget import Placement
+from overspill.plan.budget import PROCESS, Placement
+from overspill.plan.homes import spread_homes
 from overspill.tiers.layout import RecordLayout
+from overspill.tiers.slab import Progress
+from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 
 
-class Engine(abc.ABC):
-    """What a model holds. `resident` and `streaming` build one for their kind of memory."""
+class Engine:
+    """What a model holds."""
 
     def __init__(
         self,
-        compute: ExpertCompute,
-        training: TrainingStep | None,
-        records: ExpertRecords,
+        n_layers: int,
+        experts: ExpertMap,
+        layout: RecordLayout,
+        device: torch.device,
         placement: Placement,
         settings: Settings,
         recorder: Recorder,
+        disk: Path | None = None,
+        progress: Progress | None = None,
+        costs: ExpertCosts | None = None,
     ) -> None:
-        self.compute = compute
-        self.records = records
+        self.experts = experts
+        self.device = device
         self.placement = placement
         self.recorder = recorder
-        self._training = training
         self._settings = settings
-        self._lock = threading.RLock() if training is None else training.lock
+        self._progress = progress
+        self._costs = costs
+        self._streaming: Streaming | None = None
+        self._training: TrainingStep | None = None
+        counts = spread_homes(placement.homes, n_layers, experts.n_local)
+        with ExitStack() as undo:  # a failure leaves no thread and no file
+            # first what may not fit: nothing else is allocated yet
+            self._homes = DeviceHomes(counts, layout, device)
+            self._store = ExpertStore(
+                n_layers,
+                experts,
+                layout,
+                placement.home_slots,
+                placement.cache_slots,
+                device.type == "cuda",
+                disk,
+                progress,
+                homes=counts,
+            )
+            undo.callback(self._store.close)
+            self.records = ExpertRecords(self._store, self._homes)
+            if placement.training:
+                threads = settings.threads or usable_cores()
+                sink = ExpertGradients(self._homes, self._store, threads, self._streamed_gradients)
+                self._training = TrainingStep(n_layers, sink, self.records)
+            self._lock = threading.RLock() if self._training is None else self._training.lock
+            self._home_compute = HomeCompute(
+                experts,
+                self._homes,
+                self._store.lifetime,
+                LocalDispatcher(experts, device),
+                settings.max_rows or placement.max_rows,
+                settings.waves,
+            )
+            self._stream_if_needed()
+            undo.pop_all()
+
+    def _stream_if_needed(self) -> None:
+        """Experts that are not at home on the device need slots and threads."""
+        if self._streaming is None and sum(self._store.homes) < len(self._store.entries):
+            self._streaming = Streaming(
+                self._store,
+                self._homes,
+                self.placement,
+                self._settings,
+                self.recorder,
+                self._updates_at_once,
+                self._progress,
+                self._costs,
+            )
+
+    def _streamed_gradients(self) -> StreamingGradients | None:
+        return None if self._streaming is None else self._streaming.gradients
+
+    def _updates_at_once(self) -> bool:
+        return self._training is not None and self._training.updates_at_once
+
+    # -- its parts ----------------------------------------------------------------------------
 
     @property
-    @abc.abstractmethod
-    def lifetime(self) -> Lifetime: ...
+    def compute(self) -> ExpertCompute:
+        return self._home_compute if self._streaming is None else self._streaming.compute
+
+    @property
+    def training(self) -> TrainingStep:
+        self.check_open()
+        if self._training is None:
+            raise OrderError(
+                "the model was offloaded for inference; call model.train() before offload() (a "
+                "model of from_pretrained() is in evaluation mode) to plan memory for an optimizer"
+            )
+        return self._training
+
+    @property
+    def can_train(self) -> bool:
+        return self._training is not None
+
+    @property
+    def lifetime(self) -> Lifetime:
+        return self._store.lifetime
 
     def exclusive(self) -> AbstractContextManager[object]:
         """The lock of the thread that runs a layer's pass, a step or `flush`: they share slots,
@@ -55,9 +148,7 @@ class Engine(abc.ABC):
         self.check_open()  # first: in a forked child no thread would release the lock
         return self._lock
 
-    @property
-    def device(self) -> torch.device:
-        return self.compute.device
+    # -- its experts --------------------------------------------------------------------------
 
     @property
     def layout(self) -> RecordLayout:
@@ -73,11 +164,7 @@ class Engine(abc.ABC):
 
     @property
     def n_layers(self) -> int:
-        return self.compute.n_layers
-
-    @property
-    def experts(self) -> ExpertMap:
-        return self.compute.experts
+        return self._store.n_layers
 
     @property
     def n_experts(self) -> int:
@@ -88,6 +175,56 @@ class Engine(abc.ABC):
     def expert_parameters(self) -> int:
         return self.n_layers * self.n_experts * self.shape.numel
 
+    # -- homes --------------------------------------------------------------------------------
+
+    @property
+    def homes(self) -> list[int]:
+        """How many experts of each layer have their home on the compute device."""
+        return list(self._store.homes)
+
+    def set_homes(self, counts: Sequence[int]) -> None:
+        """Changes how many experts of each layer have their home on the compute device, between
+        steps. Raises BudgetError if host memory and disk have no room for those that leave it."""
+        counts = list(counts)
+        if len(counts) != self.n_layers or not all(0 <= n <= self.experts.n_local for n in counts):
+            raise ConfigError(
+                f"homes={counts} must be {self.n_layers} numbers from 0 to {self.experts.n_local}"
+            )
+        with self.exclusive(), DeferredInterrupt():
+            if self._training is not None:
+                self._training.check_no_gradients("the homes of experts cannot be changed")
+            self.flush()
+            before = self.homes
+            leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
+            arriving = sum(max(0, new - old) for old, new in zip(before, counts, strict=True))
+            self._make_room(leaving - self._store.room())
+            for layer, count in enumerate(counts):  # first those that leave: they make room
+                if count < before[layer]:
+                    self.records.move_to_host(layer, count)
+            for layer, count in enumerate(counts):
+                if count > before[layer]:
+                    self.records.move_to_device(layer, count)
+            if leaving or arriving:
+                self._stream_if_needed()
+                if self._streaming is not None:
+                    self._streaming.homes_changed()
+
+    def _make_room(self, missing: int) -> None:
+        if missing <= 0:
+            return
+        size = sum(slab.nbytes // max(1, len(slab)) for slab in self._store.slabs.values())
+        size = size or self.layout.weight_bytes
+        need = missing * size + self.bytes_by_tier()["host"] + PROCESS
+        if need > self.placement.host_memory:
+            raise BudgetError(
+                f"{missing} experts that leave {self.device} need --host-memory "
+                f"{format_size(need, up=True)}, it is {format_size(self.placement.host_memory)}; "
+                "raise it, or give a --disk folder"
+            )
+        self._store.extend(missing)
+
+    # -- settings -----------------------------------------------------------------------------
+
     @property
     def settings(self) -> Settings:
         return self._settings
@@ -96,32 +233,26 @@ class Engine(abc.ABC):
     def overlap_updates(self) -> bool:
         return self._settings.overlap_updates
 
-    @property
-    def can_train(self) -> bool:
-        return self._training is not None
-
-    @property
-    def training(self) -> TrainingStep:
-        self.lifetime.check_process()
-        if self._training is None:
-            raise OrderError(
-                "the model was offloaded for inference; call model.train() before offload() (a "
-                "model of from_pretrained() is in evaluation mode) to plan memory for an optimizer"
-            )
-        return self._training
-
-    @abc.abstractmethod
     def switch(self, settings: Settings) -> None:
         """Turns techniques on or off between steps, to measure what each gains."""
-
-    def _check_switch(self, settings: Settings) -> None:
         for name in ("max_rows", "threads", "inject", "cpu_policy"):
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
+        self.flush()
+        if self._streaming is not None:
+            self._streaming.set_settings(settings)  # first: it may refuse them
+        self._settings = settings
+        self._home_compute.set_grouped(settings.waves)
 
-    @abc.abstractmethod
+    # -- lifetime -----------------------------------------------------------------------------
+
     def flush(self) -> None:
         """Waits until every transfer and update has ended."""
+        with self.exclusive():
+            self.check_open()
+            if self._streaming is not None:
+                self._streaming.wait()
+            self._homes.wait()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise OrderError(
@@ -133,17 +264,46 @@ class Engine(abc.ABC):
         """Raises if the engine was closed, or is another process's."""
         self.lifetime.check()
 
-    @abc.abstractmethod
     def check_conserved(self) -> None:
         """When idle: every slot and buffer is accounted for."""
+        self.flush()
+        assert [len(layer.weights) for layer in self._homes.layers] == self._store.homes
+        self._store.check_conserved()
+        if self._streaming is not None:
+            self._streaming.check_conserved()
 
-    @abc.abstractmethod
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the experts on the compute device, in host memory and on disk."""
+        streaming = self._streaming
+        return {
+            "gpu": self._homes.nbytes + (0 if streaming is None else streaming.slot_bytes),
+            "host": self._store.host_bytes() if streaming is None else streaming.host_bytes,
+            "disk": self._store.disk_bytes(),
+        }
 
-    @abc.abstractmethod
     def describe(self) -> str:
         """One line: the mode and where everything is."""
+        sizes = {tier: format_size(size) for tier, size in self.bytes_by_tier().items()}
+        placement, store, at_home = self.placement, self._store, sum(self._store.homes)
+        if self._streaming is None:
+            return (
+                f"mode gpu: all {at_home} experts and their states on {self.device} "
+                f"({sizes['gpu']})"
+            )
+        resident = f", {placement.resident} for resident experts" if placement.resident else ""
+        homes = f"{at_home} experts and " if at_home else ""
+        line = (
+            f"mode {placement.mode}: {len(store.entries)} experts of "
+            f"{format_size(self.layout.weight_bytes)}; {homes}{placement.slots} slots on "
+            f"{self.device} ({sizes['gpu']}{resident}), {store.in_host} in host memory "
+            f"({sizes['host']})"
+        )
+        if store.on_disk:
+            line += (
+                f", {store.on_disk} on disk ({sizes['disk']}) through {store.cache_slots} "
+                "host slots"
+            )
+        return line
 
     def limit_memory(self, budget: int) -> None:
         """Limits what torch allocates on the device to the budgets of all engines."""
@@ -154,16 +314,15 @@ class Engine(abc.ABC):
         ends first, with an error where it waits. No-op in a forked child."""
         if self.lifetime.forked:
             return
-        self._interrupt()
+        if self._streaming is not None:
+            self._streaming.interrupt()
         with self._lock:
-            if not self.lifetime.closed:
-                self._close()
-                MEMORY_LIMITS.lift(self)
-
-    @abc.abstractmethod
-    def _interrupt(self) -> None:
-        """Makes a pass of another thread raise where it waits."""
-
-    @abc.abstractmethod
-    def _close(self) -> None:
-        """Ends all threads and frees the memory, once."""
+            if self.lifetime.closed:
+                return
+            self._homes.wait()
+            self.lifetime.closed = True
+            if self._streaming is not None:
+                self._streaming.close()
+            self._store.close()
+            self._homes.close()
+            MEMORY_LIMITS.lift(self)

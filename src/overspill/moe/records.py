@@ -1,31 +1,45 @@
 """Access to the records of experts: weights and optimizer states, for loading and checkpoints."""
 
-import abc
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
+from overspill.moe.homes.memory import DeviceHomes, LayerRecords
+from overspill.tiers.entry import Part
 from overspill.tiers.layout import RecordLayout
+from overspill.tiers.store import ExpertStore
+from overspill.transfer.requests import run_all
 
 
-class ExpertRecords(abc.ABC):
-    """Reads and writes whole records by global expert id, while no step is running."""
+class ExpertRecords:
+    """Reads and writes whole records by global expert id, wherever the expert has its home, while
+    no step is running."""
 
-    def __init__(self, n_layers: int, experts: ExpertMap) -> None:
-        self.n_layers = n_layers
-        self.experts = experts
+    def __init__(self, store: ExpertStore, homes: DeviceHomes) -> None:
+        self._store = store
+        self._homes = homes
         self._saved_to: Path | None = None
 
     @property
-    @abc.abstractmethod
-    def layout(self) -> RecordLayout: ...
+    def n_layers(self) -> int:
+        return self._store.n_layers
+
+    @property
+    def experts(self) -> ExpertMap:
+        return self._store.experts
+
+    @property
+    def layout(self) -> RecordLayout:
+        return self._store.layout
 
     @property
     def weights_bytes(self) -> int:
-        return self.n_layers * self.experts.n_local * self.layout.weight_bytes
+        return len(self._store.entries) * self.layout.weight_bytes
 
     def ids(self) -> Iterator[ExpertId]:
         """All local experts, lowest layer first."""
@@ -46,26 +60,136 @@ class ExpertRecords(abc.ABC):
         """The weights differ from those in any folder."""
         self._saved_to = None
 
-    @abc.abstractmethod
+    def _at_home(self, expert: ExpertId) -> tuple[LayerRecords, int] | None:
+        """The records of the expert's layer and its row, if its home is the compute device."""
+        self._store.lifetime.check()
+        position = self.experts.position(expert.index)
+        if position < self._store.homes[expert.layer]:
+            return self._homes.layers[expert.layer], position
+        return None
+
     def fill(
         self, fill: Callable[[ExpertId, Tensor], None], workers: int = 1, on_host: bool = False
     ) -> None:
         """Before the first use: lets `fill` write the flat weights [numel] of every expert in
         place, in `workers` threads. Experts on disk, and with `on_host` those on the device, are
         written through a host buffer."""
+        own = threading.local()
 
-    @abc.abstractmethod
+        def fill_one(expert: ExpertId) -> None:
+            home = self._at_home(expert)
+            if home is None:
+                self._store.set_part(
+                    self._store.entry(expert),
+                    Part.WEIGHTS,
+                    lambda memory: fill(expert, self.layout.weights(memory)),
+                )
+                return
+            weights = home[0].weights[home[1]]
+            if not on_host:
+                fill(expert, weights)
+                return
+            if not hasattr(own, "record"):
+                own.record = torch.empty(weights.shape, dtype=weights.dtype)
+            fill(expert, own.record)
+            weights.copy_(own.record)
+
+        run_all(fill_one, self.ids(), workers)
+        self._store.wait_allocated()
+
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
         """Copies an expert's flat weights into `out` [numel]."""
+        home = self._at_home(expert)
+        if home is not None:
+            out.copy_(home[0].weights[home[1]])
+        else:
+            memory = self._store.read_part(self._store.entry(expert), Part.WEIGHTS)
+            out.copy_(self.layout.weights(memory))
 
-    @abc.abstractmethod
     def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
         """Lets `fill` write an expert's flat weights [numel] in place."""
+        home = self._at_home(expert)
+        self.mark_changed()
+        # the master becomes the new weight, without low bits of the old one
+        if home is not None:
+            records, row = home
+            fill(records.weights[row])
+            if "low" in records.states:
+                records.states["low"][row].zero_()
+            return
+        entry = self._store.entry(expert)
+        self._store.write_part(entry, Part.WEIGHTS, lambda m: fill(self.layout.weights(m)))
+        if self.layout.dtype == torch.bfloat16 and Part.STATES in self._store.slabs:
+            self._store.write_part(entry, Part.STATES, self._clear_low_bits)
 
-    @abc.abstractmethod
+    def _clear_low_bits(self, memory: Tensor) -> None:
+        self.layout.state(memory, "low").zero_()
+
     def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None:
         """Copies one optimizer state of an expert into `out` [numel]."""
+        home = self._at_home(expert)
+        if home is not None:
+            out.copy_(home[0].states[name][home[1]])
+        else:
+            memory = self._store.read_part(self._store.entry(expert), Part.STATES)
+            out.copy_(self.layout.state(memory, name))
 
-    @abc.abstractmethod
     def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None:
         """Sets one optimizer state of an expert."""
+        home = self._at_home(expert)
+        if home is not None:
+            home[0].states[name][home[1]].copy_(value)
+            return
+
+        def fill(memory: Tensor) -> None:
+            self.layout.state(memory, name).copy_(value)
+
+        self._store.write_part(self._store.entry(expert), Part.STATES, fill)
+
+    # -- a change of homes ----------------------------------------------------------------------
+
+    def move_to_device(self, layer: int, count: int) -> None:
+        """Makes the compute device the home of the first `count` experts of a layer. While nothing
+        is computed or transferred, and no gradient is kept."""
+        before = self._store.homes[layer]
+        self._homes.resize(layer, count)
+        records = self._homes.layers[layer]
+        for position in range(before, count):
+            entry = self._store.at(layer, position)
+            records.weights[position].copy_(
+                self.layout.weights(self._store.read_part(entry, Part.WEIGHTS))
+            )
+            if records.states:
+                memory = self._store.read_part(entry, Part.STATES)
+                for name, state in records.states.items():
+                    state[position].copy_(self.layout.state(memory, name))
+        self._homes.wait()  # the host slots are given to others
+        for position in range(before, count):
+            self._store.leave_host(self._store.at(layer, position))
+
+    def move_to_host(self, layer: int, count: int) -> None:
+        """Leaves the device as the home of only the first `count` experts of a layer. While nothing
+        is computed or transferred, and no gradient is kept. Raises BudgetError if neither host
+        memory nor the disk has room; then the others have moved."""
+        records = self._homes.layers[layer]
+        try:
+            for position in reversed(range(count, self._store.homes[layer])):
+                entry = self._store.at(layer, position)
+                self._store.enter_host(
+                    entry, {part: self._copier(records, position, part) for part in self._parts()}
+                )
+        finally:
+            self._homes.resize(layer, self._store.homes[layer])
+
+    def _parts(self) -> list[Part]:
+        return [part for part in (Part.WEIGHTS, Part.STATES) if part in self._store.slabs]
+
+    def _copier(self, records: LayerRecords, row: int, part: Part) -> Callable[[Tensor], None]:
+        def copy(memory: Tensor) -> None:
+            if part == Part.WEIGHTS:
+                self.layout.weights(memory).copy_(records.weights[row])
+                return
+            for name, state in records.states.items():
+                self.layout.state(memory, name).copy_(state[row])
+
+        return copy

@@ -418,6 +418,14 @@ class TrainingStep:
                 "False), which keeps gradients until step()"
             )
 
+    def check_no_gradients(self, refused: str) -> None:
+        """Raises if this step has gradients or updates already."""
+        self._check_ahead()
+        for layer, state in enumerate(self._states):
+            self._check_finished(layer)
+            if state is not LayerState.EMPTY:
+                raise OrderError(f"{refused} between backward and step(); call opt.step() first")
+
     def check_between_steps(self, what: str) -> None:
         """Between backward and step() experts may be one update ahead of the dense parameters."""
         self._check_ahead()

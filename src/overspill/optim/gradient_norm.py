@@ -1,7 +1,7 @@
 """The global gradient norm."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,12 @@ def gradient_norm(dense: Sequence[Tensor], expert_squares: float) -> float:
         norms = torch.stack(torch._foreach_norm(list(dense), 2, dtype=torch.float32))
         squares += float(norms.double().square().sum().item())
     return math.sqrt(squares)
+
+
+def total_of_squares(squares: Mapping[int, float]) -> float:
+    """The sum over experts, in the order of their numbers: the same bits wherever each one is."""
+    in_order = [squares[number] for number in sorted(squares)]
+    return float(torch.tensor(in_order, dtype=torch.float64).sum())
 
 
 def expert_squares(parts: Sequence[Tensor]) -> Tensor:

@@ -44,6 +44,7 @@ class BudgetRequest:
     mode: str = "auto"
     slots: int | None = None
     host_slots: int | None = None
+    gpu_experts: int | None = None
     resident_share: float = 0.25
     # whether gradients are kept until `step()`, for clipping or accumulation; None: not known yet
     keep_gradients: bool | None = None
@@ -51,9 +52,12 @@ class BudgetRequest:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything is placed. GPU `slots` = `banked` streaming slots + `resident` slots."""
+    """Where everything is placed. `homes` experts live on the compute device; the others pass
+    through its `slots` = `banked` streaming slots + `resident` slots, which are not allocated if
+    there are none."""
 
     mode: str
+    homes: int
     slots: int
     resident: int
     home_slots: int  # host slots that hold the same expert for the whole run
@@ -84,22 +88,24 @@ def place(model: ModelSizes, request: BudgetRequest) -> Placement:
             f"{format_size((model.dense + floor) * 1.25, up=True)}"
         )
     max_rows = max(_MIN_WAVE_ROWS, free // 8 // model.token_bytes)
-    count, host_memory = model.experts, request.host_memory
-    on_gpu = Placement("gpu", count, count, 0, 0, 0, 0, max_rows, host_memory, model.training)
     mode = request.mode if request.mode != "auto" else _choose_mode(model, request)
+    homes = min(request.gpu_experts or 0, model.experts)
     if mode == "gpu":
         _check_gpu(model, request)
-        return on_gpu
+        homes = model.experts
+    count, host_memory = model.experts - homes, request.host_memory  # experts that are streamed
     slots = _slots(model, request, free)
     # residents are chosen after a training step; without training their slots would stay empty
     share = request.resident_share if model.training and model.trained else 0.0
     resident = max(0, min(int(slots * share), slots - 2))
-    ring = min(count, max(4, count // 6)) if model.training else 0
-    on_host = replace(
-        on_gpu, mode="host", slots=slots, resident=resident, home_slots=count, ring=ring
+    ring = min(model.experts, max(4, count // 6)) if model.training else 0
+    on_host = Placement(
+        "host", homes, slots, resident, count, 0, 0, ring, max_rows, host_memory, model.training
     )
+    if count == 0:
+        return replace(on_host, mode="gpu")
     if mode == "disk":
-        return _on_disk(model, request, on_host)
+        return _on_disk(model, request, on_host, count)
     slot_bytes = _slot_bytes(model, request.keep_gradients is True)
     if request.host_slots is None and _host_slots(model, request, ring, slot_bytes) < count:
         need = count * slot_bytes + ring * model.weight_record + PROCESS
@@ -161,15 +167,18 @@ def _host_slots(model: ModelSizes, request: BudgetRequest, ring: int, slot_bytes
     return max(0, free) // slot_bytes
 
 
-def _on_disk(model: ModelSizes, request: BudgetRequest, on_host: Placement) -> Placement:
+def _on_disk(
+    model: ModelSizes, request: BudgetRequest, on_host: Placement, count: int
+) -> Placement:
+    """`count` experts are streamed."""
     if request.disk_free is None:
         raise BudgetError("mode='disk' needs a folder; give --disk FOLDER on a fast local SSD")
     slot_bytes = _slot_bytes(model, request.keep_gradients is not False)
     slots = request.host_slots
     if slots is None:
         slots = _host_slots(model, request, on_host.ring, slot_bytes)
-    slots = min(slots, model.experts)
-    if slots < min(2, model.experts):
+    slots = min(slots, count)
+    if slots < min(2, count):
         least = PROCESS + on_host.ring * model.weight_record + 4 * slot_bytes
         raise BudgetError(
             f"--host-memory {format_size(request.host_memory)} holds fewer than two experts of "
@@ -178,9 +187,9 @@ def _on_disk(model: ModelSizes, request: BudgetRequest, on_host: Placement) -> P
         )
     # the cache holds up to two layers; all other host slots are home slots
     cache = min(slots, max(2, 2 * model.n_experts), max(2, slots // 2))
-    if slots == model.experts:
+    if slots == count:
         cache = 0
-    spilled = model.experts - (slots - cache)
+    spilled = count - (slots - cache)
     need = spilled * slot_bytes
     if need > request.disk_free:
         raise BudgetError(

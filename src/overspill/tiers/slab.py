@@ -45,6 +45,9 @@ class HostSlab:
         assert slot_bytes % ALIGN == 0
         self.name = name
         self.nbytes = slots * slot_bytes
+        self._slot_bytes = slot_bytes
+        self._pinned = pinned
+        self._more: list[HostSlab] = []  # slots that were added
         self._registered: list[int] = []
         self._pieces: list[Future[int]] = []
         self._threads: ThreadPoolExecutor | None = None
@@ -106,8 +109,15 @@ class HostSlab:
             self._registered.append(piece.data_ptr())
         return code
 
+    def extend(self, slots: int) -> None:
+        """Adds slots, in memory of their own."""
+        more = HostSlab(self.name, slots, self._slot_bytes, self._pinned)
+        self._more.append(more)
+        self._views += more._views
+        self.nbytes += more.nbytes
+
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self._views)
 
     def __getitem__(self, slot: int) -> Tensor:
         return self._views[slot]
@@ -121,8 +131,10 @@ class HostSlab:
         for pointer in self._registered:
             torch.cuda.cudart().cudaHostUnregister(pointer)
         self._registered.clear()
-        self.slots = self.slots.new_empty(0, self.slots.shape[1])
+        self.slots = self.slots.new_empty(0, self._slot_bytes)
         self._views = ()
+        for slab in self._more:
+            slab.close()
 
 
 def _anonymous(size: int, pinned: bool) -> mmap.mmap:

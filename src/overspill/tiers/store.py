@@ -4,7 +4,7 @@ and the lock that guards them. Every change of an entry is a method here."""
 
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,10 +28,11 @@ class _Issuing:
 
 
 class ExpertStore(WorkerSync):
-    """Host slots and disk records of all local experts.
+    """Where all local experts are, and the host slots and disk records of those that are streamed.
 
-    `home_slots` experts, spread evenly over the layers, always stay in host memory. The others are
-    on disk and pass through `cache_slots` further host slots.
+    The first `homes[layer]` experts of each layer have their home on the compute device and nothing
+    here. Of the others, `home_slots`, spread evenly over the layers, always stay in host memory;
+    the rest is on disk and passes through `cache_slots` further host slots.
     """
 
     def __init__(
@@ -45,20 +46,25 @@ class ExpertStore(WorkerSync):
         disk: Path | None = None,
         progress: Progress | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
+        homes: Sequence[int] | None = None,
     ) -> None:
         self.layout = layout
         self.pinned = pinned
         self.experts = experts
         self.n_layers = n_layers
-        count = n_layers * experts.n_local
+        self.homes = list(homes) if homes is not None else [0] * n_layers
+        """Experts of each layer at home on the compute device: the first ones."""
+        count = n_layers * experts.n_local - sum(self.homes)
         self.home_slots = min(home_slots, count)
         self.disk_slots = count - self.home_slots
-        self.cache_slots = min(cache_slots, self.disk_slots)
-        assert self.disk_slots == 0 or (disk is not None and self.cache_slots >= 1)
+        cache_slots = min(cache_slots, self.disk_slots)
+        self.host_slots = self.home_slots + cache_slots
+        assert self.disk_slots == 0 or (disk is not None and cache_slots >= 1)
         super().__init__(watchdog_seconds)
         self.entries = self._number_entries()
         self._cached: set[Entry] = set()  # experts on disk that have a host slot
-        self._free_slots = list(range(self.home_slots, self.home_slots + self.cache_slots))
+        self._free_slots = list(range(self.home_slots, self.host_slots))
+        self._free_records: list[int] = []  # disk slots
         self._uses = 0
         self.lifetime = Lifetime()
         self._on_change: Callable[[], None] | None = None
@@ -77,12 +83,14 @@ class ExpertStore(WorkerSync):
 
     def _number_entries(self) -> list[Entry]:
         entries, in_host, on_disk = [], 0, 0
-        count = self.n_layers * self.experts.n_local
-        for number in range(count):
+        streamed = self.home_slots + self.disk_slots
+        for number in range(self.n_layers * self.experts.n_local):
             layer, position = divmod(number, self.experts.n_local)
             id = ExpertId(layer, self.experts.global_id(position))
+            if position < self.homes[layer]:
+                entries.append(Entry(id, number, None, None))
             # evenly spread, so that the disk is read at a steady rate through a step
-            if (number + 1) * self.home_slots // count > in_host:
+            elif (in_host + on_disk + 1) * self.home_slots // streamed > in_host:
                 entries.append(Entry(id, number, in_host, None))
                 in_host += 1
             else:
@@ -107,10 +115,11 @@ class ExpertStore(WorkerSync):
                 # a unique name: two processes may share a disk folder
                 path = self._folder / f"overspill-{os.getpid()}-{uuid.uuid4().hex[:8]}-{name}.bin"
                 self.files[part] = RecordFile(path, self.disk_slots, size)
-            slots = self.home_slots + self.cache_slots
-            self.slabs[part] = HostSlab(name, slots, size, self.pinned, self._progress, background)
+            self.slabs[part] = HostSlab(
+                name, self.host_slots, size, self.pinned, self._progress, background
+            )
             for entry in self.entries:
-                if entry.disk_slot is None:
+                if entry.host_slot is not None and entry.disk_slot is None:
                     entry.valid |= part
 
     def set_state_dtype(self, dtype: torch.dtype) -> None:
@@ -129,6 +138,21 @@ class ExpertStore(WorkerSync):
     def disk_bytes(self) -> int:
         return sum(file.nbytes for file in self.files.values())
 
+    @property
+    def in_host(self) -> int:
+        """Experts that always stay in host memory."""
+        return sum(e.host_slot is not None and e.disk_slot is None for e in self.entries)
+
+    @property
+    def on_disk(self) -> int:
+        """Experts on disk."""
+        return self.disk_slots - len(self._free_records)
+
+    @property
+    def cache_slots(self) -> int:
+        """Host slots that the experts on disk share."""
+        return len(self._free_slots) + len(self._cached)
+
     # -- lookup ---------------------------------------------------------------------------
 
     def entry(self, id: ExpertId) -> Entry:
@@ -140,6 +164,10 @@ class ExpertStore(WorkerSync):
     def layer_entries(self, layer: int) -> list[Entry]:
         first = layer * self.experts.n_local
         return self.entries[first : first + self.experts.n_local]
+
+    def streamed(self, layer: int) -> list[Entry]:
+        """The experts of a layer that are not at home on the compute device."""
+        return self.layer_entries(layer)[self.homes[layer] :]
 
     def position(self, entry: Entry) -> int:
         """The local position of an expert in its layer."""
@@ -273,13 +301,15 @@ class ExpertStore(WorkerSync):
         self._cached.remove(entry)
 
     def recount_slots(self) -> None:
-        """After an interrupt: the entries say which host slots are free."""
+        """After an interrupt: the entries say which slots are free."""
         with self.lock:
             in_host = [entry for entry in self.entries if entry.host_slot is not None]
+            on_disk = [entry for entry in self.entries if entry.disk_slot is not None]
             held = {entry.host_slot for entry in in_host}
             self._cached = {entry for entry in in_host if entry.disk_slot is not None}
-            slots = range(self.home_slots, self.home_slots + self.cache_slots)
-            self._free_slots = [slot for slot in slots if slot not in held]
+            self._free_slots = [slot for slot in range(self.host_slots) if slot not in held]
+            stored = {entry.disk_slot for entry in on_disk}
+            self._free_records = [n for n in range(self.disk_slots) if n not in stored]
 
     def begin_io(self, entry: Entry, part: Part, write: bool) -> None:
         with self.lock:
@@ -301,6 +331,65 @@ class ExpertStore(WorkerSync):
                 entry.valid |= part
             self._changed(entry)
             self.wake_all()
+
+    # -- homes on the compute device, changed while nothing is transferred ----------------------
+
+    def leave_host(self, entry: Entry) -> None:
+        """The home of the expert, the first streamed one of its layer, is the compute device now.
+        Its host slot and its disk slot are free."""
+        with self.lock:
+            layer = entry.id.layer
+            assert self.position(entry) == self.homes[layer]
+            self.homes[layer] += 1
+            if entry.host_slot is not None:
+                self._free_slots.append(entry.host_slot)
+            if entry.disk_slot is not None:
+                self._free_records.append(entry.disk_slot)
+            self._cached.discard(entry)
+            entry.host_slot = entry.disk_slot = entry.upload = None
+            entry.valid = entry.dirty = Part(0)
+
+    def enter_host(self, entry: Entry, fills: Mapping[Part, Callable[[Tensor], None]]) -> None:
+        """The expert, the last one of its layer at home on the device, gets a host slot or a disk
+        slot; `fills` write its parts."""
+        with self.lock:
+            layer = entry.id.layer
+            assert self.position(entry) == self.homes[layer] - 1
+            if self._spare_host_slot():
+                slot = self._free_slots[-1]
+                for part, fill in fills.items():
+                    fill(self.slabs[part][slot])
+                self._free_slots.pop()
+                entry.host_slot = slot
+                entry.valid = Part(sum(self.slabs))
+            else:
+                record = self._free_records[-1]
+                for part, fill in fills.items():
+                    scratch = self._scratch(part)
+                    fill(scratch)
+                    self.files[part].write(record, scratch)
+                self._free_records.pop()
+                entry.disk_slot = record
+            entry.version += 1
+            self.homes[layer] -= 1
+
+    def _spare_host_slot(self) -> bool:
+        """Whether an expert can get a host slot for good: those on disk need two."""
+        return len(self._free_slots) > (2 if self.on_disk else 0)
+
+    def room(self) -> int:
+        """How many experts can leave the compute device."""
+        with self.lock:
+            spare = len(self._free_slots) - (2 if self.on_disk else 0)
+            return len(self._free_records) + max(0, spare)
+
+    def extend(self, count: int) -> None:
+        """Adds host slots."""
+        with self.lock:
+            for slab in self.slabs.values():
+                slab.extend(count)
+            self._free_slots += range(self.host_slots, self.host_slots + count)
+            self.host_slots += count
 
     # -- whole records, while nothing else uses them ------------------------------------------
 
@@ -356,7 +445,10 @@ class ExpertStore(WorkerSync):
         with self.lock:
             held = [entry.host_slot for entry in self.entries if entry.host_slot is not None]
             slots = sorted([*held, *self._free_slots])
-            assert slots == list(range(self.home_slots + self.cache_slots)), "host slots leaked"
+            assert slots == list(range(self.host_slots)), "host slots leaked"
+            stored = [entry.disk_slot for entry in self.entries if entry.disk_slot is not None]
+            records = sorted([*stored, *self._free_records])
+            assert records == list(range(self.disk_slots)), "disk slots leaked"
             assert not any(entry.io or entry.holds for entry in self.entries), "not idle"
 
     def close(self) -> None:

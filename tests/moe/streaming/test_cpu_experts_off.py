@@ -11,9 +11,9 @@ from overspill.compute.cpu_kernel import cpu_isa
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
 from overspill.moe.autograd import routed_experts
+from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
-from overspill.moe.streaming.engine import StreamingEngine
 from overspill.plan.budget import Placement
 from overspill.tiers.layout import RecordLayout
 from overspill.trace.recorder import Recorder
@@ -95,8 +95,8 @@ def test_experts_that_the_kernel_cannot_compute_turn_cpu_experts_off_with_a_warn
     shape: ExpertShape, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     layout = RecordLayout(shape, torch.float32, torch.float32)
-    placement = Placement("host", 2, 0, N_EXPERTS, 0, 0, 0, 256, 1 << 30, training=False)
-    engine = StreamingEngine(
+    placement = Placement("host", 0, 2, 0, N_EXPERTS, 0, 0, 0, 256, 1 << 30, training=False)
+    engine = Engine(
         1,
         ExpertMap.whole(N_EXPERTS),
         layout,

@@ -45,7 +45,7 @@ class Split:
         unreadable: Collection[int] = (),
         policy: CpuPolicy | None = None,
     ) -> None:
-        self.cursor = StepCursor(2, N)
+        self.cursor = StepCursor(N, [0, 0])
         self.own = CpuSplit(
             self.cursor,
             None if policy else COSTS,

@@ -26,7 +26,7 @@ class Case(NamedTuple):
 def cases(draw: st.DrawFn) -> Case:
     layers, experts = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     rows = st.lists(st.integers(0, 3), min_size=experts, max_size=experts)
-    cursor, training = StepCursor(layers, experts), True
+    cursor, training = StepCursor(experts, [0] * layers), True
     for _ in range(draw(st.integers(1, 5))):
         layer, phase, trains = draw(st.integers(0, layers - 1)), draw(st.sampled_from(Phase)), True
         if phase is F:
@@ -68,7 +68,7 @@ def test_states_are_needed_in_backward_by_every_expert_and_else_by_none(case: Ca
 
 
 def test_counts_of_the_current_pass_hold_here_and_those_of_the_last_forward_elsewhere() -> None:
-    cursor = StepCursor(2, 3)
+    cursor = StepCursor(3, [0, 0])
     cursor.enter(0, F, [1, 0, 2], training=True)
     cursor.enter(1, F, [0, 5, 0], training=True)
     # the backward of an earlier micro-batch: other tokens than the last forward
@@ -79,11 +79,11 @@ def test_counts_of_the_current_pass_hold_here_and_those_of_the_last_forward_else
 
 
 def test_before_its_first_pass_every_expert_of_a_layer_may_be_busy() -> None:
-    assert StepCursor(2, 3).busy(1) == [0, 1, 2]
+    assert StepCursor(3, [0, 0]).busy(1) == [0, 1, 2]
 
 
 def test_only_training_counts_towards_a_step_and_the_next_begins_at_zero() -> None:
-    cursor, counts = StepCursor(1, 2), [3, 4]
+    cursor, counts = StepCursor(2, [0]), [3, 4]
     cursor.enter(0, F, counts, training=True)
     cursor.enter(0, F, [5, 5], training=False)  # an evaluation in between
     cursor.enter(0, B, counts, training=True)
@@ -97,7 +97,7 @@ def test_only_training_counts_towards_a_step_and_the_next_begins_at_zero() -> No
 
 
 def test_the_next_pass_of_a_layer_is_known() -> None:
-    cursor = StepCursor(3, 1)
+    cursor = StepCursor(1, [0] * 3)
     cursor.enter(1, F, [1], training=True)
     assert [cursor.next_phase(layer) for layer in range(3)] == [B, F, F]
     cursor.enter(1, B, [1], training=True)
@@ -107,7 +107,7 @@ def test_the_next_pass_of_a_layer_is_known() -> None:
 
 
 def test_chunks_go_up_down_and_on_to_the_next_step() -> None:
-    cursor = StepCursor(2, 4)
+    cursor = StepCursor(4, [0, 0])
     cursor.enter(0, F, [1] * 4, training=True)
     # from part 1 of layer 0: the rest of the forward, then the backward
     chunks = [f"{chunk.layer}.{chunk.part}" for chunk in cursor.chunks(1, 2, ahead=True)]
@@ -116,6 +116,6 @@ def test_chunks_go_up_down_and_on_to_the_next_step() -> None:
 
 
 def test_an_evaluation_expects_no_backward() -> None:
-    cursor = StepCursor(2, 1)
+    cursor = StepCursor(1, [0, 0])
     cursor.enter(1, F, [1], training=False)
     assert needed(cursor) == [(1, 0), (0, 0), (1, 0)]

@@ -12,6 +12,8 @@ from overspill.hardware.profile import ExpertCosts
 from overspill.moe.compute import CpuWork, ExpertCompute
 from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.dispatch import LocalDispatcher
+from overspill.moe.homes.memory import DeviceHomes
+from overspill.moe.homes.waves import home_waves
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.cpu_buffers import max_cpu_rows
@@ -31,12 +33,13 @@ _log = logging.getLogger("overspill")
 
 
 class StreamingCompute(ExpertCompute):
-    """Uploads run ahead of compute along the known order of the step. With `costs` the CPU may
-    compute experts beside the device."""
+    """Experts at home on the device compute first. The others are uploaded ahead of compute along
+    the known order of the step. With `costs` the CPU may compute experts beside the device."""
 
     def __init__(
         self,
         store: ExpertStore,
+        homes: DeviceHomes,
         slab: Tensor,
         device: torch.device,
         placement: Placement,
@@ -54,8 +57,9 @@ class StreamingCompute(ExpertCompute):
         self._settings = settings
         self._recorder = recorder
         self._threads = threads
-        self.cursor = StepCursor(store.n_layers, store.experts.n_local)
-        self.plan = SlotPlan(store.experts.n_local, placement)
+        self._homes = homes
+        self.cursor = StepCursor(store.experts.n_local, store.homes)
+        self.plan = SlotPlan(store.experts.n_local, store.homes, placement)
         self.trace = ComputeTrace(recorder, device)
         self._slab = slab
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)
@@ -174,8 +178,15 @@ class StreamingCompute(ExpertCompute):
 
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
         settings = self._settings
+        for wave in home_waves(self._homes, layer_pass, self.max_rows, settings.waves):
+            name = f"{phase.value} {layer_pass.layer}.{wave.first}-{wave.stop - 1}"
+            self.trace.begin_wave(name)
+            try:
+                yield wave
+            finally:
+                self.trace.end_wave()
         limits = WaveLimits(settings.waves, settings.overlap_uploads, self.max_rows)
-        return self._waves.of(layer_pass, phase, limits)
+        yield from self._waves.of(layer_pass, phase, limits)
 
     def cpu_forward(self, layer_pass: LayerPass, x_TD: Tensor) -> CpuWork | None:
         return self._cpu_experts().forward(layer_pass, x_TD) if layer_pass.on_cpu else None

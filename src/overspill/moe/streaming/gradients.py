@@ -9,7 +9,6 @@ from torch import Tensor
 from overspill.core.errors import BudgetError, NonFiniteError
 from overspill.core.sizes import format_size
 from overspill.moe.compute_trace import ComputeTrace
-from overspill.moe.gradient_sink import GradientSink
 from overspill.moe.layer_pass import Wave
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.slot_plan import SlotPlan
@@ -28,8 +27,9 @@ _ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slo
 _RING_WHEN_KEPT = 8  # where gradients are kept, ring buffers only serve to accumulate
 
 
-class StreamingGradients(GradientSink):
-    """Copies gradients to host memory and starts the updates they complete."""
+class StreamingGradients:
+    """Copies gradients to host memory and starts the updates they complete. One of the two parts of
+    `ExpertGradients`; its methods are explained there."""
 
     def __init__(
         self,
@@ -69,11 +69,7 @@ class StreamingGradients(GradientSink):
 
     # -- memory -----------------------------------------------------------------------------
 
-    def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
-        self._store.lifetime.check()
-        if Part.STATES not in self._store.slabs:
-            self._store.set_state_dtype(state_dtype)
-            self._store.allocate(Part.STATES)
+    def attach(self, keep: bool) -> None:
         if keep:
             self._allocate_kept()
         if self._ring is None:
@@ -96,8 +92,8 @@ class StreamingGradients(GradientSink):
         """Allocates memory for kept gradients, once."""
         if Part.GRADS in self._store.slabs:
             return
-        slots = self._store.home_slots + self._store.cache_slots
-        need = self.host_bytes() + slots * self._store.layout.weight_bytes + PROCESS
+        kept = self._store.host_slots * self._store.layout.weight_bytes
+        need = self.host_bytes() + kept + PROCESS
         if need > self._placement.host_memory:
             raise BudgetError(
                 f"gradients that wait for clipping or accumulation need --host-memory "
@@ -109,8 +105,9 @@ class StreamingGradients(GradientSink):
 
     def reset_states(self) -> None:
         self.wait()
-        for entry in self._store.entries:
-            self._store.write_part(entry, Part.STATES, _zero)
+        for layer in range(self._store.n_layers):
+            for entry in self._store.streamed(layer):
+                self._store.write_part(entry, Part.STATES, _zero)
 
     def host_bytes(self) -> int:
         """Host memory of all slabs."""
@@ -227,7 +224,7 @@ class StreamingGradients(GradientSink):
         if counts is None:
             # In step(), not in backward: a forward without gradients may still be running.
             self._wait_readers()
-        for position, entry in enumerate(self._store.layer_entries(layer)):
+        for position, entry in enumerate(self._store.streamed(layer), self._store.homes[layer]):
             if hyper is None:
                 self._store.begin_update(entry)
             elif counts is None or entry.number in self._kept or not counts[position]:
@@ -247,11 +244,11 @@ class StreamingGradients(GradientSink):
     def has_updated(self) -> bool:
         return self._has_updated
 
-    def sum_of_squares(self) -> float:
-        self._store.lifetime.check()
+    def squares(self) -> dict[int, float]:
+        """Sum of squares of each kept gradient; waits for them."""
         self._settle()
         kept = sorted(self._kept)
-        return float(self._squares[kept].to(torch.float64).sum()) if kept else 0.0
+        return dict(zip(kept, self._squares[kept].tolist(), strict=True))
 
     def _settle(self) -> None:
         """Waits until the step's gradients have left the device and are accumulated. Whether an
@@ -263,7 +260,7 @@ class StreamingGradients(GradientSink):
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
         self._settle()
         for layer, hyper in sorted(kept.items()):
-            for entry in self._store.layer_entries(layer):
+            for entry in self._store.streamed(layer):
                 self._update(entry, hyper)
         self._kept.clear()
         self._has_updated = False

@@ -19,19 +19,30 @@ class PlannedChunk(NamedTuple):
 class SlotPlan:
     """The planned content of the GPU slots. Used under the store's lock."""
 
-    def __init__(self, n_local: int, placement: Placement) -> None:
+    def __init__(self, n_local: int, homes: Sequence[int], placement: Placement) -> None:
+        """`homes` are the experts of each layer at home on the device, which need no slots; after a
+        change of it `reset` must be called."""
         self.n_local = n_local
-        self.bank_size = bank_size(placement.banked, n_local)
+        self._homes = homes
+        self._placement = placement
+        self.reset()
+
+    def reset(self) -> None:
+        """Plans anew, with all slots empty."""
+        placement = self._placement
+        streamed = max(1, self.n_local - min(self._homes))
+        self.bank_size = bank_size(placement.banked, streamed)
         n_banks = placement.banked // self.bank_size
-        self.n_parts = -(-n_local // self.bank_size)
+        self.n_parts = -(-streamed // self.bank_size)
         self._banks: list[Chunk | None] = [None] * n_banks
         self._residents: dict[LayerPosition, int] = {}
         self._slots: dict[int, dict[int, int]] = {}  # by layer; cleared when an expert moves
         self._resident_slots = range(n_banks * self.bank_size, placement.slots)
 
-    def positions(self, part: int) -> range:
+    def positions(self, layer: int, part: int) -> range:
         """The experts in a part of a layer."""
-        return range(part * self.bank_size, min((part + 1) * self.bank_size, self.n_local))
+        first = self._homes[layer] + part * self.bank_size
+        return range(first, min(first + self.bank_size, self.n_local))
 
     def slots(self, layer: int) -> dict[int, int]:
         """The slot of every expert of a layer that has one."""
@@ -44,7 +55,7 @@ class SlotPlan:
                 first = number * self.bank_size
                 found.update(
                     (position, first + offset)
-                    for offset, position in enumerate(self.positions(chunk.part))
+                    for offset, position in enumerate(self.positions(chunk.layer, chunk.part))
                 )
         found.update((at.position, s) for at, s in self._residents.items() if at.layer == layer)
         self._slots[layer] = found
@@ -62,13 +73,17 @@ class SlotPlan:
         planned = []
         for chunk in order:
             slots = self.slots(chunk.layer)
-            wanted = list(uploads(chunk.layer, self.positions(chunk.part)))
+            wanted = list(uploads(chunk.layer, self.positions(chunk.layer, chunk.part)))
             planned.append(PlannedChunk(chunk.layer, wanted, [slots[p] for p in wanted]))
         return planned
 
     def choose_residents(self, counts: Sequence[Sequence[int]], on: bool) -> None:
         """Gives the resident slots to the busiest experts of the step that ends."""
-        chosen = choose_residents(counts, len(self._resident_slots) if on else 0)
+        streamed = [
+            [0] * home + list(of_layer[home:])
+            for home, of_layer in zip(self._homes, counts, strict=True)
+        ]
+        chosen = choose_residents(streamed, len(self._resident_slots) if on else 0)
         self._slots.clear()
         self._residents = place_residents(chosen, self._residents, self._resident_slots)
 

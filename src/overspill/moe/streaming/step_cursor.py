@@ -12,9 +12,12 @@ class StepCursor:
     """Follows the passes through the layers. Used under the store's lock; experts are named by
     their local positions."""
 
-    def __init__(self, n_layers: int, n_local: int) -> None:
-        self.n_layers = n_layers
+    def __init__(self, n_local: int, homes: Sequence[int]) -> None:
+        """`homes` are the experts of each layer at home on the device, the first ones: they are not
+        streamed."""
+        self.n_layers = n_layers = len(homes)
         self.n_local = n_local
+        self._homes = homes
         self.here = Position(0, Phase.FORWARD)
         self.passes = 0  # passes through layers so far
         self._training = True  # whether a backward follows the current forward
@@ -60,11 +63,13 @@ class StepCursor:
         return self._counts_ahead.expected(layer, self.next_phase(layer))
 
     def busy(self, layer: int) -> list[int]:
-        """The experts of a layer that are expected to have tokens; all, if nothing is known."""
+        """The streamed experts of a layer that are expected to have tokens; all, if nothing is
+        known."""
         counts, _ = self.expected(layer)
+        streamed = range(self._homes[layer], self.n_local)
         if counts is None:
-            return list(range(self.n_local))
-        return [position for position, count in enumerate(counts) if count >= 0.5]
+            return list(streamed)
+        return [position for position in streamed if counts[position] >= 0.5]
 
     def chunks(self, part: int, n_parts: int, ahead: bool) -> Iterator[Chunk]:
         """The chunk that is being computed, then (with `ahead`) all that follow."""
@@ -82,7 +87,8 @@ class StepCursor:
             busy = self.busy(position.layer)
             # experts that only decay come last: the pass does not wait for them, and with few host
             # slots they would displace the ones it waits for
-            idle = sorted(set(range(self.n_local)) - set(busy)) if states else []
+            streamed = range(self._homes[position.layer], self.n_local)
+            idle = sorted(set(streamed) - set(busy)) if states else []
             for expert in busy + idle:
                 if position != self.here or expert not in self._finished:
                     yield position.layer, expert, states

@@ -61,7 +61,7 @@ class Waves:
         small = self._split is not None and self._split.is_small(counts, phase)
         patient = small and not self._store.disk_slots
         for part in range(self._plan.n_parts):
-            pending = [p for p in self._plan.positions(part) if counts[p]]
+            pending = [p for p in self._plan.positions(layer, part) if counts[p]]
             if pending:
                 pending = self._focus(part, limits.overlap)
             while pending:

@@ -1,0 +1,52 @@
+"""The compute side of a model whose experts are all at home on the compute device."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from overspill.core.expert_map import ExpertMap
+from overspill.core.experts import Phase
+from overspill.core.lifetime import Lifetime
+from overspill.moe.compute import ExpertCompute
+from overspill.moe.dispatch import Dispatcher
+from overspill.moe.homes.memory import DeviceHomes
+from overspill.moe.homes.waves import home_waves
+from overspill.moe.layer_pass import LayerPass, Wave
+
+
+class HomeCompute(ExpertCompute):
+    """No slots and no transfers: a whole layer is one wave. With `grouped` off every expert is a
+    wave of its own."""
+
+    def __init__(
+        self,
+        experts: ExpertMap,
+        homes: DeviceHomes,
+        lifetime: Lifetime,
+        dispatcher: Dispatcher,
+        max_rows: int,
+        grouped: bool,
+    ) -> None:
+        shape, device = homes.layout.shape, homes.device
+        super().__init__(len(homes.layers), experts, shape, device, dispatcher, max_rows)
+        self._homes = homes
+        self._lifetime = lifetime
+        self._grouped = grouped
+
+    def set_grouped(self, grouped: bool) -> None:
+        self._grouped = grouped
+
+    def enter_forward(
+        self, layer_pass: LayerPass, expert_ids_TK: Tensor, phase: Phase, keep: bool
+    ) -> None:
+        self._lifetime.check()
+        # one wave holds the whole layer if its activations fit: then the host needs no counts
+        many = expert_ids_TK.numel() > self.max_rows
+        need_counts = self.device.type == "cpu" or many or not self._grouped
+        layer_pass.order = self.dispatcher.route(expert_ids_TK, layer_pass.drops, need_counts)
+
+    def enter_backward(self, layer_pass: LayerPass) -> None:
+        self._lifetime.check()
+
+    def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
+        return home_waves(self._homes, layer_pass, self.max_rows, self._grouped)

@@ -1,0 +1,102 @@
+"""Memory of the experts whose home is the compute device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from overspill.optim.kernel import RecordState
+from overspill.tiers.layout import RecordLayout
+
+
+@dataclass
+class LayerRecords:
+    """The records of a layer's experts at home on the device: row `position` of each tensor."""
+
+    weights: Tensor
+    states: dict[str, Tensor] = field(default_factory=dict)
+    grads: Tensor | None = None  # kept gradients
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [self.weights, *self.states.values()]
+        return sum(tensor.nbytes for tensor in tensors) + (
+            0 if self.grads is None else self.grads.nbytes
+        )
+
+    def record(self, first: int, stop: int) -> RecordState:
+        """The records of the experts [first, stop) as one."""
+        low = self.states.get("low")
+        return RecordState(
+            self.weights[first:stop].view(-1),
+            None if low is None else low[first:stop].view(-1),
+            self.states["exp_avg"][first:stop].view(-1),
+            self.states["exp_avg_sq"][first:stop].view(-1),
+        )
+
+
+class DeviceHomes:
+    """The first `counts[layer]` experts of each layer have their home on the compute device: their
+    weights and optimizer states are there and nowhere else.
+
+    The experts of a layer are adjacent in memory, so that they compute and are updated as one.
+    """
+
+    def __init__(self, counts: Sequence[int], layout: RecordLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.device = device
+        self._has_states = False
+        self._has_grads = False
+        self.layers = [LayerRecords(self._zeros(count, layout.dtype)) for count in counts]
+
+    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(count, self.layout.shape.numel, dtype=dtype, device=self.device)
+
+    def allocate_states(self, state_dtype: torch.dtype) -> None:
+        """Allocates the optimizer states, once."""
+        if not self._has_states:
+            self.layout = RecordLayout(self.layout.shape, self.layout.dtype, state_dtype)
+            for layer in self.layers:
+                for section in self.layout.sections:
+                    count = len(layer.weights)
+                    layer.states[section.name] = self._zeros(count, section.dtype)
+            self._has_states = True
+
+    def allocate_grads(self) -> None:
+        """Allocates memory for kept gradients, once."""
+        if not self._has_grads:
+            for layer in self.layers:
+                layer.grads = self._zeros(len(layer.weights), self.layout.dtype)
+            self._has_grads = True
+
+    def resize(self, layer: int, count: int) -> None:
+        """Makes room for `count` experts of a layer; those that stay keep their records. Tensor by
+        tensor, to need as little memory as possible. Kept gradients are lost."""
+        records = self.layers[layer]
+        if records.grads is not None:
+            records.grads = None  # first: its memory may be needed
+            records.grads = self._zeros(count, self.layout.dtype)
+        records.weights = self._resized(records.weights, count)
+        for name, state in records.states.items():
+            records.states[name] = self._resized(state, count)
+
+    def _resized(self, tensor: Tensor, count: int) -> Tensor:
+        new = self._zeros(count, tensor.dtype)
+        common = min(count, len(tensor))
+        new[:common] = tensor[:common]
+        return new
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def wait(self) -> None:
+        """Waits for everything that the device computes."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        # new tensors: a slice would keep all of the memory
+        empty = torch.empty(0, self.layout.shape.numel, dtype=self.layout.dtype)
+        self.layers = [LayerRecords(empty) for _ in self.layers]

@@ -1,0 +1,41 @@
+"""Waves of experts at home on the compute device: nothing is waited for."""
+
+import itertools
+from collections.abc import Iterator
+
+from overspill.moe.homes.memory import DeviceHomes
+from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.plan.waves import Candidate, next_wave
+
+
+def home_waves(
+    homes: DeviceHomes, layer_pass: LayerPass, max_rows: int, grouped: bool
+) -> Iterator[Wave]:
+    """The experts of a layer at home on the device. Without counts they are the whole layer, and
+    one wave; without `grouped` every expert is a wave of its own."""
+    rows, counts = layer_pass.rows, layer_pass.rows.counts
+    weights = homes.layers[layer_pass.layer].weights
+    if counts is None:
+        yield Wave(0, len(weights), 0, rows.n_rows, weights, rows.ends_E, None)
+        return
+    starts = [0, *itertools.accumulate(counts)]
+    pending = [
+        Candidate(position, position, starts[position], counts[position], True, True)
+        for position in range(len(weights))
+        if counts[position]
+    ]
+    while pending:
+        number = next_wave(pending, max_rows, grouped)
+        first, stop = pending[0].position, pending[number - 1].position + 1
+        start = starts[first]
+        ends = rows.ends_E[first:stop]
+        yield Wave(
+            first,
+            stop,
+            start,
+            starts[stop],
+            weights[first:stop],
+            ends - start if start else ends,
+            counts[first:stop],
+        )
+        pending = pending[number:]

@@ -1,0 +1,140 @@
+"""Everything that streams experts: GPU slots and their uploads, gradients and updates, the disk."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+from overspill.core.errors import OrderError
+from overspill.hardware.machine import cpu_threads
+from overspill.hardware.profile import ExpertCosts
+from overspill.moe.homes.memory import DeviceHomes
+from overspill.moe.settings import Settings
+from overspill.moe.streaming.compute import StreamingCompute
+from overspill.moe.streaming.gradients import StreamingGradients
+from overspill.plan.budget import Placement
+from overspill.tiers.entry import Entry, Part
+from overspill.tiers.slab import Progress, device_slab
+from overspill.tiers.store import ExpertStore
+from overspill.trace.recorder import Recorder
+from overspill.transfer.stager import Stager
+from overspill.transfer.streams import CopyStream
+
+_SSD_WORKERS = 4  # for reads, and as many for writes
+_log = logging.getLogger("overspill")
+
+
+class Streaming:
+    """Uploads run ahead of compute, gradients leave as they are made, updates run while the device
+    continues, and the next upload of an expert waits only for its own update."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        homes: DeviceHomes,
+        placement: Placement,
+        settings: Settings,
+        recorder: Recorder,
+        updates_at_once: Callable[[], bool],
+        progress: Progress | None = None,
+        costs: ExpertCosts | None = None,
+    ) -> None:
+        """`updates_at_once` says whether a backward that runs now would update experts."""
+        device, layout = homes.device, store.layout
+        self._store = store
+        self._updates_at_once = updates_at_once
+        with ExitStack() as undo:  # a failure leaves no thread
+            slab = device_slab(placement.slots, layout.weight_bytes, device)
+            threads = cpu_threads(settings.threads)
+            self.compute = StreamingCompute(
+                store, homes, slab, device, placement, settings, recorder, threads, costs
+            )
+            undo.callback(self.compute.close)
+            self.gradients: StreamingGradients | None = None
+            if placement.training:
+                download = CopyStream("download", device, recorder, settings.inject)
+                self.gradients = StreamingGradients(
+                    store,
+                    self.compute.cursor,
+                    self.compute.plan,
+                    placement,
+                    settings,
+                    download,
+                    self.compute.trace,
+                    threads,
+                    device,
+                    self.compute.wait_readers,
+                    progress,
+                )
+            self._stager: Stager | None = None
+            if store.disk_slots:
+                self._stager = Stager(store, self._needs, _SSD_WORKERS, recorder, settings.inject)
+            undo.pop_all()
+
+    def _needs(self) -> Iterator[tuple[Entry, Part]]:
+        """What should be in host slots: experts with a pending update, then the order of need."""
+        if self.gradients is not None:
+            yield from self.gradients.waiting()
+        for layer, position, states in self.compute.cursor.needed(self._updates_at_once()):
+            parts = Part.WEIGHTS | Part.STATES if states else Part.WEIGHTS
+            yield self._store.at(layer, position), parts
+
+    def set_settings(self, settings: Settings) -> None:
+        """While nothing is being computed or transferred."""
+        if settings.cpu_experts and self.compute.split is None:
+            _log.warning("cpu_experts: nothing was measured; set it when the model is offloaded")
+        self.compute.set_settings(settings)  # first: it may refuse them
+        if self.gradients is not None:
+            self.gradients.set_settings(settings)
+
+    def homes_changed(self) -> None:
+        """Between steps: other experts are streamed now."""
+        with self._store.lock:
+            self.compute.plan.reset()
+            self.compute.uploader.set_targets([])
+            self._store.request_transfers()
+
+    def wait(self) -> None:
+        """Waits until every transfer and update has ended."""
+        self._store.wake_all()  # an interrupt may have come before a thread was woken
+        if self.gradients is not None:
+            self.gradients.wait()
+        # all at once: what one of them ends may let another begin
+        what = "pending transfers and updates (uploader, update thread, disk transfers)"
+        self._store.wait(self._idle, what)
+        self.compute.wait_idle()
+
+    def _idle(self) -> bool:
+        stager_idle = self._stager is None or self._stager.idle()
+        updates_idle = self.gradients is None or self.gradients.idle()
+        return updates_idle and stager_idle and self.compute.uploader.idle()
+
+    def check_conserved(self) -> None:
+        self._store.check_conserved()
+        self.compute.plan.check_conserved()
+        if self.gradients is not None:
+            self.gradients.check_conserved()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of the GPU slots."""
+        return self.compute.uploader.slab.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of host slots and buffers."""
+        gradients = self.gradients
+        host = self._store.host_bytes() if gradients is None else gradients.host_bytes()
+        return host + self.compute.cpu_bytes
+
+    def interrupt(self) -> None:
+        """Makes a pass of another thread raise where it waits."""
+        self._store.fail(
+            OrderError("the engine was closed while it was used; load the model again")
+        )
+
+    def close(self) -> None:
+        self.compute.close()
+        if self.gradients is not None:
+            self.gradients.close()
+        if self._stager is not None:
+            self._stager.close()
