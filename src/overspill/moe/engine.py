@@ -64,6 +64,7 @@ class Engine:
         self._progress = progress
         self._costs = costs
         self._streaming: Streaming | None = None
+        self._gradients: ExpertGradients | None = None
         self._training: TrainingStep | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
         with ExitStack() as undo:  # a failure leaves no thread and no file
@@ -84,8 +85,10 @@ class Engine:
             self.records = ExpertRecords(self._store, self._homes)
             if placement.training:
                 threads = settings.threads or usable_cores()
-                sink = ExpertGradients(self._homes, self._store, threads, self._streamed_gradients)
-                self._training = TrainingStep(n_layers, sink, self.records)
+                self._gradients = ExpertGradients(
+                    self._homes, self._store, threads, self._streamed_gradients
+                )
+                self._training = TrainingStep(n_layers, self._gradients, self.records)
             self._lock = threading.RLock() if self._training is None else self._training.lock
             self._home_compute = HomeCompute(
                 experts,
@@ -111,6 +114,8 @@ class Engine:
                 self._progress,
                 self._costs,
             )
+            if self._gradients is not None:
+                self._gradients.start_streaming()
 
     def _streamed_gradients(self) -> StreamingGradients | None:
         return None if self._streaming is None else self._streaming.gradients
@@ -197,7 +202,7 @@ class Engine:
             before = self.homes
             leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
             arriving = sum(max(0, new - old) for old, new in zip(before, counts, strict=True))
-            self._make_room(leaving - self._store.room())
+            self._make_room(self._store.missing_slots(leaving))
             for layer, count in enumerate(counts):  # first those that leave: they make room
                 if count < before[layer]:
                     self.records.move_to_host(layer, count)
@@ -210,10 +215,9 @@ class Engine:
                     self._streaming.homes_changed()
 
     def _make_room(self, missing: int) -> None:
-        if missing <= 0:
+        if missing == 0:
             return
-        size = sum(slab.nbytes // max(1, len(slab)) for slab in self._store.slabs.values())
-        size = size or self.layout.weight_bytes
+        size = sum(map(self._store.part_bytes, self._store.slabs))
         need = missing * size + self.bytes_by_tier()["host"] + PROCESS
         if need > self.placement.host_memory:
             raise BudgetError(

@@ -59,6 +59,7 @@ class ExpertStore(WorkerSync):
         self.disk_slots = count - self.home_slots
         cache_slots = min(cache_slots, self.disk_slots)
         self.host_slots = self.home_slots + cache_slots
+        self._least_cache = cache_slots
         assert self.disk_slots == 0 or (disk is not None and cache_slots >= 1)
         super().__init__(watchdog_seconds)
         self.entries = self._number_entries()
@@ -374,14 +375,15 @@ class ExpertStore(WorkerSync):
             self.homes[layer] -= 1
 
     def _spare_host_slot(self) -> bool:
-        """Whether an expert can get a host slot for good: those on disk need two."""
-        return len(self._free_slots) > (2 if self.on_disk else 0)
+        """Whether an expert can get a host slot for good: those on disk need some."""
+        return len(self._free_slots) > self._least_cache
 
-    def room(self) -> int:
-        """How many experts can leave the compute device."""
+    def missing_slots(self, count: int) -> int:
+        """How many host slots must be added before `count` experts can leave the device."""
         with self.lock:
-            spare = len(self._free_slots) - (2 if self.on_disk else 0)
-            return len(self._free_records) + max(0, spare)
+            to_host = count - len(self._free_records)
+            missing = to_host + self._least_cache - len(self._free_slots)
+            return max(0, missing) if to_host > 0 else 0
 
     def extend(self, count: int) -> None:
         """Adds host slots."""

@@ -1,0 +1,198 @@
+"""Homes on the compute device: experts move there and back between steps, and no bit changes."""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import overspill
+from overspill.core.errors import BudgetError, ConfigError, OrderError
+from overspill.moe.settings import Settings
+from tests.moe.oracle import (
+    N_EXPERTS,
+    Run,
+    Task,
+    adamw,
+    assert_follows,
+    assert_same_bits,
+    delays,
+    loss_of,
+    plain_run,
+    spilled,
+    spilled_run,
+    train_step,
+    weights_of,
+)
+
+TASKS = [
+    Task(),
+    Task(clip=0.5, micro_batches=2, starve=True),
+    Task(checkpoint=True, dtype=torch.bfloat16),
+    Task(micro_batches=2, top_k=1),
+]
+START = ["gpu", "host with 5 slots", "disk behind 3 host slots", "disk, 5 at home"]
+
+
+def random_homes(n_layers: int, seed: int) -> Iterator[list[int]]:
+    """Nowhere near each other: all, none, and any other number in each layer."""
+    rng = random.Random(seed)
+    while True:
+        yield [N_EXPERTS] * n_layers
+        yield [rng.randint(0, N_EXPERTS) for _ in range(n_layers)]
+        yield [0] * n_layers
+        yield [rng.randint(0, N_EXPERTS) for _ in range(n_layers)]
+
+
+def moving_run(task: Task, where: str, disk: Path, settings: Settings | None = None) -> Run:
+    """Like `spilled_run`, with other homes before every step."""
+    model, run = task.model(), Run()
+    homes = random_homes(task.n_layers, seed=task.steps)
+    with spilled(model, where, disk, settings, host_memory="2GiB") as engine:
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            counts = next(homes)
+            engine.set_homes(counts)
+            assert engine.homes == counts
+            run.losses.append(train_step(model, optimizer, batches))
+            if optimizer.total_norm is not None:
+                run.norms.append(optimizer.total_norm)
+        run.weights = weights_of(model)
+        engine.check_conserved()
+    return run
+
+
+@pytest.mark.parametrize("where", START)
+@pytest.mark.parametrize("task", TASKS, ids=str)
+def test_homes_that_change_before_every_step_change_no_bit(
+    task: Task, where: str, tmp_path: Path
+) -> None:
+    run = moving_run(task, where, tmp_path)
+    assert_same_bits(run, spilled_run(task, "host with 2 slots", tmp_path))
+    if task.dtype == torch.float32:
+        assert_follows(run, plain_run(task))
+
+
+@pytest.mark.parametrize("where", ["host, 7 at home", "disk, 5 at home"])
+@pytest.mark.parametrize("task", TASKS, ids=str)
+def test_experts_in_every_tier_train_as_in_one(task: Task, where: str, tmp_path: Path) -> None:
+    run = spilled_run(task, where, tmp_path)
+    assert_same_bits(run, spilled_run(task, "host with 2 slots", tmp_path))
+
+
+@pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 3 host slots"])
+def test_delayed_transfers_do_not_disturb_a_change_of_homes(where: str, tmp_path: Path) -> None:
+    task = Task(steps=5)
+    settings = Settings(inject=delays(seed=3, longest=2e-3))
+    assert_same_bits(moving_run(task, where, tmp_path, settings), moving_run(task, where, tmp_path))
+
+
+def states_of(optimizer: overspill.AdamW) -> dict[int, dict[str, torch.Tensor]]:
+    return optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moving_keeps_weights_and_states_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    task = Task(steps=2, dtype=dtype)
+    model = task.model()
+    with spilled(model, "disk behind 9 host slots", tmp_path, host_memory="2GiB") as engine:
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            train_step(model, optimizer, batches)
+        weights, states = weights_of(model), states_of(optimizer)
+        for counts in ([5, 5, 5], [1, 4, 0], [0, 0, 0], [2, 3, 4]):
+            engine.set_homes(counts)
+            assert_same_bits(Run(weights=weights_of(model)), Run(weights=weights))
+            for number, found in states_of(optimizer).items():
+                for name, value in found.items():
+                    torch.testing.assert_close(value, states[number][name], rtol=0, atol=0)
+
+
+def test_memory_follows_the_homes(tmp_path: Path) -> None:
+    task = Task()
+    model = task.model()
+    with spilled(model, "host with 2 slots", tmp_path, host_memory="2GiB") as engine:
+        adamw(model, task)
+        record = engine.layout.shape.numel * 12  # fp32: weight and two moments
+        slots = engine.bytes_by_tier()["gpu"]
+        for counts in ([0, 1, 5], [5, 5, 5], [0, 0, 0]):
+            engine.set_homes(counts)
+            assert engine.bytes_by_tier()["gpu"] == slots + sum(counts) * record
+            assert f"{sum(counts)} experts and" in engine.describe() or sum(counts) in (0, 15)
+
+
+def test_a_model_that_was_loaded_for_inference_moves_its_weights(tmp_path: Path) -> None:
+    task = Task()
+    (tokens,) = next(task.batches())
+    model = task.model().eval()
+    expected = loss_of(model, tokens).item()
+    with spilled(model, "host with 2 slots", tmp_path) as engine, torch.no_grad():
+        for counts in ([5, 0, 2], [5, 5, 5], [0, 3, 0]):
+            engine.set_homes(counts)
+            assert loss_of(model, tokens).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_homes_cannot_change_while_gradients_wait(tmp_path: Path) -> None:
+    task = Task(clip=0.5)
+    model, (tokens,) = task.model(), next(task.batches())
+    with spilled(model, "host with 2 slots", tmp_path) as engine:
+        optimizer = adamw(model, task)
+        loss_of(model, tokens).backward()
+        with pytest.raises(OrderError, match=r"between backward and step\(\); call opt\.step"):
+            engine.set_homes([1, 1, 1])
+        optimizer.step()
+        engine.set_homes([1, 1, 1])
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [6, 0, 0], [-1, 0, 0]])
+def test_impossible_homes_are_refused(counts: list[int], tmp_path: Path) -> None:
+    model = Task().model()
+    with (
+        spilled(model, "host with 2 slots", tmp_path) as engine,
+        pytest.raises(ConfigError, match="must be 3 numbers from 0 to 5"),
+    ):
+        engine.set_homes(counts)
+
+
+def test_experts_stay_where_they_are_if_nothing_else_has_room(tmp_path: Path) -> None:
+    task = Task()
+    model, run = task.model(), Run()
+    with spilled(model, "gpu", tmp_path, host_memory=1 << 20) as engine:
+        optimizer = adamw(model, task)
+        with pytest.raises(BudgetError, match=r"need --host-memory .*, it is 1.0 MiB"):
+            engine.set_homes([0, 0, 0])
+        assert engine.homes == [5, 5, 5]
+        run.losses = [train_step(model, optimizer, batches) for batches in task.batches()]
+        run.weights = weights_of(model)
+    assert_follows(run, plain_run(task))
+
+
+def test_a_checkpoint_is_the_same_whatever_the_homes_were(tmp_path: Path) -> None:
+    task = Task(steps=2, clip=1.0)
+    saved = []
+    for where in ("gpu", "host with 2 slots", "disk, 5 at home"):
+        model = task.model()
+        with spilled(model, where, tmp_path):
+            optimizer = adamw(model, task)
+            for batches in task.batches():
+                train_step(model, optimizer, batches)
+            saved.append((weights_of(model), states_of(optimizer)))
+    for weights, states in saved[1:]:
+        assert_same_bits(Run(weights=weights), Run(weights=saved[0][0]))
+        for number, found in states.items():
+            for name, value in found.items():
+                torch.testing.assert_close(value, saved[0][1][number][name], rtol=0, atol=0)
+
+
+def test_settings_can_be_switched_with_experts_in_every_tier(tmp_path: Path) -> None:
+    task = Task(steps=4)
+    model, run = task.model(), Run()
+    with spilled(model, "disk, 5 at home", tmp_path) as engine:
+        optimizer = adamw(model, task)
+        for number, batches in enumerate(task.batches()):
+            engine.switch(dataclasses.replace(engine.settings, waves=number % 2 == 0))
+            run.losses.append(train_step(model, optimizer, batches))
+        run.weights = weights_of(model)
+    assert_follows(run, plain_run(task))
