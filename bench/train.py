@@ -76,12 +76,13 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--residency", action="store_true", help="use all GPU memory for experts")
     parser.add_argument("--timeline", type=Path, default=None, help="folder for timelines")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     config = get_preset(args.preset)
     given = {key: getattr(args, key) for key in ("preset", "gpu_memory", "warm", "steps")}
-    settings = Settings(threads=args.threads)
+    settings = Settings(threads=args.threads, residency=args.residency)
     model = build(config, settings, gpu_memory=args.gpu_memory, mode=args.mode)
     engine = model.overspill
     offloaded = engine.placement.mode != "gpu"

@@ -10,6 +10,7 @@ import torch
 
 import overspill
 from overspill.core.errors import BudgetError, ConfigError, OrderError
+from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
     N_EXPERTS,
@@ -194,5 +195,46 @@ def test_settings_can_be_switched_with_experts_in_every_tier(tmp_path: Path) -> 
         for number, batches in enumerate(task.batches()):
             engine.switch(dataclasses.replace(engine.settings, waves=number % 2 == 0))
             run.losses.append(train_step(model, optimizer, batches))
+        run.weights = weights_of(model)
+    assert_follows(run, plain_run(task))
+
+
+class FakeMemory:
+    """A device whose memory does not change with the batch."""
+
+    def __init__(self, engine: Engine, other: int) -> None:
+        self._engine = engine
+        self._other = other
+
+    def allocated(self) -> int:
+        return self._engine.bytes_by_tier()["gpu"]
+
+    def peak(self) -> int:
+        return self.allocated() + self._other
+
+    def shortages(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        """Nothing is cached."""
+
+
+@pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 host slots"])
+def test_memory_is_filled_after_the_first_steps(where: str, tmp_path: Path) -> None:
+    task = Task(steps=8, clip=0.5)
+    model, run, homes = task.model(), Run(), []
+    with spilled(model, where, tmp_path, host_memory="2GiB") as engine:
+        optimizer = adamw(model, task)
+        record = engine.layout.shape.numel * 16  # fp32: weight, two moments, kept gradient
+        memory = FakeMemory(engine, other=1 << 16)
+        budget = int((memory.peak() + 9.5 * record) / 0.98)
+        engine.fill_memory(memory, budget)
+        for batches in task.batches():
+            run.losses.append(train_step(model, optimizer, batches))
+            run.norms.append(optimizer.total_norm or 0.0)
+            homes.append(sum(engine.homes))
+        assert homes[:2] == [0, 0]
+        assert 8 <= homes[-1] <= 9
+        assert memory.peak() <= budget
         run.weights = weights_of(model)
     assert_follows(run, plain_run(task))

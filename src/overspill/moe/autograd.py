@@ -146,13 +146,15 @@ def _forward(
     layer_pass: LayerPass,
     keep: bool,
 ) -> Tensor:
-    compute, dispatcher = engine.compute, engine.compute.dispatcher
     if engine.can_train:
         engine.training.check_forward(layer_pass.layer)
     # in a recomputation the layers that come next are those below
     phase = Phase.BACKWARD if _recomputing() else Phase.FORWARD
+    if phase is Phase.FORWARD:
+        engine.begin_pass(layer_pass.layer, len(x_TD))
+    compute = engine.compute
     compute.enter_forward(layer_pass, expert_ids_TK, phase, keep)
-    on_cpu = compute.cpu_forward(layer_pass, x_TD)
+    dispatcher, on_cpu = compute.dispatcher, compute.cpu_forward(layer_pass, x_TD)
     n_rows = layer_pass.rows.n_rows
     y_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
     if keep:

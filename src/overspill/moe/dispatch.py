@@ -72,6 +72,9 @@ class Dispatcher(Protocol):
         With `may_resort` the rows may be sorted anew by `sort`; with `unsorted` too, only the first
         call of `sort` sorts them."""
 
+    def count(self, order: RowOrder) -> None:
+        """Lets the host know the rows of each expert, if it does not yet."""
+
     def sort(self, order: RowOrder, last: frozenset[int]) -> None:
         """Sorts the rows by expert; those of the experts `last` come after all others."""
 
@@ -113,8 +116,12 @@ class LocalDispatcher:
         order.sorted = Permutation.build(expert_ids_TK, self._n_experts)
         order.expert_ids_TK = expert_ids_TK if may_resort else None
         if need_counts or drops:
-            order.counts = to_host(order.sorted.counts_E).tolist()
+            self.count(order)
         return order
+
+    def count(self, order: RowOrder) -> None:
+        if order.counts is None:
+            order.counts = to_host(order.permutation.counts_E).tolist()
 
     def _count(self, order: RowOrder, expert_ids_TK: Tensor) -> None:
         if order.n_rows <= _FEW_ROWS:

@@ -28,6 +28,7 @@ from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.memory_limit import MEMORY_LIMITS
 from overspill.moe.records import ExpertRecords
+from overspill.moe.residency import CudaMemory, DeviceMemory, Residency
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
@@ -64,6 +65,7 @@ class Engine:
         self._progress = progress
         self._costs = costs
         self._streaming: Streaming | None = None
+        self._residency: Residency | None = None
         self._gradients: ExpertGradients | None = None
         self._training: TrainingStep | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
@@ -239,7 +241,7 @@ class Engine:
 
     def switch(self, settings: Settings) -> None:
         """Turns techniques on or off between steps, to measure what each gains."""
-        for name in ("max_rows", "threads", "inject", "cpu_policy"):
+        for name in ("max_rows", "threads", "inject", "cpu_policy", "residency"):
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
         self.flush()
@@ -312,6 +314,26 @@ class Engine:
     def limit_memory(self, budget: int) -> None:
         """Limits what torch allocates on the device to the budgets of all engines."""
         MEMORY_LIMITS.set(self, self.device, budget)
+        if self._settings.residency and self.device.type == "cuda":
+            self.fill_memory(CudaMemory(self.device), budget)
+
+    def fill_memory(self, memory: DeviceMemory, budget: int) -> None:
+        """From now on lets as many experts live on the device as `budget` allows."""
+        self._residency = Residency(
+            memory,
+            budget,
+            len(self._store.entries),
+            lambda: self._homes.expert_bytes,
+            lambda count: self.set_homes(spread_homes(count, self.n_layers, self.experts.n_local)),
+        )
+
+    def begin_pass(self, layer: int, tokens: int) -> None:
+        """A forward through a layer begins. Between two steps the first layer's is the time to
+        move experts."""
+        if self._residency is None or layer != 0:
+            return
+        if self._training is None or not self._training.has_gradients:
+            self._residency.before_pass(tokens, sum(self._store.homes))
 
     def close(self) -> None:
         """Ends all threads and frees the memory; the experts are gone. A pass in another thread

@@ -19,6 +19,9 @@ class Settings:
     resident_share: float = 0.25
     """Share of the GPU slots that keep the busiest experts of the last step while experts are
     trained; 0 turns it off."""
+    residency: bool = False
+    """After the first batches, let as many experts live on the GPU as its memory allows; before a
+    larger batch some leave it again."""
     overlap_updates: bool = True
     """Update an expert as soon as its gradient is complete, while backward goes on."""
     overlap_uploads: bool = True

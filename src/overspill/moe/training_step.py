@@ -121,7 +121,7 @@ class TrainingStep:
         replaces = self._rule is not None
         self._rule = weakref.ref(rule)
         self._sink.attach(state_dtype, rule.keep_gradients)
-        dropped = self._has_gradients()
+        dropped = self.has_gradients
         if replaces:
             self._give_up()
             self._expected = [0] * len(self._steps)
@@ -321,7 +321,7 @@ class TrainingStep:
 
     def _check_unchanged(self, rule: UpdateRule) -> None:
         """Dense parameters use the numbers at step(), experts those at backward."""
-        if self._has_gradients() and self._keeps != rule.keep_gradients:
+        if self.has_gradients and self._keeps != rule.keep_gradients:
             raise OrderError(
                 "clipping (or overlap_updates) was switched between backward and step(); switch it "
                 "after step()"
@@ -389,7 +389,7 @@ class TrainingStep:
         self._check_droppable()
         self._without_rule.clear()
         self._used.clear()
-        if self._has_gradients():
+        if self.has_gradients:
             self.discard()
 
     @_exclusive
@@ -437,7 +437,9 @@ class TrainingStep:
                 "during backward, the rest was not; call opt.step() first"
             )
 
-    def _has_gradients(self) -> bool:
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this step has gradients or updates already."""
         return any(state is not LayerState.EMPTY for state in self._states)
 
     def _forget(self) -> None:

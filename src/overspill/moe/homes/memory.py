@@ -88,6 +88,13 @@ class DeviceHomes:
         return new
 
     @property
+    def expert_bytes(self) -> int:
+        """What one expert needs here."""
+        states = sum(s.dtype.itemsize for s in self.layout.sections) if self._has_states else 0
+        weights = self.layout.dtype.itemsize * (2 if self._has_grads else 1)
+        return self.layout.shape.numel * (weights + states)
+
+    @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 

@@ -135,6 +135,7 @@ class StreamingCompute(ExpertCompute):
 
     def enter_backward(self, layer_pass: LayerPass) -> None:
         self._store.lifetime.check()
+        self.dispatcher.count(layer_pass.rows)  # all experts may have been at home in forward
         self._allow_split(layer_pass, sortable=layer_pass.rows.expert_ids_TK is not None)
         self._enter(layer_pass, Phase.BACKWARD)
         self.trace.enter_experts()
