@@ -214,8 +214,8 @@ class Run:
             subject.new_optimizer()
             subject.zero_grad(op)
             subject.optimizer.state_dict()  # refused if the old one has updated experts
-        elif name == "switch":
-            subject.switch(op)
+        elif name in ("switch", "move"):
+            getattr(subject, name)(op)
         else:
             observed: Values = getattr(subject, name)(op)
             return observed
@@ -251,6 +251,8 @@ class Run:
             oracle.new_optimizer()
             oracle.zero_grad()
             self.rules.ended()
+        elif name == "move":
+            pass  # changes nothing that a user sees
         elif name == "switch":
             self.rules.overlap_updates = self.subject.settings.overlap_updates
         else:

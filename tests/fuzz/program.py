@@ -60,6 +60,8 @@ class Case:
     mode: str = "host"
     slots: int | None = 2
     host_slots: int | None = None
+    at_home: float = 0.0
+    """Share of the experts whose home is the compute device."""
     clip: float | None = None
     frozen: bool = False
     """All experts are frozen, and the CPU computes some of them."""
@@ -119,6 +121,7 @@ def _case(rng: random.Random) -> Case:
         mode=mode,
         slots=None if mode == "gpu" else rng.choice((2, 2, 3, 5, 12)),
         host_slots=rng.choice((2, 3, 5, 9)) if mode == "disk" else None,
+        at_home=rng.choice((0.0, 0.0, 0.3, 0.6)),
         clip=rng.choice((None, None, 0.5, 1e-3)),
         frozen=frozen,
         delays=rng.randrange(1000) if rng.random() < 0.3 else None,
@@ -129,7 +132,7 @@ def _case(rng: random.Random) -> Case:
 _SINGLE = (
     "forward", "backward", "accumulate", "retain", "inputs", "grad", "drop", "step", "zero_grad",
     "model_zero_grad", "evaluate", "logits", "snapshot", "restore", "save", "load", "freeze",
-    "unfreeze", "freeze_dense", "new_optimizer", "set_lr", "switch", "poison",
+    "unfreeze", "freeze_dense", "new_optimizer", "set_lr", "switch", "move", "poison",
 )  # fmt: skip
 
 _PHRASES: tuple[tuple[int, str], ...] = (
@@ -160,6 +163,7 @@ _PHRASES: tuple[tuple[int, str], ...] = (
     (1, "freeze_dense"),
     (1, "set_lr"),
     (1, "switch"),
+    (3, "move"),
     (2, "?"),
     (1, "? ? ?"),
 )

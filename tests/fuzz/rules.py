@@ -71,6 +71,8 @@ class Rules:
             graph = self.graphs[op.graph]
             second = any(self.layers[layer] in ("kept", "updated") for layer in graph.trained)
             return graph.stale or second or bool(graph.used and graph.trained)
+        if op.name == "move":
+            return self.layers != ["empty"] * self.case.n_layers
         if op.name == "step":
             return self.poisoned or (self.updated and self.lr_changed)
         # experts that were updated during backward are ahead of the rest

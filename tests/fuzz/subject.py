@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import random
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Subject(Side):
                 if name.endswith(("w_in", "w_out", "gate_up_proj", "down_proj")):
                     parameter.requires_grad_(False)
         options: dict[str, Any] = {"mode": case.mode, "slots": case.slots}
+        options["gpu_experts"] = int(case.at_home * case.n_layers * case.n_experts)
         if case.mode == "disk":
             options.update(host_slots=case.host_slots, disk=folder / "spill")
         settings = dict(case.settings, inject=faults.inject)
@@ -102,6 +104,14 @@ class Subject(Side):
         flipped = not getattr(self.settings, name)
         self.settings = dataclasses.replace(self.settings, **{name: flipped})
         self.engine.switch(self.settings)
+
+    def move(self, op: Op) -> None:
+        """Gives some experts of each layer another home."""
+        rng = random.Random(7 * op.batch + op.layer)
+        most = self.case.n_experts
+        fixed = {0: 0, 1: most}.get(op.batch)
+        layers = range(self.case.n_layers)
+        self.engine.set_homes([rng.randint(0, most) if fixed is None else fixed for _ in layers])
 
     # -- states -----------------------------------------------------------------------------
 

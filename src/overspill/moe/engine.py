@@ -100,12 +100,12 @@ class Engine:
                 settings.max_rows or placement.max_rows,
                 settings.waves,
             )
-            self._stream_if_needed()
+            self._stream_if_needed(placement.homes)
             undo.pop_all()
 
-    def _stream_if_needed(self) -> None:
+    def _stream_if_needed(self, at_home: int) -> None:
         """Experts that are not at home on the device need slots and threads."""
-        if self._streaming is None and sum(self._store.homes) < len(self._store.entries):
+        if self._streaming is None and at_home < len(self._store.entries):
             self._streaming = Streaming(
                 self._store,
                 self._homes,
@@ -201,20 +201,19 @@ class Engine:
             if self._training is not None:
                 self._training.check_no_gradients("the homes of experts cannot be changed")
             self.flush()
+            self._store.recount_slots()  # another move may have been interrupted
             before = self.homes
             leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
-            arriving = sum(max(0, new - old) for old, new in zip(before, counts, strict=True))
             self._make_room(self._store.missing_slots(leaving))
+            self._stream_if_needed(sum(counts))
             for layer, count in enumerate(counts):  # first those that leave: they make room
                 if count < before[layer]:
                     self.records.move_to_host(layer, count)
             for layer, count in enumerate(counts):
                 if count > before[layer]:
                     self.records.move_to_device(layer, count)
-            if leaving or arriving:
-                self._stream_if_needed()
-                if self._streaming is not None:
-                    self._streaming.homes_changed()
+            if self._streaming is not None and counts != before:
+                self._streaming.homes_changed()
 
     def _make_room(self, missing: int) -> None:
         if missing == 0:
@@ -273,7 +272,6 @@ class Engine:
     def check_conserved(self) -> None:
         """When idle: every slot and buffer is accounted for."""
         self.flush()
-        assert [len(layer.weights) for layer in self._homes.layers] == self._store.homes
         self._store.check_conserved()
         if self._streaming is not None:
             self._streaming.check_conserved()

@@ -164,8 +164,7 @@ class ExpertRecords:
                 for name, state in records.states.items():
                     state[position].copy_(self.layout.state(memory, name))
         self._homes.wait()  # the host slots are given to others
-        for position in range(before, count):
-            self._store.leave_host(self._store.at(layer, position))
+        self._store.leave_host(layer, count)
 
     def move_to_host(self, layer: int, count: int) -> None:
         """Leaves the device as the home of only the first `count` experts of a layer. While nothing

@@ -4,7 +4,7 @@ and the lock that guards them. Every change of an entry is a method here."""
 
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -46,13 +46,13 @@ class ExpertStore(WorkerSync):
         disk: Path | None = None,
         progress: Progress | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
-        homes: Sequence[int] | None = None,
+        homes: list[int] | None = None,
     ) -> None:
         self.layout = layout
         self.pinned = pinned
         self.experts = experts
         self.n_layers = n_layers
-        self.homes = list(homes) if homes is not None else [0] * n_layers
+        self.homes = homes if homes is not None else [0] * n_layers
         """Experts of each layer at home on the compute device: the first ones."""
         count = n_layers * experts.n_local - sum(self.homes)
         self.home_slots = min(home_slots, count)
@@ -304,6 +304,10 @@ class ExpertStore(WorkerSync):
     def recount_slots(self) -> None:
         """After an interrupt: the entries say which slots are free."""
         with self.lock:
+            for layer, count in enumerate(self.homes):
+                for entry in self.layer_entries(layer)[:count]:
+                    entry.host_slot = entry.disk_slot = entry.upload = None
+                    entry.valid = entry.dirty = Part(0)
             in_host = [entry for entry in self.entries if entry.host_slot is not None]
             on_disk = [entry for entry in self.entries if entry.disk_slot is not None]
             held = {entry.host_slot for entry in in_host}
@@ -335,20 +339,12 @@ class ExpertStore(WorkerSync):
 
     # -- homes on the compute device, changed while nothing is transferred ----------------------
 
-    def leave_host(self, entry: Entry) -> None:
-        """The home of the expert, the first streamed one of its layer, is the compute device now.
-        Its host slot and its disk slot are free."""
+    def leave_host(self, layer: int, count: int) -> None:
+        """The home of the first `count` experts of a layer is the compute device now: their host
+        slots and disk slots are free."""
         with self.lock:
-            layer = entry.id.layer
-            assert self.position(entry) == self.homes[layer]
-            self.homes[layer] += 1
-            if entry.host_slot is not None:
-                self._free_slots.append(entry.host_slot)
-            if entry.disk_slot is not None:
-                self._free_records.append(entry.disk_slot)
-            self._cached.discard(entry)
-            entry.host_slot = entry.disk_slot = entry.upload = None
-            entry.valid = entry.dirty = Part(0)
+            self.homes[layer] = count
+            self.recount_slots()
 
     def enter_host(self, entry: Entry, fills: Mapping[Part, Callable[[Tensor], None]]) -> None:
         """The expert, the last one of its layer at home on the device, gets a host slot or a disk
@@ -360,19 +356,19 @@ class ExpertStore(WorkerSync):
                 slot = self._free_slots[-1]
                 for part, fill in fills.items():
                     fill(self.slabs[part][slot])
-                self._free_slots.pop()
-                entry.host_slot = slot
-                entry.valid = Part(sum(self.slabs))
+                entry.host_slot, entry.valid = slot, Part(sum(self.slabs))
+                free = self._free_slots
             else:
                 record = self._free_records[-1]
                 for part, fill in fills.items():
                     scratch = self._scratch(part)
                     fill(scratch)
                     self.files[part].write(record, scratch)
-                self._free_records.pop()
                 entry.disk_slot = record
+                free = self._free_records
             entry.version += 1
-            self.homes[layer] -= 1
+            self.homes[layer] -= 1  # until now it was on the device, whatever came
+            free.pop()
 
     def _spare_host_slot(self) -> bool:
         """Whether an expert can get a host slot for good: those on disk need some."""

@@ -85,7 +85,7 @@ class HomeGradients:
     def _numbers(self, layer: int) -> range:
         """The experts of a layer at home on the device."""
         first = layer * self._n_local
-        return range(first, first + len(self._homes.layers[layer].weights))
+        return range(first, first + self._homes.counts[layer])
 
     def _note_squares(self, layer: int) -> None:
         """step() checks kept gradients that are used once others were: no wait for the device."""

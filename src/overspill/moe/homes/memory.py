@@ -40,10 +40,12 @@ class DeviceHomes:
     """The first `counts[layer]` experts of each layer have their home on the compute device: their
     weights and optimizer states are there and nowhere else.
 
-    The experts of a layer are adjacent in memory, so that they compute and are updated as one.
+    The experts of a layer are adjacent in memory, so that they compute and are updated as one. The
+    store changes `counts`; there may be memory for more experts than have their home here.
     """
 
     def __init__(self, counts: Sequence[int], layout: RecordLayout, device: torch.device) -> None:
+        self.counts = counts
         self.layout = layout
         self.device = device
         self._has_states = False

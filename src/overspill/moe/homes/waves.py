@@ -14,14 +14,15 @@ def home_waves(
     """The experts of a layer at home on the device. Without counts they are the whole layer, and
     one wave; without `grouped` every expert is a wave of its own."""
     rows, counts = layer_pass.rows, layer_pass.rows.counts
-    weights = homes.layers[layer_pass.layer].weights
+    count = homes.counts[layer_pass.layer]
+    weights = homes.layers[layer_pass.layer].weights[:count]
     if counts is None:
-        yield Wave(0, len(weights), 0, rows.n_rows, weights, rows.ends_E, None)
+        yield Wave(0, count, 0, rows.n_rows, weights, rows.ends_E, None)
         return
     starts = [0, *itertools.accumulate(counts)]
     pending = [
         Candidate(position, position, starts[position], counts[position], True, True)
-        for position in range(len(weights))
+        for position in range(count)
         if counts[position]
     ]
     while pending:

@@ -20,16 +20,20 @@ class SlotPlan:
     """The planned content of the GPU slots. Used under the store's lock."""
 
     def __init__(self, n_local: int, homes: Sequence[int], placement: Placement) -> None:
-        """`homes` are the experts of each layer at home on the device, which need no slots; after a
-        change of it `reset` must be called."""
+        """`homes` are the experts of each layer at home on the device, which need no slots."""
         self.n_local = n_local
         self._homes = homes
         self._placement = placement
-        self.reset()
+        self._reset()
 
-    def reset(self) -> None:
-        """Plans anew, with all slots empty."""
+    def refresh(self) -> None:
+        """Before a pass: plans anew if the homes have changed."""
+        if list(self._homes) != self._planned_for:
+            self._reset()
+
+    def _reset(self) -> None:
         placement = self._placement
+        self._planned_for: list[int] = []  # until the plan is complete
         streamed = max(1, self.n_local - min(self._homes))
         self.bank_size = bank_size(placement.banked, streamed)
         n_banks = placement.banked // self.bank_size
@@ -38,6 +42,7 @@ class SlotPlan:
         self._residents: dict[LayerPosition, int] = {}
         self._slots: dict[int, dict[int, int]] = {}  # by layer; cleared when an expert moves
         self._resident_slots = range(n_banks * self.bank_size, placement.slots)
+        self._planned_for = list(self._homes)
 
     def positions(self, layer: int, part: int) -> range:
         """The experts in a part of a layer."""

@@ -89,7 +89,6 @@ class Streaming:
     def homes_changed(self) -> None:
         """Between steps: other experts are streamed now."""
         with self._store.lock:
-            self.compute.plan.reset()
             self.compute.uploader.set_targets([])
             self._store.request_transfers()
 

@@ -54,6 +54,8 @@ class Waves:
     def of(self, layer_pass: LayerPass, phase: Phase, limits: WaveLimits) -> Iterator[Wave]:
         """A layer's experts, wave by wave; compute one before asking for the next."""
         self._follow_stream()
+        with self._store.lock:
+            self._plan.refresh()
         layer, counts = layer_pass.layer, layer_pass.device_counts
         ends_E = layer_pass.rows.ends_E
         starts = [0, *itertools.accumulate(counts)]
