@@ -1,5 +1,6 @@
 """Homes on the compute device: experts move there and back between steps, and no bit changes."""
 
+import copy
 import dataclasses
 import random
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import overspill
 from overspill.core.errors import BudgetError, ConfigError, OrderError
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
+from tests.interrupts import calls_of, interrupted, spread
 from tests.moe.oracle import (
     N_EXPERTS,
     Run,
@@ -238,3 +240,33 @@ def test_memory_is_filled_after_the_first_steps(where: str, tmp_path: Path) -> N
         assert memory.peak() <= budget
         run.weights = weights_of(model)
     assert_follows(run, plain_run(task))
+
+
+@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])
+def test_an_interrupt_anywhere_in_a_move_loses_nothing(where: str, tmp_path: Path) -> None:
+    task = Task(n_layers=2, steps=1)
+    model, (tokens,) = task.model(), next(task.batches())
+    with spilled(model, where, tmp_path, host_memory="2GiB") as engine:
+        optimizer = adamw(model, task)
+        train_step(model, optimizer, [tokens])
+        weights, states = weights_of(model), copy.deepcopy(states_of(optimizer))
+        with torch.no_grad():
+            expected = loss_of(model, tokens).item()
+        for counts in ([4, 1], [0, 3], [5, 5], [0, 0]):
+            before = engine.homes
+
+            def move(counts: list[int] = counts, before: list[int] = before) -> None:
+                engine.set_homes(before)
+                engine.set_homes(counts)
+
+            for at in spread(calls_of(move), 8):
+                interrupted(move, at)
+                with torch.no_grad():
+                    assert loss_of(model, tokens).item() == pytest.approx(expected, rel=1e-6)
+            move()
+            engine.check_conserved()
+            assert engine.homes == counts
+        assert_same_bits(Run(weights=weights_of(model)), Run(weights=weights))
+        for number, found in states_of(optimizer).items():
+            for name, value in found.items():
+                torch.testing.assert_close(value, states[number][name], rtol=0, atol=0)

@@ -201,19 +201,21 @@ class Engine:
             if self._training is not None:
                 self._training.check_no_gradients("the homes of experts cannot be changed")
             self.flush()
-            self._store.recount_slots()  # another move may have been interrupted
             before = self.homes
             leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
             self._make_room(self._store.missing_slots(leaving))
             self._stream_if_needed(sum(counts))
-            for layer, count in enumerate(counts):  # first those that leave: they make room
-                if count < before[layer]:
-                    self.records.move_to_host(layer, count)
-            for layer, count in enumerate(counts):
-                if count > before[layer]:
-                    self.records.move_to_device(layer, count)
-            if self._streaming is not None and counts != before:
-                self._streaming.homes_changed()
+            try:
+                for layer, count in enumerate(counts):  # first those that leave: they make room
+                    if count < before[layer]:
+                        self.records.move_to_host(layer, count)
+                for layer, count in enumerate(counts):
+                    if count > before[layer]:
+                        self.records.move_to_device(layer, count)
+            finally:  # also after an interrupt
+                self._store.recount_slots()
+                if self._streaming is not None:
+                    self._streaming.homes_changed()
 
     def _make_room(self, missing: int) -> None:
         if missing == 0:
