@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import random
+from collections.abc import Generator
 from pathlib import Path
 
 # Before torch loads OpenMP: threads that spin while they wait take the cores from other workers.
@@ -43,6 +44,17 @@ def pytest_collection_finish() -> None:
     `gc.collect()` of a test would take a fifth of a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """And what was imported by the tests of a file, such as the models of transformers."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
