@@ -1,4 +1,4 @@
-"""Runs without a picture of their losses: it takes longer than training a tiny model."""
+"""Commands without their pictures: drawing one takes longer than training a tiny model."""
 
 import pytest
 
@@ -11,4 +11,5 @@ def pictures() -> None:
 @pytest.fixture(autouse=True)
 def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("overspill.train.loop.draw_loss", lambda *args: None)
+        for draw in ("overspill.train.loop.draw_loss", "overspill.probe.picture.draw_costs"):
+            monkeypatch.setattr(draw, lambda *args: None)
