@@ -160,7 +160,7 @@ def test_delayed_transfers_and_updates_change_no_bit(
 @pytest.mark.parametrize("kind", ["upload", "download", "optimizer", "ssd read", "ssd write"])
 def test_one_kind_of_job_with_long_delays_changes_no_bit(kind: str, tmp_path: Path) -> None:
     task = Task(micro_batches=2, n_layers=2, steps=3)
-    settings = Settings(inject=delays(seed=1, longest=0.02, only=kind))
+    settings = Settings(inject=delays(seed=1, longest=0.01, only=kind))
     run = spilled_run(task, "disk behind 9 host slots", tmp_path, settings)
     assert_same_bits(run, quiet_run(task))
 
@@ -205,7 +205,7 @@ def test_bf16_weights_have_an_fp32_master(
     where: str, clip: float | None, state_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     # At this rate many updates are below half a digit of bf16. Tried on plain PyTorch without
-    # masters, the losses are off by 3e-3 and the norms by 3e-2.
+    # masters, the losses are off by 4e-3 and the norms by 4e-2.
     task = Task(dtype=torch.bfloat16, clip=clip, steps=24, lr=2e-3, n_layers=1)
     expected = plain_bf16(task)
     model = task.model()

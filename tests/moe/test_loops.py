@@ -54,7 +54,7 @@ def test_evaluation_between_steps_changes_no_bit(where: str, tmp_path: Path) -> 
 def test_two_forwards_and_one_backward(
     where: str, checkpoint: bool, clip: float | None, tmp_path: Path
 ) -> None:
-    task = Task(micro_batches=2, steps=3, checkpoint=checkpoint, clip=clip, top_k=1)
+    task = Task(micro_batches=2, steps=2, checkpoint=checkpoint, clip=clip, top_k=1)
 
     def two(model: GPTMoE, optimizer: torch.optim.Optimizer) -> Run:
         run = Run()
@@ -167,7 +167,7 @@ def test_gradients_of_other_tensors_leave_the_experts_alone(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
     """`autograd.grad` and `backward(inputs=...)` name what they want gradients of."""
-    task = Task(steps=3, clip=clip)
+    task = Task(steps=2, clip=clip)
     model, run = task.model(), Run()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)

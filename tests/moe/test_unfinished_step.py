@@ -59,7 +59,7 @@ def test_a_new_optimizer_drops_an_unfinished_step(
 ) -> None:
     """It trains as on a model that was just loaded, without a gradient of the old one. If experts
     were updated during the unfinished backward, the user decides how to go on."""
-    task = Task(n_layers=2, steps=3, clip=clip)
+    task = Task(n_layers=2, steps=2, clip=clip)
     model = task.model()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)
