@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import random
+from collections.abc import Generator
 from pathlib import Path
 
 # Before torch loads OpenMP: threads that spin while they wait take the cores from other workers.
@@ -12,23 +13,30 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy
 import pytest
-import torch
 
-# Tiny tensors gain nothing from threads: on busy cores two threads took five times as long as one.
-torch.set_num_threads(1)
 
-# Without a GPU, Triton kernels run in its interpreter, which it chooses when it is imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+@pytest.hookimpl(tryfirst=True)  # an option may name another profile of Hypothesis
+def pytest_configure(config: pytest.Config) -> None:
+    """Not in the process that starts the workers of `-n`: they would wait for its imports."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
 
-# GPU machines may have pytest alone; the property tests are then skipped by their own imports.
-with contextlib.suppress(ModuleNotFoundError):
-    from hypothesis import settings
+    # Tiny tensors gain nothing from threads: on busy cores two took five times as long as one.
+    torch.set_num_threads(1)
 
-    # No deadline: the first call into torch takes as long as a hundred others. Derandomized: the
-    # same tree gives the same verdict twice.
-    settings.register_profile("overspill", deadline=None, derandomize=True)
-    settings.load_profile("overspill")
+    # Without a GPU, Triton kernels run in its interpreter, which it chooses when it is imported.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+    # GPU machines may have pytest alone; property tests are then skipped by their own imports.
+    with contextlib.suppress(ModuleNotFoundError):
+        from hypothesis import settings
+
+        # No deadline: the first call into torch takes as long as a hundred others. Derandomized:
+        # the same tree gives the same verdict twice.
+        settings.register_profile("overspill", deadline=None, derandomize=True)
+        settings.load_profile("overspill")
 
 
 def pytest_collection_finish() -> None:
@@ -38,7 +46,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """And what was imported by the tests of a file, such as the models of transformers."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here")
@@ -63,6 +84,8 @@ def measured_roughly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Every test starts from the same random state; ask for `seed` to derive more from it."""
+    import torch
+
     value = 1234
     random.seed(value)
     numpy.random.seed(value)

@@ -1,10 +1,13 @@
 """The benchmark against DeepSpeed pairs both sides by round and survives a side that fails."""
 
 import json
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,20 +31,39 @@ def line(side: str, seconds: float, **changes: Any) -> str:
     return json.dumps({"measurement": {**fields, **changes}}) + "\n"
 
 
-def benchmark(folder: Path, lines: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    file = folder / "measurements.jsonl"
-    file.write_text("".join(lines))
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def benchmark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Ended]]:
+    """Runs the script in this process: another one would import torch again."""
     script = str(ROOT / "bench" / "peers" / "deepspeed.py")
-    paths = ["--measurements", str(file), "--out", str(folder / "out")]
-    return subprocess.run(
-        [sys.executable, script, *paths, *arguments],
-        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-    )
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", ["replaced by the script", *sys.path])
+
+    def run(lines: list[str], *arguments: str) -> Ended:
+        file = tmp_path / "measurements.jsonl"
+        file.write_text("".join(lines))
+        paths = ["--measurements", str(file), "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", [script, *paths, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(script, run_name="__main__")
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    yield run
+    for name in set(sys.modules) - before:  # "train", for example, may be another module elsewhere
+        if str(ROOT / "bench") in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
 
 
-def test_ratios_compare_the_two_sides_of_a_round(tmp_path: Path) -> None:
+def test_ratios_compare_the_two_sides_of_a_round(
+    tmp_path: Path, benchmark: Callable[..., Ended]
+) -> None:
     lines = [
         *(line("overspill", 1.0), line("deepspeed", 2.0)),
         *(line("overspill", 1.0, round=1), line("deepspeed", 3.0, round=1)),
@@ -51,8 +73,8 @@ def test_ratios_compare_the_two_sides_of_a_round(tmp_path: Path) -> None:
         line("overspill", 1.0, batch=64),  # never measured for the peer
         *(line(side, 1.0, mode="gpu", clip=False) for side in ("overspill", "deepspeed")),
     ]
-    done = benchmark(tmp_path, lines, "--rounds", "0")
-    assert done.returncode == 0, done.stderr
+    done = benchmark(lines, "--rounds", "0")
+    assert done.status == 0, done.err
     record = json.loads((tmp_path / "out" / "train-w1-vs-deepspeed.json").read_text())
     ratios = {key: value for key, value in record["metrics"].items() if value["unit"] == "×"}
     assert next(iter(record["metrics"])) == "ratio_16_clip"
@@ -68,22 +90,26 @@ def test_ratios_compare_the_two_sides_of_a_round(tmp_path: Path) -> None:
     assert first["times as fast (low–high)"] == "3.00 (2.00–4.00)"
 
 
-def test_a_side_that_fails_is_told_and_the_rest_is_recorded(tmp_path: Path) -> None:
+def test_a_side_that_fails_is_told_and_the_rest_is_recorded(
+    tmp_path: Path, benchmark: Callable[..., Ended]
+) -> None:
     peer = tmp_path / "site"
     peer.mkdir()
     (peer / "deepspeed.py").write_text("raise ImportError('broken peer')")
     lines = [line("overspill", 1.0), line("deepspeed", 2.0)]
     child = ["--sides", "deepspeed", "--rounds", "1", "--peer-path", str(peer)]
-    done = benchmark(tmp_path, lines, *child)
-    assert done.returncode == 1
-    assert "[deepspeed] ImportError: broken peer" in done.stdout
-    assert "failed: deepspeed, offload, round 1: exit code 1" in done.stderr
+    done = benchmark(lines, *child)
+    assert done.status == 1
+    assert "[deepspeed] ImportError: broken peer" in done.out
+    assert "failed: deepspeed, offload, round 1: exit code 1" in done.err
     assert (tmp_path / "out" / "train-w1-vs-deepspeed.json").exists()
 
 
-def test_no_child_starts_without_time_and_no_record_without_the_headline(tmp_path: Path) -> None:
-    done = benchmark(tmp_path, [line("overspill", 1.0)], "--budget-s", "1")
-    assert done.returncode == 1
-    assert done.stdout.count("not started") == 4
-    assert "the headline lacks a pair" in done.stderr
+def test_no_child_starts_without_time_and_no_record_without_the_headline(
+    tmp_path: Path, benchmark: Callable[..., Ended]
+) -> None:
+    done = benchmark([line("overspill", 1.0)], "--budget-s", "1")
+    assert done.status == 1
+    assert done.out.count("not started") == 4
+    assert "the headline lacks a pair" in done.err
     assert not (tmp_path / "out").exists()

@@ -165,7 +165,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     length = time.monotonic() - began
     moments, killed = random.Random(3), 0
     out = tmp_path / "killed"
-    for _ in range(3):
+    for _ in range(2):
         resume = ["--resume"] if out.exists() else []
         pid = forks.start([*_arguments(checkpoint, data, out, **changes), *resume], log)
         time.sleep(moments.uniform(0.3, 0.8) * length)

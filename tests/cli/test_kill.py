@@ -65,7 +65,7 @@ def _start(
 
 
 def test_a_killed_run_resumes_to_the_same_bits(forks: Forks, tmp_path: Path) -> None:
-    _kill_and_resume(forks, tmp_path, {}, rounds=2)
+    _kill_and_resume(forks, tmp_path, {}, rounds=1)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("little_effort")
 TINY = ["probe", "--d-model", "16", "--d-hidden", "32", "--threads", "1"]
 
 
+@pytest.mark.usefixtures("pictures")
 def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "costs.png"
     assert app([*TINY, "--gated", "--dtype", "fp32", "--picture", str(picture), "--json"]) == 0
@@ -51,6 +52,7 @@ def test_tables_are_printed_and_the_second_time_it_is_known(
     assert "cached" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_picture_lies_beside_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert app([*TINY, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

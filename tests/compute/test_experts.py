@@ -5,6 +5,7 @@ import torch
 
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
 from tests.compute.waves import LAYOUTS, N_EXPERTS, Case, by_autograd, by_waves, clamped_gate
+from tests.pairs import all_pairs
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -55,9 +56,10 @@ def test_bf16_waves_follow_float32_autograd(gated: bool) -> None:
     by_waves(case).assert_close(by_autograd(case.wide()), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("n_tokens", [41, 301])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("gated", "n_tokens", "dtype"),
+    all_pairs([False, True], [41, 301], [torch.float32, torch.bfloat16]),
+)
 def test_every_division_into_waves_gives_the_same_bits(
     gated: bool, n_tokens: int, dtype: torch.dtype
 ) -> None:

@@ -1,10 +1,9 @@
 """The runner gives the bits of the direct calls, whenever its token rows become ready."""
 
 import ctypes
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -242,48 +241,40 @@ def test_close_finishes_the_request_that_is_being_computed(flags: Flags, group: 
     assert torch.equal(out, compute(group).y)
 
 
-FORK = """
-import ctypes, os, sys, torch
-from overspill.compute.cpu_kernel import ExpertRows, kernel_forward
-from overspill.compute.runner import CpuRequest, Runner
-from overspill.core.errors import EngineError
-from overspill.core.experts import ExpertShape
+def test_a_forked_child_computes_with_a_runner_of_its_own(
+    runner: Runner, flags: Flags, group: Group
+) -> None:
+    """It has none of the native threads, neither of the runner nor of the direct calls."""
 
-shape = ExpertShape(64, 256, gated=False)
-record, x = torch.randn(shape.numel), torch.randn(4, 64)
-flags = torch.tensor([9, 0], dtype=torch.int32)
+    def forward(runner: Runner, number: int) -> torch.Tensor:
+        y, request = torch.empty_like(group.x), flags.request(number)
+        flags.set_ready(number)
+        runner.forward(group.x, y, group.experts, group.shape, 3, request)
+        assert runner.wait(request)
+        return y
 
-def forward(runner, number):
-    y = torch.empty_like(x)
-    ready = flags.data_ptr()
-    request = CpuRequest(ready, ready + 4, number, (ctypes.c_int64 * 2)())
-    runner.forward(x, y, [ExpertRows(record, 0, 4)], shape, 3, request)
-    assert runner.wait(request)
-    return y
+    def direct() -> torch.Tensor:
+        y = torch.empty_like(group.x)
+        kernel_forward(group.x, y, group.experts, group.shape, 3)
+        return y
 
-def direct():
-    y = torch.empty_like(x)
-    kernel_forward(x, y, [ExpertRows(record, 0, 4)], shape, 3)
-    return y
-
-runner = Runner()
-y = forward(runner, 1)
-assert torch.equal(direct(), y)
-child = os.fork()
-if child == 0:  # without the native threads
+    y = forward(runner, 1)
     assert torch.equal(direct(), y)
-    try:
-        forward(runner, 2)
-    except EngineError:
-        runner.close()
-        sys.exit(0 if torch.equal(forward(Runner(), 2), y) else 3)
-    sys.exit(4)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert torch.equal(forward(runner, 2), y)
-runner.close()
-"""
 
+    def child() -> None:
+        if not torch.equal(direct(), y):
+            os._exit(2)
+        try:
+            forward(runner, 2)
+        except EngineError:
+            runner.close()
+            os._exit(0 if torch.equal(forward(Runner(), 2), y) else 3)
+        os._exit(4)
 
-def test_a_forked_child_computes_with_a_runner_of_its_own() -> None:
-    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60, env=path)
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(30)
+    code = process.exitcode
+    process.kill()
+    assert code == 0, "it hangs" if code is None else f"exit code {code}"
+    assert torch.equal(forward(runner, 2), y)

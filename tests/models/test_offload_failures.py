@@ -24,6 +24,7 @@ from overspill.models.gpt import GPTMoE
 from tests.models.huggingface.families import make_batch, make_model
 from tests.models.huggingface.oracle import MODES, budgets
 from tests.models.huggingface.test_exactness import BY_NAME
+from tests.pairs import all_pairs
 
 CONFIG = GPTConfig(
     vocab=32, n_layers=2, d_model=16, d_hidden=16, n_heads=2, n_experts=4, top_k=2, max_seq=16
@@ -138,9 +139,10 @@ def spread(calls: int, count: int, offset: int) -> range:
     return range(1 + offset % stride, calls + 1, stride)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("name", ["gpt", "mixtral", "switch_transformers"])
+@pytest.mark.parametrize(
+    ("name", "failure", "mode"),
+    all_pairs(["gpt", "mixtral", "switch_transformers"], list(FAILURES), list(MODES)),
+)
 def test_a_model_whose_offload_fails_is_what_it_was(
     name: str, failure: str, mode: str, tmp_path: Path
 ) -> None:
@@ -253,7 +255,7 @@ def test_a_progress_function_that_fails_leaves_the_model_as_it_was(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failed_offload_frees_its_memory(mode: str, tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, d_model=256, d_hidden=768, n_experts=8)
+    config = dataclasses.replace(CONFIG, d_model=256, d_hidden=384, n_experts=8)
     model = GPTMoE(config, seed=1)
     experts = sum(p.nbytes for layer in model.moe_layers() for p in layer.expert_parameters())
 

@@ -26,13 +26,15 @@ from tests.moe.oracle import (
 )
 
 TASKS = {
-    "top-2 gated": Task(),
-    "clipped": Task(clip=0.5),
-    "accumulated": Task(top_k=1, gated=False, micro_batches=3),
-    "accumulated, clipped, checkpointed": Task(micro_batches=3, clip=0.5, checkpoint=True),
-    "checkpointed, every 2nd layer": Task(checkpoint=True, n_layers=4, moe_every=2),
-    "an expert without tokens": Task(starve=True, weight_decay=3.0),
-    "an expert without tokens, clipped": Task(starve=True, weight_decay=3.0, clip=0.5, top_k=1),
+    "top-2 gated": Task(steps=3),
+    "clipped": Task(clip=0.5, steps=3),
+    "accumulated": Task(top_k=1, gated=False, micro_batches=3, steps=3),
+    "accumulated, clipped, checkpointed": Task(micro_batches=3, clip=0.5, checkpoint=True, steps=3),
+    "checkpointed, every 2nd layer": Task(checkpoint=True, n_layers=4, moe_every=2, steps=3),
+    "an expert without tokens": Task(starve=True, weight_decay=3.0, steps=3),
+    "an expert without tokens, clipped": Task(
+        starve=True, weight_decay=3.0, clip=0.5, top_k=1, steps=3
+    ),
 }
 
 
@@ -45,7 +47,7 @@ def test_training_follows_plain_pytorch(name: str, where: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 host slots"])
 def test_a_long_run_follows_plain_pytorch(where: str, tmp_path: Path) -> None:
-    task = Task(steps=20)
+    task = Task(steps=15)
     assert_follows(spilled_run(task, where, tmp_path), plain_run(task))
 
 
@@ -89,10 +91,10 @@ def test_no_switch_changes_the_results(switch: str, where: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("task", "switch"),
     [
-        (Task(clip=0.5), "activations kept"),
-        (Task(), "waves off"),
-        (Task(), "updates not overlapped"),
-        (Task(micro_batches=3, clip=0.5, checkpoint=True), "updates not overlapped"),
+        (Task(clip=0.5, steps=3), "activations kept"),
+        (Task(steps=4), "waves off"),
+        (Task(steps=4), "updates not overlapped"),
+        (Task(micro_batches=3, clip=0.5, checkpoint=True, steps=3), "updates not overlapped"),
     ],
 )
 def test_switches_with_all_experts_on_the_device(task: Task, switch: str, tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_switches_with_all_experts_on_the_device(task: Task, switch: str, tmp_pa
 def test_an_expert_whose_rows_are_cut_into_pieces_learns_the_same(
     where: str, activations: str, tmp_path: Path
 ) -> None:
-    task = Task(top_k=1, clip=0.5, steps=4)
+    task = Task(top_k=1, clip=0.5, steps=3)
     # 36 tokens on 5 experts: some get more than 4 rows in every step
     run = spilled_run(task, where, tmp_path, Settings(activations=activations), max_rows=4)
     assert_follows(run, plain_run(task))
@@ -126,27 +128,28 @@ def quiet_run(task: Task) -> Run:
 
 @pytest.mark.parametrize("where", STREAMED)
 def test_where_an_expert_is_changes_no_bit(where: str, tmp_path: Path) -> None:
-    task = Task(micro_batches=2, clip=0.5, steps=4)
+    task = Task(micro_batches=2, clip=0.5, steps=3)
     run = spilled_run(task, where, tmp_path)
     assert_same_bits(run, quiet_run(task))
     assert_follows(run, plain_run(task))
 
 
 @pytest.mark.parametrize(
-    ("where", "task"),
+    ("where", "task", "threads"),
     [
-        ("host with 2 slots", Task()),
-        ("disk behind 3 host slots", Task()),
-        ("disk behind 9 host slots", Task()),
-        ("host with 5 slots", Task(clip=0.5, top_k=1)),
-        ("host with 12 slots", Task(micro_batches=2, checkpoint=True, steps=4)),
-        ("disk behind 9 host slots", Task(micro_batches=2, checkpoint=True, steps=4)),
-        ("disk behind 3 host slots", Task(micro_batches=2, clip=0.5, starve=True, steps=4)),
+        ("host with 2 slots", Task(steps=4), 1),
+        ("host with 2 slots", Task(steps=4), 3),
+        ("disk behind 3 host slots", Task(steps=4), 1),
+        ("disk behind 3 host slots", Task(steps=4), 3),
+        ("disk behind 9 host slots", Task(steps=4), 3),
+        ("host with 5 slots", Task(clip=0.5, top_k=1, steps=4), 1),
+        ("host with 12 slots", Task(micro_batches=2, checkpoint=True, steps=3), 3),
+        ("disk behind 9 host slots", Task(micro_batches=2, checkpoint=True, steps=3), 1),
+        ("disk behind 3 host slots", Task(micro_batches=2, clip=0.5, starve=True, steps=3), 3),
     ],
 )
-@pytest.mark.parametrize("threads", [1, 3])
 def test_delayed_transfers_and_updates_change_no_bit(
-    threads: int, task: Task, where: str, tmp_path: Path
+    where: str, task: Task, threads: int, tmp_path: Path
 ) -> None:
     settings = Settings(inject=delays(seed=len(where)), threads=threads)
     run = spilled_run(task, where, tmp_path, settings)
@@ -157,7 +160,7 @@ def test_delayed_transfers_and_updates_change_no_bit(
 @pytest.mark.parametrize("kind", ["upload", "download", "optimizer", "ssd read", "ssd write"])
 def test_one_kind_of_job_with_long_delays_changes_no_bit(kind: str, tmp_path: Path) -> None:
     task = Task(micro_batches=2, n_layers=2, steps=3)
-    settings = Settings(inject=delays(seed=1, longest=0.02, only=kind))
+    settings = Settings(inject=delays(seed=1, longest=0.01, only=kind))
     run = spilled_run(task, "disk behind 9 host slots", tmp_path, settings)
     assert_same_bits(run, quiet_run(task))
 
@@ -202,8 +205,8 @@ def test_bf16_weights_have_an_fp32_master(
     where: str, clip: float | None, state_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     # At this rate many updates are below half a digit of bf16. Tried on plain PyTorch without
-    # masters, the losses are off by 3e-3 and the norms by 3e-2.
-    task = Task(dtype=torch.bfloat16, clip=clip, steps=40, lr=1e-3, n_layers=1)
+    # masters, the losses are off by 4e-3 and the norms by 4e-2.
+    task = Task(dtype=torch.bfloat16, clip=clip, steps=24, lr=2e-3, n_layers=1)
     expected = plain_bf16(task)
     model = task.model()
     with spilled(model, where, tmp_path):

@@ -24,11 +24,12 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.pairs import all_pairs
 
 
 @pytest.mark.parametrize("where", WHERE)
 def test_evaluation_between_steps_changes_no_bit(where: str, tmp_path: Path) -> None:
-    task = Task(steps=4)
+    task = Task(steps=3)
     undisturbed = spilled_run(task, where, tmp_path)
     model, run = task.model(), Run()
     with spilled(model, where, tmp_path):
@@ -47,13 +48,13 @@ def test_evaluation_between_steps_changes_no_bit(where: str, tmp_path: Path) -> 
     assert_same_bits(run, undisturbed)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("where", "checkpoint", "clip"), all_pairs(ONE_OF_EACH, [False, True], [None, 0.5])
+)
 def test_two_forwards_and_one_backward(
     where: str, checkpoint: bool, clip: float | None, tmp_path: Path
 ) -> None:
-    task = Task(micro_batches=2, steps=3, checkpoint=checkpoint, clip=clip, top_k=1)
+    task = Task(micro_batches=2, steps=2, checkpoint=checkpoint, clip=clip, top_k=1)
 
     def two(model: GPTMoE, optimizer: torch.optim.Optimizer) -> Run:
         run = Run()
@@ -82,7 +83,7 @@ def test_two_forwards_and_one_backward(
 def test_a_graph_that_is_freed_without_backward_changes_nothing(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
-    task = Task(steps=4, clip=clip)
+    task = Task(steps=3, clip=clip)
     model, run = task.model(), Run()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)
@@ -123,7 +124,7 @@ def test_experts_are_updated_during_backward_once_no_other_graph_is_alive(
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_every_backward_may_be_under_accumulate(where: str, tmp_path: Path) -> None:
-    task = Task(micro_batches=2, steps=4)
+    task = Task(micro_batches=2, steps=3)
     model, run = task.model(), Run()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)
@@ -145,7 +146,7 @@ def test_every_backward_may_be_under_accumulate(where: str, tmp_path: Path) -> N
 def test_micro_batches_grouped_in_one_pass_learn_as_accumulated_ones(
     where: str, tmp_path: Path
 ) -> None:
-    task = Task(micro_batches=3, steps=4, clip=0.5)
+    task = Task(micro_batches=3, steps=3, clip=0.5)
     model, run = task.model(), Run()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)
@@ -166,7 +167,7 @@ def test_gradients_of_other_tensors_leave_the_experts_alone(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
     """`autograd.grad` and `backward(inputs=...)` name what they want gradients of."""
-    task = Task(steps=3, clip=clip)
+    task = Task(steps=2, clip=clip)
     model, run = task.model(), Run()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)

@@ -19,14 +19,17 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.pairs import all_pairs
 
 FP32, BF16 = torch.float32, torch.bfloat16
+DTYPES = list(product((FP32, BF16), repeat=2))
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    ("where", "clip", "dtype", "steps"),
+    all_pairs(ONE_OF_EACH, [None, 0.5], [FP32, BF16], [0, 1]),
+    ids=str,
+)
 def test_a_state_from_earlier_in_the_run_is_restored_to_the_bit(
     where: str, clip: float | None, dtype: torch.dtype, steps: int, tmp_path: Path
 ) -> None:
@@ -68,14 +71,9 @@ def test_the_first_state_is_restored_after_a_backward_without_step(
     assert_same_bits(run, expected)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (source, target)
-        for source, target in product(product((FP32, BF16), repeat=2), repeat=2)
-        if source != target
-    ],
+    ("where", "source", "target"),
+    all_pairs(ONE_OF_EACH, DTYPES, DTYPES, allowed=lambda where, source, target: source != target),
     ids=str,
 )
 def test_moments_are_converted_to_the_dtype_of_the_optimizer(

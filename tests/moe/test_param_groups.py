@@ -20,6 +20,7 @@ from tests.moe.oracle import (
     spilled,
     weights_of,
 )
+from tests.pairs import all_pairs
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 
@@ -70,14 +71,12 @@ def test_groups_by_dimension_decay_experts_as_in_the_plain_model(
     assert_follows(run, expected)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("at_first", [0, 1])
+@pytest.mark.parametrize(("where", "clip", "at_first"), all_pairs(ONE_OF_EACH, [None, 0.5], [0, 1]))
 def test_experts_that_are_unfrozen_later_learn_from_then_on(
     where: str, clip: float | None, at_first: int, tmp_path: Path
 ) -> None:
     """Of three layers, `at_first` are trained from the beginning."""
-    task = Task(steps=5, clip=clip)
+    task = Task(steps=4, clip=clip)
 
     def run(model: GPTMoE, make: Optimizer, **options: Any) -> Run:
         layers = model.moe_layers()

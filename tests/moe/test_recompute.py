@@ -32,6 +32,7 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.pairs import all_pairs
 
 
 def count_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, Phase]]:
@@ -94,7 +95,7 @@ def test_kept_activations_are_dropped_by_a_checkpoint_and_computed_again(
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_a_checkpoint_changes_no_bit(where: str, activations: str, tmp_path: Path) -> None:
-    task = Task(steps=3, micro_batches=2, clip=0.5)
+    task = Task(steps=2, micro_batches=2, clip=0.5)
     settings = Settings(activations=activations)
     kept = spilled_run(task, where, tmp_path, settings)
     model = task.model()
@@ -111,7 +112,7 @@ def _reentrant(model: GPTMoE) -> None:
 @pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize(
     ("task", "activations"),
-    [(Task(steps=4), "keep"), (Task(steps=4, micro_batches=2, clip=0.5, top_k=1), "recompute")],
+    [(Task(steps=3), "keep"), (Task(steps=3, micro_batches=2, clip=0.5, top_k=1), "recompute")],
     ids=["one", "accumulated"],
 )
 def test_reentrant_checkpoints_are_exact_too(
@@ -123,13 +124,16 @@ def test_reentrant_checkpoints_are_exact_too(
         assert_follows(train(model, adamw(model, task), task), plain_run(task))
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("kind", ["none", "not reentrant", "reentrant", "around all layers"])
+@pytest.mark.parametrize(
+    ("where", "clip", "kind"),
+    all_pairs(
+        ONE_OF_EACH, [None, 0.5], ["none", "not reentrant", "reentrant", "around all layers"]
+    ),
+)
 def test_two_forwards_and_one_backward_are_exact_under_every_checkpoint(
     where: str, clip: float | None, kind: str, tmp_path: Path
 ) -> None:
-    task = Task(n_layers=2, micro_batches=2, steps=3, clip=clip, checkpoint=kind == "not reentrant")
+    task = Task(n_layers=2, micro_batches=2, steps=2, clip=clip, checkpoint=kind == "not reentrant")
     model, run = task.model(), Run()
     if kind == "reentrant":
         _reentrant(model)
@@ -166,7 +170,7 @@ def test_a_graph_of_reentrant_checkpoints_that_is_freed_changes_nothing(
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_a_checkpoint_around_all_layers_is_exact(where: str, tmp_path: Path) -> None:
-    task = Task(steps=4, clip=0.5)
+    task = Task(steps=3, clip=0.5)
     model, run = task.model(), Run()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)
@@ -187,7 +191,7 @@ def test_experts_learn_where_their_inputs_need_no_gradient(
     activations: str, tmp_path: Path
 ) -> None:
     """Frozen dense weights: the gradient of the lowest layer ends in its experts."""
-    task = Task(steps=4)
+    task = Task(steps=3)
     plain, model = task.model(), task.model()
     for each in (plain, model):
         each.embedding.weight.requires_grad_(False)

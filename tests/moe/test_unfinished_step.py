@@ -26,6 +26,7 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.pairs import all_pairs
 
 
 class Interrupted(Exception):
@@ -49,15 +50,16 @@ def _interrupt(*_: object) -> None:
     raise Interrupted
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("how", ["complete", "accumulated", "failed"])
+@pytest.mark.parametrize(
+    ("where", "clip", "how"),
+    all_pairs(ONE_OF_EACH, [None, 0.5], ["complete", "accumulated", "failed"]),
+)
 def test_a_new_optimizer_drops_an_unfinished_step(
     where: str, clip: float | None, how: str, tmp_path: Path
 ) -> None:
     """It trains as on a model that was just loaded, without a gradient of the old one. If experts
     were updated during the unfinished backward, the user decides how to go on."""
-    task = Task(n_layers=2, steps=3, clip=clip)
+    task = Task(n_layers=2, steps=2, clip=clip)
     model = task.model()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)
@@ -112,9 +114,9 @@ def test_loading_weights_ends_a_step_that_was_given_up(
     assert_follows(run, plain_run(task))
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize(
+    ("where", "clip", "accumulated"), all_pairs(ONE_OF_EACH, [None, 0.5], [False, True])
+)
 def test_experts_that_are_frozen_between_backward_and_step_are_updated_once_more(
     where: str, clip: float | None, accumulated: bool, tmp_path: Path
 ) -> None:

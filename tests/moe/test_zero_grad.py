@@ -23,6 +23,7 @@ from tests.moe.oracle import (
     spilled,
     weights_of,
 )
+from tests.pairs import all_pairs
 
 Drop = Callable[[GPTMoE, torch.optim.Optimizer], None]
 DROPS: dict[str, Drop] = {
@@ -63,18 +64,25 @@ def run(model: GPTMoE, optimizer: Any, task: Task, drop: Drop, complete: bool) -
     return result
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize(("clip", "complete"), [(None, False), (0.5, False), (0.5, True)])
-@pytest.mark.parametrize("drop", ["model.zero_grad()", "opt.zero_grad()", "one layer"])
+@pytest.mark.parametrize(
+    ("where", "when", "drop"),
+    all_pairs(
+        ONE_OF_EACH,
+        [(None, False), (0.5, False), (0.5, True)],
+        ["model.zero_grad()", "opt.zero_grad()", "one layer"],
+    ),
+)
 def test_dropped_gradients_are_those_of_the_plain_model(
-    where: str, clip: float | None, complete: bool, drop: str, tmp_path: Path
+    where: str, when: tuple[float | None, bool], drop: str, tmp_path: Path
 ) -> None:
+    clip, complete = when
     check(where, tmp_path, clip, DROPS[drop], complete)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("drop", ["model.zero_grad(False)", "opt.zero_grad(False)"])
+@pytest.mark.parametrize(
+    ("where", "clip", "drop"),
+    all_pairs(ONE_OF_EACH, [None, 0.5], ["model.zero_grad(False)", "opt.zero_grad(False)"]),
+)
 def test_gradients_that_are_set_to_zero_between_micro_batches_are_dropped(
     where: str, clip: float | None, drop: str, tmp_path: Path
 ) -> None:

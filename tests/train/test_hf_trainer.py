@@ -19,6 +19,7 @@ from overspill.train.hf_trainer import EXPERT_STATES
 from tests.models.huggingface.families import VOCAB, make_model
 from tests.models.huggingface.oracle import budgets
 from tests.models.huggingface.test_exactness import BY_NAME
+from tests.pairs import all_pairs
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -107,6 +108,7 @@ def plain_run(name: str, folder: Path, changes: dict[str, Any]) -> tuple[Any, Re
 
 
 def assert_follows(name: str, mode: str, folder: Path, **changes: Any) -> Recording:
+    changes = {"max_steps": 3} | changes
     plain, theirs = plain_run(name, folder, changes)
     with offloaded(name, mode, folder) as model:
         mine = trainer_of(model, arguments(folder / "mine", **changes))
@@ -198,9 +200,9 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_step
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     mode: str, clip: float, tmp_path: Path
 ) -> None:
-    changes = SAVING | {"max_grad_norm": clip}
+    changes = {"gradient_accumulation_steps": 2, "max_grad_norm": clip}
     with offloaded("deepseek_v3", mode, tmp_path) as model:
-        whole = trainer_of(model, arguments(tmp_path / "run", **changes))
+        whole = trainer_of(model, arguments(tmp_path / "run", **SAVING | changes))
         whole.train()
         expected = weights(model)
     with offloaded("deepseek_v3", mode, tmp_path) as model:
@@ -333,9 +335,7 @@ def test_one_model_in_several_trainers(tmp_path: Path) -> None:
         assert again.losses[0] < before[0]  # it went on with what the first had learned
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("mode", "clip", "accumulate"), all_pairs(MODES, [0.0, 0.5], [1, 2]))
 def test_a_new_trainer_after_an_interrupted_one_starts_a_new_step(
     mode: str, clip: float, accumulate: int, tmp_path: Path
 ) -> None:

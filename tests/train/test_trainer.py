@@ -25,6 +25,7 @@ def _train(settings: dict[str, Any], display: Watcher, build: Builder = build_fa
 
 
 @BUILDERS
+@pytest.mark.usefixtures("pictures")
 def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, build: Builder) -> None:
     display = Watcher()
     summary = _train(tiny_settings(tmp_path, steps=30, lr=1e-2), display, build)

@@ -84,7 +84,7 @@ def test_training_follows_the_plain_model(
 ) -> None:
     # So low a rate that no close call of a router falls the other way.
     settings = tiny_settings(
-        mixtral, _data(kind, tmp_path), tmp_path / "run", steps=6, batch=2, accumulate=accumulate,
+        mixtral, _data(kind, tmp_path), tmp_path / "run", steps=4, batch=2, accumulate=accumulate,
         seq_len=64, lr=3e-4,
     )  # fmt: skip
     display = Watcher()
@@ -94,7 +94,7 @@ def test_training_follows_the_plain_model(
 
 def test_an_encoder_decoder_follows_the_plain_model(switch: Path, tmp_path: Path) -> None:
     settings = tiny_settings(
-        switch, _data("pairs", tmp_path), tmp_path / "run", steps=5, batch=2, accumulate=2
+        switch, _data("pairs", tmp_path), tmp_path / "run", steps=4, batch=2, accumulate=2
     )
     display = Watcher()
     _finetune(settings, display)
@@ -114,6 +114,7 @@ def test_dropout_inside_experts_is_turned_off_and_said(switch: Path, tmp_path: P
     _finetune(settings, Watcher())
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_leaves_everything_in_its_folder(mixtral: Path, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     display, run = Watcher(), tmp_path / "run"
@@ -190,8 +191,8 @@ def test_a_stopped_run_resumes_to_the_same_bits(
 ) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
     straight, first, second = Watcher(), Watcher(_stop_at(5)), Watcher()
-    _finetune(tiny_settings(mixtral, data, tmp_path / "a", steps=12, **extra), straight)
-    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=12, **extra)
+    _finetune(tiny_settings(mixtral, data, tmp_path / "a", steps=8, **extra), straight)
+    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=8, **extra)
     summary = _finetune(settings, first)
     assert (summary.interrupted, summary.steps, summary.final) == (True, 5, None)
     again = f"to continue: overspill finetune --resume --out {tmp_path / 'b'}"
