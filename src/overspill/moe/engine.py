@@ -345,10 +345,10 @@ class Engine:
         with self._lock:
             if self.lifetime.closed:
                 return
-            self._homes.wait()
             self.lifetime.closed = True
             if self._streaming is not None:
                 self._streaming.close()
+            self._homes.wait()
             self._store.close()
             self._homes.close()
             MEMORY_LIMITS.lift(self)
