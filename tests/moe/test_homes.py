@@ -78,6 +78,15 @@ def test_homes_that_change_before_every_step_change_no_bit(
         assert_follows(run, plain_run(task))
 
 
+@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "host, 7 at home"])
+def test_the_native_uploader_follows_experts_to_other_host_slots(
+    where: str, tmp_path: Path
+) -> None:
+    task = Task(steps=5)
+    run = moving_run(task, where, tmp_path, Settings(uploader="native"))
+    assert_same_bits(run, spilled_run(task, "host with 2 slots", tmp_path))
+
+
 @pytest.mark.parametrize("where", ["host, 7 at home", "disk, 5 at home"])
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_experts_in_every_tier_train_as_in_one(task: Task, where: str, tmp_path: Path) -> None:

@@ -214,6 +214,7 @@ class Engine:
                         self.records.move_to_device(layer, count)
             finally:  # also after an interrupt
                 self._store.recount_slots()
+                self._homes.wait()  # the next pass may use another stream
                 if self._streaming is not None:
                     self._streaming.homes_changed()
 

@@ -38,7 +38,7 @@ class NativeUploader(Uploader):
         self._readers: list[StreamEvent | None] = [None] * n_slots  # commands wait for them
         self._old_readers: list[StreamEvent | None] = []
         self._listed: list[int] = []  # slots whose upload is requested
-        self._addresses: dict[int, int] = {}  # of records: a view takes time to make
+        self._addresses: dict[int, int] = {}  # of host slots: a view takes time to make
         self._stride = slab.stride(0) * slab.element_size()
         self._base = slab.data_ptr()
         self._closed = False
@@ -160,10 +160,11 @@ class NativeUploader(Uploader):
         slot.entry, slot.version, slot.used = entry, entry.version, False
 
     def _address(self, entry: Entry) -> int:
-        known = self._addresses.get(entry.number)
+        assert entry.host_slot is not None
+        known = self._addresses.get(entry.host_slot)
         if known is None:
             known = self._store.host(entry, Part.WEIGHTS).data_ptr()
-            self._addresses[entry.number] = known
+            self._addresses[entry.host_slot] = known
         return known
 
     def _run(self) -> None:
