@@ -82,7 +82,7 @@ def test_homes_that_change_before_every_step_change_no_bit(
 def test_the_native_uploader_follows_experts_to_other_host_slots(
     where: str, tmp_path: Path
 ) -> None:
-    task = Task(steps=5)
+    task = Task(steps=7)  # the sixth gives some of them other slots
     run = moving_run(task, where, tmp_path, Settings(uploader="native"))
     assert_same_bits(run, spilled_run(task, "host with 2 slots", tmp_path))
 
