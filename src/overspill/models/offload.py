@@ -47,10 +47,10 @@ def offload(
     slots: int | None = None,
     host_slots: int | None = None,
     *,
-    gpu_experts: int | None = None,
     settings: Settings | None = None,
     state_dtype: torch.dtype = torch.float32,
     keep_gradients: bool | None = None,
+    gpu_experts: int | None = None,
     progress: bool | Progress = True,
     quiet: bool = False,
 ) -> nn.Module:
@@ -69,12 +69,12 @@ def offload(
         mode: where experts are kept: "auto" (from the budgets), "gpu", "host" or "disk".
         slots: experts on the compute device; overrides `gpu_memory`.
         host_slots: experts in host memory in front of the disk; overrides `host_memory`.
-        gpu_experts: experts that live on the compute device with their optimizer states, so that
-            nothing of them is transferred; default: all if they fit, else none.
         settings: switches of the engine.
         state_dtype: data type of the optimizer's moments.
         keep_gradients: whether to plan memory for gradients that are kept for clipping or
             accumulation; default: only if a disk folder is given.
+        gpu_experts: experts that live on the compute device with their optimizer states, so that
+            nothing of them is transferred; default: all if they fit, else none.
         progress: show a progress bar, or a function that is called with (what, done, total).
         quiet: do not print where the experts are.
     """

@@ -34,6 +34,7 @@ def load(
     settings: Settings | None = None,
     state_dtype: torch.dtype = torch.float32,
     keep_gradients: bool | None = None,
+    gpu_experts: int | None = None,
     progress: bool | Progress = True,
     quiet: bool = False,
     **config: Any,
@@ -48,7 +49,7 @@ def load(
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients,
+        state_dtype, keep_gradients, gpu_experts,
     )  # fmt: skip
     return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config)
 
