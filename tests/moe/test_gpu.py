@@ -28,7 +28,9 @@ MODES = [
     {"mode": "gpu"},
     {"mode": "host", "slots": 2},
     {"mode": "host", "slots": 12},
+    {"mode": "host", "slots": 6, "gpu_experts": 14},
     {"mode": "disk", "slots": 6, "host_slots": 5},
+    {"mode": "disk", "slots": 6, "host_slots": 5, "gpu_experts": 14},
 ]
 
 
@@ -71,14 +73,18 @@ def offloaded(
     seed: int,
     settings: Settings,
     lr: float = 3e-3,
+    move: bool = False,
     **where: object,
 ) -> list[float]:
+    """With `move`, experts get other homes before every step."""
     model = GPTMoE(CONFIG, seed=seed, device="cuda", dtype=dtype)
     overspill.offload(model, gpu_memory="2GiB", settings=settings, quiet=True, **where)
     optimizer = overspill.AdamW(model, lr=lr, max_grad_norm=clip)
-    losses = []
+    losses, rng = [], random.Random(seed)
     try:
         for tokens in batches(steps, seed):
+            if move:
+                model.overspill.set_homes([rng.choice((0, 3, 8)) for _ in range(CONFIG.n_layers)])
             loss = model(tokens[:, :-1], tokens[:, 1:]).loss
             loss.backward()
             optimizer.step()
@@ -137,6 +143,44 @@ def test_bf16_ends_within_the_spread_of_two_plain_runs(
     one, two = two_plain_runs
     assert final(losses) < 0.7 * losses[0]
     assert abs(final(losses) - one) <= abs(one - two), (final(losses), one, two)
+
+
+@pytest.mark.parametrize("where", MODES, ids=str)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_experts_that_move_before_every_step_follow_plain_training(
+    where: dict[str, object], clip: float | None, tmp_path: Path
+) -> None:
+    if where["mode"] == "disk":
+        where = {**where, "disk": tmp_path}
+    want = plain(torch.float32, clip, 10, seed=5)
+    got = offloaded(torch.float32, clip, 10, 5, Settings(inject=delays), move=True, **where)
+    assert got == pytest.approx(want, rel=2e-4)
+
+
+def test_memory_is_filled_with_experts_and_they_leave_it_before_a_larger_batch() -> None:
+    model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=torch.bfloat16)
+    count = CONFIG.n_layers * CONFIG.n_experts
+    record = 12 * 3 * CONFIG.d_model * CONFIG.d_hidden
+    before = torch.cuda.memory_reserved()
+    budget = before + (96 << 20) + count * record // 2
+    overspill.offload(
+        model, gpu_memory=budget, mode="host", slots=6, settings=Settings(residency=True)
+    )
+    optimizer = overspill.AdamW(model, lr=1e-3)
+    homes = []
+    try:
+        for size in [4] * 8 + [16] * 4:
+            tokens = batches(1, seed=5)[0][:size]
+            model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            homes.append(sum(model.overspill.homes))
+            assert torch.cuda.memory_reserved() <= budget
+        model.overspill.check_conserved()
+    finally:
+        model.overspill.close()
+    assert homes[1] == 0
+    assert homes[7] > 0
 
 
 @pytest.mark.parametrize("uploader", ["thread", "native"])
