@@ -251,7 +251,7 @@ def _fallback(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Hides the compiler. Returns a function that unloads cached libraries."""
 
     def forget() -> None:
-        kernel._library.cache_clear()
+        kernel.native_library.cache_clear()
         native.load_library.cache_clear()
 
     monkeypatch.delenv("CXX", raising=False)
@@ -394,10 +394,10 @@ class TestOnTheGpu:
         state = _to_gpu(_state(_random(4096), BF16, FP32))
         grad = torch.ones(4096, dtype=BF16, device="cuda")
         adamw_(state, grad, HYPER)
-        compiled = _compiled_variants(gpu_kernel._adamw)
+        compiled = _compiled_variants(gpu_kernel.adamw_kernel)
         for step in range(2, 40):  # includes seeds of both signs
             adamw_(state, grad, replace(HYPER, step=step, lr=1.0 / step, grad_scale=1.0 * step))
-        assert _compiled_variants(gpu_kernel._adamw) == compiled
+        assert _compiled_variants(gpu_kernel.adamw_kernel) == compiled
 
     def test_the_launch_is_asynchronous_on_the_current_stream(self) -> None:
         pytest.importorskip("triton")

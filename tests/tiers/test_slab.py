@@ -130,7 +130,7 @@ def test_pinned_slots_are_pinned_until_close() -> None:
 def test_pinned_memory_reads_as_zero_in_a_forked_child() -> None:
     """If the kernel has huge pages; otherwise the memory is shared."""
     private = os.path.exists("/sys/kernel/mm/transparent_hugepage/enabled")
-    memory = module._anonymous(4 << 20, pinned=True)
+    memory = module.anonymous_memory(4 << 20, pinned=True)
     memory[:3] = b"abc"
     child = os.fork()
     if child == 0:

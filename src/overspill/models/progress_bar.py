@@ -24,6 +24,11 @@ class TerminalProgress:
         if done >= total:
             self.stop()
 
+    @property
+    def shown(self) -> bool:
+        """Whether a job is being shown."""
+        return self._bar is not None
+
     def stop(self) -> None:
         """Removes the bar, also after a failed job."""
         if self._bar is not None:

@@ -47,7 +47,7 @@ def _store_moment(pointer, offsets, mask, value, noise16, MOMENTS_ARE_BF16: tl.c
 # `seed` changes at every step; specialising on its value (1, multiples of 16) would recompile the
 # kernel. Floats are never specialised.
 @triton.jit(do_not_specialize=["seed"])
-def _adamw(
+def adamw_kernel(
     weight,
     low,
     grad,
@@ -106,7 +106,7 @@ def adamw_cuda_(state: "RecordState", grad: torch.Tensor | None, scalars: "AdamS
     numel = weight.numel()
     if numel == 0:
         return
-    kernel: Any = _adamw
+    kernel: Any = adamw_kernel
     with torch.cuda.device(weight.device):
         kernel[(triton.cdiv(numel, _BLOCK),)](
             weight,

@@ -111,7 +111,7 @@ def adamw_(
 
         adamw_cuda_(state, grad, adam_scalars(hyper))
         return
-    library = None if state.weight.is_cuda else _library()
+    library = None if state.weight.is_cuda else native_library()
     if library is None:
         adamw_torch_(state, grad, hyper)
         return
@@ -141,7 +141,7 @@ def accumulate_(into: Tensor, grad: Tensor, threads: int = 1, isa: int = _BEST_I
     assert into.numel() == grad.numel()
     assert into.is_contiguous()
     assert grad.is_contiguous()
-    library = None if into.is_cuda else _library()
+    library = None if into.is_cuda else native_library()
     if library is None:
         into += grad.view_as(into)
         parts = into.view(-1).split(_FALLBACK_CHUNK)
@@ -176,7 +176,7 @@ def split_master_(master: Tensor, weight: Tensor, low: Tensor) -> None:
 
 def kernel_name() -> str:
     """The CPU kernel in use: "avx512", "avx2" or "generic"; "torch" without a compiler."""
-    library = _library()
+    library = native_library()
     return "torch" if library is None else str(library.overspill_isa().decode())
 
 
@@ -198,7 +198,7 @@ def _check(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def native_library() -> ctypes.CDLL | None:
     library = load_library(Path(__file__).with_name("kernel.cpp"), "adamw")
     if library is None:
         log.warning("AdamW on the CPU uses torch's fused AdamW, which is about half as fast")

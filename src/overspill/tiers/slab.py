@@ -59,7 +59,7 @@ class HostSlab:
             self._views = self.slots.unbind()
             return
         try:
-            memory = _anonymous(self.nbytes, pinned)
+            memory = anonymous_memory(self.nbytes, pinned)
         except (OSError, ValueError) as error:
             raise BudgetError(
                 f"the host has no {format_size(self.nbytes)} for {name}; lower --host-memory or "
@@ -137,7 +137,7 @@ class HostSlab:
             slab.close()
 
 
-def _anonymous(size: int, pinned: bool) -> mmap.mmap:
+def anonymous_memory(size: int, pinned: bool) -> mmap.mmap:
     """Pinned memory uses huge pages where available, because they need fewer address translations.
     Huge pages need private memory; a forked child sees zeros instead of copying all of it. Memory
     that is not pinned is shared with a child."""
