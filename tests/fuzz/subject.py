@@ -38,7 +38,8 @@ class Subject(Side):
                 if name.endswith(("w_in", "w_out", "gate_up_proj", "down_proj")):
                     parameter.requires_grad_(False)
         options: dict[str, Any] = {"mode": case.mode, "slots": case.slots}
-        options["gpu_experts"] = int(case.at_home * case.n_layers * case.n_experts)
+        if case.mode != "gpu":
+            options["gpu_experts"] = int(case.at_home * case.n_layers * case.n_experts)
         if case.mode == "disk":
             options.update(host_slots=case.host_slots, disk=folder / "spill")
         settings = dict(case.settings, inject=faults.inject)

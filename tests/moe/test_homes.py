@@ -1,16 +1,18 @@
 """Homes on the compute device: experts move there and back between steps, and no bit changes."""
 
+import contextlib
 import copy
 import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import overspill
-from overspill.core.errors import BudgetError, ConfigError, OrderError
+from overspill.core.errors import BudgetError, ConfigError, NonFiniteError, OrderError
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from tests.interrupts import calls_of, interrupted, spread
@@ -279,3 +281,108 @@ def test_an_interrupt_anywhere_in_a_move_loses_nothing(where: str, tmp_path: Pat
         for number, found in states_of(optimizer).items():
             for name, value in found.items():
                 torch.testing.assert_close(value, states[number][name], rtol=0, atol=0)
+
+
+def test_cpu_experts_follow_experts_to_other_host_slots(tmp_path: Path) -> None:
+    task = Task()
+    model, (tokens,) = task.model().eval(), next(task.batches())
+    expected = loss_of(model, tokens).item()
+    settings = Settings(cpu_experts=True, cpu_policy=lambda counts, phase: frozenset({2, 4}))
+    with spilled(model, "host with 5 slots", tmp_path, settings) as engine, torch.no_grad():
+        for counts in ([0, 0, 0], [3, 3, 3], [0, 0, 0], [5, 0, 2], [0, 0, 0]):
+            engine.set_homes(counts)
+            assert loss_of(model, tokens).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])
+def test_experts_that_moved_in_inference_mode_can_be_trained(where: str, tmp_path: Path) -> None:
+    task = Task(steps=3, clip=0.5)
+    model, run = task.model(), Run()
+    with spilled(model, where, tmp_path, host_memory="2GiB") as engine:
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            with torch.inference_mode():
+                engine.set_homes([2, 2, 2] if engine.homes[0] != 2 else [4, 0, 5])
+                loss_of(model, batches[0])
+            run.losses.append(train_step(model, optimizer, batches))
+            run.norms.append(optimizer.total_norm or 0.0)
+        run.weights = weights_of(model)
+        model.load_state_dict(run.weights)
+    assert_follows(run, plain_run(task))
+
+
+@pytest.mark.parametrize("counts", [[2, 2, 0], [2, 2, 2], [5, 5, 0], [0, 1, 5]])
+def test_a_nan_loss_changes_no_expert_wherever_it_lives(counts: list[int], tmp_path: Path) -> None:
+    task = Task()
+    model, (tokens,) = task.model(), next(task.batches())
+    with spilled(model, "host with 5 slots", tmp_path) as engine:
+        optimizer = adamw(model, task)
+        train_step(model, optimizer, [tokens])
+        engine.set_homes(counts)
+        before = weights_of(model)
+
+        def step() -> None:
+            (loss_of(model, tokens) * float("nan")).backward()
+            optimizer.step()
+
+        with pytest.raises(NonFiniteError):
+            step()
+        for name, weight in weights_of(model).items():
+            if ".moe.w_" in name:
+                torch.testing.assert_close(weight, before[name], rtol=0, atol=0)
+
+
+def test_experts_return_to_the_disk_within_the_host_memory_they_came_from(tmp_path: Path) -> None:
+    task = Task()
+    model, (tokens,) = task.model(), next(task.batches())
+    with spilled(model, "disk behind 9 host slots", tmp_path) as engine:
+        optimizer = adamw(model, task)
+        train_step(model, optimizer, [tokens])
+        host = engine.bytes_by_tier()["host"]
+        for _ in range(3):
+            engine.set_homes([3, 3, 3])
+            train_step(model, optimizer, [tokens])  # fills the cache
+            engine.set_homes([0, 0, 0])
+            assert engine.bytes_by_tier()["host"] == host
+
+
+def test_a_device_without_memory_for_a_move_keeps_its_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(clip=0.5)
+    model, run = task.model(), Run()
+    zeros = torch.zeros
+    with spilled(model, "host with 5 slots", tmp_path) as engine:
+        optimizer = adamw(model, task)
+        for number, batches in enumerate(task.batches()):
+            left = number
+
+            def scarce(*args: Any, **options: Any) -> torch.Tensor:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                return zeros(*args, **options)
+
+            with monkeypatch.context() as patch, contextlib.suppress(torch.OutOfMemoryError):
+                patch.setattr(torch, "zeros", scarce)
+                engine.set_homes([number % 3, 3, 5 - number % 4])
+            run.losses.append(train_step(model, optimizer, batches))
+            run.norms.append(optimizer.total_norm or 0.0)
+        run.weights = weights_of(model)
+    assert_follows(run, plain_run(task))
+
+
+def test_homes_that_were_refused_leave_the_engine_as_it_was(tmp_path: Path) -> None:
+    """The first experts that leave the device need threads and buffers."""
+    task = Task(clip=0.5)
+    model, run = task.model(), Run()
+    with spilled(model, "gpu", tmp_path, host_memory=(1 << 30) + (1 << 16)) as engine:
+        optimizer = adamw(model, task)
+        for batches in task.batches():
+            with pytest.raises(BudgetError):
+                engine.set_homes([0, 0, 0])
+            run.losses.append(train_step(model, optimizer, batches))
+            run.norms.append(optimizer.total_norm or 0.0)
+        run.weights = weights_of(model)
+    assert_follows(run, plain_run(task))

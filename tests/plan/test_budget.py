@@ -197,3 +197,27 @@ def test_a_single_expert_can_be_spilled() -> None:
     placement = place(one, replace(AMPLE, mode="host", slots=2))
     assert placement.resident == 0
     assert placement.banked == placement.slots == 1
+
+
+EIGHT_A_LAYER = ModelSizes(4, 8, 1 << 20, 6 << 20, 10 << 20, 1 << 10, training=True)
+ROOMY = BudgetRequest(gpu_memory=1 << 30, host_memory=PROCESS + (1 << 30))
+
+
+@pytest.mark.parametrize("homes", [-1, 33, 2.5])
+def test_an_impossible_number_of_experts_on_the_gpu_is_refused(homes: int) -> None:
+    with pytest.raises(ConfigError, match=f"gpu_experts={homes} must be .* from 0 to 32"):
+        place(EIGHT_A_LAYER, replace(ROOMY, gpu_experts=homes))
+    with pytest.raises(ConfigError, match=r"mode='gpu' keeps all 32 experts .*; give one of them"):
+        place(EIGHT_A_LAYER, replace(ROOMY, mode="gpu", gpu_experts=3))
+
+
+def test_experts_on_the_gpu_need_memory_there_and_none_elsewhere() -> None:
+    assert place(EIGHT_A_LAYER, ROOMY).mode == "gpu"
+    placement = place(EIGHT_A_LAYER, replace(ROOMY, gpu_experts=24))
+    assert (placement.mode, placement.homes, placement.home_slots) == ("host", 24, 8)
+    with pytest.raises(BudgetError, match=r"gpu_experts=24 168\.0 MiB"):
+        place(EIGHT_A_LAYER, replace(ROOMY, gpu_memory=100 << 20, gpu_experts=24))
+    # without a home on the GPU, the others would be on disk
+    small = replace(ROOMY, host_memory=PROCESS + (96 << 20), disk_free=1 << 40, gpu_experts=24)
+    assert place(EIGHT_A_LAYER, small).mode == "host"
+    assert place(EIGHT_A_LAYER, replace(small, gpu_experts=0)).mode == "disk"

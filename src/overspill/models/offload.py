@@ -234,7 +234,8 @@ def _fill(
     if source is None:
         engine.records.fill(fill)
     else:
-        staged = engine.placement.mode != "host"  # a buffer on the way to the disk or the device
+        placement = engine.placement  # a buffer on the way to the disk or the device
+        staged = placement.mode != "host" or placement.homes > 0
         buffers = engine.layout.weight_bytes * (int(staged) + 2 * int(source.copies))
         engine.records.fill(fill, reader_threads(buffers), on_host=True)
 

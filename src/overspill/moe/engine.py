@@ -105,19 +105,26 @@ class Engine:
 
     def _stream_if_needed(self, at_home: int) -> None:
         """Experts that are not at home on the device need slots and threads."""
-        if self._streaming is None and at_home < len(self._store.entries):
-            self._streaming = Streaming(
-                self._store,
-                self._homes,
-                self.placement,
-                self._settings,
-                self.recorder,
-                self._updates_at_once,
-                self._progress,
-                self._costs,
-            )
-            if self._gradients is not None:
-                self._gradients.start_streaming()
+        if self._streaming is not None or at_home == len(self._store.entries):
+            return
+        streaming = Streaming(
+            self._store,
+            self._homes,
+            self.placement,
+            self._settings,
+            self.recorder,
+            self._updates_at_once,
+            self._progress,
+            self._costs,
+        )
+        try:
+            keep = None if self._gradients is None else self._gradients.keep
+            if keep is not None and streaming.gradients is not None:
+                streaming.gradients.attach(keep)
+        except BaseException:
+            streaming.close()
+            raise
+        self._streaming = streaming
 
     def _streamed_gradients(self) -> StreamingGradients | None:
         return None if self._streaming is None else self._streaming.gradients
@@ -129,7 +136,14 @@ class Engine:
 
     @property
     def compute(self) -> ExpertCompute:
-        return self._home_compute if self._streaming is None else self._streaming.compute
+        if self._streaming is None or self._all_at_home:
+            return self._home_compute
+        return self._streaming.compute
+
+    @property
+    def _all_at_home(self) -> bool:
+        n_local = self.experts.n_local
+        return all(count == n_local for count in self._store.homes)
 
     @property
     def training(self) -> TrainingStep:
@@ -197,14 +211,17 @@ class Engine:
             raise ConfigError(
                 f"homes={counts} must be {self.n_layers} numbers from 0 to {self.experts.n_local}"
             )
-        with self.exclusive(), DeferredInterrupt():
+        # what is allocated here outlives an inference mode of the caller
+        with self.exclusive(), DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if self._training is not None:
                 self._training.check_no_gradients("the homes of experts cannot be changed")
             self.flush()
             before = self.homes
-            leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
-            self._make_room(self._store.missing_slots(leaving))
             self._stream_if_needed(sum(counts))
+            leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
+            if leaving:
+                self._store.empty_cache()
+                self._make_room(self._store.missing_slots(leaving))
             try:
                 for layer, count in enumerate(counts):  # first those that leave: they make room
                     if count < before[layer]:
@@ -227,7 +244,7 @@ class Engine:
             raise BudgetError(
                 f"{missing} experts that leave {self.device} need --host-memory "
                 f"{format_size(need, up=True)}, it is {format_size(self.placement.host_memory)}; "
-                "raise it, or give a --disk folder"
+                f"raise it{'' if self._store.disk_slots else ', or give a --disk folder'}"
             )
         self._store.extend(missing)
 
@@ -324,16 +341,27 @@ class Engine:
             memory,
             budget,
             len(self._store.entries),
-            lambda: self._homes.expert_bytes,
+            self._home_bytes,
             lambda count: self.set_homes(spread_homes(count, self.n_layers, self.experts.n_local)),
         )
+
+    def _home_bytes(self) -> int:
+        """What an expert needs that lives on the device: its record, its kept gradient, and its
+        share of the gradients of a layer while they are made."""
+        weights = self.layout.weight_bytes
+        if self._training is None:
+            return weights
+        kept = 0 if self._gradients is not None and self._gradients.keep is False else weights
+        return weights + self.layout.state_bytes + kept + -(-2 * weights // self.n_layers)
 
     def begin_pass(self, layer: int, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
         if self._residency is None or layer != 0:
             return
-        if self._training is None or not self._training.has_gradients:
+        training = self._training
+        # without an optimizer its memory is not allocated yet
+        if training is None or (training.rule is not None and not training.has_gradients):
             self._residency.before_pass(tokens, sum(self._store.homes))
 
     def close(self) -> None:

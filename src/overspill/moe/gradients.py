@@ -30,10 +30,11 @@ class ExpertGradients(GradientSink):
     ) -> None:
         """`streaming` gives None while all experts are at home on the device."""
         n_local = store.experts.n_local
-        self._homes = HomeGradients(homes, n_local, threads, self._streamed_updated)
+        self._homes = HomeGradients(homes, n_local, threads)
         self._store = store
         self._streaming = streaming
-        self._keep: bool | None = None  # as attached; None: not yet
+        self.keep: bool | None = None
+        """Whether the optimizer keeps gradients until `step()`; None: there is none yet."""
 
     def _streamed_updated(self) -> bool:
         streaming = self._streaming()
@@ -45,14 +46,9 @@ class ExpertGradients(GradientSink):
             self._store.set_state_dtype(state_dtype)
             self._store.allocate(Part.STATES)
         self._homes.attach(state_dtype, keep)
-        self._keep = keep
-        self.start_streaming()
-
-    def start_streaming(self) -> None:
-        """The first experts may have left the device: streamed gradients need buffers."""
-        streaming = self._streaming()
-        if streaming is not None and self._keep is not None:
-            streaming.attach(self._keep)
+        self.keep = keep
+        if (streaming := self._streaming()) is not None:
+            streaming.attach(keep)
 
     def reset_states(self) -> None:
         self._homes.reset_states()

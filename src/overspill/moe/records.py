@@ -151,20 +151,24 @@ class ExpertRecords:
     def move_to_device(self, layer: int, count: int) -> None:
         """Makes the compute device the home of the first `count` experts of a layer. While nothing
         is computed or transferred, and no gradient is kept."""
-        before = self._store.homes[layer]
-        self._homes.resize(layer, count)
-        records = self._homes.layers[layer]
-        for position in range(before, count):
-            entry = self._store.at(layer, position)
-            records.weights[position].copy_(
-                self.layout.weights(self._store.read_part(entry, Part.WEIGHTS))
-            )
-            if records.states:
-                memory = self._store.read_part(entry, Part.STATES)
-                for name, state in records.states.items():
-                    state[position].copy_(self.layout.state(memory, name))
-        self._homes.wait()  # the host slots are given to others
-        self._store.leave_host(layer, count)
+        try:
+            self._homes.resize(layer, count)
+            for position in range(self._store.homes[layer], count):
+                self._copy_to_device(layer, position)
+            self._homes.wait()  # the host slots are given to others
+            self._store.leave_host(layer, count)
+        except BaseException:
+            self._homes.resize(layer, self._store.homes[layer])
+            raise
+
+    def _copy_to_device(self, layer: int, position: int) -> None:
+        records, entry = self._homes.layers[layer], self._store.at(layer, position)
+        weights = self.layout.weights(self._store.read_part(entry, Part.WEIGHTS))
+        records.weights[position].copy_(weights)
+        if records.states:
+            memory = self._store.read_part(entry, Part.STATES)
+            for name, state in records.states.items():
+                state[position].copy_(self.layout.state(memory, name))
 
     def move_to_host(self, layer: int, count: int) -> None:
         """Leaves the device as the home of only the first `count` experts of a layer. While nothing

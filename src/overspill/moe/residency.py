@@ -16,7 +16,7 @@ from overspill.core.sizes import format_size
 from overspill.plan.homes import homes_within
 
 _log = logging.getLogger("overspill")
-_OBSERVED = 2  # passes before the first change: the first one may compile kernels
+_OBSERVED = 2  # passes before a change; the first of them is not measured
 _MARGIN = 0.02  # share of the budget that stays free
 _LARGEST_MARGIN = 0.16
 _WORTHWHILE = 0.02  # share of the experts: moving fewer is not worth the wait
@@ -85,10 +85,13 @@ class Residency:
     def before_pass(self, rows: int, at_home: int) -> None:
         """A pass of `rows` tokens begins, between two steps: moves experts if that is worthwhile.
         Experts that cannot leave the device stay there."""
-        if self._rows:
+        if self._passes == 1:  # the first pass may have compiled kernels and allocated states
+            self._memory.reset()
+        elif self._passes > 1:
             self._per_row = max(self._per_row, (self._memory.peak() - self._idle) / self._rows)
         self._most_rows = max(self._most_rows, rows)
-        short = self._memory.shortages() > self._shortages
+        shortages = self._memory.shortages()
+        short, self._shortages = shortages > self._shortages and at_home > 0, shortages
         if short:
             self._margin = min(_LARGEST_MARGIN, 2 * self._margin)
         need = self._memory.allocated() + self._per_row * self._most_rows
@@ -99,19 +102,18 @@ class Residency:
         fewer = homes < at_home and (short or self._most_rows > self._rows)
         if (homes > at_home and more and self._passes >= _OBSERVED) or fewer:
             self._move(at_home, homes)
+        self._rows = rows if self._passes <= 1 else max(self._rows, rows)
         self._passes += 1
-        self._rows = max(self._rows, rows)
         self._idle = self._memory.allocated()
 
     def _move(self, at_home: int, homes: int) -> None:
         try:
             self._set_homes(homes)
-        except BudgetError as error:  # nothing has moved
-            _log.warning("the GPU is short of memory, and no expert can leave it: %s", error)
+        except (BudgetError, torch.OutOfMemoryError) as error:
+            _log.warning("the GPU's memory for experts stays as it is: %s", error)
             return
         size = format_size(abs(homes - at_home) * self._expert_bytes())
         verb = "moved to" if homes > at_home else "left"
         _log.info("%d experts (%s) %s the GPU", abs(homes - at_home), size, verb)
         self._memory.reset()
-        self._shortages = self._memory.shortages()
-        self._passes = self._rows = 0
+        self._passes = 0

@@ -77,19 +77,21 @@ def place(model: ModelSizes, request: BudgetRequest) -> Placement:
     """The placement for `request`. If none fits, raises BudgetError with flag, need and fix."""
     if request.mode not in MODES:
         raise ConfigError(f"mode={request.mode!r} is not one of {', '.join(MODES)}")
-    free = request.gpu_memory - model.dense
+    homes = _homes(model, request)
+    at_home = homes * _slot_bytes(model, request.keep_gradients is True)
+    free = request.gpu_memory - model.dense - at_home
     # two experts, their gradients, the same amount in transfer to the host, and some tokens
     floor = 6 * model.weight_record + _MIN_WAVE_ROWS * model.token_bytes
     if free < floor:
+        homes_need = f", gpu_experts={homes} {format_size(at_home)}" if homes else ""
         raise BudgetError(
             f"--gpu-memory {format_size(request.gpu_memory)} is too small: the dense part of this "
-            f"model needs {format_size(model.dense)} and two experts with their gradients "
-            f"{format_size(floor)}; give at least "
-            f"{format_size((model.dense + floor) * 1.25, up=True)}"
+            f"model needs {format_size(model.dense)}{homes_need} and two experts with their "
+            f"gradients {format_size(floor)}; give at least "
+            f"{format_size((model.dense + at_home + floor) * 1.25, up=True)}"
         )
     max_rows = max(_MIN_WAVE_ROWS, free // 8 // model.token_bytes)
-    mode = request.mode if request.mode != "auto" else _choose_mode(model, request)
-    homes = min(request.gpu_experts or 0, model.experts)
+    mode = request.mode if request.mode != "auto" else _choose_mode(model, request, homes)
     if mode == "gpu":
         _check_gpu(model, request)
         homes = model.experts
@@ -116,6 +118,23 @@ def place(model: ModelSizes, request: BudgetRequest) -> Placement:
     return on_host
 
 
+def _homes(model: ModelSizes, request: BudgetRequest) -> int:
+    """Experts that are asked to live on the GPU, if not all of them do by the mode."""
+    homes = request.gpu_experts
+    if homes is None:
+        return 0
+    if not isinstance(homes, int) or not 0 <= homes <= model.experts:
+        raise ConfigError(
+            f"gpu_experts={homes} must be a number of experts from 0 to {model.experts}"
+        )
+    if request.mode == "gpu" and homes < model.experts:
+        raise ConfigError(
+            f"mode='gpu' keeps all {model.experts} experts on the GPU, gpu_experts={homes} does "
+            "not; give one of them"
+        )
+    return 0 if request.mode == "gpu" else homes
+
+
 def _slot_bytes(model: ModelSizes, keep: bool) -> int:
     """Bytes of one expert in host memory or on disk, with its gradient if that may be kept."""
     return model.record + (model.weight_record if keep and model.training else 0)
@@ -136,16 +155,17 @@ def _check_gpu(model: ModelSizes, request: BudgetRequest) -> None:
         )
 
 
-def _choose_mode(model: ModelSizes, request: BudgetRequest) -> str:
+def _choose_mode(model: ModelSizes, request: BudgetRequest, homes: int) -> str:
     if request.host_slots is None:
         # a quarter of the budget remains for activations
-        if request.slots is None and _gpu_need(model, request) <= 0.75 * request.gpu_memory:
+        overridden = request.slots is not None or request.gpu_experts is not None
+        if not overridden and _gpu_need(model, request) <= 0.75 * request.gpu_memory:
             return "gpu"
-        ring = max(4, model.experts // 6) if model.training else 0
+        ring = max(4, (model.experts - homes) // 6) if model.training else 0
         # if a disk is given, reserve memory for gradients unless they are known not to be kept
         has_disk, keep = request.disk_free is not None, request.keep_gradients
         slot_bytes = _slot_bytes(model, has_disk if keep is None else keep)
-        if _host_slots(model, request, ring, slot_bytes) >= model.experts:
+        if _host_slots(model, request, ring, slot_bytes) >= model.experts - homes:
             return "host"
     return "host" if request.disk_free is None else "disk"
 

@@ -374,6 +374,17 @@ class ExpertStore(WorkerSync):
         """Whether an expert can get a host slot for good: those on disk need some."""
         return len(self._free_slots) > self._least_cache
 
+    def empty_cache(self) -> None:
+        """Takes experts on disk out of their host slots. While nothing is transferred."""
+        with self.lock:
+            for entry in list(self._cached):
+                for part, file in self.files.items():
+                    if entry.dirty & part:
+                        assert entry.disk_slot is not None
+                        file.write(entry.disk_slot, self.host(entry, part))
+                        entry.dirty &= ~part
+                self._evict(entry)
+
     def missing_slots(self, count: int) -> int:
         """How many host slots must be added before `count` experts can leave the device."""
         with self.lock:
@@ -384,8 +395,8 @@ class ExpertStore(WorkerSync):
     def extend(self, count: int) -> None:
         """Adds host slots."""
         with self.lock:
-            for slab in self.slabs.values():
-                slab.extend(count)
+            for slab in self.slabs.values():  # one of them may have failed before
+                slab.extend(self.host_slots + count - len(slab))
             self._free_slots += range(self.host_slots, self.host_slots + count)
             self.host_slots += count
 

@@ -2,7 +2,7 @@
 launch."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +18,10 @@ class HomeGradients:
     """One of the two parts of `ExpertGradients`; its methods are explained there. Experts are known
     by their numbers, `layer * n_local + position`."""
 
-    def __init__(
-        self, homes: DeviceHomes, n_local: int, threads: int, others_updated: Callable[[], bool]
-    ) -> None:
-        """`others_updated` says whether this step has updated experts with other homes."""
+    def __init__(self, homes: DeviceHomes, n_local: int, threads: int) -> None:
         self._homes = homes
         self._n_local = n_local
         self._threads = threads
-        self._others_updated = others_updated
         self._squares = torch.zeros(len(homes.layers) * n_local, device=homes.device)
         self._kept: set[int] = set()  # experts that hold a kept gradient of this step
         self._updated: set[int] = set()  # experts that were updated during this step's backward
@@ -33,7 +29,8 @@ class HomeGradients:
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
         self._homes.allocate_states(state_dtype)
         if keep:
-            self._homes.allocate_grads()
+            for layer in range(len(self._homes.layers)):
+                self._homes.grads(layer)
 
     def reset_states(self) -> None:
         for layer in self._homes.layers:
@@ -56,16 +53,11 @@ class HomeGradients:
         squares.copy_(norms.square())
         # The first gradient of a step shows a NaN loss before anything is updated with it. The
         # others are checked in step(), where the device is waited for anyway.
-        if self._nothing_updated() and not math.isfinite(squares.sum().item()):
+        if not self._updated and not math.isfinite(squares.sum().item()):
             raise self._not_finite()
 
-    def _nothing_updated(self) -> bool:
-        return not self._updated and not self._others_updated()
-
     def _keep(self, layer: int, first: int, grad: Tensor) -> None:
-        self._homes.allocate_grads()
-        grads = self._homes.layers[layer].grads
-        assert grads is not None
+        grads = self._homes.grads(layer)
         for position, one in enumerate(grad, start=first):
             number = layer * self._n_local + position
             if number in self._kept:
@@ -76,10 +68,10 @@ class HomeGradients:
 
     def complete_layer(self, layer: int, hyper: AdamHyper | None) -> None:
         if hyper is not None:
-            if self._nothing_updated():
-                self._check_kept()
-            else:
+            if self._updated:
                 self._note_squares(layer)
+            else:
+                self._check_kept()
             self._update_layer(layer, hyper)
 
     def _numbers(self, layer: int) -> range:
@@ -94,9 +86,7 @@ class HomeGradients:
 
     def _kept_gradient(self, number: int) -> Tensor:
         layer, position = divmod(number, self._n_local)
-        grads = self._homes.layers[layer].grads
-        assert grads is not None
-        return grads[position]
+        return self._homes.grads(layer)[position]
 
     def _update_layer(self, layer: int, hyper: AdamHyper) -> None:
         """Kept gradients, or decay, for every expert that was not updated during backward."""
@@ -122,12 +112,12 @@ class HomeGradients:
         sizes = [math.prod(size) for size in self._homes.layout.shape.sizes]
         numbers: list[int] = []
         found: list[Tensor] = []
-        for layer, records in enumerate(self._homes.layers):
+        for layer in range(len(self._homes.layers)):
             kept = sorted(self._kept.intersection(self._numbers(layer)))
             if kept:
-                assert records.grads is not None
                 positions = torch.tensor(kept, device=self._homes.device) - layer * self._n_local
-                found.append(expert_squares(records.grads[positions].split(sizes, dim=1)))
+                grads = self._homes.grads(layer)[positions]
+                found.append(expert_squares(grads.split(sizes, dim=1)))
                 numbers += kept
         return dict(zip(numbers, torch.cat(found).tolist(), strict=True)) if found else {}
 

@@ -49,7 +49,6 @@ class DeviceHomes:
         self.layout = layout
         self.device = device
         self._has_states = False
-        self._has_grads = False
         self.layers = [LayerRecords(self._zeros(count, layout.dtype)) for count in counts]
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -65,20 +64,18 @@ class DeviceHomes:
                     layer.states[section.name] = self._zeros(count, section.dtype)
             self._has_states = True
 
-    def allocate_grads(self) -> None:
-        """Allocates memory for kept gradients, once."""
-        if not self._has_grads:
-            for layer in self.layers:
-                layer.grads = self._zeros(len(layer.weights), self.layout.dtype)
-            self._has_grads = True
+    def grads(self, layer: int) -> Tensor:
+        """Memory for the kept gradients of a layer, allocated when it is needed."""
+        records = self.layers[layer]
+        if records.grads is None:
+            records.grads = self._zeros(len(records.weights), self.layout.dtype)
+        return records.grads
 
     def resize(self, layer: int, count: int) -> None:
         """Makes room for `count` experts of a layer; those that stay keep their records. Tensor by
         tensor, to need as little memory as possible. Kept gradients are lost."""
         records = self.layers[layer]
-        if records.grads is not None:
-            records.grads = None  # first: its memory may be needed
-            records.grads = self._zeros(count, self.layout.dtype)
+        records.grads = None
         records.weights = self._resized(records.weights, count)
         for name, state in records.states.items():
             records.states[name] = self._resized(state, count)
@@ -88,13 +85,6 @@ class DeviceHomes:
         common = min(count, len(tensor))
         new[:common] = tensor[:common]
         return new
-
-    @property
-    def expert_bytes(self) -> int:
-        """What one expert needs here."""
-        states = sum(s.dtype.itemsize for s in self.layout.sections) if self._has_states else 0
-        weights = self.layout.dtype.itemsize * (2 if self._has_grads else 1)
-        return self.layout.shape.numel * (weights + states)
 
     @property
     def nbytes(self) -> int:

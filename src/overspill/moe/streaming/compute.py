@@ -111,7 +111,7 @@ class StreamingCompute(ExpertCompute):
 
     def _on_device(self, layer: int) -> OnDevice:
         """Experts of a layer that are on the device or on their way."""
-        found = OnDevice(set(), set())
+        found = OnDevice(set(range(self._store.homes[layer])), set())
         for position, slot in self.plan.slots(layer).items():
             if self.uploader.is_issued(self._store.at(layer, position), slot):
                 used = self.uploader.was_used(slot)
@@ -179,6 +179,7 @@ class StreamingCompute(ExpertCompute):
 
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
         settings = self._settings
+        self._waves.follow_stream()
         for wave in home_waves(self._homes, layer_pass, self.max_rows, settings.waves):
             name = f"{phase.value} {layer_pass.layer}.{wave.first}-{wave.stop - 1}"
             self.trace.begin_wave(name)

@@ -100,7 +100,7 @@ class CpuExperts:
         self._mapped = CpuBuffers.cut(mapped, max_rows, shape.d_model, dtype)
         self._indices = torch.arange(max_rows, device=device)
         self._last_number = 0
-        self._records: dict[int, Tensor] = {}  # weights by expert number: views take time
+        self._records: dict[int, Tensor] = {}  # weights by host slot: views take time
         self._running: deque[CpuJob] = deque()
         self._last: CpuJob | None = None
         self._last_finished: CpuJob | None = None
@@ -194,10 +194,11 @@ class CpuExperts:
         found = []
         for position, place in job.places.items():
             entry = self._store.at(job.layer, position)
-            record = self._records.get(entry.number)
+            assert entry.host_slot is not None
+            record = self._records.get(entry.host_slot)
             if record is None:
                 record = self._store.layout.weights(self._store.host(entry, Part.WEIGHTS))
-                self._records[entry.number] = record
+                self._records[entry.host_slot] = record
             found.append(ExpertRows(record, *place))
         return found
 

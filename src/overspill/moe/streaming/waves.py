@@ -53,7 +53,6 @@ class Waves:
 
     def of(self, layer_pass: LayerPass, phase: Phase, limits: WaveLimits) -> Iterator[Wave]:
         """A layer's experts, wave by wave; compute one before asking for the next."""
-        self._follow_stream()
         with self._store.lock:
             self._plan.refresh()
         layer, counts = layer_pass.layer, layer_pass.device_counts
@@ -94,9 +93,9 @@ class Waves:
                 pending = [position for position in pending if position not in run]
         self._trace.leave_experts()
 
-    def _follow_stream(self) -> None:
-        """Threads may use streams of their own. A slot knows its last reader only, so passes on
-        different streams follow each other."""
+    def follow_stream(self) -> None:
+        """Before a pass. Threads may use streams of their own; a slot knows its last reader only,
+        so passes on different streams follow each other."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             if self._stream is not None and self._stream != stream:
