@@ -28,6 +28,7 @@ from tests.moe.oracle import (
     plain_run,
     spilled,
     spilled_run,
+    train,
     train_step,
     weights_of,
 )
@@ -51,12 +52,14 @@ def random_homes(n_layers: int, seed: int) -> Iterator[list[int]]:
         yield [rng.randint(0, N_EXPERTS) for _ in range(n_layers)]
 
 
-def moving_run(task: Task, where: str, disk: Path, settings: Settings | None = None) -> Run:
+def moving_run(
+    task: Task, where: str, disk: Path, settings: Settings | None = None, **options: Any
+) -> Run:
     """Like `spilled_run`, with other homes before every step."""
     model, run = task.model(), Run()
     homes = random_homes(task.n_layers, seed=task.steps)
     with spilled(model, where, disk, settings, host_memory="2GiB") as engine:
-        optimizer = adamw(model, task)
+        optimizer = adamw(model, task, **options)
         for batches in task.batches():
             counts = next(homes)
             engine.set_homes(counts)
@@ -87,6 +90,16 @@ def test_the_native_uploader_follows_experts_to_other_host_slots(
     task = Task(steps=7)  # the sixth gives some of them other slots
     run = moving_run(task, where, tmp_path, Settings(uploader="native"))
     assert_same_bits(run, spilled_run(task, "host with 2 slots", tmp_path))
+
+
+@pytest.mark.parametrize("task", TASKS[:3], ids=str)
+def test_bf16_moments_are_rounded_alike_in_every_home(task: Task, tmp_path: Path) -> None:
+    options = {"state_dtype": torch.bfloat16}
+    run = moving_run(task, "disk behind 3 host slots", tmp_path, **options)
+    for where in ("gpu", "host, 7 at home"):
+        model = task.model()
+        with spilled(model, where, tmp_path):
+            assert_same_bits(run, train(model, adamw(model, task, **options), task))
 
 
 @pytest.mark.parametrize("where", ["host, 7 at home", "disk, 5 at home"])

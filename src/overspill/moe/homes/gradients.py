@@ -99,8 +99,15 @@ class HomeGradients:
     def _update(
         self, layer: int, first: int, stop: int, grad: Tensor | None, hyper: AdamHyper
     ) -> None:
-        record = self._homes.layers[layer].record(first, stop)
-        adamw_(record, None if grad is None else grad.view(-1), hyper, self._threads)
+        records = self._homes.layers[layer]
+        # bf16 moments are rounded with noise that begins anew with each record
+        alone = records.states["exp_avg"].dtype == torch.bfloat16
+        count = stop - first
+        size = 1 if alone else count
+        for at in range(0, count, size):
+            record = records.record(first + at, first + at + size)
+            part = None if grad is None else grad.view(count, -1)[at : at + size].view(-1)
+            adamw_(record, part, hyper, self._threads)
 
     @property
     def has_updated(self) -> bool:
