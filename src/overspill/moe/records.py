@@ -172,8 +172,8 @@ class ExpertRecords:
 
     def move_to_host(self, layer: int, count: int) -> None:
         """Leaves the device as the home of only the first `count` experts of a layer. While nothing
-        is computed or transferred, and no gradient is kept. Raises BudgetError if neither host
-        memory nor the disk has room; then the others have moved."""
+        is computed or transferred, and no gradient is kept; host memory or the disk must have room
+        for the others."""
         records = self._homes.layers[layer]
         try:
             for position in reversed(range(count, self._store.homes[layer])):

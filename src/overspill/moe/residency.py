@@ -110,7 +110,7 @@ class Residency:
         try:
             self._set_homes(homes)
         except (BudgetError, torch.OutOfMemoryError) as error:
-            _log.warning("the GPU's memory for experts stays as it is: %s", error)
+            _log.warning("experts could not be moved to or from the GPU: %s", error)
             return
         size = format_size(abs(homes - at_home) * self._expert_bytes())
         verb = "moved to" if homes > at_home else "left"
