@@ -81,10 +81,17 @@ class DeviceHomes:
             records.states[name] = self._resized(state, count)
 
     def _resized(self, tensor: Tensor, count: int) -> Tensor:
+        self._release_cached()
         new = self._zeros(count, tensor.dtype)
         common = min(count, len(tensor))
         new[:common] = tensor[:common]
         return new
+
+    def _release_cached(self) -> None:
+        """Gives unused memory back, so that the next allocation gets memory of just its size: in a
+        part of a larger piece it would make the rest useless for anything as large."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @property
     def nbytes(self) -> int:
