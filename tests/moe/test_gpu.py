@@ -163,9 +163,7 @@ def test_memory_is_filled_with_experts_and_they_leave_it_before_a_larger_batch()
     record = 12 * 3 * CONFIG.d_model * CONFIG.d_hidden
     before = torch.cuda.memory_reserved()
     budget = before + (96 << 20) + count * record // 2
-    overspill.offload(
-        model, gpu_memory=budget, mode="host", slots=6, settings=Settings(residency=True)
-    )
+    overspill.offload(model, gpu_memory=budget)
     optimizer = overspill.AdamW(model, lr=1e-3)
     homes = []
     try:

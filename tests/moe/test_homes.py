@@ -238,6 +238,9 @@ class FakeMemory:
     def peak(self) -> int:
         return self.allocated() + self._other
 
+    def available(self) -> int:
+        return 1 << 40
+
     def shortages(self) -> int:
         return 0
 
@@ -264,6 +267,33 @@ def test_memory_is_filled_after_the_first_steps(where: str, tmp_path: Path) -> N
         assert memory.peak() <= budget
         run.weights = weights_of(model)
     assert_follows(run, plain_run(task))
+
+
+def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_path: Path) -> None:
+    """Without states, with states, with kept gradients too, and when micro-batches begin."""
+    task, clipped = Task(steps=8), Task(steps=8, clip=0.5)
+    model, (tokens,) = task.model(), next(task.batches())
+    with spilled(model, "host with 2 slots", tmp_path, host_memory="2GiB") as engine:
+        weights = engine.layout.weight_bytes
+        memory = FakeMemory(engine, other=1 << 16)
+        budget = int((memory.peak() + 14.5 * weights) / 0.98)
+        engine.fill_memory(memory, budget)
+        for layer in model.moe_layers():
+            layer.requires_grad_(False)
+        with torch.no_grad():
+            for _ in range(4):
+                loss_of(model, tokens)
+        assert sum(engine.homes) == 14
+        for layer in model.moe_layers():
+            layer.requires_grad_(True)
+        for each, micro in ((task, 1), (clipped, 1), (task, 2)):
+            optimizer = None
+            optimizer = adamw(model, each)
+            assert memory.peak() <= budget
+            for _ in range(6):
+                train_step(model, optimizer, [tokens] * micro)
+                assert memory.peak() <= budget
+            assert sum(engine.homes) >= 3
 
 
 @pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])

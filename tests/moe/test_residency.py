@@ -1,5 +1,6 @@
 """Residency: the budget is used and never exceeded, whatever batches come."""
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ class FakeGpu:
         self.waste = waste
         self.homes = 0
         self.moves: list[int] = []
-        self.room = TOTAL  # experts that may leave
+        self.taken = 0  # by another process
         self._peak = 0
         self._shortages = 0
         self.overflows = 0
@@ -29,6 +30,9 @@ class FakeGpu:
 
     def peak(self) -> int:
         return self._peak
+
+    def available(self) -> int:
+        return self.budget - self.taken
 
     def shortages(self) -> int:
         return self._shortages
@@ -40,18 +44,26 @@ class FakeGpu:
         self.homes = homes
         self.moves.append(homes)
 
-    def run(self, rows: int) -> None:
-        need = self.allocated() + int(rows * self.per_row)
-        reserved = need + int(self.waste * rows * self.per_row)
-        self._shortages += reserved > self.budget  # cached memory is freed, which takes time
-        self.overflows += need > self.budget
-        self._peak = max(self._peak, min(reserved, self.budget))
+    def run(self, rows: int, training: bool = True) -> None:
+        activations = rows * self.per_row * (1.0 if training else 0.2)
+        need = self.allocated() + int(activations)
+        reserved = need + int(self.waste * activations)
+        limit = self.budget - self.taken
+        self._shortages += reserved > limit  # cached memory is freed, which takes time
+        self.overflows += need > limit
+        self._peak = max(self._peak, min(reserved, limit))
 
 
-def train(gpu: FakeGpu, batches: list[int]) -> Residency:
-    residency = Residency(gpu, gpu.budget, TOTAL, lambda: EXPERT, gpu.set_homes)
+def follow(gpu: FakeGpu, size: list[int] | None = None) -> Residency:
+    """`size` may change what an expert needs."""
+    size = size or [EXPERT]
+    return Residency(gpu, gpu.budget, TOTAL, lambda: size[0], lambda: gpu.homes, gpu.set_homes)
+
+
+def train(gpu: FakeGpu, batches: list[int], residency: Residency | None = None) -> Residency:
+    residency = residency or follow(gpu)
     for rows in batches:
-        residency.before_pass(rows, gpu.homes)
+        residency.before_pass(rows, training=True)
         gpu.run(rows)
     return residency
 
@@ -98,8 +110,55 @@ def test_batches_of_any_sizes_do_not_overflow(batches: list[int]) -> None:
 
 def test_a_shortage_makes_experts_leave() -> None:
     gpu = FakeGpu(1000, 40, 2.0, 0.0)
-    train(gpu, [200] * 4)
+    residency = train(gpu, [200] * 4)
     before = gpu.homes
-    gpu.waste = 0.3  # as if another process had taken memory
-    train(gpu, [200] * 12)
+    gpu.waste = 0.3
+    train(gpu, [200] * 12, residency)
     assert gpu.homes < before
+
+
+def test_memory_that_another_process_takes_makes_experts_leave() -> None:
+    gpu = FakeGpu(1000, 40, 1.0, 0.0)
+    residency = train(gpu, [100] * 4)
+    before = gpu.homes
+    gpu.taken = 500
+    train(gpu, [100] * 4, residency)
+    assert gpu.homes < before
+    assert gpu.overflows == 0
+
+
+def test_a_large_evaluation_makes_room_and_training_keeps_what_it_needs() -> None:
+    gpu = FakeGpu(700, 40, 1.0, 0.0)
+    residency = train(gpu, [100] * 6)
+    for _ in range(4):
+        residency.before_pass(400, training=False)
+        gpu.run(400, training=False)
+    train(gpu, [100] * 10, residency)
+    assert gpu.overflows == 0
+    assert gpu.homes * EXPERT >= 0.8 * (700 - 40 - 100)
+
+
+def test_experts_leave_before_they_need_more_memory_each() -> None:
+    size = [EXPERT]
+    gpu = FakeGpu(500, 40, 1.0, 0.0)
+    residency = train(gpu, [100] * 6, follow(gpu, size))
+    before = gpu.homes
+    size[0] = 2 * EXPERT
+    residency.before_pass(100, training=True)
+    assert gpu.homes == before // 2
+
+
+def test_a_move_that_does_not_fit_is_taken_back() -> None:
+    gpu = FakeGpu(500, 40, 1.0, 0.0)
+    moved: list[int] = []
+
+    def set_homes(homes: int) -> None:
+        moved.append(homes)
+        if homes > 30:
+            raise torch.OutOfMemoryError
+        gpu.homes = homes
+
+    residency = Residency(gpu, 500, TOTAL, lambda: EXPERT, lambda: gpu.homes, set_homes)
+    train(gpu, [100] * 30, residency)
+    assert moved[:2] == [35, 0]
+    assert gpu.homes == 30

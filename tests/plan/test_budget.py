@@ -41,6 +41,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, BudgetRequest]:
         host_slots=draw(st.none() | st.integers(2, 300)),
         resident_share=draw(st.sampled_from([0.0, 0.25, 0.5, 0.99])),
         keep_gradients=draw(st.sampled_from([None, True, False])),
+        residency=draw(st.booleans()),
     )
     return model, request
 
@@ -64,7 +65,8 @@ def test_every_expert_is_placed_and_slots_are_enough(
     if placement.mode == "gpu":
         assert placement.homes == model.experts
         return
-    assert placement.home_slots + placement.disk_slots == model.experts
+    assert placement.homes + placement.home_slots + placement.disk_slots == model.experts
+    assert placement.homes == 0 or placement.fills
     assert placement.cache_slots >= min(2, placement.disk_slots)
     assert 1 <= placement.slots <= max(2, model.experts)
     assert 0 <= placement.resident < placement.slots
@@ -85,13 +87,16 @@ def test_a_placement_stays_within_its_budgets(case: tuple[ModelSizes, BudgetRequ
     if placement.mode == "gpu":
         assert model.dense + model.experts * slot_bytes <= request.gpu_memory
     else:
-        assert model.dense + placement.slots * model.weight_record <= request.gpu_memory
+        at_home = placement.homes * slot_bytes
+        used = model.dense + at_home + placement.slots * model.weight_record
+        assert used <= request.gpu_memory
         slots = placement.home_slots + placement.cache_slots
         ring = placement.ring * model.weight_record
         assert slots * slot_bytes + ring + PROCESS <= request.host_memory
     if placement.disk_slots:
         assert request.disk_free is not None
-        assert placement.disk_slots * slot_bytes <= request.disk_free
+        records = placement.disk_slots + placement.spare_records
+        assert records * slot_bytes <= request.disk_free
 
 
 @given(cases())
@@ -107,6 +112,41 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetReque
         # with a disk, memory for gradients that may be kept counts too
         with pytest.raises(BudgetError):
             place(model, replace(request, mode="host", keep_gradients=True))
+        if request.residency:  # the GPU has no room for those that are on disk
+            free = 0.75 * request.gpu_memory - model.dense - placement.homes * model.record
+            assert free < (placement.disk_slots + placement.slots + 2) * 2 * model.record
+
+
+MOE_L_24 = ModelSizes(24, 24, 36 * MIB, 180 * MIB, 4 * GIB, 60_000, training=True)
+
+
+@pytest.mark.parametrize("disk", [None, 200 * GIB])
+def test_experts_that_host_memory_does_not_hold_start_on_the_gpu(disk: int | None) -> None:
+    request = BudgetRequest(40 * GIB, 110 * GIB, disk, keep_gradients=False, residency=True)
+    placement = place(MOE_L_24, request)
+    assert (placement.mode, placement.disk_slots) == ("host", 0)
+    assert 60 < placement.homes < 120
+
+
+def test_those_that_neither_holds_are_on_disk_with_room_for_the_others() -> None:
+    request = BudgetRequest(24 * GIB, 60 * GIB, 200 * GIB, keep_gradients=False, residency=True)
+    placement = place(MOE_L_24, request)
+    assert placement.mode == "disk"
+    assert placement.homes > 30
+    assert placement.spare_records == placement.homes
+
+
+@pytest.mark.parametrize("given", [{"mode": "host"}, {"slots": 8}, {"gpu_experts": 0}])
+def test_experts_stay_where_the_user_wants_them(given: dict[str, object]) -> None:
+    request = BudgetRequest(40 * GIB, 200 * GIB, residency=True)
+    assert place(MOE_L_24, request).fills
+    assert not place(MOE_L_24, replace(request, **given)).fills  # type: ignore[arg-type]
+
+
+def test_spare_host_memory_gives_more_gradient_buffers() -> None:
+    enough = place(MOE_L_24, BudgetRequest(40 * GIB, 200 * GIB, keep_gradients=False))
+    little = place(MOE_L_24, BudgetRequest(40 * GIB, 126 * GIB - 128 * MIB, keep_gradients=False))
+    assert enough.ring == 2 * little.ring == MOE_L_24.experts // 3
 
 
 def error_of(model: ModelSizes, request: BudgetRequest) -> str | None:

@@ -61,6 +61,7 @@ class Budgets:
             gpu_experts=self.gpu_experts,
             resident_share=self.settings.resident_share,
             keep_gradients=self.keep_gradients,
+            residency=self.settings.residency and device.type == "cuda",
         )
 
     def _host_bytes(self, available: int) -> int:

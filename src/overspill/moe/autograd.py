@@ -151,7 +151,7 @@ def _forward(
     # in a recomputation the layers that come next are those below
     phase = Phase.BACKWARD if _recomputing() else Phase.FORWARD
     if phase is Phase.FORWARD:
-        engine.begin_pass(layer_pass.layer, len(x_TD))
+        engine.begin_pass(layer_pass, len(x_TD))
     compute = engine.compute
     compute.enter_forward(layer_pass, expert_ids_TK, phase, keep)
     dispatcher, on_cpu = compute.dispatcher, compute.cpu_forward(layer_pass, x_TD)

@@ -26,6 +26,7 @@ from overspill.moe.dispatch import LocalDispatcher
 from overspill.moe.gradients import ExpertGradients
 from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
+from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS
 from overspill.moe.records import ExpertRecords
 from overspill.moe.residency import CudaMemory, DeviceMemory, Residency
@@ -66,6 +67,7 @@ class Engine:
         self._costs = costs
         self._streaming: Streaming | None = None
         self._residency: Residency | None = None
+        self._accumulates = False
         self._gradients: ExpertGradients | None = None
         self._training: TrainingStep | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
@@ -82,13 +84,14 @@ class Engine:
                 disk,
                 progress,
                 homes=counts,
+                spare_records=placement.spare_records,
             )
             undo.callback(self._store.close)
             self.records = ExpertRecords(self._store, self._homes)
             if placement.training:
                 threads = settings.threads or usable_cores()
                 self._gradients = ExpertGradients(
-                    self._homes, self._store, threads, self._streamed_gradients
+                    self._homes, self._store, threads, self._streamed_gradients, self._make_room
                 )
                 self._training = TrainingStep(n_layers, self._gradients, self.records)
             self._lock = threading.RLock() if self._training is None else self._training.lock
@@ -221,7 +224,7 @@ class Engine:
             leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
             if leaving:
                 self._store.empty_cache()
-                self._make_room(self._store.missing_slots(leaving))
+                self._extend_host(self._store.missing_slots(leaving))
             try:
                 for layer, count in enumerate(counts):  # first those that leave: they make room
                     if count < before[layer]:
@@ -235,7 +238,7 @@ class Engine:
                 if self._streaming is not None:
                     self._streaming.homes_changed()
 
-    def _make_room(self, missing: int) -> None:
+    def _extend_host(self, missing: int) -> None:
         if missing == 0:
             return
         size = sum(map(self._store.part_bytes, self._store.slabs))
@@ -332,7 +335,7 @@ class Engine:
     def limit_memory(self, budget: int) -> None:
         """Limits what torch allocates on the device to the budgets of all engines."""
         MEMORY_LIMITS.set(self, self.device, budget)
-        if self._settings.residency and self.device.type == "cuda":
+        if self.placement.fills and self.device.type == "cuda":
             self.fill_memory(CudaMemory(self.device), budget)
 
     def fill_memory(self, memory: DeviceMemory, budget: int) -> None:
@@ -341,28 +344,48 @@ class Engine:
             memory,
             budget,
             len(self._store.entries),
-            self._home_bytes,
+            lambda: self._home_bytes(self._homes.has_states, self._keeps_gradients),
+            lambda: sum(self._store.homes),
             lambda count: self.set_homes(spread_homes(count, self.n_layers, self.experts.n_local)),
         )
 
-    def _home_bytes(self) -> int:
+    def _home_bytes(self, states: bool, keep: bool) -> int:
         """What an expert needs that lives on the device: its record, its kept gradient, and its
         share of the gradients of a layer while they are made."""
         weights = self.layout.weight_bytes
-        if self._training is None:
+        if not states:
             return weights
-        kept = 0 if self._gradients is not None and self._gradients.keep is False else weights
+        kept = weights if keep else 0
         return weights + self.layout.state_bytes + kept + -(-2 * weights // self.n_layers)
 
-    def begin_pass(self, layer: int, tokens: int) -> None:
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether gradients wait for others on the device: with clipping, and since micro-batches
+        were accumulated for the first time."""
+        if self._gradients is None or self._training is None:
+            return False
+        rule = self._training.rule
+        self._accumulates |= rule is not None and rule.accumulating
+        return self._accumulates or self._gradients.keep is True
+
+    def _make_room(self, keep: bool) -> None:
+        """An optimizer that needs more memory for experts at home is about to allocate it."""
+        if self._residency is not None and not self.training.has_gradients:
+            keeps = keep or self._keeps_gradients
+            self._residency.make_room(self._home_bytes(states=True, keep=keeps))
+
+    def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
-        if self._residency is None or layer != 0:
+        if self._residency is None or layer_pass.layer != 0 or not MEMORY_LIMITS.alone(self):
             return
         training = self._training
-        # without an optimizer its memory is not allocated yet
-        if training is None or (training.rule is not None and not training.has_gradients):
-            self._residency.before_pass(tokens, sum(self._store.homes))
+        if training is not None:
+            # without an optimizer its memory is not allocated yet
+            expected = training.rule is None and layer_pass.trained
+            if expected or training.has_gradients:
+                return
+        self._residency.before_pass(tokens, layer_pass.training)
 
     def close(self) -> None:
         """Ends all threads and frees the memory; the experts are gone. A pass in another thread

@@ -27,12 +27,15 @@ class ExpertGradients(GradientSink):
         store: ExpertStore,
         threads: int,
         streaming: Callable[[], StreamingGradients | None],
+        make_room: Callable[[bool], None],
     ) -> None:
-        """`streaming` gives None while all experts are at home on the device."""
+        """`streaming` gives None while all experts are at home on the device. `make_room` is called
+        before memory for states, and for gradients that are kept, is allocated there."""
         n_local = store.experts.n_local
         self._homes = HomeGradients(homes, n_local, threads)
         self._store = store
         self._streaming = streaming
+        self._make_room = make_room
         self.keep: bool | None = None
         """Whether the optimizer keeps gradients until `step()`; None: there is none yet."""
 
@@ -45,6 +48,7 @@ class ExpertGradients(GradientSink):
         if Part.STATES not in self._store.slabs:
             self._store.set_state_dtype(state_dtype)
             self._store.allocate(Part.STATES)
+        self._make_room(keep)
         self._homes.attach(state_dtype, keep)
         self.keep = keep
         if (streaming := self._streaming()) is not None:

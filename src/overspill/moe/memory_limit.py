@@ -17,6 +17,12 @@ class MemoryLimits:
             self._budgets[engine] = index, budget
             self._apply(index)
 
+    def alone(self, engine: object) -> bool:
+        """Whether no other engine has set a limit for the same device. Torch counts the memory of
+        the process, not that of an engine."""
+        index, _ = self._budgets.get(engine, (None, 0))
+        return sum(device == index for device, _ in self._budgets.values()) <= 1
+
     def lift(self, engine: object) -> None:
         """The engine was closed; no-op if it set no limit."""
         index, _ = self._budgets.pop(engine, (None, 0))

@@ -1,12 +1,13 @@
 """Keeps as many experts at home on the compute device as its memory allows.
 
 How much memory activations need is known only after a batch. So the first passes are observed, then
-experts move to the device until the budget is used; before a larger batch, and when the allocator
-runs short, some leave it again.
+experts move to the device until the budget is used. Some leave it again before a larger batch, if
+the allocator runs short, and if another process takes memory of the device.
 """
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from overspill.plan.homes import homes_within
 _log = logging.getLogger("overspill")
 _OBSERVED = 2  # passes before a change; the first of them is not measured
 _MARGIN = 0.02  # share of the budget that stays free
+_MARGIN_STEP = 0.01  # more of it after each shortage
 _LARGEST_MARGIN = 0.16
 _WORTHWHILE = 0.02  # share of the experts: moving fewer is not worth the wait
 
@@ -30,6 +32,9 @@ class DeviceMemory(Protocol):
 
     def allocated(self) -> int:
         """What is in use now."""
+
+    def available(self) -> int:
+        """What this process has reserved and what is free on the device."""
 
     def shortages(self) -> int:
         """How often the allocator had to free cached memory so far, which stops the device."""
@@ -48,12 +53,28 @@ class CudaMemory:
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device)
 
+    def available(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
     def shortages(self) -> int:
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
 
     def reset(self) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
+
+
+@dataclass
+class _Observed:
+    """The memory of passes of one kind, with or without gradients."""
+
+    rows: int = 0  # the most tokens of a pass that was measured
+    bytes: int = 0  # its activations
+    most_rows: int = 0  # the most tokens of any pass
+
+    def need(self) -> float:
+        return self.bytes * max(1.0, self.most_rows / self.rows) if self.rows else 0.0
 
 
 class Residency:
@@ -65,55 +86,98 @@ class Residency:
         budget: int,
         total: int,
         expert_bytes: Callable[[], int],
+        homes: Callable[[], int],
         set_homes: Callable[[int], None],
     ) -> None:
-        """`expert_bytes` is what an expert at home needs, `set_homes` moves experts."""
+        """`expert_bytes` is what an expert at home needs, `homes` how many there are, of `total`;
+        `set_homes` moves experts."""
         self._memory = memory
         self._budget = budget
         self._total = total
         self._expert_bytes = expert_bytes
+        self._homes = homes
         self._set_homes = set_homes
         self._margin = _MARGIN
+        self._planned_bytes = expert_bytes()  # of an expert when experts were moved last
         self._passes = 0  # since experts were moved
         self._idle = 0  # bytes in use before a pass
-        self._rows = 0  # the most tokens of a pass since experts were moved
-        self._most_rows = 0  # ever
-        self._per_row = 0.0  # bytes of activations for a token
+        self._rows: dict[bool, int] = {}  # the most tokens of a pass since experts were moved
+        self._observed: dict[bool, _Observed] = {}
         self._shortages = memory.shortages()
         memory.reset()
 
-    def before_pass(self, rows: int, at_home: int) -> None:
+    def before_pass(self, rows: int, training: bool) -> None:
         """A pass of `rows` tokens begins, between two steps: moves experts if that is worthwhile.
         Experts that cannot leave the device stay there."""
+        self.make_room(self._expert_bytes())
         if self._passes == 1:  # the first pass may have compiled kernels and allocated states
             self._memory.reset()
+            self._rows.clear()
         elif self._passes > 1:
-            self._per_row = max(self._per_row, (self._memory.peak() - self._idle) / self._rows)
-        self._most_rows = max(self._most_rows, rows)
-        shortages = self._memory.shortages()
-        short, self._shortages = shortages > self._shortages and at_home > 0, shortages
-        if short:
-            self._margin = min(_LARGEST_MARGIN, 2 * self._margin)
-        need = self._memory.allocated() + self._per_row * self._most_rows
-        free = int(self._budget * (1 - self._margin) - need)
-        homes = homes_within(free, at_home, self._expert_bytes(), self._total)
-        least = max(1, int(_WORTHWHILE * self._total))
-        more = homes >= at_home + least or homes == self._total
-        fewer = homes < at_home and (short or self._most_rows > self._rows)
-        if (homes > at_home and more and self._passes >= _OBSERVED) or fewer:
-            self._move(at_home, homes)
-        self._rows = rows if self._passes <= 1 else max(self._rows, rows)
+            self._observe(self._memory.peak() - self._idle)
+        kind = self._observed.setdefault(training, _Observed())
+        larger = rows > kind.most_rows
+        kind.most_rows = max(kind.most_rows, rows)
+        self._adjust(larger)
+        self._rows[training] = max(rows, self._rows.get(training, 0))
         self._passes += 1
         self._idle = self._memory.allocated()
+
+    def _observe(self, activations: int) -> None:
+        """No pass since the last change has needed more than `activations`."""
+        for training, rows in self._rows.items():
+            kind = self._observed[training]
+            if rows > kind.rows or (rows == kind.rows and len(self._rows) == 1):
+                kind.rows, kind.bytes = rows, activations
+            elif rows == kind.rows:
+                kind.bytes = min(kind.bytes, activations)
+
+    def _adjust(self, larger: bool) -> None:
+        """`larger`: a pass of its kind with the most tokens so far begins."""
+        at_home, shortages = self._homes(), self._memory.shortages()
+        short, self._shortages = shortages > self._shortages and at_home > 0, shortages
+        if short:
+            self._margin = min(_LARGEST_MARGIN, self._margin + _MARGIN_STEP)
+        available = self._memory.available()
+        taken = available < self._budget * (1 - self._margin)  # by another process
+        limit = min(self._budget, available) * (1 - self._margin)
+        need = self._memory.allocated() + max(kind.need() for kind in self._observed.values())
+        homes = homes_within(int(limit - need), at_home, self._planned_bytes, self._total)
+        least = max(1, int(_WORTHWHILE * self._total))
+        more = homes >= at_home + least or homes == self._total
+        if homes < at_home and (short or taken or larger):
+            if taken:
+                left = format_size(available)
+                _log.warning("the GPU has only %s left for this process: experts leave it", left)
+            self._move(at_home, homes)
+        elif homes > at_home and more and self._passes >= _OBSERVED:
+            self._move(at_home, homes)
+
+    def make_room(self, expert_bytes: int) -> None:
+        """Each expert at home will need `expert_bytes`: if that is more than before, some leave the
+        device first."""
+        if expert_bytes > self._planned_bytes:
+            at_home = self._homes()
+            remaining = at_home * self._planned_bytes // expert_bytes
+            self._planned_bytes = expert_bytes
+            self._passes = 0
+            if remaining < at_home:
+                self._move(at_home, remaining)
 
     def _move(self, at_home: int, homes: int) -> None:
         try:
             self._set_homes(homes)
-        except (BudgetError, torch.OutOfMemoryError) as error:
-            _log.warning("experts could not be moved to or from the GPU: %s", error)
-            return
-        size = format_size(abs(homes - at_home) * self._expert_bytes())
-        verb = "moved to" if homes > at_home else "left"
-        _log.info("%d experts (%s) %s the GPU", abs(homes - at_home), size, verb)
+        except BudgetError as error:
+            _log.warning("experts could not leave the GPU: %s", error)
+        except torch.OutOfMemoryError:  # memory is divided into pieces that are too small
+            self._margin = min(_LARGEST_MARGIN, self._margin + _MARGIN_STEP)
+            self._memory.reset()
+            self._set_homes(min(at_home, homes))
+            _log.info("fewer experts than planned fit on the GPU")
+        else:
+            size = format_size(abs(homes - at_home) * self._planned_bytes)
+            verb = "moved to" if homes > at_home else "left"
+            _log.info("%d experts (%s) %s the GPU", abs(homes - at_home), size, verb)
         self._memory.reset()
         self._passes = 0
+        self._rows.clear()

@@ -19,9 +19,10 @@ class Settings:
     resident_share: float = 0.25
     """Share of the GPU slots that keep the busiest experts of the last step while experts are
     trained; 0 turns it off."""
-    residency: bool = False
+    residency: bool = True
     """After the first batches, let as many experts live on the GPU as its memory allows; before a
-    larger batch some leave it again."""
+    larger batch some leave it again. Only with mode "auto", and if neither slots nor gpu_experts
+    are given."""
     overlap_updates: bool = True
     """Update an expert as soon as its gradient is complete, while backward goes on."""
     overlap_uploads: bool = True

@@ -48,6 +48,8 @@ class BudgetRequest:
     resident_share: float = 0.25
     # whether gradients are kept until `step()`, for clipping or accumulation; None: not known yet
     keep_gradients: bool | None = None
+    # whether experts may move to the GPU until the budget is used, unless something is overridden
+    residency: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Placement:
     max_rows: int  # token rows of a wave
     host_memory: int  # the budget for all host memory
     training: bool = True  # memory for optimizer states is planned
+    fills: bool = False  # experts move to the compute device until its budget is used
+    spare_records: int = 0  # further disk slots, for experts that leave the compute device
 
     @property
     def banked(self) -> int:
@@ -78,12 +82,20 @@ def place(model: ModelSizes, request: BudgetRequest) -> Placement:
     if request.mode not in MODES:
         raise ConfigError(f"mode={request.mode!r} is not one of {', '.join(MODES)}")
     homes = _homes(model, request)
-    at_home = homes * _slot_bytes(model, request.keep_gradients is True)
+    mode = request.mode if request.mode != "auto" else _choose_mode(model, request, homes)
+    if mode == "gpu":
+        _check_gpu(model, request)
+        homes = model.experts
+    fills = _may_fill(request) and mode != "gpu"
+    if fills:
+        homes = _homes_beyond_host(model, request)
+        mode = _choose_mode(model, request, homes)
+    at_home = 0 if mode == "gpu" else homes * _slot_bytes(model, request.keep_gradients is True)
     free = request.gpu_memory - model.dense - at_home
     # two experts, their gradients, the same amount in transfer to the host, and some tokens
     floor = 6 * model.weight_record + _MIN_WAVE_ROWS * model.token_bytes
     if free < floor:
-        homes_need = f", gpu_experts={homes} {format_size(at_home)}" if homes else ""
+        homes_need = f", gpu_experts={homes} {format_size(at_home)}" if at_home else ""
         raise BudgetError(
             f"--gpu-memory {format_size(request.gpu_memory)} is too small: the dense part of this "
             f"model needs {format_size(model.dense)}{homes_need} and two experts with their "
@@ -91,19 +103,16 @@ def place(model: ModelSizes, request: BudgetRequest) -> Placement:
             f"{format_size((model.dense + at_home + floor) * 1.25, up=True)}"
         )
     max_rows = max(_MIN_WAVE_ROWS, free // 8 // model.token_bytes)
-    mode = request.mode if request.mode != "auto" else _choose_mode(model, request, homes)
-    if mode == "gpu":
-        _check_gpu(model, request)
-        homes = model.experts
     count, host_memory = model.experts - homes, request.host_memory  # experts that are streamed
     slots = _slots(model, request, free)
     # residents are chosen after a training step; without training their slots would stay empty
     share = request.resident_share if model.training and model.trained else 0.0
     resident = max(0, min(int(slots * share), slots - 2))
-    ring = min(model.experts, max(4, count // 6)) if model.training else 0
+    ring = _least_ring(model, count)
     on_host = Placement(
         "host", homes, slots, resident, count, 0, 0, ring, max_rows, host_memory, model.training
     )
+    on_host = replace(on_host, fills=fills)
     if count == 0:
         return replace(on_host, mode="gpu")
     if mode == "disk":
@@ -115,7 +124,43 @@ def place(model: ModelSizes, request: BudgetRequest) -> Placement:
             f"--host-memory {format_size(host_memory)} does not hold the experts, which "
             f"need {format_size(need, up=True)}; give a --disk folder, or more host memory"
         )
-    return on_host
+    return replace(on_host, ring=_ring(model, request, count))
+
+
+def _least_ring(model: ModelSizes, count: int) -> int:
+    """Gradient buffers that updates of `count` streamed experts need at least."""
+    return min(model.experts, max(4, count // 6)) if model.training else 0
+
+
+def _ring(model: ModelSizes, request: BudgetRequest, count: int) -> int:
+    """Gradient buffers: with up to a third of the gradients waiting in them, the update threads
+    have work until the next backward begins, and a backward does not wait for them."""
+    least = _least_ring(model, count)
+    # memory that is not needed for anything else, kept gradients included
+    kept = count * _slot_bytes(model, request.keep_gradients is not False)
+    spare = (request.host_memory - PROCESS - kept) // model.weight_record
+    return max(least, min(2 * least, spare))
+
+
+def _may_fill(request: BudgetRequest) -> bool:
+    given = request.slots, request.host_slots, request.gpu_experts
+    return request.residency and request.mode == "auto" and all(n is None for n in given)
+
+
+def _homes_beyond_host(model: ModelSizes, request: BudgetRequest) -> int:
+    """Experts that start on the GPU because host memory does not hold them: as many as are missing
+    there, if a quarter of the GPU's budget remains for activations."""
+    slot_bytes = _planned_slot_bytes(model, request)
+    missing = 0
+    while missing < model.experts:  # with fewer streamed experts the ring is smaller
+        ring = _least_ring(model, model.experts - missing)
+        short = model.experts - missing - _host_slots(model, request, ring, slot_bytes)
+        if short <= 0:
+            break
+        missing += short
+    slots = _slots(model, request, request.gpu_memory - model.dense) * model.weight_record
+    free = int(0.75 * request.gpu_memory) - model.dense - slots
+    return max(0, min(missing, free // slot_bytes))
 
 
 def _homes(model: ModelSizes, request: BudgetRequest) -> int:
@@ -140,6 +185,12 @@ def _slot_bytes(model: ModelSizes, keep: bool) -> int:
     return model.record + (model.weight_record if keep and model.training else 0)
 
 
+def _planned_slot_bytes(model: ModelSizes, request: BudgetRequest) -> int:
+    """If a disk is given, memory for gradients is reserved unless they are known not to be kept."""
+    has_disk, keep = request.disk_free is not None, request.keep_gradients
+    return _slot_bytes(model, has_disk if keep is None else keep)
+
+
 def _gpu_need(model: ModelSizes, request: BudgetRequest) -> int:
     layer_gradients = model.n_experts * model.weight_record if model.training else 0
     expert_bytes = _slot_bytes(model, request.keep_gradients is True)
@@ -161,10 +212,8 @@ def _choose_mode(model: ModelSizes, request: BudgetRequest, homes: int) -> str:
         overridden = request.slots is not None or request.gpu_experts is not None
         if not overridden and _gpu_need(model, request) <= 0.75 * request.gpu_memory:
             return "gpu"
-        ring = max(4, (model.experts - homes) // 6) if model.training else 0
-        # if a disk is given, reserve memory for gradients unless they are known not to be kept
-        has_disk, keep = request.disk_free is not None, request.keep_gradients
-        slot_bytes = _slot_bytes(model, has_disk if keep is None else keep)
+        ring = _least_ring(model, model.experts - homes)
+        slot_bytes = _planned_slot_bytes(model, request)
         if _host_slots(model, request, ring, slot_bytes) >= model.experts - homes:
             return "host"
     return "host" if request.disk_free is None else "disk"
@@ -177,9 +226,9 @@ def _slots(model: ModelSizes, request: BudgetRequest, free: int) -> int:
                 f"slots={request.slots} is too few: one expert computes while another loads; give 2"
             )
         return min(request.slots, model.experts)
-    # the link cannot use more than four layers ahead; the rest of the budget is for activations
+    # the link cannot use more than three layers ahead; the rest of the budget is for activations
     fitting = int(0.25 * free) // model.weight_record
-    return max(2, min(fitting, 4 * model.n_experts, model.experts))
+    return max(2, min(fitting, 3 * model.n_experts, model.experts))
 
 
 def _host_slots(model: ModelSizes, request: BudgetRequest, ring: int, slot_bytes: int) -> int:
@@ -216,6 +265,15 @@ def _on_disk(
             f"the disk has {format_size(request.disk_free)} free, {spilled} spilled experts need "
             f"{format_size(need)}; free some space or raise --host-memory"
         )
+    spare_records = on_host.homes if on_host.fills else 0
+    need = (spilled + spare_records) * slot_bytes
+    if need > request.disk_free:
+        spare_records = 0
     return replace(
-        on_host, mode="disk", home_slots=slots - cache, cache_slots=cache, disk_slots=spilled
+        on_host,
+        mode="disk",
+        home_slots=slots - cache,
+        cache_slots=cache,
+        disk_slots=spilled,
+        spare_records=spare_records,
     )

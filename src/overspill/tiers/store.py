@@ -47,7 +47,9 @@ class ExpertStore(WorkerSync):
         progress: Progress | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         homes: list[int] | None = None,
+        spare_records: int = 0,
     ) -> None:
+        """If there are experts on disk, `spare_records` further ones find room there."""
         self.layout = layout
         self.pinned = pinned
         self.experts = experts
@@ -56,16 +58,17 @@ class ExpertStore(WorkerSync):
         """Experts of each layer at home on the compute device: the first ones."""
         count = n_layers * experts.n_local - sum(self.homes)
         self.home_slots = min(home_slots, count)
-        self.disk_slots = count - self.home_slots
-        cache_slots = min(cache_slots, self.disk_slots)
+        on_disk = count - self.home_slots
+        self.disk_slots = on_disk + spare_records if on_disk else 0
+        cache_slots = min(cache_slots, on_disk)
         self.host_slots = self.home_slots + cache_slots
         self._least_cache = cache_slots
         assert self.disk_slots == 0 or (disk is not None and cache_slots >= 1)
         super().__init__(watchdog_seconds)
-        self.entries = self._number_entries()
+        self.entries = self._number_entries(count)
         self._cached: set[Entry] = set()  # experts on disk that have a host slot
         self._free_slots = list(range(self.home_slots, self.host_slots))
-        self._free_records: list[int] = []  # disk slots
+        self._free_records = list(range(on_disk, self.disk_slots))  # disk slots
         self._uses = 0
         self.lifetime = Lifetime()
         self._on_change: Callable[[], None] | None = None
@@ -82,9 +85,8 @@ class ExpertStore(WorkerSync):
             self.close()  # leaves no file behind
             raise
 
-    def _number_entries(self) -> list[Entry]:
+    def _number_entries(self, streamed: int) -> list[Entry]:
         entries, in_host, on_disk = [], 0, 0
-        streamed = self.home_slots + self.disk_slots
         for number in range(self.n_layers * self.experts.n_local):
             layer, position = divmod(number, self.experts.n_local)
             id = ExpertId(layer, self.experts.global_id(position))

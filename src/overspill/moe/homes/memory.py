@@ -48,7 +48,7 @@ class DeviceHomes:
         self.counts = counts
         self.layout = layout
         self.device = device
-        self._has_states = False
+        self.has_states = False
         self.layers = [LayerRecords(self._zeros(count, layout.dtype)) for count in counts]
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -56,13 +56,13 @@ class DeviceHomes:
 
     def allocate_states(self, state_dtype: torch.dtype) -> None:
         """Allocates the optimizer states, once."""
-        if not self._has_states:
+        if not self.has_states:
             self.layout = RecordLayout(self.layout.shape, self.layout.dtype, state_dtype)
             for layer in self.layers:
                 for section in self.layout.sections:
                     count = len(layer.weights)
                     layer.states[section.name] = self._zeros(count, section.dtype)
-            self._has_states = True
+            self.has_states = True
 
     def grads(self, layer: int) -> Tensor:
         """Memory for the kept gradients of a layer, allocated when it is needed."""
