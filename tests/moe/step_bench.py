@@ -42,7 +42,14 @@ class FakeSink(GradientSink):
     def reset_states(self) -> None:
         self._record("reset_states")
 
-    def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
+    def add(
+        self,
+        layer: int,
+        wave: Wave,
+        dw: Sequence[Tensor],
+        hyper: AdamHyper | None,
+        more: bool = False,
+    ) -> None:
         self._record("add", layer, hyper is not None)
         self._updated = self._updated or hyper is not None
 

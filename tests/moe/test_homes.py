@@ -13,9 +13,9 @@ import torch
 
 import overspill
 from overspill.core.errors import BudgetError, ConfigError, NonFiniteError, OrderError
-from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from tests.interrupts import calls_of, interrupted, spread
+from tests.moe.fake_memory import FakeMemory
 from tests.moe.oracle import (
     N_EXPERTS,
     Run,
@@ -225,29 +225,6 @@ def test_settings_can_be_switched_with_experts_in_every_tier(tmp_path: Path) -> 
     assert_follows(run, plain_run(task))
 
 
-class FakeMemory:
-    """A device whose memory does not change with the batch."""
-
-    def __init__(self, engine: Engine, other: int) -> None:
-        self._engine = engine
-        self._other = other
-
-    def allocated(self) -> int:
-        return self._engine.bytes_by_tier()["gpu"]
-
-    def peak(self) -> int:
-        return self.allocated() + self._other
-
-    def available(self) -> int:
-        return 1 << 40
-
-    def shortages(self) -> int:
-        return 0
-
-    def reset(self) -> None:
-        """Nothing is cached."""
-
-
 @pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 host slots"])
 def test_memory_is_filled_after_the_first_steps(where: str, tmp_path: Path) -> None:
     task = Task(steps=8, clip=0.5)
@@ -293,7 +270,7 @@ def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_p
             for _ in range(6):
                 train_step(model, optimizer, [tokens] * micro)
                 assert memory.peak() <= budget
-            assert sum(engine.homes) >= 3
+            assert sum(engine.device_share) >= 3
 
 
 @pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])

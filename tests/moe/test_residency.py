@@ -1,12 +1,15 @@
 """Residency: the budget is used and never exceeded, whatever batches come."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from overspill.moe.residency import Residency
+from overspill.plan.homes import DeviceShare
 
 EXPERT = 10
+GRADIENT = 2
 TOTAL = 60
 
 
@@ -19,6 +22,7 @@ class FakeGpu:
         self.per_row = per_row
         self.waste = waste
         self.homes = 0
+        self.sums = 0
         self.moves: list[int] = []
         self.taken = 0  # by another process
         self._peak = 0
@@ -26,7 +30,7 @@ class FakeGpu:
         self.overflows = 0
 
     def allocated(self) -> int:
-        return self.fixed + self.homes * EXPERT
+        return self.fixed + self.homes * EXPERT + self.sums * GRADIENT
 
     def peak(self) -> int:
         return self._peak
@@ -40,9 +44,12 @@ class FakeGpu:
     def reset(self) -> None:
         self._peak = self.allocated()
 
-    def set_homes(self, homes: int) -> None:
-        self.homes = homes
-        self.moves.append(homes)
+    def share(self) -> DeviceShare:
+        return DeviceShare(self.homes, self.sums)
+
+    def set_share(self, share: DeviceShare) -> None:
+        self.homes, self.sums = share
+        self.moves.append(share.experts)
 
     def run(self, rows: int, training: bool = True) -> None:
         activations = rows * self.per_row * (1.0 if training else 0.2)
@@ -54,10 +61,11 @@ class FakeGpu:
         self._peak = max(self._peak, min(reserved, limit))
 
 
-def follow(gpu: FakeGpu, size: list[int] | None = None) -> Residency:
+def follow(gpu: FakeGpu, size: list[int] | None = None, accumulates: bool = False) -> Residency:
     """`size` may change what an expert needs."""
     size = size or [EXPERT]
-    return Residency(gpu, gpu.budget, TOTAL, lambda: size[0], lambda: gpu.homes, gpu.set_homes)
+    sizes = lambda: size[0], lambda: GRADIENT if accumulates else 0
+    return Residency(gpu, gpu.budget, TOTAL, *sizes, gpu.share, gpu.set_share)
 
 
 def train(gpu: FakeGpu, batches: list[int], residency: Residency | None = None) -> Residency:
@@ -152,13 +160,23 @@ def test_a_move_that_does_not_fit_is_taken_back() -> None:
     gpu = FakeGpu(500, 40, 1.0, 0.0)
     moved: list[int] = []
 
-    def set_homes(homes: int) -> None:
-        moved.append(homes)
-        if homes > 30:
+    def set_share(share: DeviceShare) -> None:
+        moved.append(share.experts)
+        if share.experts > 30:
             raise torch.OutOfMemoryError
-        gpu.homes = homes
+        gpu.homes = share.experts
 
-    residency = Residency(gpu, 500, TOTAL, lambda: EXPERT, lambda: gpu.homes, set_homes)
+    sizes = lambda: EXPERT, lambda: 0
+    residency = Residency(gpu, 500, TOTAL, *sizes, gpu.share, set_share)
     train(gpu, [100] * 30, residency)
     assert moved[:2] == [35, 0]
     assert gpu.homes == 30
+
+
+@pytest.mark.parametrize(("budget", "homes", "sums"), [(240, 0, 45), (440, 20, 40), (1200, 60, 0)])
+def test_accumulated_gradients_come_before_experts(budget: int, homes: int, sums: int) -> None:
+    gpu = FakeGpu(budget, 40, 1.0, 0.0)
+    train(gpu, [100] * 6, follow(gpu, accumulates=True))
+    assert gpu.homes == pytest.approx(homes, abs=2)
+    assert gpu.sums == pytest.approx(sums, abs=4)
+    assert gpu.overflows == 0

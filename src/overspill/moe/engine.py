@@ -35,7 +35,7 @@ from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import PROCESS, Placement
-from overspill.plan.homes import spread_homes
+from overspill.plan.homes import DeviceShare, spread_homes
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
@@ -303,7 +303,7 @@ class Engine:
         """Bytes of the experts on the compute device, in host memory and on disk."""
         streaming = self._streaming
         return {
-            "gpu": self._homes.nbytes + (0 if streaming is None else streaming.slot_bytes),
+            "gpu": self._homes.nbytes + (0 if streaming is None else streaming.device_bytes),
             "host": self._store.host_bytes() if streaming is None else streaming.host_bytes,
             "disk": self._store.disk_bytes(),
         }
@@ -345,9 +345,28 @@ class Engine:
             budget,
             len(self._store.entries),
             lambda: self._home_bytes(self._homes.has_states, self._keeps_gradients),
-            lambda: sum(self._store.homes),
-            lambda count: self.set_homes(spread_homes(count, self.n_layers, self.experts.n_local)),
+            lambda: self.layout.weight_bytes if self._accumulates else 0,
+            lambda: self.device_share,
+            self._set_device_share,
         )
+
+    @property
+    def device_share(self) -> DeviceShare:
+        """Experts at home on the compute device, and sums of gradients of others there."""
+        gradients = self._streamed_gradients()
+        sums = 0 if gradients is None else len(gradients.on_device)
+        return DeviceShare(sum(self._store.homes), sums)
+
+    def _set_device_share(self, share: DeviceShare) -> None:
+        gradients = self._streamed_gradients()
+        if gradients is not None and share.gradients != len(gradients.on_device):
+            gradients.on_device.resize(0)
+        if share.experts != sum(self._store.homes):
+            self.set_homes(spread_homes(share.experts, self.n_layers, self.experts.n_local))
+        gradients = self._streamed_gradients()
+        if gradients is not None:
+            with torch.inference_mode(False):  # the memory outlives it
+                gradients.on_device.resize(share.gradients)
 
     def _home_bytes(self, states: bool, keep: bool) -> int:
         """What an expert needs that lives on the device: its record, its kept gradient, and its

@@ -26,9 +26,17 @@ class GradientSink(abc.ABC):
         """Sets all optimizer states to zero."""
 
     @abc.abstractmethod
-    def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
+    def add(
+        self,
+        layer: int,
+        wave: Wave,
+        dw: Sequence[Tensor],
+        hyper: AdamHyper | None,
+        more: bool = False,
+    ) -> None:
         """Takes the gradients of a wave, [n, ...] for each tensor of a record. With `hyper` they
-        complete the step's gradient and the experts may be updated now; without, they are kept."""
+        complete the step's gradient and the experts may be updated now; without, they are kept,
+        and with `more` others are expected to be added before `complete_layer`."""
 
     @abc.abstractmethod
     def complete_layer(

@@ -59,13 +59,20 @@ class ExpertGradients(GradientSink):
         if (streaming := self._streaming()) is not None:
             streaming.reset_states()
 
-    def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
+    def add(
+        self,
+        layer: int,
+        wave: Wave,
+        dw: Sequence[Tensor],
+        hyper: AdamHyper | None,
+        more: bool = False,
+    ) -> None:
         streaming = self._streaming()
         with self._all_or_nothing():
             if streaming is None or wave.first < self._store.homes[layer]:
                 self._homes.add(layer, wave, dw, hyper)
             else:
-                streaming.add(layer, wave, dw, hyper)
+                streaming.add(layer, wave, dw, hyper, more)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

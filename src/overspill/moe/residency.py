@@ -14,7 +14,7 @@ import torch
 
 from overspill.core.errors import BudgetError
 from overspill.core.sizes import format_size
-from overspill.plan.homes import homes_within
+from overspill.plan.homes import DeviceShare, share_memory
 
 _log = logging.getLogger("overspill")
 _OBSERVED = 2  # passes before a change; the first of them is not measured
@@ -86,17 +86,20 @@ class Residency:
         budget: int,
         total: int,
         expert_bytes: Callable[[], int],
-        homes: Callable[[], int],
-        set_homes: Callable[[int], None],
+        gradient_bytes: Callable[[], int],
+        share: Callable[[], DeviceShare],
+        set_share: Callable[[DeviceShare], None],
     ) -> None:
-        """`expert_bytes` is what an expert at home needs, `homes` how many there are, of `total`;
-        `set_homes` moves experts."""
+        """`expert_bytes` is what an expert at home needs, `gradient_bytes` an accumulated gradient
+        (0 if there are none), `share` what is on the device, of `total` experts; `set_share` moves
+        experts."""
         self._memory = memory
         self._budget = budget
         self._total = total
         self._expert_bytes = expert_bytes
-        self._homes = homes
-        self._set_homes = set_homes
+        self._gradient_bytes = gradient_bytes
+        self._share = share
+        self._set_share = set_share
         self._margin = _MARGIN
         self._planned_bytes = expert_bytes()  # of an expert when experts were moved last
         self._passes = 0  # since experts were moved
@@ -134,50 +137,58 @@ class Residency:
 
     def _adjust(self, larger: bool) -> None:
         """`larger`: a pass of its kind with the most tokens so far begins."""
-        at_home, shortages = self._homes(), self._memory.shortages()
-        short, self._shortages = shortages > self._shortages and at_home > 0, shortages
+        now, shortages = self._share(), self._memory.shortages()
+        short, self._shortages = shortages > self._shortages and any(now), shortages
         if short:
             self._margin = min(_LARGEST_MARGIN, self._margin + _MARGIN_STEP)
         available = self._memory.available()
         taken = available < self._budget * (1 - self._margin)  # by another process
         limit = min(self._budget, available) * (1 - self._margin)
         need = self._memory.allocated() + max(kind.need() for kind in self._observed.values())
-        homes = homes_within(int(limit - need), at_home, self._planned_bytes, self._total)
-        least = max(1, int(_WORTHWHILE * self._total))
-        more = homes >= at_home + least or homes == self._total
-        if homes < at_home and (short or taken or larger):
+        sizes = self._planned_bytes, self._total, self._gradient_bytes()
+        share = share_memory(int(limit - need), now, *sizes)
+        if limit < need and (short or taken or larger):
             if taken:
                 left = format_size(available)
                 _log.warning("the GPU has only %s left for this process: experts leave it", left)
-            self._move(at_home, homes)
-        elif homes > at_home and more and self._passes >= _OBSERVED:
-            self._move(at_home, homes)
+            if share != now:
+                self._move(share)
+        elif limit > need and self._passes >= _OBSERVED and self._is_worthwhile(now, share):
+            self._move(share)
+
+    def _is_worthwhile(self, now: DeviceShare, share: DeviceShare) -> bool:
+        least = max(1, int(_WORTHWHILE * self._total))
+        last = share.experts == self._total and now.experts < self._total
+        return last or any(abs(a - b) >= least for a, b in zip(now, share, strict=True))
 
     def make_room(self, expert_bytes: int) -> None:
         """Each expert at home will need `expert_bytes`: if that is more than before, some leave the
         device first."""
         if expert_bytes > self._planned_bytes:
-            at_home = self._homes()
-            remaining = at_home * self._planned_bytes // expert_bytes
+            now = self._share()
+            remaining = now.experts * self._planned_bytes // expert_bytes
             self._planned_bytes = expert_bytes
             self._passes = 0
-            if remaining < at_home:
-                self._move(at_home, remaining)
+            if remaining < now.experts:
+                self._move(DeviceShare(remaining))
 
-    def _move(self, at_home: int, homes: int) -> None:
+    def _move(self, share: DeviceShare) -> None:
+        before = self._share()
         try:
-            self._set_homes(homes)
+            self._set_share(share)
         except BudgetError as error:
             _log.warning("experts could not leave the GPU: %s", error)
         except torch.OutOfMemoryError:  # memory is divided into pieces that are too small
             self._margin = min(_LARGEST_MARGIN, self._margin + _MARGIN_STEP)
             self._memory.reset()
-            self._set_homes(min(at_home, homes))
+            self._set_share(DeviceShare(min(before.experts, share.experts)))
             _log.info("fewer experts than planned fit on the GPU")
         else:
-            size = format_size(abs(homes - at_home) * self._planned_bytes)
-            verb = "moved to" if homes > at_home else "left"
-            _log.info("%d experts (%s) %s the GPU", abs(homes - at_home), size, verb)
+            moved = share.experts - before.experts
+            size = format_size(abs(moved) * self._planned_bytes)
+            if moved:
+                verb = "moved to" if moved > 0 else "left"
+                _log.info("%d experts (%s) %s the GPU", abs(moved), size, verb)
         self._memory.reset()
         self._passes = 0
         self._rows.clear()

@@ -232,7 +232,8 @@ class TrainingStep:
         layer = layer_pass.layer
         assert self._states[layer] is LayerState.RUNNING
         with self._forgotten_if_not_finite():
-            self._sink.add(layer, wave, dw, self._updated_with.get(layer))
+            hyper = self._updated_with.get(layer)
+            self._sink.add(layer, wave, dw, hyper, more=not self._completing)
 
     def end_backward(self, layer_pass: LayerPass) -> None:
         """After the last wave of a layer's backward."""

@@ -1,6 +1,7 @@
 """Which experts have their home on the compute device: how many of each layer."""
 
 import itertools
+from typing import NamedTuple
 
 
 def spread_homes(total: int, n_layers: int, n_local: int) -> list[int]:
@@ -11,7 +12,23 @@ def spread_homes(total: int, n_layers: int, n_local: int) -> list[int]:
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
-def homes_within(free: int, at_home: int, expert: int, total: int) -> int:
-    """How many of `total` experts can live on the device if `at_home` do now and `free` bytes are
-    free at the peak of a step, or missing; an expert needs `expert` bytes."""
-    return max(0, min(total, at_home + free // expert))
+class DeviceShare(NamedTuple):
+    """What of the experts is on the compute device beside the slots."""
+
+    experts: int  # that have their home there
+    gradients: int = 0  # sums of gradients of streamed experts
+
+
+def share_memory(
+    free: int, now: DeviceShare, expert: int, total: int, gradient: int = 0
+) -> DeviceShare:
+    """What can be on the device if `now` is and `free` bytes are free at the peak of a step, or
+    missing. An expert at home needs `expert` bytes; `total` is the number of experts. If gradients
+    are accumulated, the sum of an expert needs `gradient` bytes, on either side. Sums come first:
+    for each byte they save more traffic of host memory than experts at home."""
+    free += now.experts * expert + now.gradients * gradient
+    experts = max(0, min(total, (free - total * gradient) // (expert - gradient)))
+    if gradient == 0:
+        return DeviceShare(experts)
+    sums = (free - experts * expert) // gradient
+    return DeviceShare(experts, max(0, min(total - experts, sums)))

@@ -1,7 +1,7 @@
 """Gradients of streamed experts: from the device into a ring buffer and straight into the expert's
 update, or into the expert's own host slot, where they wait for more or for the global norm."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from overspill.core.sizes import format_size
 from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.layer_pass import Wave
 from overspill.moe.settings import Settings
+from overspill.moe.streaming.device_gradients import DeviceGradients
 from overspill.moe.streaming.slot_plan import SlotPlan
 from overspill.moe.streaming.step_cursor import StepCursor
 from overspill.optim.gradient_norm import expert_squares
@@ -61,6 +62,7 @@ class StreamingGradients:
         self._downloads = Downloads(stream, on_device * store.layout.weight_bytes)
         count = len(store.entries)
         self._squares = torch.zeros(count, pin_memory=device.type == "cuda")
+        self.on_device = DeviceGradients(store.layout, device)
         self._ring: GradientRing | None = None
         self._updates: Updates | None = None
         self._awaited: Entry | None = None  # its gradient waits for a host slot
@@ -131,19 +133,40 @@ class StreamingGradients:
 
     # -- gradients --------------------------------------------------------------------------
 
-    def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
+    def add(
+        self,
+        layer: int,
+        wave: Wave,
+        dw: Sequence[Tensor],
+        hyper: AdamHyper | None,
+        more: bool = False,
+    ) -> None:
         self._trace.end_wave()  # before the host may have to wait for a buffer
         dw = [part.to(self._store.layout.dtype) for part in dw]
+        assert wave.counts is not None
+        offsets = {o: self._store.at(layer, wave.first + o) for o, n in enumerate(wave.counts) if n}
+        if not more:
+            for offset, entry in offsets.items():
+                if entry.number in self.on_device:
+                    self.on_device.add_to(entry.number, [part[offset] for part in dw])
         squares = expert_squares(dw)
         made = record_event(self._device)  # the gradients are complete on the compute stream here
-        assert wave.counts is not None
-        for offset, count in enumerate(wave.counts):
-            if count:
-                position = wave.first + offset
-                entry = self._store.at(layer, position)
-                self._send(entry, [part[offset] for part in dw], squares[offset], made, hyper)
-                with self._store.lock:
-                    self._cursor.finish([position])
+        for offset, entry in offsets.items():
+            gradient = [part[offset] for part in dw]
+            in_host = entry.number in self._kept
+            if not (more and not in_host and self.on_device.add(entry.number, gradient)):
+                self._send(entry, gradient, squares[offset], made, hyper)
+            with self._store.lock:
+                self._cursor.finish([self._store.position(entry)])
+
+    def _leave_device(self, numbers: Collection[int]) -> None:
+        """Sums on the device that nothing more will be added to become kept gradients in host
+        memory."""
+        for number in self.on_device.numbers(numbers):
+            gradient = self.on_device.take(number)
+            (square,) = expert_squares([part[None] for part in gradient])
+            entry = self._store.entries[number]
+            self._send(entry, gradient, square, record_event(self._device), None)
 
     def _send(
         self,
@@ -224,6 +247,7 @@ class StreamingGradients:
         if counts is None:
             # In step(), not in backward: a forward without gradients may still be running.
             self._wait_readers()
+        self._leave_device({entry.number for entry in self._store.layer_entries(layer)})
         for position, entry in enumerate(self._store.streamed(layer), self._store.homes[layer]):
             if hyper is None:
                 self._store.begin_update(entry)
@@ -246,6 +270,7 @@ class StreamingGradients:
 
     def squares(self) -> dict[int, float]:
         """Sum of squares of each kept gradient; waits for them."""
+        self._leave_device(range(len(self._store.entries)))
         self._settle()
         kept = sorted(self._kept)
         return dict(zip(kept, self._squares[kept].tolist(), strict=True))
@@ -299,6 +324,7 @@ class StreamingGradients:
         # an expert without tokens in the next step would keep a NaN
         self._squares[sorted(numbers)] = 0.0
         self._kept -= numbers
+        self.on_device.discard(numbers)
         if layer is None:
             if self._ring is not None:
                 self._ring.reset()  # an interrupted backward may have left buffers
@@ -320,6 +346,7 @@ class StreamingGradients:
         return self._updates is None or self._updates.idle()
 
     def check_conserved(self) -> None:
+        self.on_device.check_conserved()
         if self._ring is not None:
             self._ring.check_conserved()
 

@@ -114,9 +114,10 @@ class Streaming:
             self.gradients.check_conserved()
 
     @property
-    def slot_bytes(self) -> int:
-        """Memory of the GPU slots."""
-        return self.compute.uploader.slab.nbytes
+    def device_bytes(self) -> int:
+        """Memory of the GPU slots and of gradients that are accumulated on the device."""
+        sums = 0 if self.gradients is None else self.gradients.on_device.nbytes
+        return self.compute.uploader.slab.nbytes + sums
 
     @property
     def host_bytes(self) -> int:
