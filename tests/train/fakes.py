@@ -56,6 +56,9 @@ class FakeEngine:
     def bytes_by_tier(self) -> dict[str, int]:
         return {"gpu": 1024, "host": 2048, "disk": 0}
 
+    def gpu_use(self) -> None:
+        return None
+
     def close(self) -> None:
         self.closed = True
 

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 
 from rich.console import Console
@@ -31,6 +32,16 @@ def test_a_pipe_gets_one_line_for_each_logged_step() -> None:
         "GPU 90%  PCIe up 50%  PCIe down 25%  CPU optimizer 80%  SSD 10%",
         "step 10/20  eval loss 2.2500",
     ]
+
+
+def test_the_use_of_the_gpus_budget_is_shown() -> None:
+    out = io.StringIO()
+    sizes = {"budget": 40, "reserved": 39, "experts": 33, "slots": 1, "rest": 5}
+    use = {name: size << 30 for name, size in sizes.items()}
+    display = make_display(Console(file=out, width=200))
+    display.step(dataclasses.replace(METRICS, gpu_use=use), log=True)
+    line = "gpu 39.0 GiB of 40.0 GiB (experts 33.0 GiB, slots 1.0 GiB, rest 5.0 GiB)  host 1.0 GiB"
+    assert line in out.getvalue()
 
 
 def test_a_terminal_gets_a_bar_with_everything() -> None:

@@ -68,6 +68,7 @@ class Engine:
         self._streaming: Streaming | None = None
         self._residency: Residency | None = None
         self._accumulates = False
+        self._budget: int | None = None
         self._gradients: ExpertGradients | None = None
         self._training: TrainingStep | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
@@ -308,6 +309,22 @@ class Engine:
             "disk": self._store.disk_bytes(),
         }
 
+    def gpu_use(self) -> dict[str, int] | None:
+        """Bytes of the GPU's budget, of what this process has reserved, and what it is for: experts
+        at home, slots and gradients of streamed ones, and the rest (dense part, activations).
+        None without a GPU."""
+        if self.device.type != "cuda" or self._budget is None:
+            return None
+        reserved = torch.cuda.memory_reserved(self.device)
+        streaming = 0 if self._streaming is None else self._streaming.device_bytes
+        return {
+            "budget": self._budget,
+            "reserved": reserved,
+            "experts": self._homes.nbytes,
+            "slots": streaming,
+            "rest": reserved - self._homes.nbytes - streaming,
+        }
+
     def describe(self) -> str:
         """One line: the mode and where everything is."""
         sizes = {tier: format_size(size) for tier, size in self.bytes_by_tier().items()}
@@ -334,6 +351,7 @@ class Engine:
 
     def limit_memory(self, budget: int) -> None:
         """Limits what torch allocates on the device to the budgets of all engines."""
+        self._budget = budget
         MEMORY_LIMITS.set(self, self.device, budget)
         if self.placement.fills and self.device.type == "cuda":
             self.fill_memory(CudaMemory(self.device), budget)

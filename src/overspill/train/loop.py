@@ -204,6 +204,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
             bytes_by_tier=self.session.engine.bytes_by_tier() if log else None,
             host_peak=machine.peak_resident_memory() if log else None,
             gpu_peak=_gpu_peak() if log else None,
+            gpu_use=self.session.engine.gpu_use() if log else None,
         )
         self.metrics.write(self.last)
         self.display.step(self.last, log)

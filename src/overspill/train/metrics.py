@@ -27,6 +27,8 @@ class StepMetrics:
     bytes_by_tier: dict[str, int] | None
     host_peak: int | None
     gpu_peak: int | None
+    gpu_use: dict[str, int] | None = None
+    """The budget of the GPU, what of it is reserved, and for what."""
 
 
 @dataclass(frozen=True)

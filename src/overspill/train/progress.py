@@ -104,11 +104,19 @@ def details(metrics: StepMetrics) -> list[str]:
     """Memory use and busy shares, if this step measured them."""
     parts = []
     if metrics.bytes_by_tier is not None:
-        sizes = metrics.bytes_by_tier.items()
-        parts.append("  ".join(f"{tier} {format_size(size)}" for tier, size in sizes))
+        sizes = {tier: format_size(size) for tier, size in metrics.bytes_by_tier.items()}
+        if metrics.gpu_use is not None:
+            sizes["gpu"] = _use_line(metrics.gpu_use)
+        parts.append("  ".join(f"{tier} {size}" for tier, size in sizes.items()))
     if metrics.busy is not None:
         parts.append("busy: " + busy_line(metrics.busy))
     return parts
+
+
+def _use_line(use: dict[str, int]) -> str:
+    size = {name: format_size(count) for name, count in use.items()}
+    what = ", ".join(f"{name} {size[name]}" for name in ("experts", "slots", "rest"))
+    return f"{size['reserved']} of {size['budget']} ({what})"
 
 
 def busy_line(busy: dict[str, float]) -> str:
