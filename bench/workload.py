@@ -135,7 +135,8 @@ def measure_steps(
     traced: int = 2,
 ) -> Run:
     """Times `count` steps after `warm` steps, then traces further steps for the busy shares."""
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     seconds, loss = time_steps(run, warm, count)
     gpu = torch.cuda.max_memory_reserved()
     engine.recorder.start()
@@ -148,8 +149,9 @@ def measure_steps(
     busy = engine.recorder.busy(began, ended)
     if timeline is not None:
         spans = engine.recorder.spans()
-        write_perfetto(spans, timeline.with_suffix(".json.gz"))
-        draw_timeline(spans, timeline.with_suffix(".png"), f"{timeline.name}: {traced} steps")
+        write_perfetto(spans, timeline.with_name(f"{timeline.name}.json.gz"))
+        title = f"{timeline.name}: {traced} steps"
+        draw_timeline(spans, timeline.with_name(f"{timeline.name}.png"), title)
     engine.recorder.clear()
     return Run(tokens, seconds, float(loss), gpu, peak_resident_memory(), busy)
 

@@ -3,7 +3,7 @@
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,12 +39,14 @@ class Ended(NamedTuple):
 
 @pytest.fixture
 def benchmark(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Ended]]:
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    scripts: None,
+) -> Callable[..., Ended]:
     """Runs the script in this process: another one would import torch again."""
     script = str(ROOT / "bench" / "peers" / "deepspeed.py")
-    before = set(sys.modules)
-    monkeypatch.setattr(sys, "path", ["replaced by the script", *sys.path])
+    sys.path.insert(0, "replaced by the script")
 
     def run(lines: list[str], *arguments: str) -> Ended:
         file = tmp_path / "measurements.jsonl"
@@ -55,10 +57,7 @@ def benchmark(
             runpy.run_path(script, run_name="__main__")
         return Ended(ended.value.code, *capsys.readouterr())
 
-    yield run
-    for name in set(sys.modules) - before:  # "train", for example, may be another module elsewhere
-        if str(ROOT / "bench") in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    return run
 
 
 def test_ratios_compare_the_two_sides_of_a_round(
