@@ -100,12 +100,12 @@ def measure_case(
 
 
 def measure_round(
-    model: GPTMoE, cases: Sequence[Case], args: argparse.Namespace
+    model: GPTMoE, cases: Sequence[Case], homes: Sequence[int], args: argparse.Namespace
 ) -> Iterator[tuple[Case, Measured | None]]:
-    """Measures cases of growing budgets with a new optimizer, first with no expert on the GPU.
-    None for a case that failed."""
+    """Measures cases of growing budgets with a new optimizer. They begin with `homes`, experts of
+    each layer on the GPU. None for a case that failed."""
     engine = model.overspill
-    engine.set_homes([0] * engine.n_layers)  # an optimizer that clips needs memory for each
+    engine.set_homes(homes)  # an optimizer that clips needs memory for each
     optimizer = optimize(model, MAX_NORM if cases[0].clip else None)
     for case in cases:
         measured = None
@@ -116,7 +116,7 @@ def measure_round(
         if measured is None:  # here the failed step and its memory are gone
             engine.training.discard()
             optimizer.zero_grad()
-            engine.set_homes([0] * engine.n_layers)
+            engine.set_homes(homes)
         yield case, measured
 
 
@@ -161,10 +161,10 @@ def measure_all(args: argparse.Namespace) -> bool:
         args.device,
         gpu_memory=int(args.budgets[0] * 2**30),
         disk=args.disk,
-        gpu_experts=0,  # also where all would fit: every case starts alike
         keep_gradients=False if args.clip == "no" else None,
     )
     given = {key: getattr(args, key) for key in ("preset", "batch", "warm", "steps")}
+    homes = model.overspill.homes  # experts that host memory does not hold are there from the start
     found: dict[Case, list[Measured]] = {}
     complete = True
     for _ in range(args.rounds):
@@ -172,7 +172,7 @@ def measure_all(args: argparse.Namespace) -> bool:
             cases = [
                 Case(args.preset, args.experts, args.batch, budget, clip) for budget in args.budgets
             ]
-            for case, measured in measure_round(model, cases, args):
+            for case, measured in measure_round(model, cases, homes, args):
                 if measured is None:
                     complete = False
                     continue

@@ -109,7 +109,7 @@ def test_a_budget_that_runs_out_of_memory_does_not_stop_the_others(
     cases = [residency.Case("toy", None, 2, budget, clip) for budget in (0.5, 1.0, 1.5, 2.0)]
     found = {
         case.budget: measured and measured.homes
-        for case, measured in residency.measure_round(model, cases, options())
+        for case, measured in residency.measure_round(model, cases, [0] * 3, options())
     }
     assert found == {0.5: [1] * 3, 1.0: None, 1.5: None, 2.0: [4] * 3}
     said = capsys.readouterr().err
