@@ -4,6 +4,7 @@ PYTHONPATH=src python3 bench/train.py --preset w1 --gpu-memory 12GiB --batches 1
 """
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ def save(
         "parameters": config.total_params,
         "dtype": "bf16 weights, fp32 master and moments",
     }
-    bound = limit(config, run.tokens, config.expert_params if offloaded else 0)
-    write_record(name, details, metrics_of(config, [run]), bound, out)
+    metrics = metrics_of(config, [run])
+    metrics["experts_on_gpu"] = metric([100 * run.on_gpu], "%")
+    bound = limit(config, run.tokens, round((1 - run.on_gpu) * config.expert_params))
+    write_record(name, details, metrics, bound, out)
 
 
 def main() -> None:
@@ -85,10 +88,15 @@ def main() -> None:
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--batches", default="16,64", help="sequences of 1024 tokens a step")
     parser.add_argument("--clip", default="no", choices=("no", "yes", "both"))
-    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--warm", type=int, default=6, help="experts move in the first few steps")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--residency", action="store_true", help="use all GPU memory for experts")
+    parser.add_argument(
+        "--residency",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use all GPU memory for experts",
+    )
     parser.add_argument("--timeline", type=Path, default=None, help="folder for timelines")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -98,16 +106,17 @@ def main() -> None:
     model = build(config, settings, gpu_memory=args.gpu_memory, mode=args.mode)
     engine = model.overspill
     offloaded = engine.placement.mode != "gpu"
-    for norm in {"no": [None], "yes": [1.0], "both": [None, 1.0]}[args.clip]:
+    norms = {"no": [None], "yes": [1.0], "both": [None, 1.0]}[args.clip]
+    batches = sorted(int(text) for text in args.batches.split(","))
+    for batch, norm in itertools.product(batches, norms):  # a large batch leaves less to experts
         optimizer = None  # an engine has one optimizer at a time
         optimizer = optimize(model, norm)
-        for batch in (int(text) for text in args.batches.split(",")):
-            clip = norm is not None
-            name = record_name(batch, offloaded, clip, args.preset)
-            timeline = None if args.timeline is None else args.timeline / name
-            run = measure(model, optimizer, Work(batch), args.warm, args.steps, timeline)
-            show(name, run)
-            save(config, run, offloaded, clip, given, args.out)
+        clip = norm is not None
+        name = record_name(batch, offloaded, clip, args.preset)
+        timeline = None if args.timeline is None else args.timeline / name
+        run = measure(model, optimizer, Work(batch), args.warm, args.steps, timeline)
+        show(name, run)
+        save(config, run, offloaded, clip, given, args.out)
     engine.close()
 
 

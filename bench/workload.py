@@ -31,6 +31,7 @@ class Run:
     gpu_bytes: int
     host_bytes: int
     busy: dict[str, float]
+    on_gpu: float = 0.0  # share of the experts whose home is the GPU
 
     @property
     def speed(self) -> list[float]:
@@ -153,7 +154,13 @@ def measure_steps(
         title = f"{timeline.name}: {traced} steps"
         draw_timeline(spans, timeline.with_name(f"{timeline.name}.png"), title)
     engine.recorder.clear()
-    return Run(tokens, seconds, float(loss), gpu, peak_resident_memory(), busy)
+    host = peak_resident_memory()
+    return Run(tokens, seconds, float(loss), gpu, host, busy, on_gpu_share(engine))
+
+
+def on_gpu_share(engine: Engine) -> float:
+    """The share of the experts whose home is the compute device."""
+    return sum(engine.homes) / (engine.n_layers * engine.experts.n_local)
 
 
 def show(name: str, run: Run) -> None:

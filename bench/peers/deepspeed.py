@@ -50,18 +50,20 @@ class Ended(NamedTuple):
 def children(args: argparse.Namespace) -> list[Child]:
     """In the order they run: the rounds with offloading, then one with everything on the GPU."""
 
-    def options(mode: str, batches: list[int]) -> Options:
+    def options(side: str, mode: str, batches: list[int]) -> Options:
         # steps on the GPU are short, and one of the first few is slower on both sides
         more = 4 if mode == "gpu" else 0
-        return Options(mode, batches, args.warm + more, args.steps + more, args.tiny)
+        # our experts move to the GPU in the first steps with a batch
+        moving = 4 if side != PEER and mode == "offload" and not args.tiny else 0
+        return Options(mode, batches, args.warm + more + moving, args.steps + more, args.tiny)
 
     planned = [
-        Child(side, number, options("offload", args.batches))
+        Child(side, number, options(side, "offload", args.batches))
         for number in range(args.rounds)
         for side in args.sides
     ]
     if args.gpu:
-        planned += [Child(side, 0, options("gpu", args.batches[:1])) for side in args.sides]
+        planned += [Child(side, 0, options(side, "gpu", args.batches[:1])) for side in args.sides]
     return planned
 
 
@@ -178,7 +180,7 @@ def save_own(measured: list[Measurement], args: argparse.Namespace) -> None:
         runs = [one for one in own if one.work == work]
         seconds = [each for one in runs for each in one.seconds]
         memory = [max(one.gpu_bytes for one in runs), max(one.host_bytes for one in runs)]
-        run = Run(runs[0].tokens, seconds, runs[-1].loss, *memory, busy={})
+        run = Run(runs[0].tokens, seconds, runs[-1].loss, *memory, {}, runs[-1].on_gpu)
         given = {"preset": "w1", **runs[0].settings, "warm": args.warm, "steps": args.steps}
         save_run(get_preset("w1"), run, work.mode == "offload", work.clip, given, args.out)
 

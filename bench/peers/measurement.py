@@ -4,7 +4,7 @@ measurement, which the driver reads."""
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class Measurement:
     host_bytes: int
     version: str
     settings: dict[str, Any] = field(default_factory=dict)
+    on_gpu: float = 0.0  # share of the experts whose home is the GPU
     run: str = ""
     round: int = 0
 
@@ -111,8 +112,10 @@ def measure(
     options: Options,
     version: str,
     settings: dict[str, Any],
+    on_gpu: Callable[[], float] = lambda: 0.0,
 ) -> None:
-    """Times steps of `run` and prints the measurement as a line of JSON."""
+    """Times steps of `run` and prints the measurement as a line of JSON. `on_gpu` says afterwards
+    which share of the experts stays on the GPU."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.empty_cache()  # else the peak of larger batches before counts
@@ -130,5 +133,6 @@ def measure(
         host_bytes=peak_resident_memory(),
         version=version,
         settings=settings,
+        on_gpu=on_gpu(),
     )
     print(measured.to_line(), flush=True)

@@ -1,10 +1,11 @@
 """Child process of a peer benchmark: Overspill's side, as `bench/train.py` measures it."""
 
+import itertools
 from typing import Any
 
 import workload
 from peers.measurement import MAX_NORM, Options, Work, child_options, measure
-from workload import build, optimize
+from workload import build, on_gpu_share, optimize
 
 import overspill
 
@@ -15,16 +16,17 @@ BUDGETS: dict[str, dict[str, Any]] = {
 TINY_BUDGETS: dict[str, dict[str, Any]] = {"offload": {"slots": 2}, "gpu": {"mode": "gpu"}}
 
 
-def measure_batches(
-    model: overspill.GPTMoE, norm: float | None, options: Options, budgets: dict[str, Any]
+def measure_batch(
+    model: overspill.GPTMoE, batch: int, norm: float | None, options: Options, budgets: Any
 ) -> None:
-    """Measures every batch with one optimizer. A model has one at a time: the references to this
-    one must be gone before the next is made, so they are local to this function."""
+    """Measures a batch with an optimizer of its own. A model has one at a time: the references to
+    this one must be gone before the next is made, so they are local to this function."""
     optimizer = optimize(model, norm)
-    for batch in options.batches:
-        run = workload.steps(model, optimizer, workload.Work(batch))
-        work = Work(options.mode, batch, clip=norm is not None)
-        measure("overspill", work, run, options, overspill.__version__, budgets)
+    run = workload.steps(model, optimizer, workload.Work(batch))
+    work = Work(options.mode, batch, clip=norm is not None)
+    engine = model.overspill
+    version = overspill.__version__
+    measure("overspill", work, run, options, version, budgets, lambda: on_gpu_share(engine))
 
 
 def main() -> None:
@@ -34,8 +36,9 @@ def main() -> None:
     offloaded = model.overspill.placement.mode != "gpu"
     if offloaded != (options.mode == "offload"):
         raise RuntimeError(f"mode {options.mode}, but the plan is: {model.overspill.describe()}")
-    for norm in (None, MAX_NORM) if offloaded else (None,):
-        measure_batches(model, norm, options, budgets)
+    norms = (None, MAX_NORM) if offloaded else (None,)
+    for batch, norm in itertools.product(sorted(options.batches), norms):
+        measure_batch(model, batch, norm, options, budgets)
     model.overspill.close()
 
 

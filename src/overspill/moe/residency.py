@@ -104,6 +104,7 @@ class Residency:
         self._planned_bytes = expert_bytes()  # of an expert when experts were moved last
         self._passes = 0  # since experts were moved
         self._idle = 0  # bytes in use before a pass
+        self._activations = 0  # the most beside them since experts were moved
         self._rows: dict[bool, int] = {}  # the most tokens of a pass since experts were moved
         self._observed: dict[bool, _Observed] = {}
         self._shortages = memory.shortages()
@@ -116,8 +117,11 @@ class Residency:
         if self._passes == 1:  # the first pass may have compiled kernels and allocated states
             self._memory.reset()
             self._rows.clear()
+            self._activations = 0
         elif self._passes > 1:
-            self._observe(self._memory.peak() - self._idle)
+            # the user may reset the statistics at any time
+            self._activations = max(self._activations, self._memory.peak() - self._idle)
+            self._observe(self._activations)
         kind = self._observed.setdefault(training, _Observed())
         larger = rows > kind.most_rows
         kind.most_rows = max(kind.most_rows, rows)
@@ -190,5 +194,5 @@ class Residency:
                 verb = "moved to" if moved > 0 else "left"
                 _log.info("%d experts (%s) %s the GPU", abs(moved), size, verb)
         self._memory.reset()
-        self._passes = 0
+        self._passes = self._activations = 0
         self._rows.clear()
