@@ -16,7 +16,6 @@ from overspill.moe.settings import Settings
 ALL_ON = Settings()
 SWITCHES = {
     "all on": ALL_ON,
-    "without resident experts": replace(ALL_ON, resident_share=0.0),
     "without optimizer overlap": replace(ALL_ON, overlap_updates=False),
     "without upload overlap": replace(ALL_ON, overlap_uploads=False),
     "without waves": replace(ALL_ON, waves=False),

@@ -101,7 +101,6 @@ def _case(rng: random.Random) -> Case:
         "overlap_updates": rng.random() < 0.8,
         "overlap_uploads": rng.random() < 0.8,
         "waves": rng.random() < 0.8,
-        "resident_share": rng.choice((0.0, 0.25, 0.5)),
         "max_rows": rng.choice((None, None, 3)),
         "uploader": rng.choice(("thread", "native")) if mode == "host" else "auto",
         "threads": rng.choice((1, 3)),

@@ -55,7 +55,7 @@ def test_an_error_without_a_rule_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
 def test_a_backward_after_autograd_grad_finds_host_slots() -> None:
     """After autograd.grad the GPU holds more experts than the host: the next backward uploads
     nothing, and its gradients must still get host slots. It hung."""
-    settings = {"overlap_updates": False, "resident_share": 0.0, "threads": 1}
+    settings = {"overlap_updates": False, "threads": 1}
     case = Case(n_layers=3, n_experts=5, mode="disk", slots=12, host_slots=5, settings=settings)
     program = Program(0, case, (Op("forward"), Op("grad"), Op("backward")))
     assert execute(program).failure is None

@@ -1,4 +1,4 @@
-"""The engine from outside: gradients, memory, residents, and what it holds when it is closed."""
+"""The engine from outside: gradients, memory, and what it holds when it is closed."""
 
 import copy
 import dataclasses
@@ -6,7 +6,6 @@ import gc
 import io
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from torch import Tensor, nn
 import overspill
 from overspill.core.errors import ConfigError, OrderError
 from overspill.moe.settings import Settings
-from overspill.moe.streaming.compute import StreamingCompute
 from tests.moe.oracle import (
-    N_EXPERTS,
     ONE_OF_EACH,
     Run,
     Task,
@@ -130,45 +127,6 @@ def test_the_memory_of_each_tier_does_not_grow(tmp_path: Path) -> None:
         assert engine.bytes_by_tier() == allocated
         # 8 slots, whatever was uploaded: no expert is on the device beside them
         assert allocated["gpu"] == 8 * engine.layout.weight_bytes
-
-
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_resident_are_the_busiest_of_the_last_step_and_evaluation_does_not_count(
-    checkpoint: bool, tmp_path: Path
-) -> None:
-    task = Task(micro_batches=2, checkpoint=checkpoint, steps=3)
-    model = task.model()
-    with spilled(model, "host with 12 slots", tmp_path, Settings(resident_share=0.4)) as engine:
-        optimizer = adamw(model, task)
-        for batches in task.batches():
-            routed = torch.zeros(3, N_EXPERTS, dtype=torch.long)
-
-            def count(layer: int, output: Any, routed: Tensor = routed) -> None:
-                if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-                    ids = output.expert_ids_TK.flatten()
-                    routed[layer] += ids.bincount(minlength=N_EXPERTS)
-
-            hooks = [
-                moe.router.register_forward_hook(lambda _, __, out, i=i: count(i, out))
-                for i, moe in enumerate(model.moe_layers())
-            ]
-            with torch.no_grad():
-                loss_of(model, batches[0].flip(1))
-            train_step(model, optimizer, batches)
-            for hook in hooks:
-                hook.remove()
-            residents = residents_of(engine.compute, engine.placement.banked)
-            others = {(n, e) for n in range(3) for e in range(N_EXPERTS)} - residents
-            assert len(residents) == 4
-            assert min(routed[at] for at in residents) >= max(routed[at] for at in others)
-
-
-def residents_of(compute: object, banked: int) -> set[tuple[int, int]]:
-    """(layer, position) of the experts in slots behind the banks."""
-    assert isinstance(compute, StreamingCompute)
-    plan = compute.plan
-    first = banked // plan.bank_size * plan.bank_size
-    return {(n, p) for n in range(3) for p, slot in plan.slots(n).items() if slot >= first}
 
 
 def test_two_jobs_share_a_disk_folder(tmp_path: Path) -> None:

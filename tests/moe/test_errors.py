@@ -85,8 +85,6 @@ def test_a_value_that_cannot_be_right_is_named(options: dict[str, Any], names: s
     "options",
     [
         {"activations": "kep"},
-        {"resident_share": 1.5},
-        {"resident_share": -0.1},
         {"threads": 0},
         {"max_rows": 0},
         {"uploader": "gpu"},

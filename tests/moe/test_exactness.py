@@ -56,14 +56,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "waves off": {"waves": False},
     "updates not overlapped": {"overlap_updates": False},
     "uploads not overlapped": {"overlap_uploads": False},
-    "no resident experts": {"resident_share": 0.0},
-    "half of the slots resident": {"resident_share": 0.5},
-    "all off": {
-        "waves": False,
-        "overlap_updates": False,
-        "overlap_uploads": False,
-        "resident_share": 0.0,
-    },
+    "all off": {"waves": False, "overlap_updates": False, "overlap_uploads": False},
 }
 
 
@@ -76,8 +69,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
         ("updates not overlapped", "host with 5 slots"),
         ("updates not overlapped", "disk behind 9 host slots"),
         ("uploads not overlapped", "disk behind 9 host slots"),
-        ("no resident experts", "host with 5 slots"),
-        ("half of the slots resident", "disk behind 9 host slots"),
         ("all off", "host with 5 slots"),
         ("all off", "disk behind 9 host slots"),
     ],

@@ -11,7 +11,6 @@ from overspill.plan.waves import Candidate, first_of_wave, next_wave, row_pieces
 @st.composite
 def pending(draw: st.DrawFn) -> list[Candidate]:
     positions = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=8)))
-    base = draw(st.integers(0, 5))
     candidates: list[Candidate] = []
     start = 0
     for position in positions:
@@ -21,8 +20,6 @@ def pending(draw: st.DrawFn) -> list[Candidate]:
         candidates.append(
             Candidate(
                 position=position,
-                # in its bank, or resident in any slot
-                slot=draw(st.one_of(st.just(base + position), st.integers(0, 40))),
                 start=start,
                 rows=rows,
                 issued=issued,
@@ -40,10 +37,8 @@ def test_a_wave_is_a_run_of_adjacent_experts_that_have_arrived(
     count = next_wave(candidates, max_rows, waves)
     assert 1 <= count <= len(candidates)
     wave = candidates[:count]
-    first = wave[0]
     for candidate in wave[1:]:
         assert waves
-        assert candidate.slot - first.slot == candidate.position - first.position
         assert candidate.arrived
     for before, after in itertools.pairwise(wave):
         assert before.start + before.rows == after.start, "no expert is computed twice"
@@ -55,16 +50,14 @@ def test_a_wave_is_as_long_as_possible(candidates: list[Candidate], max_rows: in
     count = next_wave(candidates, max_rows, waves=True)
     if count < len(candidates):
         last, after = candidates[count - 1], candidates[count]
-        near = after.slot - last.slot == after.position - last.position
-        near = near and last.start + last.rows == after.start
+        near = last.start + last.rows == after.start
         rows = sum(candidate.rows for candidate in candidates[: count + 1])
         assert not (near and after.arrived and rows <= max_rows)
 
 
 def test_an_expert_without_tokens_does_not_end_a_wave() -> None:
     candidates = [
-        Candidate(position, 10 + position, 3 * number, 3, True, True)
-        for number, position in enumerate((0, 2, 3))
+        Candidate(position, 3 * number, 3, True, True) for number, position in enumerate((0, 2, 3))
     ]
     assert next_wave(candidates, max_rows=100, waves=True) == 3
 

@@ -25,6 +25,18 @@ def test_a_config_comes_back_from_its_file(tmp_path: Path) -> None:
     assert TrainConfig.make(TrainConfig.read_file(path)) == config
 
 
+@pytest.mark.parametrize("removed", ["lookahead", "pin", "resident_share"])
+def test_a_config_of_an_earlier_version_may_have_settings_that_were_removed(
+    removed: str, tmp_path: Path
+) -> None:
+    config = TrainConfig.make({"steps": 3, "slots": 5})
+    tree = json.loads(config.to_json())
+    tree["memory"][removed] = 0.25
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tree))
+    assert TrainConfig.make(TrainConfig.read_file(path)) == config
+
+
 def test_toml_may_use_sections_or_not(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('steps = 3\n[data]\ndata = "stdlib"\nseq_len = 64\n[optim]\nlr = 1\n')
@@ -58,7 +70,7 @@ def test_a_wrong_file_is_told_what_is_wrong(
         ({"steps": 0}, "--steps 0 must be at least 1"),
         ({"clip": -1.0}, "--clip -1.0 must be 0 or more"),
         ({"lr": float("nan")}, "--lr nan must be a finite number"),
-        ({"resident_share": 1.5}, "--resident-share 1.5 must be between 0 and 1"),
+        ({"min_lr": 1.5}, "--min-lr 1.5 must be between 0 and 1"),
         ({"mode": "ssd"}, "--mode ssd is unknown; give auto or gpu or host or disk"),
         ({"dtype": "fp16"}, "--dtype fp16 is unknown; give bf16 or fp32"),
         ({"gpu_memory": "12 apples"}, "--gpu-memory='12 apples' is not a size"),

@@ -59,7 +59,6 @@ class Budgets:
             slots=self.slots,
             host_slots=self.host_slots,
             gpu_experts=self.gpu_experts,
-            resident_share=self.settings.resident_share,
             keep_gradients=self.keep_gradients,
             residency=self.settings.residency and device.type == "cuda",
         )

@@ -180,7 +180,6 @@ def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout
         dense,
         row,
         training,
-        trained=any(p.requires_grad for layer in layers for p in layer.expert_parameters()),
     )
 
 

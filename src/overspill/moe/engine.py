@@ -334,12 +334,11 @@ class Engine:
                 f"mode gpu: all {at_home} experts and their states on {self.device} "
                 f"({sizes['gpu']})"
             )
-        resident = f", {placement.resident} for resident experts" if placement.resident else ""
         homes = f"{at_home} experts and " if at_home else ""
         line = (
             f"mode {placement.mode}: {len(store.entries)} experts of "
             f"{format_size(self.layout.weight_bytes)}; {homes}{placement.slots} slots on "
-            f"{self.device} ({sizes['gpu']}{resident}), {store.in_host} in host memory "
+            f"{self.device} ({sizes['gpu']}), {store.in_host} in host memory "
             f"({sizes['host']})"
         )
         if store.on_disk:

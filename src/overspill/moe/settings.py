@@ -16,9 +16,6 @@ CpuPolicy = Callable[[Sequence[int], Phase], frozenset[int]]
 class Settings:
     """The switches of the engine. Each technique can be turned off to measure what it gains."""
 
-    resident_share: float = 0.25
-    """Share of the GPU slots that keep the busiest experts of the last step while experts are
-    trained; 0 turns it off."""
     residency: bool = True
     """After the first batches, let as many experts live on the GPU as its memory allows; before a
     larger batch some leave it again. Only with mode "auto", and if neither slots nor gpu_experts
@@ -47,10 +44,6 @@ class Settings:
     """Called before each transfer, CPU task and optimizer job; for fault-injection tests."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.resident_share < 1:
-            raise ConfigError(
-                f"resident_share={self.resident_share} must be at least 0 and below 1"
-            )
         if self.activations not in ("recompute", "keep"):
             raise ConfigError(f"activations={self.activations!r} must be 'recompute' or 'keep'")
         if self.uploader not in UPLOADERS:

@@ -23,7 +23,6 @@ class ModelSizes:
     dense: int  # weights, gradients and optimizer states of everything that is not an expert
     token_bytes: int  # activations of one token row inside an expert, forward and backward
     training: bool
-    trained: bool = True  # the experts are trained, not frozen
 
     @property
     def experts(self) -> int:
@@ -45,7 +44,6 @@ class BudgetRequest:
     slots: int | None = None
     host_slots: int | None = None
     gpu_experts: int | None = None
-    resident_share: float = 0.25
     # whether gradients are kept until `step()`, for clipping or accumulation; None: not known yet
     keep_gradients: bool | None = None
     # whether experts may move to the GPU until the budget is used, unless something is overridden
@@ -55,13 +53,11 @@ class BudgetRequest:
 @dataclass(frozen=True)
 class Placement:
     """Where everything is placed. `homes` experts live on the compute device; the others pass
-    through its `slots` = `banked` streaming slots + `resident` slots, which are not allocated if
-    there are none."""
+    through its `slots`, which are not allocated if there are none."""
 
     mode: str
     homes: int
     slots: int
-    resident: int
     home_slots: int  # host slots that hold the same expert for the whole run
     cache_slots: int  # host slots shared by the experts on disk
     disk_slots: int  # experts on disk
@@ -71,10 +67,6 @@ class Placement:
     training: bool = True  # memory for optimizer states is planned
     fills: bool = False  # experts move to the compute device until its budget is used
     spare_records: int = 0  # further disk slots, for experts that leave the compute device
-
-    @property
-    def banked(self) -> int:
-        return self.slots - self.resident
 
 
 def place(model: ModelSizes, request: BudgetRequest) -> Placement:
@@ -105,14 +97,10 @@ def place(model: ModelSizes, request: BudgetRequest) -> Placement:
     max_rows = max(_MIN_WAVE_ROWS, free // 8 // model.token_bytes)
     count, host_memory = model.experts - homes, request.host_memory  # experts that are streamed
     slots = _slots(model, request, free)
-    # residents are chosen after a training step; without training their slots would stay empty
-    share = request.resident_share if model.training and model.trained else 0.0
-    resident = max(0, min(int(slots * share), slots - 2))
     ring = _least_ring(model, count)
     on_host = Placement(
-        "host", homes, slots, resident, count, 0, 0, ring, max_rows, host_memory, model.training
+        "host", homes, slots, count, 0, 0, ring, max_rows, host_memory, model.training, fills
     )
-    on_host = replace(on_host, fills=fills)
     if count == 0:
         return replace(on_host, mode="gpu")
     if mode == "disk":

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """An expert of the current chunk that is still to be computed."""
+    """An expert of the current chunk, or at home on the device, that is to be computed."""
 
     position: int  # in its layer
-    slot: int
     start: int  # its first token row
     rows: int  # token rows routed to it
     issued: bool  # its upload was issued
@@ -28,8 +27,9 @@ def first_of_wave(pending: Sequence[Candidate], lead: int) -> int:
 def next_wave(pending: Sequence[Candidate], max_rows: int, waves: bool) -> int:
     """How many of `pending`, from the first on, form the next wave; at least one.
 
-    A wave is a run of adjacent slots. It includes only experts that have arrived, so that it does
-    not wait for a later copy, and at most `max_rows` token rows, to bound its activations.
+    A wave is a run of experts with adjacent token rows; their slots are adjacent too. It includes
+    only experts that have arrived, so that it does not wait for a later copy, and at most
+    `max_rows` token rows, to bound its activations.
     """
     first = pending[0]
     assert first.issued
@@ -46,10 +46,9 @@ def next_wave(pending: Sequence[Candidate], max_rows: int, waves: bool) -> int:
 
 
 def _adjacent(before: Candidate, after: Candidate) -> bool:
-    """Whether slots and token rows are adjacent. Token rows in between belong to an expert that was
-    already computed."""
-    adjacent_rows = before.start + before.rows == after.start
-    return adjacent_rows and after.slot - before.slot == after.position - before.position
+    """Whether token rows are adjacent. Token rows in between belong to an expert that was already
+    computed."""
+    return before.start + before.rows == after.start
 
 
 def row_pieces(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:

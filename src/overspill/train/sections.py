@@ -64,8 +64,6 @@ class MemorySection:
     """Number of experts that fit on the compute device; overrides --gpu-memory."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
-    resident_share: Share = 0.25
-    """Share of the slots that keeps the busiest experts of the last step; 0 disables it."""
     overlap_updates: bool = True
     """Update experts during backward and the next forward."""
     overlap_uploads: bool = True

@@ -22,8 +22,7 @@ from overspill.train.sections import RunConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SWITCHES = (
-    "resident_share", "overlap_updates", "overlap_uploads", "waves", "activations", "cpu_experts",
-    "threads",
+    "overlap_updates", "overlap_uploads", "waves", "activations", "cpu_experts", "threads",
 )  # fmt: skip
 """Settings of the engine that are also flags, with the same name."""
 

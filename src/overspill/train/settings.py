@@ -25,8 +25,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from overspill.core.errors import ConfigError
 from overspill.core.sizes import parse_size
 
-_OLD_NAMES: Mapping[str, str | None] = {"pin": "resident_share", "lookahead": None}
-"""Settings in config files of earlier versions: renamed, or removed."""
+_REMOVED = frozenset({"lookahead", "pin", "resident_share"})
+"""Settings in config files of earlier versions that no longer exist."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,8 @@ class Config:
             raise ConfigError(f"config file {path} cannot be parsed: {error}; fix it") from error
         if not isinstance(tree, dict):
             raise ConfigError(f"config file {path} is not a table; write `name = value` lines")
-        flat = dict(cls._flatten(tree, path))
-        current = {_OLD_NAMES.get(name, name): value for name, value in flat.items()}
-        return {name: value for name, value in current.items() if name is not None}
+        flat = cls._flatten(tree, path)
+        return {name: value for name, value in flat if name not in _REMOVED}
 
     @classmethod
     def _flatten(cls, tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:

@@ -95,7 +95,7 @@ def test_experts_that_the_kernel_cannot_compute_turn_cpu_experts_off_with_a_warn
     shape: ExpertShape, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     layout = RecordLayout(shape, torch.float32, torch.float32)
-    placement = Placement("host", 0, 2, 0, N_EXPERTS, 0, 0, 0, 256, 1 << 30, training=False)
+    placement = Placement("host", 0, 2, N_EXPERTS, 0, 0, 0, 256, 1 << 30, training=False)
     engine = Engine(
         1,
         ExpertMap.whole(N_EXPERTS),

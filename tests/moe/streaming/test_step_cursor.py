@@ -1,4 +1,4 @@
-"""Where the step is: what is needed next comes first, and token rows are counted once."""
+"""Where the step is: what is needed next comes first."""
 
 from typing import NamedTuple
 
@@ -80,20 +80,6 @@ def test_counts_of_the_current_pass_hold_here_and_those_of_the_last_forward_else
 
 def test_before_its_first_pass_every_expert_of_a_layer_may_be_busy() -> None:
     assert StepCursor(3, [0, 0]).busy(1) == [0, 1, 2]
-
-
-def test_only_training_counts_towards_a_step_and_the_next_begins_at_zero() -> None:
-    cursor, counts = StepCursor(2, [0]), [3, 4]
-    cursor.enter(0, F, counts, training=True)
-    cursor.enter(0, F, [5, 5], training=False)  # an evaluation in between
-    cursor.enter(0, B, counts, training=True)
-    cursor.enter(0, F, counts, training=True)
-    of_the_step = cursor.end_step()
-    assert of_the_step == [[6, 8]]
-    assert cursor.end_step() == [[0, 0]]
-    assert of_the_step == [[6, 8]], "the returned counts do not change"
-    assert counts == [3, 4]
-    assert cursor.passes == 4
 
 
 def test_the_next_pass_of_a_layer_is_known() -> None:

@@ -21,7 +21,7 @@ def home_waves(
         return
     starts = [0, *itertools.accumulate(counts)]
     pending = [
-        Candidate(position, position, starts[position], counts[position], True, True)
+        Candidate(position, starts[position], counts[position], True, True)
         for position in range(count)
         if counts[position]
     ]

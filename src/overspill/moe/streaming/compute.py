@@ -59,7 +59,7 @@ class StreamingCompute(ExpertCompute):
         self._threads = threads
         self._homes = homes
         self.cursor = StepCursor(store.experts.n_local, store.homes)
-        self.plan = SlotPlan(store.experts.n_local, store.homes, placement)
+        self.plan = SlotPlan(store.experts.n_local, store.homes, placement.slots)
         self.trace = ComputeTrace(recorder, device)
         self._slab = slab
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)

@@ -12,7 +12,6 @@ from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.layer_pass import Wave
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.device_gradients import DeviceGradients
-from overspill.moe.streaming.slot_plan import SlotPlan
 from overspill.moe.streaming.step_cursor import StepCursor
 from overspill.optim.gradient_norm import expert_squares
 from overspill.optim.kernel import AdamHyper
@@ -36,7 +35,6 @@ class StreamingGradients:
         self,
         store: ExpertStore,
         cursor: StepCursor,
-        plan: SlotPlan,
         placement: Placement,
         settings: Settings,
         stream: CopyStream,
@@ -50,7 +48,6 @@ class StreamingGradients:
         self._store = store
         self._wait_readers = wait_readers
         self._cursor = cursor
-        self._plan = plan
         self._placement = placement
         self._settings = settings
         self._trace = trace
@@ -289,9 +286,6 @@ class StreamingGradients:
                 self._update(entry, hyper)
         self._kept.clear()
         self._has_updated = False
-        with self._store.lock:
-            counts = self._cursor.end_step()
-            self._plan.choose_residents(counts, self._settings.resident_share > 0)
         if not self._settings.overlap_updates:
             self.updates.wait_idle()
         self._check_finite()

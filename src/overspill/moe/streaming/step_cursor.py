@@ -24,7 +24,6 @@ class StepCursor:
         self._counts_ahead = ExpectedCounts(n_layers)
         self._counts: Sequence[int] = [1] * n_local  # of the current pass
         self._finished: set[int] = set()  # experts that the current pass is done with
-        self._step_counts = [[0] * n_local for _ in range(n_layers)]
 
     def enter(self, layer: int, phase: Phase, counts: Sequence[int], training: bool) -> None:
         """A pass through `layer` begins."""
@@ -33,19 +32,10 @@ class StepCursor:
         if phase is Phase.FORWARD:
             self._training = training
             self._counts_ahead.observe(layer, counts)
-            if training:
-                sums = zip(self._step_counts[layer], counts, strict=True)
-                self._step_counts[layer] = [a + b for a, b in sums]
 
     def finish(self, positions: Sequence[int]) -> None:
         """The current pass is done with these experts."""
         self._finished.update(positions)
-
-    def end_step(self) -> list[list[int]]:
-        """Ends a training step; returns the token rows of each expert in it."""
-        counts = self._step_counts
-        self._step_counts = [[0] * self.n_local for _ in range(self.n_layers)]
-        return counts
 
     def next_phase(self, layer: int) -> Phase:
         """The direction of the layer's next (or current) pass."""

@@ -55,7 +55,6 @@ class Streaming:
                 self.gradients = StreamingGradients(
                     store,
                     self.compute.cursor,
-                    self.compute.plan,
                     placement,
                     settings,
                     download,

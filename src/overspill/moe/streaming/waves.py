@@ -151,10 +151,10 @@ class Waves:
             order = sorted(pending)
             candidates = []
             for position in order:
-                slot, is_issued = slot_of[position], position in issued
-                arrived = is_issued and (patient or uploader.has_arrived(slot))
+                is_issued = position in issued
+                arrived = is_issued and (patient or uploader.has_arrived(slot_of[position]))
                 rows = starts[position], counts[position]
-                candidates.append(Candidate(position, slot, *rows, is_issued, arrived))
+                candidates.append(Candidate(position, *rows, is_issued, arrived))
             lead = next(position for position in pending if position in issued)
             first = first_of_wave(candidates, order.index(lead))
             number = next_wave(candidates[first:], limits.max_rows, limits.grouped)
