@@ -62,6 +62,9 @@ class Case:
     host_slots: int | None = None
     at_home: float = 0.0
     """Share of the experts whose home is the compute device."""
+    room: float | None = None
+    """Memory for experts at home and sums of gradients, as a share of all records. It changes from
+    pass to pass."""
     clip: float | None = None
     frozen: bool = False
     """All experts are frozen, and the CPU computes some of them."""
@@ -121,6 +124,7 @@ def _case(rng: random.Random) -> Case:
         slots=None if mode == "gpu" else rng.choice((2, 2, 3, 5, 12)),
         host_slots=rng.choice((2, 3, 5, 9)) if mode == "disk" else None,
         at_home=rng.choice((0.0, 0.0, 0.3, 0.6)),
+        room=None if mode == "gpu" else rng.choice((None, None, 0.15, 0.5)),
         clip=rng.choice((None, None, 0.5, 1e-3)),
         frozen=frozen,
         delays=rng.randrange(1000) if rng.random() < 0.3 else None,

@@ -21,9 +21,22 @@ from tests.fuzz.faults import Faults
 from tests.fuzz.oracle import Choices, routers
 from tests.fuzz.program import Case, Op
 from tests.fuzz.side import ADAM, Side, Values, new_model, tokens_of
+from tests.moe.fake_memory import FakeMemory
 from tests.moe.streaming.policies import random_policy
 
 Snapshot = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+class RestlessMemory(FakeMemory):
+    """Other processes take some of the memory and give it back: experts move before most passes."""
+
+    def __init__(self, engine: Engine, room: int) -> None:
+        super().__init__(engine, other=room // 8)
+        self._most = self.allocated() + room
+        self._rng = random.Random(room)
+
+    def available(self) -> int:
+        return int(self._most * self._rng.choice((0.5, 0.8, 1.0, 1.0)))
 
 
 class Subject(Side):
@@ -54,6 +67,11 @@ class Subject(Side):
         self._checkpoints = folder / "checkpoints"
         for layer, router in enumerate(routers(model)):
             router.register_forward_hook(_recorder(choices[layer]))
+        if case.room is not None:
+            records = self.engine.layout.weight_bytes + self.engine.layout.state_bytes
+            room = int(case.room * case.n_layers * case.n_experts * records)
+            memory = RestlessMemory(self.engine, room)
+            self.engine.fill_memory(memory, memory.allocated() + room)
         self._places = _expert_places(model, case)
         self.optimizer = self._new_optimizer()
 
