@@ -142,6 +142,7 @@ _PHRASES: tuple[tuple[int, str], ...] = (
     (8, "forward backward step"),
     (3, "forward accumulate forward backward step"),
     (2, "forward accumulate forward accumulate step"),
+    (2, " ".join(["forward accumulate forward backward step"] * 4)),
     (2, "forward forward1 backward backward1 step"),
     (2, "forward forward1 accumulate drop1 step"),
     (2, "forward retain backward step"),

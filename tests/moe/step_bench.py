@@ -42,6 +42,9 @@ class FakeSink(GradientSink):
     def reset_states(self) -> None:
         self._record("reset_states")
 
+    def expect_more(self) -> None:
+        """Memory is not simulated."""
+
     def add(
         self,
         layer: int,

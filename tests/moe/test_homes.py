@@ -263,7 +263,7 @@ def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_p
         assert sum(engine.homes) == 14
         for layer in model.moe_layers():
             layer.requires_grad_(True)
-        for each, micro in ((task, 1), (clipped, 1), (task, 2)):
+        for each, micro in ((task, 1), (task, 2), (clipped, 1)):
             optimizer = None
             optimizer = adamw(model, each)
             assert memory.peak() <= budget

@@ -67,7 +67,6 @@ class Engine:
         self._costs = costs
         self._streaming: Streaming | None = None
         self._residency: Residency | None = None
-        self._accumulates = False
         self._budget: int | None = None
         self._gradients: ExpertGradients | None = None
         self._training: TrainingStep | None = None
@@ -395,17 +394,16 @@ class Engine:
         return weights + self.layout.state_bytes + kept + -(-2 * weights // self.n_layers)
 
     @property
+    def _accumulates(self) -> bool:
+        return self._gradients is not None and self._gradients.accumulates
+
+    @property
     def _keeps_gradients(self) -> bool:
-        """Whether gradients wait for others on the device: with clipping, and since micro-batches
-        were accumulated for the first time."""
-        if self._gradients is None or self._training is None:
-            return False
-        rule = self._training.rule
-        self._accumulates |= rule is not None and rule.accumulating
-        return self._accumulates or self._gradients.keep is True
+        """Whether gradients wait on the device for others or for step()."""
+        return self._accumulates or (self._gradients is not None and self._gradients.keep is True)
 
     def _make_room(self, keep: bool) -> None:
-        """An optimizer that needs more memory for experts at home is about to allocate it."""
+        """Experts at home will need memory for states, and with `keep` for kept gradients."""
         if self._residency is not None and not self.training.has_gradients:
             keeps = keep or self._keeps_gradients
             self._residency.make_room(self._home_bytes(states=True, keep=keeps))

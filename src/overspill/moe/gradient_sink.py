@@ -26,6 +26,10 @@ class GradientSink(abc.ABC):
         """Sets all optimizer states to zero."""
 
     @abc.abstractmethod
+    def expect_more(self) -> None:
+        """Before the first gradients of a step that further ones will be added to."""
+
+    @abc.abstractmethod
     def add(
         self,
         layer: int,

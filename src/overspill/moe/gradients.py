@@ -38,6 +38,8 @@ class ExpertGradients(GradientSink):
         self._make_room = make_room
         self.keep: bool | None = None
         """Whether the optimizer keeps gradients until `step()`; None: there is none yet."""
+        self.accumulates = False
+        """Whether a step had gradients of several backward passes."""
 
     def _streamed_updated(self) -> bool:
         streaming = self._streaming()
@@ -58,6 +60,11 @@ class ExpertGradients(GradientSink):
         self._homes.reset_states()
         if (streaming := self._streaming()) is not None:
             streaming.reset_states()
+
+    def expect_more(self) -> None:
+        if not self.accumulates:
+            self.accumulates = True
+            self._make_room(True)
 
     def add(
         self,

@@ -218,10 +218,12 @@ class TrainingStep:
         if hyper is None:
             self._without_rule.add(layer)
             return False
-        self._states[layer] = LayerState.RUNNING
-        self._keeps = rule.keep_gradients
         others = self._pending[layer] or self._expected[layer]
         self._completing = not rule.accumulating and not others
+        if not self._completing and not self.has_gradients:
+            self._sink.expect_more()
+        self._states[layer] = LayerState.RUNNING
+        self._keeps = rule.keep_gradients
         if self._completing and not self._keeps:
             self._updated_with[layer] = hyper
             self._fresh.discard(layer)
