@@ -5,6 +5,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.lifetime import Lifetime, outside_engine_threads
 from overspill.core.sizes import round_up
 from overspill.tiers.layout import ALIGN
@@ -35,13 +36,14 @@ class DenseStates:
         size = parameter.numel() * dtype.itemsize
         if not self._on_host or parameter.device.type != self._device.type or size == 0:
             return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        slab = self._take(round_up(size, ALIGN))
-        memory = slab[0][:size]
-        if self._device.type == "cuda":
-            state = on_device(memory, parameter.device)
-        else:  # also with a storage of its own, whose end is noticed
-            state = torch.from_numpy(memory.numpy())
-        weakref.finalize(state.untyped_storage(), self._give_back, slab).atexit = False
+        with DeferredInterrupt():  # every slab is either free or will be given back
+            slab = self._take(round_up(size, ALIGN))
+            memory = slab[0][:size]
+            if self._device.type == "cuda":
+                state = on_device(memory, parameter.device)
+            else:  # also with a storage of its own, whose end is noticed
+                state = torch.from_numpy(memory.numpy())
+            weakref.finalize(state.untyped_storage(), self._give_back, slab).atexit = False
         return state.view(dtype).view(parameter.shape)
 
     def _take(self, size: int) -> HostSlab:
