@@ -73,11 +73,12 @@ def largest(budgets: Budgets) -> MixtralConfig:
         shape = ExpertShape(width, config.intermediate_size, gated=True)
         layout = RecordLayout(shape, torch.bfloat16, budgets.state_dtype)
         each = 2 * width * width + 2 * width * kv + (config.num_local_experts + 2) * width
-        dense = (2 * config.vocab_size * width + layers * each) * 14
+        dense = 2 * config.vocab_size * width + layers * each
         token_bytes = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * width) * 2
         sizes = ModelSizes(
-            layers, 8, layout.weight_bytes, layout.state_bytes, dense, token_bytes, training=True
-        )
+            layers, 8, layout.weight_bytes, layout.state_bytes, 4 * dense, 10 * dense, token_bytes,
+            training=True,
+        )  # fmt: skip
         try:
             place(sizes, request)
         except BudgetError as error:

@@ -38,3 +38,10 @@ def test_more_than_the_machine_has_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DiskError, match="not writable"):
         Budgets(disk=tmp_path / "file" / "folder").request(CPU)
+
+
+def test_dense_states_leave_the_compute_device_only_where_it_is_a_gpu() -> None:
+    """Unless that is asked for."""
+    request = Budgets().request(CPU)
+    assert (request.dense_states, request.can_map) == ("gpu", True)
+    assert Budgets(dense_states="host").request(CPU).dense_states == "host"

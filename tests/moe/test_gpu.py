@@ -1,5 +1,7 @@
 """On a GPU: offloaded training follows plain training, also if every transfer is delayed."""
 
+import copy
+import io
 import random
 import time
 from pathlib import Path
@@ -27,10 +29,10 @@ CONFIG = GPTConfig(
 MODES = [
     {"mode": "gpu"},
     {"mode": "host", "slots": 2},
-    {"mode": "host", "slots": 12},
+    {"mode": "host", "slots": 12, "dense_states": "host"},
     {"mode": "host", "slots": 6, "gpu_experts": 14},
     {"mode": "disk", "slots": 6, "host_slots": 5},
-    {"mode": "disk", "slots": 6, "host_slots": 5, "gpu_experts": 14},
+    {"mode": "disk", "slots": 6, "host_slots": 5, "gpu_experts": 14, "dense_states": "host"},
 ]
 
 
@@ -234,3 +236,91 @@ def test_a_step_stays_within_the_gpu_budget() -> None:
         optimizer.zero_grad()
     assert torch.cuda.max_memory_reserved() <= 512 << 20
     model.overspill.close()
+
+
+def dense_parameters(model: GPTMoE) -> list[torch.Tensor]:
+    return [p for p in model.parameters() if p.numel() > 0]  # a placeholder of experts has none
+
+
+def drawn_step(model: GPTMoE, optimizer: overspill.AdamW, seed: int) -> None:
+    """Gradients that are drawn: those of a backward differ in bits from run to run."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for p in dense_parameters(model):
+        p.grad = torch.randn(p.shape, generator=generator, device="cuda", dtype=p.dtype)
+    torch.cuda._sleep(10**7)  # the host is ahead of the device
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def dense_updates(dense_states: str, dtype: torch.dtype, state_dtype: torch.dtype) -> list[object]:
+    """Weights and states after steps of two optimizers and of a loaded state."""
+    model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=dtype)
+    where = {"mode": "host", "slots": 4, "dense_states": dense_states, "state_dtype": state_dtype}
+    overspill.offload(model, gpu_memory="2GiB", quiet=True, **where)
+    engine, used = model.overspill, []
+    optimizer = overspill.AdamW(model, lr=1e-2)
+    drawn_step(model, optimizer, 0)
+    used.append(engine.bytes_by_tier()["host"])
+    del optimizer
+    optimizer = overspill.AdamW(model, lr=1e-2)
+    for seed in (1, 2):
+        drawn_step(model, optimizer, seed)
+    optimizer.load_state_dict(optimizer.state_dict())
+    drawn_step(model, optimizer, 3)
+    used.append(engine.bytes_by_tier()["host"])
+    assert used[0] == used[1], "memory is used again"
+    values = [p.detach().cpu() for p in dense_parameters(model)]
+    entries = optimizer.state_dict()["state"]
+    values += [v for entry in entries.values() for v in entry.values() if torch.is_tensor(v)]
+    engine.close()
+    return values
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_depends_on_where_dense_states_are(
+    dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    on_gpu, on_host = (dense_updates(at, dtype, state_dtype) for at in ("gpu", "host"))
+    assert len(on_gpu) > 3 * CONFIG.n_layers
+    for one, other in zip(on_gpu, on_host, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_dense_states_in_host_memory_use_no_gpu_memory() -> None:
+    grown = {}
+    for dense_states in ("gpu", "host"):
+        model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=torch.bfloat16)
+        where = {"mode": "host", "slots": 4, "dense_states": dense_states}
+        overspill.offload(model, gpu_memory="2GiB", quiet=True, **where)
+        optimizer = overspill.AdamW(model, lr=1e-2)
+        before = torch.cuda.memory_allocated()
+        drawn_step(model, optimizer, 0)
+        torch.cuda.synchronize()
+        grown[dense_states] = torch.cuda.memory_allocated() - before
+        states = sum(10 * p.numel() for p in dense_parameters(model))
+        model.overspill.close()
+        del model, optimizer
+    assert grown["gpu"] >= states
+    assert grown["host"] < states // 100
+
+
+def test_dense_states_in_host_memory_can_be_copied_and_saved() -> None:
+    model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=torch.bfloat16)
+    where = {"mode": "host", "slots": 4, "dense_states": "host"}
+    overspill.offload(model, gpu_memory="2GiB", quiet=True, **where)
+    optimizer = overspill.AdamW(model, lr=1e-2)
+    drawn_step(model, optimizer, 0)
+    weight = model.embedding.weight
+    state = optimizer.state[weight]["exp_avg"]
+    assert (state.device, state.shape) == (weight.device, weight.shape)
+    copies = [state.cpu(), state.clone().cpu(), copy.deepcopy(state).cpu()]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    copies += [torch.load(file, map_location="cpu"), state.to("cpu", non_blocking=True)]
+    torch.cuda.synchronize()
+    assert copies[0].any()
+    assert all(torch.equal(one, copies[0]) for one in copies)
+    model.overspill.close()
+    assert torch.equal(state.cpu(), copies[0]), "states outlive the engine"

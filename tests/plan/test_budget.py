@@ -24,6 +24,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, BudgetRequest]:
         weight_record=weights,
         state_record=weights * draw(st.integers(2, 5)),
         dense=draw(st.integers(1, 8 * GIB)),
+        dense_states=draw(st.integers(0, 8 * GIB)),
         token_bytes=draw(st.integers(64, 200_000)),
         training=draw(st.booleans()),
     )
@@ -31,16 +32,19 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, BudgetRequest]:
     all_records = model.experts * model.record
     request = BudgetRequest(
         gpu_memory=model.dense
+        + model.dense_states
         + int(draw(share) * all_records)
         + 6 * weights
         + 256 * model.token_bytes,
-        host_memory=PROCESS + int(draw(share) * 1.3 * all_records),
+        host_memory=PROCESS + model.dense_states + int(draw(share) * 1.3 * all_records),
         disk_free=draw(st.none() | st.integers(0, 3 * all_records)),
         mode=draw(st.sampled_from(["auto", "gpu", "host", "disk"])),
         slots=draw(st.none() | st.integers(2, 300)),
         host_slots=draw(st.none() | st.integers(2, 300)),
         keep_gradients=draw(st.sampled_from([None, True, False])),
         residency=draw(st.booleans()),
+        dense_states=draw(st.sampled_from(["auto", "gpu", "host"])),
+        can_map=True,
     )
     return model, request
 
@@ -81,15 +85,20 @@ def test_a_placement_stays_within_its_budgets(case: tuple[ModelSizes, BudgetRequ
     # None: a placement with a disk reserves memory for kept gradients
     kept = request.keep_gradients or (request.keep_gradients is None and placement.mode == "disk")
     slot_bytes = model.record + (model.weight_record if model.training and kept else 0)
+    assert placement.dense_states in (0, model.dense_states)
+    dense = model.dense + model.dense_states - placement.dense_states
     if placement.mode == "gpu":
-        assert model.dense + model.experts * slot_bytes <= request.gpu_memory
+        assert dense + model.experts * slot_bytes <= request.gpu_memory
+        slots = ring = 0
     else:
         at_home = placement.homes * slot_bytes
-        used = model.dense + at_home + placement.slots * model.weight_record
-        assert used <= request.gpu_memory
+        on_gpu = dense + at_home + placement.slots * model.weight_record
+        assert on_gpu <= request.gpu_memory
         slots = placement.home_slots + placement.cache_slots
         ring = placement.ring * model.weight_record
-        assert slots * slot_bytes + ring + PROCESS <= request.host_memory
+    if slots or placement.dense_states:
+        used = slots * slot_bytes + ring + placement.dense_states
+        assert used + PROCESS <= request.host_memory
     if placement.disk_slots:
         assert request.disk_free is not None
         records = placement.disk_slots + placement.spare_records
@@ -102,8 +111,9 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetReque
     request = replace(request, mode="auto", slots=None, host_slots=None, keep_gradients=None)
     placement = placed(model, request)
     layer = model.n_experts * model.weight_record if model.training else 0
+    dense = model.dense + (0 if request.dense_states == "host" else model.dense_states)
     # a quarter of the device remains for activations
-    fits = model.dense + model.experts * model.record + layer <= 0.75 * request.gpu_memory
+    fits = dense + model.experts * model.record + layer <= 0.75 * request.gpu_memory
     assert (placement.mode == "gpu") == fits
     if placement.mode == "disk":
         # with a disk, memory for gradients that may be kept counts too
@@ -114,7 +124,7 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetReque
             assert free < (placement.disk_slots + placement.slots + 2) * 2 * model.record
 
 
-MOE_L_24 = ModelSizes(24, 24, 36 * MIB, 180 * MIB, 4 * GIB, 60_000, training=True)
+MOE_L_24 = ModelSizes(24, 24, 36 * MIB, 180 * MIB, GIB, 3 * GIB, 60_000, training=True)
 
 
 @pytest.mark.parametrize("disk", [None, 200 * GIB])
@@ -185,7 +195,7 @@ def test_host_mode_reports_what_it_needs(
     assert error_of(model, replace(request, host_memory=parse_size(match[1]))) is None
 
 
-SMALL = ModelSizes(4, 8, 4 * MIB, 8 * MIB, dense=100 * MIB, token_bytes=1000, training=True)
+SMALL = ModelSizes(4, 8, 4 * MIB, 8 * MIB, 30 * MIB, 70 * MIB, token_bytes=1000, training=True)
 AMPLE = BudgetRequest(gpu_memory=GIB, host_memory=8 * GIB, disk_free=100 * GIB)
 
 
@@ -234,7 +244,7 @@ def test_a_single_expert_can_be_spilled() -> None:
     assert place(one, replace(AMPLE, mode="host", slots=2)).slots == 1
 
 
-EIGHT_A_LAYER = ModelSizes(4, 8, 1 << 20, 6 << 20, 10 << 20, 1 << 10, training=True)
+EIGHT_A_LAYER = ModelSizes(4, 8, 1 << 20, 6 << 20, 4 << 20, 6 << 20, 1 << 10, training=True)
 ROOMY = BudgetRequest(gpu_memory=1 << 30, host_memory=PROCESS + (1 << 30))
 
 
@@ -256,3 +266,74 @@ def test_experts_on_the_gpu_need_memory_there_and_none_elsewhere() -> None:
     small = replace(ROOMY, host_memory=PROCESS + (96 << 20), disk_free=1 << 40, gpu_experts=24)
     assert place(EIGHT_A_LAYER, small).mode == "host"
     assert place(EIGHT_A_LAYER, replace(small, gpu_experts=0)).mode == "disk"
+
+
+MAPPED = replace(AMPLE, can_map=True, host_memory=2 * GIB)
+
+
+def test_dense_optimizer_states_leave_the_gpu_if_its_budget_is_small() -> None:
+    """Above a third of the budget."""
+    assert place(SMALL, replace(MAPPED, gpu_memory=301 * MIB)).dense_states == 0
+    placement = place(SMALL, replace(MAPPED, gpu_memory=299 * MIB))
+    assert (placement.mode, placement.dense_states) == ("host", 70 * MIB)
+    assert place(SMALL, replace(MAPPED, gpu_memory=80 * MIB)).dense_states == 70 * MIB
+    assert place(SMALL, replace(MAPPED, dense_states="host")).dense_states == 70 * MIB
+    kept = replace(MAPPED, gpu_memory=200 * MIB, dense_states="gpu")
+    assert place(SMALL, kept).dense_states == 0
+
+
+def test_if_all_experts_live_on_the_gpu_so_do_dense_optimizer_states() -> None:
+    tiny = replace(SMALL, n_layers=1, n_experts=2)  # the dense part is most of it
+    placement = place(tiny, replace(MAPPED, gpu_memory=200 * MIB))
+    assert (placement.mode, placement.dense_states) == ("gpu", 0)
+
+
+def test_no_expert_goes_to_disk_so_that_dense_optimizer_states_can_leave_the_gpu() -> None:
+    full = replace(MAPPED, gpu_memory=200 * MIB, keep_gradients=False, disk_free=None)
+    full = replace(full, host_memory=PROCESS + (32 * 12 + 5 * 4 + 69) * MIB)  # experts and buffers
+    assert place(SMALL, full).dense_states == 0
+    assert place(SMALL, replace(full, disk_free=GIB)).dense_states == 0
+    more = replace(full, host_memory=full.host_memory + MIB)
+    assert place(SMALL, more).dense_states == 70 * MIB
+    # where they do not fit on the GPU
+    placement = place(SMALL, replace(full, gpu_memory=80 * MIB, disk_free=GIB))
+    assert (placement.mode, placement.dense_states) == ("disk", 70 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            replace(MAPPED, gpu_memory=50 * MIB),
+            r"30\.0 MiB \(beside 70\.0 MiB of optimizer states in host memory\) .* 67\.9 MiB$",
+        ),
+        (
+            replace(MAPPED, gpu_memory=50 * MIB, can_map=False),
+            r"100\.0 MiB \(its optimizer .* on the first GPU only\) .* give at least 155\.4 MiB$",
+        ),
+        (
+            replace(MAPPED, gpu_memory=50 * MIB, dense_states="gpu"),
+            r"needs 100\.0 MiB and .* give at least 155\.4 MiB$",
+        ),
+        (
+            replace(MAPPED, gpu_memory=80 * MIB, host_memory=GIB, disk_free=None),
+            r"does not hold the experts and dense optimizer states, which need 1\.5 GiB;",
+        ),
+        (
+            replace(MAPPED, mode="gpu", dense_states="host", host_memory=GIB),
+            r"--host-memory 1\.0 GiB does not hold the optimizer states .* at least 1\.1 GiB$",
+        ),
+    ],
+)
+def test_dense_optimizer_states_are_part_of_what_an_error_asks_for(
+    asked: BudgetRequest, message: str
+) -> None:
+    with pytest.raises(BudgetError, match=message):
+        place(SMALL, asked)
+
+
+def test_dense_optimizer_states_that_cannot_be_on_the_host_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"first GPU only.*CUDA_VISIBLE_DEVICES"):
+        place(SMALL, replace(AMPLE, dense_states="host"))
+    with pytest.raises(ConfigError, match="dense_states='disk' is not one of auto, gpu, host"):
+        place(SMALL, replace(AMPLE, dense_states="disk"))

@@ -1,6 +1,8 @@
 """The lifetime of an engine: until it is closed, in the process that started it."""
 
 import os
+import threading
+from collections.abc import Callable
 
 from overspill.core.errors import OrderError
 
@@ -28,3 +30,13 @@ class Lifetime:
         self.check_process()
         if self.closed:
             raise OrderError("the engine is closed and its experts are gone; load the model again")
+
+
+def outside_engine_threads(function: Callable[[], object]) -> None:
+    """Calls a function that waits for an engine or its device, from the garbage collector. That may
+    run in a thread of an engine that holds what the function waits for: then another thread calls
+    it."""
+    if threading.current_thread().name.startswith("overspill-"):
+        threading.Thread(target=function, name="close", daemon=True).start()
+    else:
+        function()

@@ -11,6 +11,7 @@ from overspill.hardware.machine import available_memory, choose_device, disk_fre
 from overspill.moe.settings import Settings
 from overspill.plan.budget import BudgetRequest
 from overspill.tiers.ssd import check_folder
+from overspill.transfer.mapped import can_map
 
 Size = str | int | None
 _HOST_SHARE = 0.95
@@ -32,6 +33,7 @@ class Budgets:
     state_dtype: torch.dtype = torch.float32
     keep_gradients: bool | None = None
     gpu_experts: int | None = None
+    dense_states: str = "auto"
 
     def __post_init__(self) -> None:
         for size, flag in ((self.gpu_memory, "--gpu-memory"), (self.host_memory, "--host-memory")):
@@ -50,7 +52,7 @@ class Budgets:
         """The budgets in bytes for the planner; those not given come from the machine."""
         if self.folder is not None:
             check_folder(self.folder, need=0)  # even if the disk turns out not to be needed
-        available = available_memory()
+        available, states = available_memory(), self.dense_states
         return BudgetRequest(
             gpu_memory=self._gpu_bytes(device, available),
             host_memory=self._host_bytes(available),
@@ -61,6 +63,9 @@ class Budgets:
             gpu_experts=self.gpu_experts,
             keep_gradients=self.keep_gradients,
             residency=self.settings.residency and device.type == "cuda",
+            # where the CPU computes, all memory is host memory: nothing is gained
+            dense_states="gpu" if (device.type, states) == ("cpu", "auto") else states,
+            can_map=can_map(device),
         )
 
     def _host_bytes(self, available: int) -> int:

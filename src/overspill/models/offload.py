@@ -16,6 +16,7 @@ from overspill.core.errors import ConfigError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.core.interrupt import DeferredInterrupt
+from overspill.core.lifetime import outside_engine_threads
 from overspill.hardware.profile import ExpertCosts
 from overspill.models.budgets import Budgets, Size
 from overspill.models.cpu_costs import cpu_expert_costs
@@ -51,6 +52,7 @@ def offload(
     state_dtype: torch.dtype = torch.float32,
     keep_gradients: bool | None = None,
     gpu_experts: int | None = None,
+    dense_states: str = "auto",
     progress: bool | Progress = True,
     quiet: bool = False,
 ) -> nn.Module:
@@ -75,12 +77,15 @@ def offload(
             accumulation; default: only if a disk folder is given.
         gpu_experts: experts that live on the compute device with their optimizer states, so that
             nothing of them is transferred; default: all if they fit, else none.
+        dense_states: where the optimizer states of the dense part (attention, embeddings, head)
+            are: "gpu", "host" (pinned memory that the GPU reads and writes over PCIe), or "auto"
+            (on the host if the GPU budget is small for them).
         progress: show a progress bar, or a function that is called with (what, done, total).
         quiet: do not print where the experts are.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts,
+        state_dtype, keep_gradients, gpu_experts, dense_states,
     )  # fmt: skip
     return offload_within(model, budgets, progress, quiet)
 
@@ -162,14 +167,14 @@ def move_experts(
 def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout) -> ModelSizes:
     experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     training = model.training
-    dense = 0
+    dense = dense_states = 0
     for parameter in model.parameters():
         if id(parameter) not in experts:
-            # weight and gradient, both moments, and the low bits of a bf16 master
+            dense += parameter.nbytes * (2 if training else 1)  # weight and gradient
+            # both moments, and the low bits of a bf16 master
             low = 2 if parameter.dtype == torch.bfloat16 else 0
-            moments = 2 * layout.state_dtype.itemsize
-            each = 2 * parameter.itemsize + moments + low if training else parameter.itemsize
-            dense += parameter.numel() * each
+            each = 2 * layout.state_dtype.itemsize + low if training else 0
+            dense_states += parameter.numel() * each
     shape = layout.shape
     row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * shape.d_model) * layout.dtype.itemsize
     return ModelSizes(
@@ -178,6 +183,7 @@ def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout
         layout.weight_bytes,
         layout.state_bytes,
         dense,
+        dense_states,
         row,
         training,
     )
@@ -253,16 +259,7 @@ def _close_with(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
     keeper = _Keeper()
     for layer in layers:
         layer.experts.hold(keeper)
-    weakref.finalize(keeper, _close, engine)
-
-
-def _close(engine: Engine) -> None:
-    """Closes the engine. The garbage collector may run in a thread of the engine that holds what
-    `close` waits for: then another thread closes it."""
-    if threading.current_thread().name.startswith("overspill-"):
-        threading.Thread(target=engine.close, name="close", daemon=True).start()
-    else:
-        engine.close()
+    weakref.finalize(keeper, lambda: outside_engine_threads(engine.close))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from overspill.core.errors import BudgetError, ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
@@ -22,6 +23,7 @@ from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.compute import ExpertCompute
+from overspill.moe.dense_states import DenseStates
 from overspill.moe.dispatch import LocalDispatcher
 from overspill.moe.gradients import ExpertGradients
 from overspill.moe.homes.compute import HomeCompute
@@ -34,7 +36,7 @@ from overspill.moe.settings import Settings
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
-from overspill.plan.budget import PROCESS, Placement
+from overspill.plan.budget import Placement
 from overspill.plan.homes import DeviceShare, spread_homes
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
@@ -88,6 +90,8 @@ class Engine:
             )
             undo.callback(self._store.close)
             self.records = ExpertRecords(self._store, self._homes)
+            on_host = placement.dense_states > 0
+            self._dense_states = DenseStates(device, on_host, self._store.lifetime)
             if placement.training:
                 threads = settings.threads or usable_cores()
                 self._gradients = ExpertGradients(
@@ -157,6 +161,10 @@ class Engine:
                 "model of from_pretrained() is in evaluation mode) to plan memory for an optimizer"
             )
         return self._training
+
+    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Zeros for an optimizer state of a dense parameter, where the placement puts them."""
+        return self._dense_states.zeros(parameter, dtype)
 
     @property
     def can_train(self) -> bool:
@@ -242,7 +250,7 @@ class Engine:
         if missing == 0:
             return
         size = sum(map(self._store.part_bytes, self._store.slabs))
-        need = missing * size + self.bytes_by_tier()["host"] + PROCESS
+        need = missing * size + self._expert_host_bytes + self.placement.reserved
         if need > self.placement.host_memory:
             raise BudgetError(
                 f"{missing} experts that leave {self.device} need --host-memory "
@@ -300,13 +308,19 @@ class Engine:
             self._streaming.check_conserved()
 
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes of the experts on the compute device, in host memory and on disk."""
+        """Bytes of the experts on the compute device, in host memory and on disk; in host memory
+        with those of dense optimizer states."""
         streaming = self._streaming
         return {
             "gpu": self._homes.nbytes + (0 if streaming is None else streaming.device_bytes),
-            "host": self._store.host_bytes() if streaming is None else streaming.host_bytes,
+            "host": self._expert_host_bytes + self._dense_states.host_bytes,
             "disk": self._store.disk_bytes(),
         }
+
+    @property
+    def _expert_host_bytes(self) -> int:
+        streaming = self._streaming
+        return self._store.host_bytes() if streaming is None else streaming.host_bytes
 
     def gpu_use(self) -> dict[str, int] | None:
         """Bytes of the GPU's budget, of what this process has reserved, and what it is for: experts
@@ -328,24 +342,28 @@ class Engine:
         """One line: the mode and where everything is."""
         sizes = {tier: format_size(size) for tier, size in self.bytes_by_tier().items()}
         placement, store, at_home = self.placement, self._store, sum(self._store.homes)
+        dense = ""
+        if placement.dense_states:
+            size = format_size(placement.dense_states)
+            dense = f"; dense optimizer states in host memory ({size})"
         if self._streaming is None:
             return (
                 f"mode gpu: all {at_home} experts and their states on {self.device} "
-                f"({sizes['gpu']})"
+                f"({sizes['gpu']}){dense}"
             )
         homes = f"{at_home} experts and " if at_home else ""
         line = (
             f"mode {placement.mode}: {len(store.entries)} experts of "
             f"{format_size(self.layout.weight_bytes)}; {homes}{placement.slots} slots on "
             f"{self.device} ({sizes['gpu']}), {store.in_host} in host memory "
-            f"({sizes['host']})"
+            f"({format_size(self._expert_host_bytes)})"
         )
         if store.on_disk:
             line += (
                 f", {store.on_disk} on disk ({sizes['disk']}) through {store.cache_slots} "
                 "host slots"
             )
-        return line
+        return line + dense
 
     def limit_memory(self, budget: int) -> None:
         """Limits what torch allocates on the device to the budgets of all engines."""
@@ -437,4 +455,5 @@ class Engine:
             self._homes.wait()
             self._store.close()
             self._homes.close()
+            self._dense_states.close()
             MEMORY_LIMITS.lift(self)

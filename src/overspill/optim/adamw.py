@@ -57,6 +57,7 @@ class ExpertEngine(Protocol):
     def n_experts(self) -> int: ...
     @property
     def overlap_updates(self) -> bool: ...
+    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor: ...
     def flush(self) -> None: ...
 
 
@@ -210,6 +211,9 @@ class AdamW(torch.optim.Optimizer):
                 parameter.check_gradient()
         self._scale = self._clip()
         try:
+            for parameter, _ in dense:  # before anything is updated: memory may be short
+                if not self.state.get(parameter):
+                    self.state[parameter] = self._dense_state(parameter, {})
             if self._engine is not None:
                 self._engine.training.step()
             for parameter, group in dense:
@@ -243,8 +247,6 @@ class AdamW(torch.optim.Optimizer):
 
     def _step_dense(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        if not state:
-            state.update(self._dense_state(parameter, {}))
         state["step"] += 1
         low = state.get("low")
         weight = parameter.contiguous()  # itself, or a copy: the kernel updates flat memory
@@ -269,7 +271,10 @@ class AdamW(torch.optim.Optimizer):
         if parameter.dtype == torch.bfloat16:
             dtypes["low"] = torch.int16
         for name, dtype in dtypes.items():
-            state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            if self._engine is None:
+                state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            else:
+                state[name] = self._engine.new_state(parameter, dtype)
             if name in given:
                 state[name].copy_(given[name])
         return state

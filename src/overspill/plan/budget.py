@@ -6,10 +6,14 @@ from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.sizes import format_size
 
 MODES = ("auto", "gpu", "host", "disk")
+DENSE_STATES = ("auto", "gpu", "host")
 PROCESS = 1 << 30
 """Host memory reserved for the process itself: the interpreter, libraries, data."""
 _MIN_WAVE_ROWS = 256
 """Token rows of a wave below which kernel launches dominate."""
+_DENSE_SHARE = 1 / 3
+"""Share of the GPU budget above which the dense part has its optimizer states in host memory:
+activations, whose size is known only when a batch runs, need memory too."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class ModelSizes:
     n_experts: int
     weight_record: int
     state_record: int
-    dense: int  # weights, gradients and optimizer states of everything that is not an expert
+    dense: int  # weights and gradients of everything that is not an expert
+    dense_states: int  # its optimizer states
     token_bytes: int  # activations of one token row inside an expert, forward and backward
     training: bool
 
@@ -48,6 +53,8 @@ class BudgetRequest:
     keep_gradients: bool | None = None
     # whether experts may move to the GPU until the budget is used, unless something is overridden
     residency: bool = False
+    dense_states: str = "auto"
+    can_map: bool = False  # kernels of the device can use pinned host memory
 
 
 @dataclass(frozen=True)
@@ -67,49 +74,114 @@ class Placement:
     training: bool = True  # memory for optimizer states is planned
     fills: bool = False  # experts move to the compute device until its budget is used
     spare_records: int = 0  # further disk slots, for experts that leave the compute device
+    # host memory for the optimizer states of the dense part; 0: they are on the compute device
+    dense_states: int = 0
+
+    @property
+    def reserved(self) -> int:
+        """Host memory that is not for experts."""
+        return PROCESS + self.dense_states
 
 
 def place(model: ModelSizes, request: BudgetRequest) -> Placement:
     """The placement for `request`. If none fits, raises BudgetError with flag, need and fix."""
+    _check(request)
+    homes = _homes(model, request)
+    if request.dense_states == "host":
+        return _place(model, request, homes)
+    states_on_gpu = replace(model, dense=model.dense + model.dense_states, dense_states=0)
+    if request.dense_states == "gpu" or request.mode == "gpu" or not request.can_map:
+        return _place(states_on_gpu, request, homes)
+    if _free(states_on_gpu, request, homes) < _floor(model):
+        return _place(model, request, homes)
+    on_gpu = _place(states_on_gpu, request, homes)
+    if on_gpu.mode == "gpu" or states_on_gpu.dense <= _DENSE_SHARE * request.gpu_memory:
+        return on_gpu
+    try:
+        on_host = _place(model, request, homes)
+    except BudgetError:
+        return on_gpu
+    return on_host if on_host.mode == on_gpu.mode else on_gpu  # no expert goes to disk for it
+
+
+def _check(request: BudgetRequest) -> None:
     if request.mode not in MODES:
         raise ConfigError(f"mode={request.mode!r} is not one of {', '.join(MODES)}")
-    homes = _homes(model, request)
+    if request.dense_states not in DENSE_STATES:
+        raise ConfigError(
+            f"dense_states={request.dense_states!r} is not one of {', '.join(DENSE_STATES)}"
+        )
+    if request.dense_states == "host" and not request.can_map:
+        raise ConfigError(
+            "dense_states='host' is supported on the first GPU only; make this GPU the first one "
+            "with CUDA_VISIBLE_DEVICES, or use dense_states='gpu'"
+        )
+
+
+def _floor(model: ModelSizes) -> int:
+    """Two experts, their gradients, the same amount in transfer to the host, and some tokens."""
+    return 6 * model.weight_record + _MIN_WAVE_ROWS * model.token_bytes
+
+
+def _free(model: ModelSizes, request: BudgetRequest, homes: int) -> int:
+    """GPU memory beside the dense part and `homes` experts."""
+    at_home = homes * _slot_bytes(model, request.keep_gradients is True)
+    return request.gpu_memory - model.dense - at_home
+
+
+def _too_small(model: ModelSizes, request: BudgetRequest, homes: int) -> BudgetError:
+    need = request.gpu_memory - _free(model, request, homes) + _floor(model)
+    dense = f"the dense part of this model needs {format_size(model.dense)}"
+    if model.dense_states:
+        dense += f" (beside {format_size(model.dense_states)} of optimizer states in host memory)"
+    elif request.dense_states == "auto" and request.mode != "gpu" and not request.can_map:
+        dense += " (its optimizer states can be in host memory on the first GPU only)"
+    if homes:
+        at_home = homes * _slot_bytes(model, request.keep_gradients is True)
+        dense += f", gpu_experts={homes} {format_size(at_home)}"
+    return BudgetError(
+        f"--gpu-memory {format_size(request.gpu_memory)} is too small: {dense} and two experts "
+        f"with their gradients {format_size(_floor(model))}; give at least "
+        f"{format_size(need * 1.25, up=True)}"
+    )
+
+
+def _place(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
+    """All of `model.dense` is on the GPU, `model.dense_states` in host memory."""
     mode = request.mode if request.mode != "auto" else _choose_mode(model, request, homes)
-    if mode == "gpu":
-        _check_gpu(model, request)
-        homes = model.experts
     fills = _may_fill(request) and mode != "gpu"
     if fills:
         homes = _homes_beyond_host(model, request)
         mode = _choose_mode(model, request, homes)
-    at_home = 0 if mode == "gpu" else homes * _slot_bytes(model, request.keep_gradients is True)
-    free = request.gpu_memory - model.dense - at_home
-    # two experts, their gradients, the same amount in transfer to the host, and some tokens
-    floor = 6 * model.weight_record + _MIN_WAVE_ROWS * model.token_bytes
-    if free < floor:
-        homes_need = f", gpu_experts={homes} {format_size(at_home)}" if at_home else ""
-        raise BudgetError(
-            f"--gpu-memory {format_size(request.gpu_memory)} is too small: the dense part of this "
-            f"model needs {format_size(model.dense)}{homes_need} and two experts with their "
-            f"gradients {format_size(floor)}; give at least "
-            f"{format_size((model.dense + at_home + floor) * 1.25, up=True)}"
-        )
+    free = _free(model, request, homes)
+    if free < _floor(model):
+        raise _too_small(model, request, homes)
     max_rows = max(_MIN_WAVE_ROWS, free // 8 // model.token_bytes)
+    if mode == "gpu":
+        _check_gpu(model, request)
+        homes = model.experts
     count, host_memory = model.experts - homes, request.host_memory  # experts that are streamed
     slots = _slots(model, request, free)
     ring = _least_ring(model, count)
     on_host = Placement(
-        "host", homes, slots, count, 0, 0, ring, max_rows, host_memory, model.training, fills
-    )
+        "host", homes, slots, count, 0, 0, ring, max_rows, host_memory, model.training, fills,
+        dense_states=model.dense_states,
+    )  # fmt: skip
     if count == 0:
+        if model.dense_states and on_host.reserved > host_memory:
+            raise BudgetError(
+                f"--host-memory {format_size(host_memory)} does not hold the optimizer states of "
+                f"the dense part; give at least {format_size(on_host.reserved, up=True)}"
+            )
         return replace(on_host, mode="gpu")
     if mode == "disk":
         return _on_disk(model, request, on_host, count)
     slot_bytes = _slot_bytes(model, request.keep_gradients is True)
     if request.host_slots is None and _host_slots(model, request, ring, slot_bytes) < count:
-        need = count * slot_bytes + ring * model.weight_record + PROCESS
+        need = count * slot_bytes + ring * model.weight_record + on_host.reserved
+        what = "the experts" + (" and dense optimizer states" if model.dense_states else "")
         raise BudgetError(
-            f"--host-memory {format_size(host_memory)} does not hold the experts, which "
+            f"--host-memory {format_size(host_memory)} does not hold {what}, which "
             f"need {format_size(need, up=True)}; give a --disk folder, or more host memory"
         )
     return replace(on_host, ring=_ring(model, request, count))
@@ -126,7 +198,8 @@ def _ring(model: ModelSizes, request: BudgetRequest, count: int) -> int:
     least = _least_ring(model, count)
     # memory that is not needed for anything else, kept gradients included
     kept = count * _slot_bytes(model, request.keep_gradients is not False)
-    spare = (request.host_memory - PROCESS - kept) // model.weight_record
+    free = request.host_memory - PROCESS - model.dense_states - kept
+    spare = free // model.weight_record
     return max(least, min(2 * least, spare))
 
 
@@ -220,7 +293,7 @@ def _slots(model: ModelSizes, request: BudgetRequest, free: int) -> int:
 
 
 def _host_slots(model: ModelSizes, request: BudgetRequest, ring: int, slot_bytes: int) -> int:
-    free = request.host_memory - PROCESS - ring * model.weight_record
+    free = request.host_memory - PROCESS - model.dense_states - ring * model.weight_record
     return max(0, free) // slot_bytes
 
 
@@ -236,10 +309,11 @@ def _on_disk(
         slots = _host_slots(model, request, on_host.ring, slot_bytes)
     slots = min(slots, count)
     if slots < min(2, count):
-        least = PROCESS + on_host.ring * model.weight_record + 4 * slot_bytes
+        least = on_host.reserved + on_host.ring * model.weight_record + 4 * slot_bytes
+        states = " and dense optimizer states" if model.dense_states else ""
         raise BudgetError(
             f"--host-memory {format_size(request.host_memory)} holds fewer than two experts of "
-            f"{format_size(slot_bytes)} beside the process; give at least "
+            f"{format_size(slot_bytes)} beside the process{states}; give at least "
             f"{format_size(least, up=True)}"
         )
     # the cache holds up to two layers; all other host slots are home slots

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.core.errors import EngineError
+from overspill.core.errors import BudgetError, EngineError
 from overspill.tiers.layout import ALIGN
 from overspill.tiers.slab import HostSlab
 
@@ -41,7 +41,10 @@ def on_device(memory: Tensor, device: torch.device) -> Tensor:
 @functools.cache
 def can_map(device: torch.device) -> bool:
     """Whether `on_device` works. Torch treats pinned memory as memory of the first GPU."""
-    slab = HostSlab("a test", 1, ALIGN, pinned=device.type == "cuda")
+    try:
+        slab = HostSlab("a test", 1, ALIGN, pinned=device.type == "cuda")
+    except BudgetError:  # no memory can be pinned
+        return False
     try:
         on_device(slab[0], device)
     except EngineError:

@@ -35,6 +35,7 @@ def load(
     state_dtype: torch.dtype = torch.float32,
     keep_gradients: bool | None = None,
     gpu_experts: int | None = None,
+    dense_states: str = "auto",
     progress: bool | Progress = True,
     quiet: bool = False,
     **config: Any,
@@ -49,7 +50,7 @@ def load(
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts,
+        state_dtype, keep_gradients, gpu_experts, dense_states,
     )  # fmt: skip
     return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config)
 

@@ -16,7 +16,7 @@ from overspill.moe.streaming.step_cursor import StepCursor
 from overspill.optim.gradient_norm import expert_squares
 from overspill.optim.kernel import AdamHyper
 from overspill.optim.updates import Update, Updates
-from overspill.plan.budget import PROCESS, Placement
+from overspill.plan.budget import Placement
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.slab import HostSlab, Progress
 from overspill.tiers.store import ExpertStore
@@ -92,7 +92,7 @@ class StreamingGradients:
         if Part.GRADS in self._store.slabs:
             return
         kept = self._store.host_slots * self._store.layout.weight_bytes
-        need = self.host_bytes() + kept + PROCESS
+        need = self.host_bytes() + kept + self._placement.reserved
         if need > self._placement.host_memory:
             raise BudgetError(
                 f"gradients that wait for clipping or accumulation need --host-memory "
