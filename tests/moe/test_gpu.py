@@ -1,5 +1,6 @@
 """On a GPU: offloaded training follows plain training, also if every transfer is delayed."""
 
+import math
 import random
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import overspill
+from overspill.core.errors import NonFiniteError
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
@@ -155,6 +157,97 @@ def test_experts_that_move_before_every_step_follow_plain_training(
     want = plain(torch.float32, clip, 10, seed=5)
     got = offloaded(torch.float32, clip, 10, 5, Settings(inject=delays), move=True, **where)
     assert got == pytest.approx(want, rel=2e-4)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+def test_backward_of_experts_at_home_does_not_wait_for_the_gpu(
+    moments: torch.dtype, accumulate: bool, clip: float | None
+) -> None:
+    model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=torch.bfloat16)
+    overspill.offload(model, gpu_memory="2GiB", mode="gpu", quiet=True)
+    optimizer = overspill.AdamW(model, lr=1e-3, max_grad_norm=clip, state_dtype=moments)
+    try:
+        for tokens in batches(4, seed=5):  # the first ones compile kernels and allocate memory
+            if accumulate:
+                with optimizer.accumulate():
+                    model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+            loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+            torch.cuda.synchronize()
+            torch.cuda._sleep(2_000_000_000)  # about a second
+            loss.backward()
+            waited = torch.cuda.current_stream().query()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not waited
+        assert math.isfinite(loss.item())
+    finally:
+        model.overspill.close()
+
+
+def copies(model: GPTMoE) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("where", MODES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_nan_loss_changes_nothing_and_training_goes_on(
+    where: dict[str, object], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    if where["mode"] == "disk":
+        where = {**where, "disk": tmp_path}
+    model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=dtype)
+    overspill.offload(model, gpu_memory="2GiB", quiet=True, **where)
+    # in the first step, and without decay: an expert without a token does not change either
+    optimizer = overspill.AdamW(model, lr=1e-3, weight_decay=0.0)
+    try:
+        before = copies(model)
+        bad, *others = batches(4, seed=5)
+        (model(bad[:, :-1], bad[:, 1:]).loss * float("nan")).backward()
+        with pytest.raises(NonFiniteError, match="NaN or infinite"):
+            optimizer.step()
+        optimizer.zero_grad()
+        for name, value in copies(model).items():
+            assert torch.equal(value, before[name]), name
+        losses = []
+        for tokens in others:
+            loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert all(map(math.isfinite, losses))
+        assert all(bool(value.isfinite().all()) for value in copies(model).values())
+    finally:
+        model.overspill.close()
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+def test_a_nan_in_a_lower_layer_is_reported_and_stops_the_updates_below(
+    moments: torch.dtype,
+) -> None:
+    model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=torch.bfloat16)
+    overspill.offload(model, gpu_memory="2GiB", mode="gpu", quiet=True)
+    optimizer = overspill.AdamW(model, lr=1e-2, state_dtype=moments)
+    try:
+        before = copies(model)
+        model.blocks[1].register_full_backward_pre_hook(
+            lambda _, grads: tuple(None if g is None else g * float("nan") for g in grads)
+        )
+        tokens = batches(1, seed=5)[0]
+        model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+        with pytest.raises(NonFiniteError, match="go on from the last checkpoint"):
+            optimizer.step()
+        after = copies(model)
+        for name in ("w_in", "w_out"):
+            layers = [f"blocks.{layer}.moe.{name}" for layer in range(CONFIG.n_layers)]
+            changed = [not torch.equal(after[layer], before[layer]) for layer in layers]
+            assert changed[2:] == [True, True]  # updated before the NaN came
+            assert not changed[0]
+            assert all(bool(after[layer].isfinite().all()) for layer in (layers[0], *layers[2:]))
+    finally:
+        model.overspill.close()
 
 
 def test_memory_is_filled_with_experts_and_they_leave_it_before_a_larger_batch() -> None:

@@ -18,9 +18,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def rotate_packed(
-    qkv: Tensor, cos_SW: Tensor, sin_SW: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_packed(qkv: Tensor, cos_SW: Tensor, sin_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k rotated, and v, [B, S, heads, width] each; the tables [S, width / 2] are float32. On
     a GPU it is one kernel instead of a dozen passes over strided halves."""
     if qkv.is_cuda and has_triton("rotary embedding"):
@@ -39,7 +37,8 @@ class _Rotate(torch.autograd.Function):
         from overspill.models.rotary_triton import rotate_cuda
 
         ctx.tables = cos_SW, sin_SW  # buffers of the model, not saved tensors
-        q, k, v = rotate_cuda(*qkv.unbind(2), cos_SW, sin_SW, 1.0).unbind(2)
+        q, k, v = qkv.unbind(2)
+        q, k, v = rotate_cuda(q, k, v, cos_SW, sin_SW, 1.0).unbind(2)
         return q, k, v
 
     @staticmethod

@@ -4,8 +4,8 @@
 // once, element by element, and inlined into one function per instruction set, where the compiler
 // vectorizes it. The best instruction set is chosen at run time.
 //
-// Every stored value depends on the index of its element in the record only, never on the thread,
-// chunk or part of the record that it was computed with: any division gives the same bits.
+// Every stored value depends on the index of its element only, never on the thread or chunk that
+// computed it: any number of threads gives the same bits.
 
 #include <cmath>
 #include <vector>

@@ -113,7 +113,9 @@ def adamw_(
     The GPU may have changed a part of the state until then.
 
     On the CPU the update is complete on return and releases the GIL. On a GPU it is queued on the
-    current stream. `isa` selects an index of ISA_NAMES in tests.
+    current stream. Records divided into several updates have the same bits on a GPU; on the CPU if
+    the parts start at multiples of 64, because the compiler may round the rest of a loop in another
+    order. `isa` selects an index of ISA_NAMES in tests.
     """
     _check(state, grad, hyper, start)
     if state.weight.is_cuda and has_triton("AdamW on the GPU"):
@@ -154,9 +156,7 @@ def _is_refused(grad: Tensor | None, not_finite: Tensor) -> bool:
     return bool(not_finite.item())
 
 
-def _rows(
-    state: RecordState, grad: Tensor | None
-) -> Iterator[tuple[RecordState, Tensor | None]]:
+def _rows(state: RecordState, grad: Tensor | None) -> Iterator[tuple[RecordState, Tensor | None]]:
     if state.weight.dim() == 1:
         yield state, grad
         return
@@ -242,8 +242,8 @@ def native_library() -> ctypes.CDLL | None:
     scalars = ctypes.POINTER(_CScalars)
     library.overspill_isa.argtypes = []
     library.overspill_isa.restype = ctypes.c_char_p
-    arguments = [*[pointer] * 5, size, size, integer, integer, scalars, integer, integer]
-    library.overspill_adamw.argtypes = arguments
+    tensors, flags = [pointer] * 5, [integer] * 2
+    library.overspill_adamw.argtypes = [*tensors, size, size, *flags, scalars, integer, integer]
     library.overspill_adamw.restype = None
     library.overspill_accumulate.argtypes = [pointer, pointer, size, integer, integer, integer]
     library.overspill_accumulate.restype = ctypes.c_double

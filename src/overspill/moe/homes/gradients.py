@@ -33,6 +33,9 @@ class HomeGradients:
         self._squares: dict[int, float] | None = None  # of the kept gradients, once computed
         self._updated: set[int] = set()  # experts that were updated during this step's backward
 
+    def _number(self, layer: int, position: int) -> int:
+        return layer * self._n_local + position
+
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
         self._homes.allocate_states(state_dtype)
         if keep:
@@ -45,7 +48,7 @@ class HomeGradients:
                 state.zero_()
 
     def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
-        numbers = range(layer * self._n_local + wave.first, layer * self._n_local + wave.stop)
+        numbers = range(self._number(layer, wave.first), self._number(layer, wave.stop))
         dw = [part.flatten(1).to(self._homes.layout.dtype) for part in dw]
         if hyper is None or not self._kept.isdisjoint(numbers):
             self._keep(layer, wave.first, dw)
@@ -54,7 +57,9 @@ class HomeGradients:
         if not self._updated:
             self._note(expert_squares(dw))
         self._updated.update(numbers)  # first: an interrupt may come during the update
-        for start, part in zip(self._homes.layout.shape.starts, dw, strict=True):
+        if self._homes.device.type == "cpu":
+            dw = [torch.cat(dw, dim=1)]  # whole records, for the bits of the update threads
+        for start, part in zip(self._homes.layout.shape.starts, dw, strict=False):
             self._update(layer, slice(wave.first, wave.stop), part, hyper, start)
 
     def _note(self, squares: Tensor) -> None:
@@ -73,9 +78,6 @@ class HomeGradients:
                     kept += part[of_wave]
                 else:
                     kept.copy_(part[of_wave])
-
-    def _number(self, layer: int, position: int) -> int:
-        return layer * self._n_local + position
 
     def complete_layer(self, layer: int, hyper: AdamHyper | None) -> None:
         if hyper is not None:
@@ -157,9 +159,7 @@ class HomeGradients:
             self._not_finite.zero_()  # a NaN is reported once: the next step starts clean
 
 
-def _runs(
-    positions: Iterable[int], key: Callable[[int], bool]
-) -> Iterator[tuple[bool, slice]]:
+def _runs(positions: Iterable[int], key: Callable[[int], bool]) -> Iterator[tuple[bool, slice]]:
     """Neighbouring positions with the same key."""
     groups = itertools.groupby(enumerate(positions), lambda item: (item[1] - item[0], key(item[1])))
     for (_, value), group in groups:
