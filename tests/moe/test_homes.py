@@ -352,6 +352,71 @@ def test_a_nan_loss_changes_no_expert_wherever_it_lives(counts: list[int], tmp_p
                 torch.testing.assert_close(weight, before[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("counts", [[5, 5, 5], [2, 0, 5]])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_step_reports_a_nan_once_and_training_goes_on(
+    counts: list[int], micro_batches: int, tmp_path: Path
+) -> None:
+    task = Task(steps=4, micro_batches=micro_batches)
+    first, bad, *others = task.batches()
+    model, losses = task.model(), []
+    with spilled(model, "host with 5 slots", tmp_path) as engine:
+        optimizer = adamw(model, task)
+        engine.set_homes(counts)
+        losses.append(train_step(model, optimizer, first))
+        before = weights_of(model)
+        for number, tokens in enumerate(bad, start=1):
+            with optimizer.accumulate() if number < micro_batches else contextlib.nullcontext():
+                (loss_of(model, tokens) * float("nan")).backward()  # does not wait for the device
+        with pytest.raises(NonFiniteError, match="NaN or infinite"):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert_same_bits(Run(weights=weights_of(model)), Run(weights=before))
+        losses += [train_step(model, optimizer, batches) for batches in others]
+        assert optimizer.steps_taken == 3
+    plain, want = task.model(), []
+    with spilled(plain, "host with 2 slots", tmp_path):
+        optimizer = adamw(plain, task)
+        want = [train_step(plain, optimizer, batches) for batches in (first, *others)]
+    assert losses == want
+
+
+def test_updates_after_a_gradient_that_is_not_finite_are_refused(tmp_path: Path) -> None:
+    task = Task()
+    model, (tokens,) = task.model(), next(task.batches())
+    with spilled(model, "gpu", tmp_path):
+        optimizer = adamw(model, task)
+        before = weights_of(model)
+        model.blocks[1].register_full_backward_pre_hook(
+            lambda _, grads: tuple(None if g is None else g * float("nan") for g in grads)
+        )
+        loss_of(model, tokens).backward()
+        with pytest.raises(NonFiniteError, match="go on from the last checkpoint"):
+            optimizer.step()
+        for name, weight in weights_of(model).items():
+            if ".moe.w_" in name:
+                # the gradient of the upper layer was finite, and it is updated first
+                assert torch.equal(weight, before[name]) is not name.startswith("blocks.2."), name
+
+
+@pytest.mark.parametrize("where", ["gpu", "host, 7 at home"])
+def test_norms_of_kept_gradients_follow_every_micro_batch(where: str, tmp_path: Path) -> None:
+    """They are computed once, unless gradients were added after."""
+    task = Task(clip=1e9)
+    model, (tokens,) = task.model(), next(task.batches())
+    with spilled(model, where, tmp_path) as engine:
+        optimizer = adamw(model, task)
+        squares = []
+        for _ in range(2):
+            with optimizer.accumulate():
+                loss_of(model, tokens).backward()
+            squares += [engine.training.gradient_squares(), engine.training.gradient_squares()]
+        assert squares[0] == squares[1]
+        assert squares[2] == squares[3] == pytest.approx(4 * squares[0], rel=1e-5)
+        optimizer.zero_grad()
+        assert engine.training.gradient_squares() == 0
+
+
 def test_experts_return_to_the_disk_within_the_host_memory_they_came_from(tmp_path: Path) -> None:
     task = Task()
     model, (tokens,) = task.model(), next(task.batches())

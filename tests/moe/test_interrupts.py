@@ -151,7 +151,7 @@ def test_what_follows_an_interrupted_step_says_what_to_do(
         updates = itertools.count()
 
         def interrupt(*_: object) -> None:
-            if next(updates) == 3:
+            if next(updates) == 1:
                 raise KeyboardInterrupt
 
         # in the middle of its updates

@@ -169,11 +169,12 @@ def _sum_over_k(
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     step = max(1, rows_at_once // top_k)
     if n_tokens <= step:
-        return _sum_chunk(y_RD, permutation.inverse_TK, weights_TK, wide)
+        return _sum_chunk(y_RD, permutation.inverse_TK, weights_TK, wide).to(y_RD.dtype)
     out_TD = y_RD.new_empty(n_tokens, y_RD.shape[1])
     for start in range(0, n_tokens, step):
         chunk = slice(start, start + step)
         weights = None if weights_TK is None else weights_TK[chunk]
+        # rounded by the assignment
         out_TD[chunk] = _sum_chunk(y_RD, permutation.inverse_TK[chunk], weights, wide)
     return out_TD
 
@@ -183,6 +184,6 @@ def _sum_chunk(
 ) -> Tensor:
     rows_TKD = y_RD[inverse_TK]
     if weights_TK is None:
-        return rows_TKD.sum(1, dtype=wide).to(y_RD.dtype)
+        return rows_TKD.sum(1, dtype=wide)
     # type promotion widens inside the product, without a separate cast
-    return (rows_TKD * weights_TK.unsqueeze(-1)).sum(1).to(y_RD.dtype)
+    return (rows_TKD * weights_TK.unsqueeze(-1)).sum(1)

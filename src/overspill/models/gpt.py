@@ -226,7 +226,7 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, d_model = x_BSD.shape
         qkv = self.qkv(x_BSD).view(batch, length, 3, self.n_heads, -1)
-        q, k, v = rotate_packed(qkv, cos, sin).transpose(1, 3).unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in rotate_packed(qkv, cos, sin))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, d_model))
         return out

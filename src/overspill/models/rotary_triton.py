@@ -10,19 +10,26 @@ import triton.language as tl
 from torch import Tensor
 
 
-def rotate_cuda(qkv: Tensor, cos_SW: Tensor, sin_SW: Tensor, direction: float) -> Tensor:
-    """A rotated copy of [B, S, 3, heads, width]; `direction` -1 rotates back."""
-    qkv = qkv.contiguous()
-    batch, length, _, heads, width = qkv.shape
-    out = qkv.new_empty(qkv.shape)
-    pairs = heads * width  # of q and k together: 2 * heads * width / 2
-    with torch.cuda.device(qkv.device):
+def rotate_cuda(
+    q: Tensor, k: Tensor, v: Tensor, cos_SW: Tensor, sin_SW: Tensor, direction: float
+) -> Tensor:
+    """Packs [B, S, heads, width] each into a new [B, S, 3, heads, width], with q and k rotated;
+    `direction` -1 rotates back."""
+    if not (q.stride() == k.stride() == v.stride() and q.stride(-1) == 1):
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    batch, length, heads, width = q.shape
+    out = q.new_empty(batch, length, 3, heads, width)
+    pairs = heads * width // 2
+    with torch.cuda.device_of(q):
         _rotate[(batch * length,)](
-            qkv,
+            q,
+            k,
+            v,
             out,
             cos_SW,
             sin_SW,
             length,
+            *q.stride()[:3],
             direction,
             PAIRS=pairs,
             HALF=width // 2,
@@ -33,11 +40,16 @@ def rotate_cuda(qkv: Tensor, cos_SW: Tensor, sin_SW: Tensor, direction: float) -
 
 @triton.jit
 def _rotate(
-    source,
+    q,
+    k,
+    v,
     out,
     cos,
     sin,
     length,
+    batch_stride,
+    token_stride,
+    head_stride,
     direction,
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
@@ -45,19 +57,25 @@ def _rotate(
 ):
     token = tl.program_id(0).to(tl.int64)
     position = token % length
-    base = token * (3 * PAIRS)
     pair = tl.arange(0, BLOCK)
     inside = pair < PAIRS
-    angle = position * HALF + pair % HALF
-    c = tl.load(cos + angle, mask=inside, other=0.0)
-    s = tl.load(sin + angle, mask=inside, other=0.0) * direction
-    first_at = base + (pair // HALF) * (2 * HALF) + pair % HALF
-    second_at = first_at + HALF
-    first = tl.load(source + first_at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + second_at, mask=inside, other=0.0).to(tl.float32)
+    head, column = pair // HALF, pair % HALF
+    c = tl.load(cos + position * HALF + column, mask=inside, other=0.0)
+    s = tl.load(sin + position * HALF + column, mask=inside, other=0.0) * direction
+    source_at = (token // length) * batch_stride + position * token_stride
+    source_at += head * head_stride + column
+    out_at = token * (6 * PAIRS) + head * (2 * HALF) + column
+    _turn(q, source_at, out, out_at, c, s, inside, HALF)
+    _turn(k, source_at, out, out_at + 2 * PAIRS, c, s, inside, HALF)
+    for half in tl.static_range(2):  # values are copied
+        value = tl.load(v + source_at + half * HALF, mask=inside)
+        tl.store(out + out_at + 4 * PAIRS + half * HALF, value, mask=inside)
+
+
+@triton.jit
+def _turn(source, source_at, out, out_at, c, s, inside, HALF: tl.constexpr):
+    first = tl.load(source + source_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + source_at + HALF, mask=inside, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    tl.store(out + first_at, (first * c - second * s).to(kind), mask=inside)
-    tl.store(out + second_at, (second * c + first * s).to(kind), mask=inside)
-    # values are copied: they have as many elements as there are pairs
-    value_at = base + 2 * PAIRS + pair
-    tl.store(out + value_at, tl.load(source + value_at, mask=inside), mask=inside)
+    tl.store(out + out_at, (first * c - second * s).to(kind), mask=inside)
+    tl.store(out + out_at + HALF, (second * c + first * s).to(kind), mask=inside)

@@ -164,13 +164,21 @@ def _forward(
             x_rows = dispatcher.dispatch(layer_pass.rows, x_TD, start, end)
             args = (x_rows, wave.weights, engine.shape, ends, counts, layer_pass.activation)
             y_rows, hidden = wave_forward(*args)
-            y_RD[start:end] = y_rows
+            y_RD = _with_rows(y_RD, start, y_rows)
             if layer_pass.kept is not None:
-                layer_pass.kept[start:end] = hidden
+                layer_pass.kept = _with_rows(layer_pass.kept, start, hidden)
             del args, x_rows, y_rows, hidden
     if on_cpu is not None:
         on_cpu.take(y_RD)
     return dispatcher.combine(layer_pass.rows, y_RD, weights_TK)
+
+
+def _with_rows(all_rows: Tensor, start: int, rows: Tensor) -> Tensor:
+    """Copies the results of a wave to their place; the results themselves if they are all."""
+    if len(rows) == len(all_rows):
+        return rows
+    all_rows[start : start + len(rows)] = rows
+    return all_rows
 
 
 def _recomputing() -> bool:
@@ -220,7 +228,7 @@ def _backward(
                 need_dw=need_dw,
                 activation=layer_pass.activation,
             )
-            dx_RD[start:end] = grads.dx_RD
+            dx_RD = _with_rows(dx_RD, start, grads.dx_RD)
             drow_weight_R[start:end] = grads.drow_weight_R
             total = grads if total is None else _add(total, grads)
         if need_dw and total is not None:

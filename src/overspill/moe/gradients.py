@@ -106,7 +106,7 @@ class ExpertGradients(GradientSink):
         self._store.lifetime.check()
         squares = self._homes.squares()
         if (streaming := self._streaming()) is not None:
-            squares |= streaming.squares()
+            squares = squares | streaming.squares()
         return total_of_squares(squares)
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:

@@ -44,16 +44,21 @@ def _store_moment(pointer, offsets, mask, value, noise16, MOMENTS_ARE_BF16: tl.c
         tl.store(pointer + offsets, value, mask=mask)
 
 
-# `seed` changes at every step; specialising on its value (1, multiples of 16) would recompile the
-# kernel. Floats are never specialised.
-@triton.jit(do_not_specialize=["seed"])
+# Program (i, row) updates block i of a row. `seed` changes at every step and `start` from tensor to
+# tensor; specialising on their values (1, multiples of 16) would recompile the kernel. Floats are
+# never specialised.
+@triton.jit(do_not_specialize=["seed", "start"])
 def adamw_kernel(
     weight,
     low,
     grad,
     exp_avg,
     exp_avg_sq,
-    numel,
+    not_finite,
+    length,
+    stride,
+    grad_stride,
+    start,
     decay,
     beta1,
     one_minus_beta1,
@@ -67,15 +72,19 @@ def adamw_kernel(
     WEIGHT_IS_BF16: tl.constexpr,
     MOMENTS_ARE_BF16: tl.constexpr,
     HAS_GRAD: tl.constexpr,
+    GUARDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offsets = row * stride + column
+    mask = column < length
 
     m = _load_moment(exp_avg, offsets, mask, MOMENTS_ARE_BF16) * beta1
     v = _load_moment(exp_avg_sq, offsets, mask, MOMENTS_ARE_BF16) * beta2
     if HAS_GRAD:
-        g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32) * grad_scale
+        g = tl.load(grad + row * grad_stride + column, mask=mask, other=0.0)
+        g = g.to(tl.float32) * grad_scale
         m += one_minus_beta1 * g
         v += one_minus_beta2 * (g * g)
 
@@ -87,7 +96,13 @@ def adamw_kernel(
     denominator = tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
     master = master * decay - step_size * tl.div_rn(m, denominator)
 
-    noise = _noise(seed.to(tl.uint32), offsets.to(tl.uint32))
+    if GUARDED:
+        # only stores depend on it, so that no load waits for this one
+        mask = mask & (tl.load(not_finite) == 0)
+        if HAS_GRAD:
+            refused = ~(g * g < float("inf"))  # also a NaN
+            tl.store(not_finite + tl.zeros((BLOCK,), tl.int32), 1, mask=refused)
+    noise = _noise(seed.to(tl.uint32), (start + column).to(tl.uint32))
     _store_moment(exp_avg, offsets, mask, m, noise & 0xFFFF, MOMENTS_ARE_BF16)
     _store_moment(exp_avg_sq, offsets, mask, v, noise >> 16, MOMENTS_ARE_BF16)
     if WEIGHT_IS_BF16:
@@ -98,29 +113,41 @@ def adamw_kernel(
         tl.store(weight + offsets, master, mask=mask)
 
 
-def adamw_cuda_(state: "RecordState", grad: torch.Tensor | None, scalars: "AdamScalars") -> None:
+def adamw_cuda_(
+    state: "RecordState",
+    grad: torch.Tensor | None,
+    scalars: "AdamScalars",
+    start: int,
+    not_finite: torch.Tensor | None,
+) -> None:
     """Queues the update on the current stream of the record's device."""
     weight_is_bf16 = state.weight.dtype == torch.bfloat16
     moments_are_bf16 = state.exp_avg.dtype == torch.bfloat16
     weight = _bits(state.weight)
-    numel = weight.numel()
-    if numel == 0:
+    if weight.numel() == 0:
         return
+    length = weight.shape[-1]
+    rows = weight.numel() // length
     kernel: Any = adamw_kernel
-    with torch.cuda.device(weight.device):
-        kernel[(triton.cdiv(numel, _BLOCK),)](
+    with torch.cuda.device_of(weight):
+        kernel[(triton.cdiv(length, _BLOCK), rows)](
             weight,
             weight if state.low is None else state.low,  # not read if None
             weight if grad is None else grad,
             _bits(state.exp_avg),
             _bits(state.exp_avg_sq),
-            numel,
+            weight if not_finite is None else not_finite,
+            length,
+            weight.stride(0) if rows > 1 else 0,
+            grad.stride(0) if rows > 1 and grad is not None else 0,
+            start,
             *scalars[:-1],
             # A Python int of 2**31 or more would be a 64-bit argument: another kernel.
             scalars.seed - (1 << 32) if scalars.seed >= 1 << 31 else scalars.seed,
             WEIGHT_IS_BF16=weight_is_bf16,
             MOMENTS_ARE_BF16=moments_are_bf16,
             HAS_GRAD=grad is not None,
+            GUARDED=not_finite is not None,
             BLOCK=_BLOCK,
         )
 

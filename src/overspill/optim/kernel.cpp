@@ -65,6 +65,7 @@ struct AdamArgs {
     const void* grad;
     void* exp_avg;
     void* exp_avg_sq;
+    uint32_t start;  // index of the first element in its record
     AdamScalars scalars;
 };
 
@@ -78,6 +79,7 @@ INLINE void adam_body(const AdamArgs& args, int64_t begin, int64_t end) {
     M* __restrict exp_avg_sq = static_cast<M*>(args.exp_avg_sq) + begin;
     const AdamScalars s = args.scalars;
     const int size = int(end - begin);  // 32-bit: the noise's index needs no 64-bit lanes
+    const uint32_t first = args.start + uint32_t(begin);
 #pragma omp simd
     for (int i = 0; i < size; ++i) {
         float m = load(exp_avg + i) * s.beta1;
@@ -90,7 +92,7 @@ INLINE void adam_body(const AdamArgs& args, int64_t begin, int64_t end) {
         const float denominator = std::sqrt(v) * s.inv_sqrt_bias2 + s.eps;
         const float master =
             load_master(weight, low, i) * s.decay - s.step_size * (m / denominator);
-        const uint32_t random = noise(s.seed, uint32_t(begin) + uint32_t(i));
+        const uint32_t random = noise(s.seed, first + uint32_t(i));
         store_moment(exp_avg, i, m, random & 0xffffu);
         store_moment(exp_avg_sq, i, v, random >> 16);
         store_master(weight, low, i, master);
@@ -163,9 +165,9 @@ const char* overspill_isa() { return ISA_NAMES[best_vector_isa()]; }
 
 // `isa`: -1 for the best, else an Isa of this CPU (checked by the caller).
 void overspill_adamw(void* weight, int16_t* low, const void* grad, void* exp_avg, void* exp_avg_sq,
-                     int64_t numel, int weight_is_bf16, int moments_are_bf16,
+                     int64_t numel, int64_t start, int weight_is_bf16, int moments_are_bf16,
                      const AdamScalars* scalars, int threads, int isa) {
-    const AdamArgs args{weight, low, grad, exp_avg, exp_avg_sq, *scalars};
+    const AdamArgs args{weight, low, grad, exp_avg, exp_avg_sq, uint32_t(start), *scalars};
     const int chosen = isa < 0 ? best_vector_isa() : isa;
     const bool has_grad = grad != nullptr;
     const AdamRange range =

@@ -1,4 +1,4 @@
-"""The AdamW step on one flat record, on any device.
+"""The AdamW step on a flat record, or on a part of several records, on any device.
 
 `adamw_` selects by device: the C++ kernel on the CPU, the Triton kernel on a GPU, and torch's fused
 AdamW if a compiler or Triton is missing (slower, logged once). All three compute the result of
@@ -12,6 +12,7 @@ import ctypes
 import functools
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +44,8 @@ class AdamHyper:
 
 class RecordState(NamedTuple):
     """A record and its optimizer state: flat contiguous tensors of one device and one length, all
-    updated in place."""
+    updated in place. Or the same elements of several records: rows [n, length] with any stride, the
+    same for all tensors."""
 
     weight: Tensor
     """bf16 or fp32."""
@@ -99,37 +101,68 @@ def adamw_(
     hyper: AdamHyper,
     threads: int = 1,
     isa: int = _BEST_ISA,
+    start: int = 0,
+    not_finite: Tensor | None = None,
 ) -> None:
-    """Updates `state` in place. `grad` has the weight's dtype; None means zero.
+    """Updates `state` in place. `grad` has the weight's dtype and shape, and any stride between
+    rows; None means zero.
+
+    `start` is the index of the first element (of each row) in its record: bf16 moments are rounded
+    with noise that depends on the index. `not_finite`, one int32 of the same device, guards the
+    update: nothing changes if it is not zero, and a gradient that is not finite sets it to one.
+    The GPU may have changed a part of the state until then.
 
     On the CPU the update is complete on return and releases the GIL. On a GPU it is queued on the
-    current stream. `isa` selects an index of ISA_NAMES in tests.
+    current stream. Records divided into several updates have the same bits on a GPU; on the CPU if
+    the parts start at multiples of 64, because the compiler may round the rest of a loop in another
+    order. `isa` selects an index of ISA_NAMES in tests.
     """
-    _check(state, grad, hyper)
+    _check(state, grad, hyper, start)
     if state.weight.is_cuda and has_triton("AdamW on the GPU"):
         from overspill.optim.gpu_kernel import adamw_cuda_
 
-        adamw_cuda_(state, grad, adam_scalars(hyper))
+        adamw_cuda_(state, grad, adam_scalars(hyper), start, not_finite)
+        return
+    if not_finite is not None and _is_refused(grad, not_finite):
         return
     library = None if state.weight.is_cuda else native_library()
-    if library is None:
-        adamw_torch_(state, grad, hyper)
+    for row, row_grad in _rows(state, grad):
+        if library is None:
+            adamw_torch_(row, row_grad, hyper, start=start)
+            continue
+        assert threads >= 1
+        assert _BEST_ISA <= isa <= ISA_NAMES.index(kernel_name())
+        library.overspill_adamw(
+            row.weight.data_ptr(),
+            None if row.low is None else row.low.data_ptr(),
+            None if row_grad is None else row_grad.data_ptr(),
+            row.exp_avg.data_ptr(),
+            row.exp_avg_sq.data_ptr(),
+            row.weight.numel(),
+            start,
+            row.weight.dtype == torch.bfloat16,
+            row.exp_avg.dtype == torch.bfloat16,
+            ctypes.byref(_CScalars(*adam_scalars(hyper))),
+            threads,
+            isa,
+        )
+
+
+def _is_refused(grad: Tensor | None, not_finite: Tensor) -> bool:
+    """Whether the guard is set, now or because of this gradient; waits for the device."""
+    if grad is not None:
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        not_finite.logical_or_(~torch.isfinite(norm))
+    return bool(not_finite.item())
+
+
+def _rows(state: RecordState, grad: Tensor | None) -> Iterator[tuple[RecordState, Tensor | None]]:
+    if state.weight.dim() == 1:
+        yield state, grad
         return
-    assert threads >= 1
-    assert _BEST_ISA <= isa <= ISA_NAMES.index(kernel_name())
-    library.overspill_adamw(
-        state.weight.data_ptr(),
-        None if state.low is None else state.low.data_ptr(),
-        None if grad is None else grad.data_ptr(),
-        state.exp_avg.data_ptr(),
-        state.exp_avg_sq.data_ptr(),
-        state.weight.numel(),
-        state.weight.dtype == torch.bfloat16,
-        state.exp_avg.dtype == torch.bfloat16,
-        ctypes.byref(_CScalars(*adam_scalars(hyper))),
-        threads,
-        isa,
-    )
+    for row in range(len(state.weight)):
+        parts = RecordState(*(None if part is None else part[row] for part in state))  # type: ignore[arg-type]
+        yield parts, None if grad is None else grad[row]
 
 
 def accumulate_(into: Tensor, grad: Tensor, threads: int = 1, isa: int = _BEST_ISA) -> float:
@@ -180,7 +213,7 @@ def kernel_name() -> str:
     return "torch" if library is None else str(library.overspill_isa().decode())
 
 
-def _check(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> None:
+def _check(state: RecordState, grad: Tensor | None, hyper: AdamHyper, start: int) -> None:
     weight, low, exp_avg, exp_avg_sq = state
     assert weight.dtype in (torch.bfloat16, torch.float32)
     assert (low is not None) == (weight.dtype == torch.bfloat16)
@@ -191,9 +224,11 @@ def _check(state: RecordState, grad: Tensor | None, hyper: AdamHyper) -> None:
     for tensor in (weight, low, exp_avg, exp_avg_sq, grad):
         if tensor is not None:
             assert tensor.device == weight.device
-            assert tensor.shape == (weight.numel(),)
-            assert tensor.is_contiguous()
-    assert weight.numel() < 1 << 32  # the index of the noise has 32 bits
+            assert tensor.shape == weight.shape
+            assert tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+            assert tensor is grad or tensor.stride() == weight.stride()
+    assert weight.dim() in (1, 2)
+    assert start + weight.shape[-1] < 1 << 32  # the index of the noise has 32 bits
     assert hyper.step >= 1
 
 
@@ -207,8 +242,8 @@ def native_library() -> ctypes.CDLL | None:
     scalars = ctypes.POINTER(_CScalars)
     library.overspill_isa.argtypes = []
     library.overspill_isa.restype = ctypes.c_char_p
-    tensors = [pointer] * 5
-    library.overspill_adamw.argtypes = [*tensors, size, integer, integer, scalars, integer, integer]
+    tensors, flags = [pointer] * 5, [integer] * 2
+    library.overspill_adamw.argtypes = [*tensors, size, size, *flags, scalars, integer, integer]
     library.overspill_adamw.restype = None
     library.overspill_accumulate.argtypes = [pointer, pointer, size, integer, integer, integer]
     library.overspill_accumulate.restype = ctypes.c_double
@@ -216,9 +251,13 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def adamw_torch_(
-    state: RecordState, grad: Tensor | None, hyper: AdamHyper, chunk: int = _FALLBACK_CHUNK
+    state: RecordState,
+    grad: Tensor | None,
+    hyper: AdamHyper,
+    chunk: int = _FALLBACK_CHUNK,
+    start: int = 0,
 ) -> None:
-    """The same update with torch operations, `chunk` elements of the record at a time."""
+    """The same update of one row with torch operations, `chunk` elements at a time."""
     device = state.weight.device
     step = torch.full((), hyper.step, dtype=torch.float32, device=device)
     seed = adam_scalars(hyper).seed
@@ -249,7 +288,7 @@ def adamw_torch_(
         if low is not None:
             split_master_(master, weight, low)
         if state.exp_avg.dtype == torch.bfloat16:
-            noise = _noise(seed, begin, weight.numel(), device)
+            noise = _noise(seed, start + begin, weight.numel(), device)
             _round_moment_(state.exp_avg[piece], exp_avg, noise & 0xFFFF)
             _round_moment_(state.exp_avg_sq[piece], exp_avg_sq, noise >> 16)
 

@@ -1,8 +1,9 @@
-"""Gradients and updates of experts at home on the compute device: the update of a wave is one
-launch."""
+"""Gradients and updates of experts at home on the compute device: each tensor of a wave's gradient
+is one launch, and backward never waits for the device."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,15 +17,24 @@ from overspill.optim.kernel import AdamHyper, adamw_
 
 class HomeGradients:
     """One of the two parts of `ExpertGradients`; its methods are explained there. Experts are known
-    by their numbers, `layer * n_local + position`."""
+    by their numbers, `layer * n_local + position`.
+
+    A NaN loss makes the first gradients of a step NaN. They are checked before the first update, on
+    the device: a number there (`not_finite` of `adamw_`) guards all updates of the step, and step()
+    reads it. A gradient that is not finite later stops the updates after it.
+    """
 
     def __init__(self, homes: DeviceHomes, n_local: int, threads: int) -> None:
         self._homes = homes
         self._n_local = n_local
         self._threads = threads
-        self._squares = torch.zeros(len(homes.layers) * n_local, device=homes.device)
+        self._not_finite = torch.zeros((), dtype=torch.int32, device=homes.device)
         self._kept: set[int] = set()  # experts that hold a kept gradient of this step
+        self._squares: dict[int, float] | None = None  # of the kept gradients, once computed
         self._updated: set[int] = set()  # experts that were updated during this step's backward
+
+    def _number(self, layer: int, position: int) -> int:
+        return layer * self._n_local + position
 
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
         self._homes.allocate_states(state_dtype)
@@ -38,76 +48,64 @@ class HomeGradients:
                 state.zero_()
 
     def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
-        numbers = range(layer * self._n_local + wave.first, layer * self._n_local + wave.stop)
-        grad = torch.cat([part.flatten(1) for part in dw], dim=1).to(self._homes.layout.dtype)
+        numbers = range(self._number(layer, wave.first), self._number(layer, wave.stop))
+        dw = [part.flatten(1).to(self._homes.layout.dtype) for part in dw]
         if hyper is None or not self._kept.isdisjoint(numbers):
-            self._keep(layer, wave.first, grad)
+            self._keep(layer, wave.first, dw)
+            self._kept.update(numbers)
             return
-        self._check_squares(grad, numbers)
+        if not self._updated:
+            self._note(expert_squares(dw))
         self._updated.update(numbers)  # first: an interrupt may come during the update
-        self._update(layer, wave.first, wave.stop, grad, hyper)
+        if self._homes.device.type == "cpu":
+            dw = [torch.cat(dw, dim=1)]  # whole records, for the bits of the update threads
+        for start, part in zip(self._homes.layout.shape.starts, dw, strict=False):
+            self._update(layer, slice(wave.first, wave.stop), part, hyper, start)
 
-    def _check_squares(self, grad: Tensor, numbers: range) -> None:
-        norms = torch.linalg.vector_norm(grad, dim=1, dtype=torch.float32)
-        squares = self._squares[numbers.start : numbers.stop]
-        squares.copy_(norms.square())
-        # The first gradient of a step shows a NaN loss before anything is updated with it. The
-        # others are checked in step(), where the device is waited for anyway.
-        if not self._updated and not math.isfinite(squares.sum().item()):
-            raise self._not_finite()
+    def _note(self, squares: Tensor) -> None:
+        """Before the first update of a step; does not wait for the device."""
+        self._not_finite.logical_or_(~torch.isfinite(squares).all())
 
-    def _keep(self, layer: int, first: int, grad: Tensor) -> None:
+    def _keep(self, layer: int, first: int, dw: Sequence[Tensor]) -> None:
+        self._squares = None
         grads = self._homes.grads(layer)
-        for position, one in enumerate(grad, start=first):
-            number = layer * self._n_local + position
-            if number in self._kept:
-                grads[position] += one
-            else:
-                grads[position].copy_(one)
-                self._kept.add(number)
+        positions = range(first, first + len(dw[0]))
+        for has_kept, experts in _runs(positions, lambda p: self._number(layer, p) in self._kept):
+            of_wave = slice(experts.start - first, experts.stop - first)
+            for start, part in zip(self._homes.layout.shape.starts, dw, strict=True):
+                kept = grads[experts, start : start + part.shape[1]]
+                if has_kept:
+                    kept += part[of_wave]
+                else:
+                    kept.copy_(part[of_wave])
 
     def complete_layer(self, layer: int, hyper: AdamHyper | None) -> None:
         if hyper is not None:
-            if self._updated:
-                self._note_squares(layer)
-            else:
-                self._check_kept()
+            if not self._updated:
+                for _, squares in self._kept_squares():
+                    self._note(squares)
             self._update_layer(layer, hyper)
-
-    def _numbers(self, layer: int) -> range:
-        """The experts of a layer at home on the device."""
-        first = layer * self._n_local
-        return range(first, first + self._homes.counts[layer])
-
-    def _note_squares(self, layer: int) -> None:
-        """step() checks kept gradients that are used once others were: no wait for the device."""
-        for number in self._kept.intersection(self._numbers(layer)):
-            self._squares[number] = expert_squares([self._kept_gradient(number)[None]])[0]
-
-    def _kept_gradient(self, number: int) -> Tensor:
-        layer, position = divmod(number, self._n_local)
-        return self._homes.grads(layer)[position]
 
     def _update_layer(self, layer: int, hyper: AdamHyper) -> None:
         """Kept gradients, or decay, for every expert that was not updated during backward."""
-        for position, number in enumerate(self._numbers(layer)):
-            if number not in self._updated:
-                self._updated.add(number)
-                kept = self._kept_gradient(number) if number in self._kept else None
-                self._update(layer, position, position + 1, kept, hyper)
+        positions = [
+            position
+            for position in range(self._homes.counts[layer])
+            if self._number(layer, position) not in self._updated
+        ]
+        self._updated.update(self._number(layer, position) for position in positions)
+        for has_kept, experts in _runs(positions, lambda p: self._number(layer, p) in self._kept):
+            kept = self._homes.grads(layer)[experts] if has_kept else None
+            self._update(layer, experts, kept, hyper)
 
     def _update(
-        self, layer: int, first: int, stop: int, grad: Tensor | None, hyper: AdamHyper
+        self, layer: int, experts: slice, grad: Tensor | None, hyper: AdamHyper, start: int = 0
     ) -> None:
-        records = self._homes.layers[layer]
-        # bf16 moments are rounded with noise that begins anew with each record
-        alone = records.states["exp_avg"].dtype == torch.bfloat16
-        count = stop - first
-        size = 1 if alone else count
-        for at in range(0, count, size):
-            record = records.record(first + at, first + at + size)
-            part = None if grad is None else grad.view(count, -1)[at : at + size].view(-1)
-            adamw_(record, part, hyper, self._threads)
+        """`grad` is that of the elements of each record from `start` on; None is zero for all."""
+        stop = self._homes.layout.shape.numel if grad is None else start + grad.shape[1]
+        record = self._homes.layers[layer].record(experts, slice(start, stop))
+        guard = self._not_finite
+        adamw_(record, grad, hyper, self._threads, start=start, not_finite=guard)
 
     @property
     def has_updated(self) -> bool:
@@ -115,45 +113,55 @@ class HomeGradients:
 
     def squares(self) -> dict[int, float]:
         """Sum of squares of each kept gradient; waits for the device."""
+        if self._squares is None:
+            found = list(self._kept_squares())
+            numbers = itertools.chain.from_iterable(numbers for numbers, _ in found)
+            values = torch.cat([squares for _, squares in found]).tolist() if found else []
+            self._squares = dict(zip(numbers, values, strict=True))
+        return self._squares
+
+    def _kept_squares(self) -> Iterator[tuple[range, Tensor]]:
+        """Numbers of experts and the sums of squares of their kept gradients, on the device."""
         # tensor by tensor, as streamed gradients: the norm has the same bits for all homes
         sizes = [math.prod(size) for size in self._homes.layout.shape.sizes]
-        numbers: list[int] = []
-        found: list[Tensor] = []
-        for layer in range(len(self._homes.layers)):
-            kept = sorted(self._kept.intersection(self._numbers(layer)))
-            if kept:
-                positions = torch.tensor(kept, device=self._homes.device) - layer * self._n_local
-                grads = self._homes.grads(layer)[positions]
-                found.append(expert_squares(grads.split(sizes, dim=1)))
-                numbers += kept
-        return dict(zip(numbers, torch.cat(found).tolist(), strict=True)) if found else {}
-
-    def _check_kept(self) -> None:
-        """Before the first update with kept gradients; once a step, because it waits for the
-        device."""
-        if not all(map(math.isfinite, self.squares().values())):
-            raise self._not_finite()
+        for layer, count in enumerate(self._homes.counts):
+            first = self._number(layer, 0)
+            kept = [p for p in range(count) if first + p in self._kept]
+            for _, experts in _runs(kept, lambda _: True):
+                grads = self._homes.grads(layer)[experts]
+                numbers = range(first + experts.start, first + experts.stop)
+                yield numbers, expert_squares(grads.split(sizes, dim=1))
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
-        if kept:
-            self._check_kept()
+        # both wait for the device, before more updates are queued
+        if kept and not all(map(math.isfinite, self.squares().values())):
+            raise self._error()
+        finite = not self._updated or not self._not_finite.item()
         for layer, hyper in kept.items():
             self._update_layer(layer, hyper)
-        finite = not self._updated or math.isfinite(self._squares.sum().item())
         self.discard()
         if not finite:
-            raise self._not_finite()
+            raise self._error()
 
-    def _not_finite(self) -> NonFiniteError:
+    def _error(self) -> NonFiniteError:
         return NonFiniteError(
             "an expert's gradient is NaN or infinite; lower the learning rate or set "
             "max_grad_norm, and go on from the last checkpoint"
         )
 
     def discard(self, layer: int | None = None) -> None:
-        last = len(self._squares) if layer is None else (layer + 1) * self._n_local
-        numbers = range(0 if layer is None else layer * self._n_local, last)
-        # a NaN is reported once: the next step starts clean
-        self._squares[numbers.start : numbers.stop].zero_()
+        layers = range(len(self._homes.layers)) if layer is None else range(layer, layer + 1)
+        numbers = range(self._number(layers.start, 0), self._number(layers.stop, 0))
         self._kept.difference_update(numbers)
+        self._squares = None
         self._updated.difference_update(numbers)
+        if not self._updated:
+            self._not_finite.zero_()  # a NaN is reported once: the next step starts clean
+
+
+def _runs(positions: Iterable[int], key: Callable[[int], bool]) -> Iterator[tuple[bool, slice]]:
+    """Neighbouring positions with the same key."""
+    groups = itertools.groupby(enumerate(positions), lambda item: (item[1] - item[0], key(item[1])))
+    for (_, value), group in groups:
+        members = [position for _, position in group]
+        yield value, slice(members[0], members[-1] + 1)

@@ -25,14 +25,14 @@ class LayerRecords:
             0 if self.grads is None else self.grads.nbytes
         )
 
-    def record(self, first: int, stop: int) -> RecordState:
-        """The records of the experts [first, stop) as one."""
+    def record(self, experts: slice, elements: slice) -> RecordState:
+        """Some elements of the records of some experts, as rows."""
         low = self.states.get("low")
         return RecordState(
-            self.weights[first:stop].view(-1),
-            None if low is None else low[first:stop].view(-1),
-            self.states["exp_avg"][first:stop].view(-1),
-            self.states["exp_avg_sq"][first:stop].view(-1),
+            self.weights[experts, elements],
+            None if low is None else low[experts, elements],
+            self.states["exp_avg"][experts, elements],
+            self.states["exp_avg_sq"][experts, elements],
         )
 
 
