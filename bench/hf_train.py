@@ -103,10 +103,11 @@ def steps(model: Any, optimizer: overspill.AdamW, batch: int, rounds: int) -> It
         yield loss.detach() * rounds
 
 
-def limit(engine: Engine, dense: int, tokens: int, rounds: int, disk: float | None) -> Limit:
+def limit(engine: Engine, dense: int, run: Run, rounds: int, disk: float | None) -> Limit:
     """The slowest resource if all others were unlimited."""
-    experts = engine.expert_parameters
-    active = dense + experts * 2 // engine.n_experts
+    tokens = run.tokens
+    active = dense + engine.expert_parameters * 2 // engine.n_experts
+    experts = engine.expert_parameters * (1 - run.on_gpu)  # that are streamed
     narrow = engine.layout.state_dtype == torch.bfloat16
     rate = BF16_ADAM_RATE if narrow else ADAM_RATE
     times = {
@@ -146,7 +147,8 @@ def save(name: str, engine: Engine, dense: int, run: Run, disk: Any, args: Any) 
         "loop": "plain PyTorch, gradient checkpointing, no clipping",
     }
     bandwidth = None if disk is None else disk["both"]
-    ceiling = limit(engine, dense, run.tokens, args.accumulate, bandwidth)
+    metrics["experts_on_gpu"] = metric([100 * run.on_gpu], "%")
+    ceiling = limit(engine, dense, run, args.accumulate, bandwidth)
     write_record(name, details, metrics, ceiling, args.out)
 
 
@@ -159,7 +161,7 @@ def main() -> None:
     parser.add_argument("--host-memory", default=None)
     parser.add_argument("--disk", type=Path, default=None)
     parser.add_argument("--slots", type=int, default=None, help="GPU slots")
-    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--warm", type=int, default=6, help="experts move in the first few steps")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--timeline", type=Path, default=None, help="folder for timelines")
     parser.add_argument("--out", type=Path, default=None)
@@ -200,6 +202,8 @@ def main() -> None:
         name = "train-hf-largest"
     elif args.accumulate > 1:
         name += f"-accumulate-{args.accumulate}"
+        if args.gpu_memory != "12GiB":
+            name += f"-{args.gpu_memory.lower()}"
     timeline = None if args.timeline is None else args.timeline / name
     run = steps(model, optimizer, args.batch, args.accumulate)
     traced = 1 if big else 2

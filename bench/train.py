@@ -57,11 +57,17 @@ def metrics_of(config: GPTConfig, runs: Sequence[Run]) -> dict[str, Metric]:
 
 
 def save(
-    config: GPTConfig, run: Run, offloaded: bool, clip: bool, given: Mapping[str, Any], out: Path
+    config: GPTConfig,
+    run: Run,
+    offloaded: bool,
+    clip: bool,
+    given: Mapping[str, Any],
+    out: Path,
+    name: str | None = None,
 ) -> None:
     """Writes the record of a run; `given` are the arguments it was made with."""
     batch = run.tokens // SEQ
-    name = record_name(batch, offloaded, clip, str(given["preset"]))
+    name = name or record_name(batch, offloaded, clip, str(given["preset"]))
     row = f"{given['preset']}, {batch}×{SEQ} tokens a step"
     if clip:
         row += ", exact clipping"
@@ -98,6 +104,7 @@ def main() -> None:
         help="use all GPU memory for experts",
     )
     parser.add_argument("--timeline", type=Path, default=None, help="folder for timelines")
+    parser.add_argument("--name", default=None, help="of the record, if there is only one")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     config = get_preset(args.preset)
@@ -116,7 +123,8 @@ def main() -> None:
         timeline = None if args.timeline is None else args.timeline / name
         run = measure(model, optimizer, Work(batch), args.warm, args.steps, timeline)
         show(name, run)
-        save(config, run, offloaded, clip, given, args.out)
+        described = {**given, "placement": engine.describe()}
+        save(config, run, offloaded, clip, described, args.out, args.name)
     engine.close()
 
 
