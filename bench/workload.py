@@ -149,7 +149,8 @@ def measure_steps(
     engine.recorder.stop()
     busy = engine.recorder.busy(began, ended)
     if timeline is not None:
-        spans = engine.recorder.spans()
+        # an update that was cut off when the recorder was stopped before may have ended since
+        spans = [span for span in engine.recorder.spans() if span.end_ns > began]
         write_perfetto(spans, timeline.with_name(f"{timeline.name}.json.gz"))
         title = f"{timeline.name}: {traced} steps"
         draw_timeline(spans, timeline.with_name(f"{timeline.name}.png"), title)

@@ -374,6 +374,7 @@ class Engine:
 
     def fill_memory(self, memory: DeviceMemory, budget: int) -> None:
         """From now on lets as many experts live on the device as `budget` allows."""
+        planned = sum(self._store.homes) == self.placement.homes  # with their states
         self._residency = Residency(
             memory,
             budget,
@@ -382,6 +383,7 @@ class Engine:
             lambda: self.layout.weight_bytes if self._accumulates else 0,
             lambda: self.device_share,
             self._set_device_share,
+            self._home_bytes(self.placement.training, False) if planned else 0,
         )
 
     @property

@@ -89,10 +89,11 @@ class Residency:
         gradient_bytes: Callable[[], int],
         share: Callable[[], DeviceShare],
         set_share: Callable[[DeviceShare], None],
+        planned_bytes: int = 0,
     ) -> None:
         """`expert_bytes` is what an expert at home needs, `gradient_bytes` an accumulated gradient
         (0 if there are none), `share` what is on the device, of `total` experts; `set_share` moves
-        experts."""
+        experts. The plan of memory counts `planned_bytes` for each that is at home now."""
         self._memory = memory
         self._budget = budget
         self._total = total
@@ -101,7 +102,7 @@ class Residency:
         self._share = share
         self._set_share = set_share
         self._margin = _MARGIN
-        self._planned_bytes = expert_bytes()  # of an expert when experts were moved last
+        self._planned_bytes = max(planned_bytes, expert_bytes())  # for each expert at home
         self._passes = 0  # since experts were moved
         self._idle = 0  # bytes in use before a pass
         self._activations = 0  # the most beside them since experts were moved
@@ -149,7 +150,7 @@ class Residency:
         taken = available < self._budget * (1 - self._margin)  # by another process
         limit = min(self._budget, available) * (1 - self._margin)
         need = self._memory.allocated() + max(kind.need() for kind in self._observed.values())
-        sizes = self._planned_bytes, self._total, self._gradient_bytes()
+        sizes = self._expert_bytes(), self._total, self._gradient_bytes()
         share = share_memory(int(limit - need), now, *sizes)
         if limit < need and (short or taken or larger):
             if taken:
@@ -158,6 +159,7 @@ class Residency:
             if share != now:
                 self._move(share)
         elif limit > need and self._passes >= _OBSERVED and self._is_worthwhile(now, share):
+            self._planned_bytes = self._expert_bytes()
             self._move(share)
 
     def _is_worthwhile(self, now: DeviceShare, share: DeviceShare) -> bool:
@@ -189,7 +191,7 @@ class Residency:
             _log.info("fewer experts than planned fit on the GPU")
         else:
             moved = share.experts - before.experts
-            size = format_size(abs(moved) * self._planned_bytes)
+            size = format_size(abs(moved) * self._expert_bytes())
             if moved:
                 verb = "moved to" if moved > 0 else "left"
                 _log.info("%d experts (%s) %s the GPU", abs(moved), size, verb)

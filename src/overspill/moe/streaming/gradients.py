@@ -23,7 +23,7 @@ from overspill.tiers.store import ExpertStore
 from overspill.transfer.downloads import Downloads, GradientRing
 from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent, record_event
 
-_ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slots
+_ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slots, more with many
 _RING_WHEN_KEPT = 8  # where gradients are kept, ring buffers only serve to accumulate
 
 
@@ -55,7 +55,8 @@ class StreamingGradients:
         self._device = device
         self._progress = progress
         self._recorder, self._inject = stream.recorder, stream.inject
-        on_device = min(_ON_DEVICE, placement.slots)
+        # those of a layer are downloaded while the next one computes
+        on_device = max(min(_ON_DEVICE, placement.slots), placement.slots // 2)
         self._downloads = Downloads(stream, on_device * store.layout.weight_bytes)
         count = len(store.entries)
         self._squares = torch.zeros(count, pin_memory=device.type == "cuda")
@@ -64,6 +65,8 @@ class StreamingGradients:
         self._updates: Updates | None = None
         self._awaited: Entry | None = None  # its gradient waits for a host slot
         self._kept: set[int] = set()  # experts whose host slot holds part of this step's gradient
+        # whether a gradient was not finite that was or will be added to others
+        self._not_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._has_updated = False
 
     # -- memory -----------------------------------------------------------------------------
@@ -147,6 +150,8 @@ class StreamingGradients:
                 if entry.number in self.on_device:
                     self.on_device.add_to(entry.number, [part[offset] for part in dw])
         squares = expert_squares(dw)
+        if more or self._kept:
+            self._not_finite |= ~torch.isfinite(squares.sum())
         made = record_event(self._device)  # the gradients are complete on the compute stream here
         for offset, entry in offsets.items():
             gradient = [part[offset] for part in dw]
@@ -273,18 +278,20 @@ class StreamingGradients:
         return dict(zip(kept, self._squares[kept].tolist(), strict=True))
 
     def _settle(self) -> None:
-        """Waits until the step's gradients have left the device and are accumulated. Whether an
-        accumulated gradient is finite is known only then."""
+        """Waits until the step's gradients have left the device and are accumulated."""
         self._downloads.wait()
         if self._kept and self._updates is not None:
             self._updates.wait_idle()
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
-        self._settle()
+        self._downloads.wait()
+        if self._kept and self._not_finite.item():
+            self._settle()  # which sums are not finite is known then
         for layer, hyper in sorted(kept.items()):
             for entry in self._store.streamed(layer):
                 self._update(entry, hyper)
         self._kept.clear()
+        self._not_finite.zero_()
         self._has_updated = False
         if not self._settings.overlap_updates:
             self.updates.wait_idle()
@@ -319,6 +326,8 @@ class StreamingGradients:
         self._squares[sorted(numbers)] = 0.0
         self._kept -= numbers
         self.on_device.discard(numbers)
+        if not self._kept:
+            self._not_finite.zero_()
         if layer is None:
             if self._ring is not None:
                 self._ring.reset()  # an interrupted backward may have left buffers
