@@ -19,6 +19,7 @@ from overspill.transfer.upload_thread import (
     UploadThread,
     upload_library,
 )
+from tests.interrupts import calls_of, interrupted
 from tests.transfer.fake_calls import FakeCalls
 
 RECORD, PIECE, SLOTS, EXPERTS = 4096, 2048, 6, 8
@@ -216,6 +217,16 @@ def test_a_forked_child_can_close_and_exit(bench: FakeBench) -> None:
     if found == (0, 0):
         os.kill(child, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(found[1]) == 7
+
+
+def test_a_call_that_was_interrupted_anywhere_does_not_block_close() -> None:
+    bench = FakeBench(at_once=True)
+    for at in range(1, calls_of(bench.wait_idle) + 1):
+        assert interrupted(bench.wait_idle, at)
+    closing = threading.Thread(target=bench.thread.close, daemon=True)
+    closing.start()
+    closing.join(timeout=10)
+    assert not closing.is_alive()
 
 
 def test_traced_pieces_are_timed(bench: FakeBench) -> None:

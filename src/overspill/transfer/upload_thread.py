@@ -132,7 +132,7 @@ class UploadThread:
         self._library = library
         self._calls = calls
         self._lock = threading.Lock()
-        self._active_calls = 0
+        self._active_calls: set[object] = set()
         self._process, self._stopped = os.getpid(), False
         counters = torch.zeros(2, dtype=torch.int64)
         self._memory = counters.pin_memory() if calls.pinned else counters
@@ -187,16 +187,16 @@ class UploadThread:
         return self._call("wait_idle") != _TIMED_OUT
 
     def _call(self, name: str, *args: object) -> int:
-        with self._lock:
-            handle = self._handle
-            if handle is None:
-                raise EngineError("the engine was closed")
-            self._active_calls += 1
+        call = object()
         try:
+            with self._lock:
+                handle = self._handle
+                if handle is None:
+                    raise EngineError("the engine was closed")
+                self._active_calls.add(call)
             code = int(getattr(self._library, f"overspill_upload_{name}")(handle, *args))
         finally:
-            with self._lock:
-                self._active_calls -= 1
+            self._active_calls.discard(call)  # one operation: an interrupt cannot leave it behind
         if code == _CLOSED:
             raise EngineError("the engine was closed while an upload was awaited")
         if code > 0:
