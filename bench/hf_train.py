@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--host-memory", default=None)
     parser.add_argument("--disk", type=Path, default=None)
     parser.add_argument("--slots", type=int, default=None, help="GPU slots")
-    parser.add_argument("--warm", type=int, default=6, help="experts move in the first few steps")
+    parser.add_argument("--warm", type=int, default=8, help="experts move in the first few steps")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--timeline", type=Path, default=None, help="folder for timelines")
     parser.add_argument("--out", type=Path, default=None)

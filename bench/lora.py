@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--shares", default="0.1,0.5", help="of the experts that the GPU holds")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 1024 tokens a step")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()

@@ -33,7 +33,7 @@ from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 
 MAX_NORM = 1.0
-MOST_STEPS = 12
+MOST_STEPS = 20
 """Steps after which the timing begins although the number of experts on the GPU still changes."""
 PLOT = ROOT / "docs" / "residency.png"
 
@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--clip", default="no", choices=("no", "yes", "both"))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
-        "--warm", type=int, default=3, help="steps with unchanged homes before those that are timed"
+        "--warm", type=int, default=6, help="steps with unchanged homes before those that are timed"
     )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--disk", type=Path, default=None)

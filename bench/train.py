@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--batches", default="16,64", help="sequences of 1024 tokens a step")
     parser.add_argument("--clip", default="no", choices=("no", "yes", "both"))
-    parser.add_argument("--warm", type=int, default=6, help="experts move in the first few steps")
+    parser.add_argument("--warm", type=int, default=8, help="experts move in the first few steps")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument(

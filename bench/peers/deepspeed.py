@@ -54,7 +54,7 @@ def children(args: argparse.Namespace) -> list[Child]:
         # steps on the GPU are short, and one of the first few is slower on both sides
         more = 4 if mode == "gpu" else 0
         # our experts move to the GPU in the first steps with a batch
-        moving = 4 if side != PEER and mode == "offload" and not args.tiny else 0
+        moving = 6 if side != PEER and mode == "offload" and not args.tiny else 0
         return Options(mode, batches, args.warm + more + moving, args.steps + more, args.tiny)
 
     planned = [

@@ -17,7 +17,10 @@ from overspill.core.sizes import format_size
 from overspill.plan.homes import DeviceShare, share_memory
 
 _log = logging.getLogger("overspill")
-_OBSERVED = 2  # passes before a change; the first of them is not measured
+# Passes before a change. The first is not measured; in each of the next few the allocator divides
+# its memory in other ways, and needs a little more.
+_OBSERVED = 4
+_SLACK = 0.05  # of activations, for the same reason
 _MARGIN = 0.02  # share of the budget that stays free
 _MARGIN_STEP = 0.01  # more of it after each shortage
 _LARGEST_MARGIN = 0.16
@@ -74,7 +77,9 @@ class _Observed:
     most_rows: int = 0  # the most tokens of any pass
 
     def need(self) -> float:
-        return self.bytes * max(1.0, self.most_rows / self.rows) if self.rows else 0.0
+        if not self.rows:
+            return 0.0
+        return (1 + _SLACK) * self.bytes * max(1.0, self.most_rows / self.rows)
 
 
 class Residency:
@@ -135,10 +140,10 @@ class Residency:
         """No pass since the last change has needed more than `activations`."""
         for training, rows in self._rows.items():
             kind = self._observed[training]
-            if rows > kind.rows or (rows == kind.rows and len(self._rows) == 1):
+            if rows > kind.rows:
                 kind.rows, kind.bytes = rows, activations
-            elif rows == kind.rows:
-                kind.bytes = min(kind.bytes, activations)
+            elif rows == kind.rows and len(self._rows) == 1:
+                kind.bytes = max(kind.bytes, activations)
 
     def _adjust(self, larger: bool) -> None:
         """`larger`: a pass of its kind with the most tokens so far begins."""

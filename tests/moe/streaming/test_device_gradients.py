@@ -24,10 +24,10 @@ from tests.moe.oracle import (
 )
 
 TASKS = [
-    Task(steps=6, micro_batches=3),
-    Task(steps=6, micro_batches=3, starve=True, top_k=1),
-    Task(steps=6, micro_batches=2, clip=0.5, starve=True, dtype=torch.bfloat16),
-    Task(steps=6, micro_batches=2, clip=0.5, checkpoint=True),
+    Task(steps=9, micro_batches=3),
+    Task(steps=9, micro_batches=3, starve=True, top_k=1),
+    Task(steps=9, micro_batches=2, clip=0.5, starve=True, dtype=torch.bfloat16),
+    Task(steps=9, micro_batches=2, clip=0.5, checkpoint=True),
 ]
 WHERE = ["host with 5 slots", "disk behind 3 host slots"]
 
@@ -76,7 +76,7 @@ def test_delays_change_nothing(tmp_path: Path) -> None:
 
 def test_a_step_may_end_with_an_accumulated_backward_or_drop_it(tmp_path: Path) -> None:
     """Sums that no backward completes are used by step(), and dropped by zero_grad()."""
-    task = Task(steps=6, micro_batches=2)
+    task = Task(steps=9, micro_batches=2)
     models, losses = [task.model(), task.model()], []
     for model, room in zip(models, (0.0, 9.5), strict=True):
         with spilled(model, "host with 5 slots", tmp_path, host_memory="2GiB") as engine:
@@ -101,7 +101,7 @@ def test_a_step_may_end_with_an_accumulated_backward_or_drop_it(tmp_path: Path) 
 
 
 def test_another_optimizer_drops_sums_of_an_unfinished_step(tmp_path: Path) -> None:
-    task = Task(steps=6, micro_batches=2)
+    task = Task(steps=9, micro_batches=2)
     model = task.model()
     with spilled(model, "host with 5 slots", tmp_path, host_memory="2GiB") as engine:
         optimizer = adamw(model, task)

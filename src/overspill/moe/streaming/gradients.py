@@ -64,7 +64,8 @@ class StreamingGradients:
         self._ring: GradientRing | None = None
         self._updates: Updates | None = None
         self._awaited: Entry | None = None  # its gradient waits for a host slot
-        self._kept: set[int] = set()  # experts whose host slot holds part of this step's gradient
+        # experts whose host slot holds part of this step's gradient, and when it has arrived
+        self._kept: dict[int, StreamEvent] = {}
         # whether a gradient was not finite that was or will be added to others
         self._not_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._has_updated = False
@@ -153,13 +154,21 @@ class StreamingGradients:
         if more or self._kept:
             self._not_finite |= ~torch.isfinite(squares.sum())
         made = record_event(self._device)  # the gradients are complete on the compute stream here
+        finished: list[int] = []
         for offset, entry in offsets.items():
             gradient = [part[offset] for part in dw]
             in_host = entry.number in self._kept
             if not (more and not in_host and self.on_device.add(entry.number, gradient)):
                 self._send(entry, gradient, squares[offset], made, hyper)
-            with self._store.lock:
-                self._cursor.finish([self._store.position(entry)])
+            finished.append(self._store.position(entry))
+            if entry.disk_slot is not None:  # the next expert may wait for its host slot
+                self._finish(finished)
+        self._finish(finished)
+
+    def _finish(self, positions: list[int]) -> None:
+        with self._store.lock:
+            self._cursor.finish(positions)
+        positions.clear()
 
     def _leave_device(self, numbers: Collection[int]) -> None:
         """Sums on the device that nothing more will be added to become kept gradients in host
@@ -187,9 +196,12 @@ class StreamingGradients:
         if kept:
             buffer, arrived = self._to_ring(entry, gradient, square, made)
             self.updates.submit(Update(entry, arrived, buffer, accumulate=True))
+        elif entry.disk_slot is None:  # its host slot is its own
+            memory = self._store.host(entry, Part.GRADS)
+            arrived = self._download(entry, gradient, square, memory, made)
         else:
-            self._to_host_slot(entry, gradient, square, made)
-            self._kept.add(entry.number)
+            arrived = self._to_host_slot(entry, gradient, square, made)
+        self._kept[entry.number] = arrived
 
     def _to_ring(
         self, entry: Entry, gradient: Sequence[Tensor], square: Tensor, made: StreamEvent
@@ -204,7 +216,7 @@ class StreamingGradients:
 
     def _to_host_slot(
         self, entry: Entry, gradient: Sequence[Tensor], square: Tensor, made: StreamEvent
-    ) -> None:
+    ) -> StreamEvent:
         store = self._store
         with store.lock:
             # first: the GPU may hold more experts than the host, and those of this wave that were
@@ -221,6 +233,7 @@ class StreamingGradients:
         try:
             arrived = self._download(entry, gradient, square, memory, made)
             self.updates.submit(Update(entry, arrived))  # holds the slot until it has arrived
+            return arrived
         finally:
             store.release(entry)
 
@@ -258,8 +271,9 @@ class StreamingGradients:
 
     def _update(self, entry: Entry, hyper: AdamHyper) -> None:
         """Updates an expert with its kept gradient, or by decay."""
-        kept = entry.number in self._kept
-        self._submit(Update(entry, COMPLETED, use_kept=kept, hyper=hyper))
+        arrived = self._kept.get(entry.number)
+        kept = arrived is not None
+        self._submit(Update(entry, arrived or COMPLETED, use_kept=kept, hyper=hyper))
 
     def _submit(self, update: Update) -> None:
         self._has_updated = True
@@ -319,12 +333,13 @@ class StreamingGradients:
         numbers = {entry.number for entry in dropped}
         with store.lock:
             pending = [e for e in store.entries if e.stale and e.number not in numbers]
-            store.discard_gradients(self._kept & numbers)
+            store.discard_gradients(self._kept.keys() & numbers)
             for entry in pending:  # the gradients of other layers still wait for step()
                 store.begin_update(entry)
         # an expert without tokens in the next step would keep a NaN
         self._squares[sorted(numbers)] = 0.0
-        self._kept -= numbers
+        for number in self._kept.keys() & numbers:
+            del self._kept[number]
         self.on_device.discard(numbers)
         if not self._kept:
             self._not_finite.zero_()
