@@ -168,7 +168,7 @@ def test_a_move_that_does_not_fit_is_taken_back() -> None:
 
     sizes = lambda: EXPERT, lambda: 0
     residency = Residency(gpu, 500, TOTAL, *sizes, gpu.share, set_share)
-    train(gpu, [100] * 30, residency)
+    train(gpu, [100] * 60, residency)
     assert moved[:2] == [34, 0]
     assert gpu.homes == 30
 
