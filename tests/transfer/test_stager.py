@@ -267,3 +267,21 @@ def test_closing_during_transfers_ends_the_threads(tmp_path: Path) -> None:
     bench.need(2, 3, 4)
     bench.close()
     assert bench.store.error is None
+
+
+def test_an_update_gets_its_states_while_a_sooner_expert_waits_for_a_slot(bench: Bench) -> None:
+    """Both slots are held by updates that wait for states: only then is a slot free."""
+    bench.need(0, 1, parts=Part.WEIGHTS)
+    held = [bench.wait_for(expert, Part.WEIGHTS) for expert in (0, 1)]
+    for entry in held:
+        bench.store.hold(entry)
+    first, second = bench.store.entries[2], held[0]
+    with bench.store.lock:
+        bench.needs = [(first, Part.WEIGHTS), (second, BOTH)]
+    bench.stager.pump()
+    bench.wait_for(0)
+    with bench.store.lock:  # updated
+        bench.needs = [(first, Part.WEIGHTS)]
+    bench.store.release(second)
+    bench.wait_for(2, Part.WEIGHTS)
+    bench.store.release(held[1])

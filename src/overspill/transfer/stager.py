@@ -70,12 +70,17 @@ class Stager:
         for entry in self._store.cached():
             if entry.dirty and entry not in wanted and not entry.holds and not entry.io:
                 self._start(entry, entry.dirty, write=True, urgency=0)
+        full = False
         for urgency, (entry, parts) in enumerate(wanted.items()):
             missing = parts & ~entry.valid & ~entry.io
             if not missing:
                 continue
-            if entry.host_slot is None and not self._store.assign_host_slot(entry, wanted):
-                break  # in order: a later expert must not take the slot of a sooner one
+            if entry.host_slot is None and not full:
+                full = not self._store.assign_host_slot(entry, wanted)
+            # In order: a later expert must not take the slot of a sooner one. But an update that
+            # waits for parts in its slot gets them, or the slot would never be free.
+            if full and (entry.host_slot is None or not entry.holds):
+                continue
             self._start(entry, missing, write=False, urgency=urgency)
 
     def _wanted(self) -> dict[Entry, Part]:
