@@ -64,6 +64,8 @@ class MemorySection:
     """Number of experts that fit on the compute device; overrides --gpu-memory."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
+    residency: bool = True
+    """Let as many experts live on the GPU as its memory allows."""
     overlap_updates: bool = True
     """Update experts during backward and the next forward."""
     overlap_uploads: bool = True
