@@ -284,4 +284,5 @@ def test_an_update_gets_its_states_while_a_sooner_expert_waits_for_a_slot(bench:
         bench.needs = [(first, Part.WEIGHTS)]
     bench.store.release(second)
     bench.wait_for(2, Part.WEIGHTS)
+    assert bench.in_host(0, 1, 2) == [False, True, True]
     bench.store.release(held[1])

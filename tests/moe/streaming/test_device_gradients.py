@@ -116,3 +116,4 @@ def test_another_optimizer_drops_sums_of_an_unfinished_step(tmp_path: Path) -> N
         engine.check_conserved()
         train_step(model, optimizer, last)
         assert engine.device_share.gradients > 0
+    assert engine.device_share.gradients == 0, "closing releases the memory"

@@ -88,6 +88,10 @@ class DeviceGradients:
         for number in self.numbers(numbers):
             self._free.append(self._held.pop(number))
 
+    def close(self) -> None:
+        """Releases the memory."""
+        self._resize(0)
+
     def check_conserved(self) -> None:
         rows = sorted([*self._free, *self._held.values()])
         assert rows == list(range(len(self))), "rows of gradients on the device leaked"

@@ -369,6 +369,7 @@ class StreamingGradients:
             self._ring.check_conserved()
 
     def close(self) -> None:
+        self.on_device.close()
         if self._updates is not None:
             self._updates.close()
         if self._ring is not None:
