@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,17 +114,32 @@ def time_steps(
     run: Iterator[torch.Tensor], warm: int, count: int
 ) -> tuple[list[float], torch.Tensor]:
     """The seconds of each of `count` steps after `warm` steps, and the last loss. A step is timed
-    from step() to step(); updates that overlap the next forward are pending at both ends."""
+    from step() to step() on the GPU, which is not waited for in between, as in any training loop;
+    updates that overlap the next forward are pending at both ends."""
     for _ in range(warm):
         next(run)
     synchronize()
-    seconds, loss = [], torch.zeros(())
+    loss, marks = torch.zeros(()), [_Mark()]
     for _ in range(count):
-        start = time.perf_counter()
         loss = next(run)
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-    return seconds, loss
+        marks.append(_Mark())
+    synchronize()
+    return [before.seconds_to(after) for before, after in itertools.pairwise(marks)], loss
+
+
+class _Mark:
+    """A point in time: when the GPU has done what was queued before, or now without a GPU."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if torch.cuda.is_available() else None
+        self._time = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def seconds_to(self, later: "_Mark") -> float:
+        if self._event is None or later._event is None:
+            return later._time - self._time
+        return float(self._event.elapsed_time(later._event)) / 1e3
 
 
 def measure_steps(

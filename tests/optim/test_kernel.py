@@ -177,6 +177,18 @@ def test_an_empty_record_is_allowed() -> None:
     assert accumulate_(torch.empty(0), torch.empty(0), threads=2) == 0.0
 
 
+@pytest.mark.parametrize(("weight", "moments"), KINDS)
+@pytest.mark.parametrize("numel", SIZES)
+def test_an_update_by_two_gradients_is_that_by_their_sum(
+    weight: torch.dtype, moments: torch.dtype, numel: int
+) -> None:
+    first, second = (grad.to(weight) for grad in _grads(numel, 2, weight))
+    one, other = (_state(_random(numel), weight, moments) for _ in range(2))
+    adamw_(one, first + second, HYPER, threads=2)
+    adamw_(other, first, HYPER, threads=2, added=second)
+    _assert_same_bits(one, other)
+
+
 @needs_native
 @pytest.mark.parametrize("isa", _isas()[1:])
 @pytest.mark.parametrize(("weight", "moments"), KINDS)
@@ -269,6 +281,10 @@ def test_without_a_compiler_torch_is_used_and_logged_once(
             grads = _grads(100, 3, BF16)
             state = _train(_state(_random(100), BF16, FP32), grads)
             squares = accumulate_(grads[0].clone(), grads[1])
+            by_sum, by_two = (_state(_random(100), BF16, FP32) for _ in range(2))
+            adamw_(by_sum, grads[0] + grads[1], HYPER)
+            adamw_(by_two, grads[0].clone(), HYPER, added=grads[1])
+            _assert_same_bits(by_sum, by_two)
         assert kernel_name() == "torch"
         _assert_near(_master(state), _train_torch(_random(100), grads).weight, 1e-6)
         expected = (grads[0] + grads[1]).double().square().sum()

@@ -36,15 +36,17 @@ class Bench:
         for entry in store.entries:
             store.write_part(entry, Part.WEIGHTS, lambda memory: LAYOUT.weights(memory).fill_(1.0))
         self.squares = torch.zeros(len(store.entries))
+        self.added_squares = torch.zeros(len(store.entries))
         self.ring = GradientRing(store, HostSlab("ring", 2, LAYOUT.weight_bytes, False))
         self.recorder = Recorder()
-        self.updates = Updates(store, self.squares, self.ring, threads, self.recorder, inject)
+        squares = self.squares, self.added_squares
+        self.updates = Updates(store, *squares, self.ring, threads, self.recorder, inject)
 
-    def receive(self, entry: Entry, value: float) -> int:
+    def receive(self, entry: Entry, value: float, is_added: bool = False) -> int:
         """A gradient arrives in a ring buffer."""
         buffer = self.ring.take()
         LAYOUT.weights(self.ring.buffers[buffer]).fill_(value)
-        self.squares[entry.number] = NUMEL * value**2
+        (self.added_squares if is_added else self.squares)[entry.number] = NUMEL * value**2
         return buffer
 
     def weights(self, entry: Entry) -> Tensor:
@@ -120,6 +122,32 @@ def test_micro_batches_add_up_and_the_sum_is_used_once(bench: Bench) -> None:
     bench.updates.submit(Update(entry, COMPLETED, use_kept=True, hyper=HYPER))
     bench.updates.wait_idle()
     torch.testing.assert_close(bench.weights(entry), after_one_step(-1.5))
+
+
+def test_the_last_micro_batch_is_added_in_the_update(bench: Bench) -> None:
+    entry = bench.store.entries[2]
+    LAYOUT.weights(bench.store.host(entry, Part.GRADS)).fill_(1.0)
+    bench.store.begin_update(entry)
+    buffer = bench.receive(entry, -2.5, is_added=True)
+    bench.updates.submit(Update(entry, COMPLETED, buffer, accumulate=True, hyper=HYPER))
+    bench.updates.wait_idle()
+    assert entry.readable
+    bench.ring.check_conserved()
+    torch.testing.assert_close(bench.weights(entry), after_one_step(-1.5))
+
+
+@pytest.mark.parametrize("kept", [1.0, math.nan])
+def test_a_sum_that_is_not_finite_changes_nothing_and_is_noted(kept: float, bench: Bench) -> None:
+    entry = bench.store.entries[0]
+    LAYOUT.weights(bench.store.host(entry, Part.GRADS)).fill_(kept)
+    bench.squares[entry.number] = NUMEL * kept**2
+    added = math.inf if math.isfinite(kept) else 1.0
+    buffer = bench.receive(entry, added, is_added=True)
+    bench.updates.submit(Update(entry, COMPLETED, buffer, accumulate=True, hyper=HYPER))
+    bench.updates.wait_idle()
+    assert torch.equal(bench.weights(entry), torch.ones(NUMEL))
+    assert not bench.squares[entry.number].isfinite()
+    bench.ring.check_conserved()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

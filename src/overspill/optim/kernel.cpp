@@ -59,22 +59,35 @@ INLINE void store_master(uint16_t* weight, int16_t* low, int64_t i, float master
 INLINE float load_master(const float* weight, const int16_t*, int64_t i) { return weight[i]; }
 INLINE void store_master(float* weight, int16_t*, int64_t i, float master) { weight[i] = master; }
 
+INLINE float rounded(float value, const float*) { return value; }
+INLINE float rounded(float value, const uint16_t*) { return from_bits(bf16_bits(value) << 16); }
+
+// Of a value that is rounded already.
+INLINE void store_rounded(float* to, float value) { *to = value; }
+INLINE void store_rounded(uint16_t* to, float value) { *to = uint16_t(to_bits(value) >> 16); }
+
 struct AdamArgs {
     void* weight;
     int16_t* low;
     const void* grad;
+    const void* added;
     void* exp_avg;
     void* exp_avg_sq;
     uint32_t start;  // index of the first element in its record
     AdamScalars scalars;
 };
 
-// W is the type of weight and gradient, M that of the moments. Without a gradient it is zero.
-template <class W, class M, bool HAS_GRAD>
+// How many gradients an update adds up.
+enum Grads { NONE = 0, ONE = 1, TWO = 2 };
+
+// W is the type of weight and gradients, M that of the moments. The sum of two gradients is rounded
+// to W, as if it had been stored.
+template <class W, class M, Grads GRADS>
 INLINE void adam_body(const AdamArgs& args, int64_t begin, int64_t end) {
     W* __restrict weight = static_cast<W*>(args.weight) + begin;
     int16_t* __restrict low = args.low ? args.low + begin : nullptr;
-    const W* __restrict grad = HAS_GRAD ? static_cast<const W*>(args.grad) + begin : nullptr;
+    const W* __restrict grad = GRADS != NONE ? static_cast<const W*>(args.grad) + begin : nullptr;
+    const W* __restrict added = GRADS == TWO ? static_cast<const W*>(args.added) + begin : nullptr;
     M* __restrict exp_avg = static_cast<M*>(args.exp_avg) + begin;
     M* __restrict exp_avg_sq = static_cast<M*>(args.exp_avg_sq) + begin;
     const AdamScalars s = args.scalars;
@@ -84,8 +97,10 @@ INLINE void adam_body(const AdamArgs& args, int64_t begin, int64_t end) {
     for (int i = 0; i < size; ++i) {
         float m = load(exp_avg + i) * s.beta1;
         float v = load(exp_avg_sq + i) * s.beta2;
-        if (HAS_GRAD) {
-            const float g = load(grad + i) * s.grad_scale;
+        if (GRADS != NONE) {
+            float g = load(grad + i);
+            if (GRADS == TWO) g = rounded(g + load(added + i), grad);
+            g *= s.grad_scale;
             m += s.one_minus_beta1 * g;
             v += s.one_minus_beta2 * (g * g);
         }
@@ -101,16 +116,21 @@ INLINE void adam_body(const AdamArgs& args, int64_t begin, int64_t end) {
 
 template <class T>
 INLINE double accumulate_body(void* into_, const void* grad_, int64_t begin, int64_t end) {
-    constexpr int64_t BLOCK = 1024;  // stays in the L1 cache for the second loop
+    constexpr int64_t BLOCK = 1024;
+    float sums[BLOCK];  // in the L1 cache; compilers do not vectorize a loop from bf16 to double
     double squares = 0.0;
     for (int64_t block = begin; block < end; block += BLOCK) {
         T* __restrict into = static_cast<T*>(into_) + block;
         const T* __restrict grad = static_cast<const T*>(grad_) + block;
         const int size = int(end - block < BLOCK ? end - block : BLOCK);
 #pragma omp simd
-        for (int i = 0; i < size; ++i) store(into + i, load(into + i) + load(grad + i));
+        for (int i = 0; i < size; ++i) {
+            const float sum = rounded(load(into + i) + load(grad + i), into);
+            store_rounded(into + i, sum);
+            sums[i] = sum;
+        }
 #pragma omp simd reduction(+ : squares)
-        for (int i = 0; i < size; ++i) squares += double(load(into + i)) * double(load(into + i));
+        for (int i = 0; i < size; ++i) squares += double(sums[i]) * double(sums[i]);
     }
     return squares;
 }
@@ -119,9 +139,9 @@ using AdamRange = void (*)(const AdamArgs&, int64_t, int64_t);
 using AccumulateRange = double (*)(void*, const void*, int64_t, int64_t);
 
 #define DEFINE_ISA(NAME, TARGET)                                                          \
-    template <class W, class M, bool HAS_GRAD>                                            \
+    template <class W, class M, Grads GRADS>                                            \
     TARGET void adam_##NAME(const AdamArgs& args, int64_t begin, int64_t end) {           \
-        adam_body<W, M, HAS_GRAD>(args, begin, end);                                      \
+        adam_body<W, M, GRADS>(args, begin, end);                                      \
     }                                                                                     \
     template <class T>                                                                    \
     TARGET double accumulate_##NAME(void* into, const void* grad, int64_t begin, int64_t end) { \
@@ -134,18 +154,19 @@ DEFINE_ISA(avx2, TARGET_AVX2)
 DEFINE_ISA(avx512, TARGET_AVX512)
 #endif
 
-template <class W, class M, bool HAS_GRAD>
+template <class W, class M, Grads GRADS>
 AdamRange adam_for(int isa) {
 #if HAVE_X86
-    if (isa == AVX512) return adam_avx512<W, M, HAS_GRAD>;
-    if (isa == AVX2) return adam_avx2<W, M, HAS_GRAD>;
+    if (isa == AVX512) return adam_avx512<W, M, GRADS>;
+    if (isa == AVX2) return adam_avx2<W, M, GRADS>;
 #endif
-    return adam_generic<W, M, HAS_GRAD>;
+    return adam_generic<W, M, GRADS>;
 }
 
 template <class W, class M>
-AdamRange adam_for(int isa, bool has_grad) {
-    return has_grad ? adam_for<W, M, true>(isa) : adam_for<W, M, false>(isa);
+AdamRange adam_for(int isa, Grads grads) {
+    if (grads == NONE) return adam_for<W, M, NONE>(isa);
+    return grads == ONE ? adam_for<W, M, ONE>(isa) : adam_for<W, M, TWO>(isa);
 }
 
 template <class T>
@@ -164,17 +185,18 @@ extern "C" {
 const char* overspill_isa() { return ISA_NAMES[best_vector_isa()]; }
 
 // `isa`: -1 for the best, else an Isa of this CPU (checked by the caller).
-void overspill_adamw(void* weight, int16_t* low, const void* grad, void* exp_avg, void* exp_avg_sq,
-                     int64_t numel, int64_t start, int weight_is_bf16, int moments_are_bf16,
-                     const AdamScalars* scalars, int threads, int isa) {
-    const AdamArgs args{weight, low, grad, exp_avg, exp_avg_sq, uint32_t(start), *scalars};
+void overspill_adamw(void* weight, int16_t* low, const void* grad, const void* added, void* exp_avg,
+                     void* exp_avg_sq, int64_t numel, int64_t start, int weight_is_bf16,
+                     int moments_are_bf16, const AdamScalars* scalars, int threads, int isa) {
+    const AdamArgs args{weight,  low,        grad,            added,
+                        exp_avg, exp_avg_sq, uint32_t(start), *scalars};
     const int chosen = isa < 0 ? best_vector_isa() : isa;
-    const bool has_grad = grad != nullptr;
+    const Grads grads = grad == nullptr ? NONE : added == nullptr ? ONE : TWO;
     const AdamRange range =
-        weight_is_bf16 ? (moments_are_bf16 ? adam_for<uint16_t, uint16_t>(chosen, has_grad)
-                                           : adam_for<uint16_t, float>(chosen, has_grad))
-                       : (moments_are_bf16 ? adam_for<float, uint16_t>(chosen, has_grad)
-                                           : adam_for<float, float>(chosen, has_grad));
+        weight_is_bf16 ? (moments_are_bf16 ? adam_for<uint16_t, uint16_t>(chosen, grads)
+                                           : adam_for<uint16_t, float>(chosen, grads))
+                       : (moments_are_bf16 ? adam_for<float, uint16_t>(chosen, grads)
+                                           : adam_for<float, float>(chosen, grads));
     const int64_t chunks = (numel + CHUNK - 1) / CHUNK;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && chunks > 1)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {

@@ -103,9 +103,11 @@ def adamw_(
     isa: int = _BEST_ISA,
     start: int = 0,
     not_finite: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> None:
     """Updates `state` in place. `grad` has the weight's dtype and shape, and any stride between
-    rows; None means zero.
+    rows; None means zero. On the CPU `added` may be a second gradient: the update is that of
+    `grad += added`, and `grad` may be changed like that.
 
     `start` is the index of the first element (of each row) in its record: bf16 moments are rounded
     with noise that depends on the index. `not_finite`, one int32 of the same device, guards the
@@ -118,6 +120,8 @@ def adamw_(
     order. `isa` selects an index of ISA_NAMES in tests.
     """
     _check(state, grad, hyper, start)
+    assert added is None or (grad is not None and grad.dim() == 1 and added.shape == grad.shape)
+    assert added is None or (added.dtype == state.weight.dtype and added.device.type == "cpu")
     if state.weight.is_cuda and has_triton("AdamW on the GPU"):
         from overspill.optim.gpu_kernel import adamw_cuda_
 
@@ -128,6 +132,8 @@ def adamw_(
     library = None if state.weight.is_cuda else native_library()
     for row, row_grad in _rows(state, grad):
         if library is None:
+            if added is not None and row_grad is not None:
+                row_grad += added
             adamw_torch_(row, row_grad, hyper, start=start)
             continue
         assert threads >= 1
@@ -136,6 +142,7 @@ def adamw_(
             row.weight.data_ptr(),
             None if row.low is None else row.low.data_ptr(),
             None if row_grad is None else row_grad.data_ptr(),
+            None if added is None else added.data_ptr(),
             row.exp_avg.data_ptr(),
             row.exp_avg_sq.data_ptr(),
             row.weight.numel(),
@@ -242,7 +249,7 @@ def native_library() -> ctypes.CDLL | None:
     scalars = ctypes.POINTER(_CScalars)
     library.overspill_isa.argtypes = []
     library.overspill_isa.restype = ctypes.c_char_p
-    tensors, flags = [pointer] * 5, [integer] * 2
+    tensors, flags = [pointer] * 6, [integer] * 2
     library.overspill_adamw.argtypes = [*tensors, size, size, *flags, scalars, integer, integer]
     library.overspill_adamw.restype = None
     library.overspill_accumulate.argtypes = [pointer, pointer, size, integer, integer, integer]

@@ -29,7 +29,8 @@ class Update:
 
     A gradient in ring buffer `buffer` is added to the expert's kept gradient (`accumulate`) or used
     directly; with `use_kept` the kept gradient is used. With `hyper` the expert is updated, without
-    a gradient by decay alone; without `hyper` the gradient is only kept.
+    a gradient by decay alone, with `accumulate` by the sum; without `hyper` the gradient is only
+    kept.
     """
 
     entry: Entry
@@ -51,12 +52,14 @@ _PER_CORE = 1 << 23  # parameters: a core takes about 20 ms for them
 
 class Updates:
     """Updates experts in threads. `squares[number]` is the sum of squares of an expert's gradient,
-    written by the device with the gradient, or here where gradients are accumulated."""
+    written by the device with the gradient, or here where gradients are accumulated;
+    `added_squares[number]` that of a gradient that is added to a kept one."""
 
     def __init__(
         self,
         store: ExpertStore,
         squares: Tensor,
+        added_squares: Tensor,
         ring: GradientRing,
         threads: int,
         recorder: Recorder,
@@ -65,6 +68,7 @@ class Updates:
         self._store = store
         self._ring = ring
         self._squares = squares
+        self._added_squares = added_squares
         cores = min(threads, max(1, store.layout.shape.numel // _PER_CORE))
         count = threads // cores
         self._threads = threads // count  # of one pass
@@ -171,26 +175,31 @@ class Updates:
             self._inject("optimizer")
         label = f"expert {entry.id.layer}.{entry.id.index}"
         with self._recorder.span("optimizer", label, layout.weight_bytes):
-            gradient: Tensor | None = None
+            kept = arrived = None
             if update.accumulate or update.use_kept:
-                gradient = layout.weights(self._store.host(entry, Part.GRADS))
+                kept = layout.weights(self._store.host(entry, Part.GRADS))
             if update.buffer is not None:
                 arrived = layout.weights(self._ring.buffers[update.buffer])
-                if update.accumulate and gradient is not None:
-                    total = accumulate_(gradient, arrived, self._threads)
-                    self._squares[entry.number] = total
-                else:
-                    gradient = arrived
             if update.hyper is not None:
-                self._adam(entry, gradient, update.hyper)
+                self._adam(entry, kept, arrived, update.hyper)
+            elif kept is not None and arrived is not None:
+                total = accumulate_(kept, arrived, self._threads)
+                self._squares[entry.number] = total
         if update.buffer is not None:
             self._ring.give(update.buffer)
         self._finish(update)
 
-    def _adam(self, entry: Entry, gradient: Tensor | None, hyper: AdamHyper) -> None:
-        if gradient is not None and not math.isfinite(self._squares[entry.number].item()):
+    def _adam(
+        self, entry: Entry, kept: Tensor | None, arrived: Tensor | None, hyper: AdamHyper
+    ) -> None:
+        number = entry.number
+        gradients = [gradient for gradient in (kept, arrived) if gradient is not None]
+        if len(gradients) == 2 and not math.isfinite(self._added_squares[number].item()):
+            self._squares[number] = math.nan
+        if gradients and not math.isfinite(self._squares[number].item()):
             return  # the record stays as it was; step() reports it
-        adamw_(self._record(entry), gradient, hyper, self._threads)
+        first, second = [*gradients, None, None][:2]
+        adamw_(self._record(entry), first, hyper, self._threads, added=second)
 
     def _record(self, entry: Entry) -> RecordState:
         layout = self._store.layout

@@ -59,15 +59,18 @@ class StreamingGradients:
         on_device = max(min(_ON_DEVICE, placement.slots), placement.slots // 2)
         self._downloads = Downloads(stream, on_device * store.layout.weight_bytes)
         count = len(store.entries)
+        # of each expert's gradient, and of one that is added to a kept one
         self._squares = torch.zeros(count, pin_memory=device.type == "cuda")
+        self._added_squares = torch.zeros(count, pin_memory=device.type == "cuda")
         self.on_device = DeviceGradients(store.layout, device)
         self._ring: GradientRing | None = None
         self._updates: Updates | None = None
         self._awaited: Entry | None = None  # its gradient waits for a host slot
         # experts whose host slot holds part of this step's gradient, and when it has arrived
         self._kept: dict[int, StreamEvent] = {}
-        # whether a gradient was not finite that was or will be added to others
+        # whether a gradient was not finite that was or will be added to others, if there was one
         self._not_finite = torch.zeros((), dtype=torch.bool, device=device)
+        self._has_added = False
         self._has_updated = False
 
     # -- memory -----------------------------------------------------------------------------
@@ -85,6 +88,7 @@ class StreamingGradients:
             self._updates = Updates(
                 self._store,
                 self._squares,
+                self._added_squares,
                 self._ring,
                 self._threads,
                 self._recorder,
@@ -151,7 +155,8 @@ class StreamingGradients:
                 if entry.number in self.on_device:
                     self.on_device.add_to(entry.number, [part[offset] for part in dw])
         squares = expert_squares(dw)
-        if more or self._kept:
+        if more or any(entry.number in self._kept for entry in offsets.values()):
+            self._has_added = True
             self._not_finite |= ~torch.isfinite(squares.sum())
         made = record_event(self._device)  # the gradients are complete on the compute stream here
         finished: list[int] = []
@@ -188,13 +193,14 @@ class StreamingGradients:
         hyper: AdamHyper | None,
     ) -> None:
         kept = entry.number in self._kept
-        if hyper is not None and not kept:
-            buffer, arrived = self._to_ring(entry, gradient, square, made)
-            self._submit(Update(entry, arrived, buffer, hyper=hyper))
+        if hyper is not None:
+            buffer, arrived = self._to_ring(entry, gradient, square, made, kept)
+            self._submit(Update(entry, arrived, buffer, accumulate=kept, hyper=hyper))
+            self._kept.pop(entry.number, None)  # it is used now
             return
         self._allocate_kept()
         if kept:
-            buffer, arrived = self._to_ring(entry, gradient, square, made)
+            buffer, arrived = self._to_ring(entry, gradient, square, made, kept)
             self.updates.submit(Update(entry, arrived, buffer, accumulate=True))
         elif entry.disk_slot is None:  # its host slot is its own
             memory = self._store.host(entry, Part.GRADS)
@@ -204,12 +210,18 @@ class StreamingGradients:
         self._kept[entry.number] = arrived
 
     def _to_ring(
-        self, entry: Entry, gradient: Sequence[Tensor], square: Tensor, made: StreamEvent
+        self,
+        entry: Entry,
+        gradient: Sequence[Tensor],
+        square: Tensor,
+        made: StreamEvent,
+        is_added: bool,
     ) -> tuple[int, StreamEvent]:
+        """`is_added`: to the gradient in the expert's host slot."""
         buffer = self.ring.take()
         try:
             memory = self.ring.buffers[buffer]
-            return buffer, self._download(entry, gradient, square, memory, made)
+            return buffer, self._download(entry, gradient, square, memory, made, is_added)
         except BaseException:
             self.ring.give(buffer)
             raise
@@ -244,6 +256,7 @@ class StreamingGradients:
         square: Tensor,
         memory: Tensor,
         made: StreamEvent,
+        is_added: bool = False,
     ) -> StreamEvent:
         flat = self._store.layout.weights(memory)
         starts = self._store.layout.shape.starts
@@ -251,7 +264,8 @@ class StreamingGradients:
             (flat[start : start + part.numel()], part.reshape(-1))
             for start, part in zip(starts, gradient, strict=True)
         ]
-        pairs.append((self._squares[entry.number], square))
+        squares = self._added_squares if is_added else self._squares
+        pairs.append((squares[entry.number], square))
         return self._downloads.send(pairs, f"expert {entry.id.layer}.{entry.id.index}", made)
 
     # -- a layer, a step --------------------------------------------------------------------
@@ -299,13 +313,13 @@ class StreamingGradients:
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
         self._downloads.wait()
-        if self._kept and self._not_finite.item():
-            self._settle()  # which sums are not finite is known then
+        if self._has_added and self._not_finite.item():
+            self.updates.wait_idle()  # which sums are not finite is known then
         for layer, hyper in sorted(kept.items()):
             for entry in self._store.streamed(layer):
                 self._update(entry, hyper)
         self._kept.clear()
-        self._not_finite.zero_()
+        self._forget_added()
         self._has_updated = False
         if not self._settings.overlap_updates:
             self.updates.wait_idle()
@@ -342,11 +356,16 @@ class StreamingGradients:
             del self._kept[number]
         self.on_device.discard(numbers)
         if not self._kept:
-            self._not_finite.zero_()
+            self._forget_added()
         if layer is None:
             if self._ring is not None:
                 self._ring.reset()  # an interrupted backward may have left buffers
             self._has_updated = False
+
+    def _forget_added(self) -> None:
+        if self._has_added:
+            self._not_finite.zero_()
+            self._has_added = False
 
     def set_settings(self, settings: Settings) -> None:
         self._settings = settings
