@@ -17,6 +17,7 @@ from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Engine
 from overspill.moe.residency import CudaMemory
 from overspill.moe.settings import Settings
+from overspill.transfer.streams import Inject
 from tests.moe.fake_memory import FakeMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_roughly")]
@@ -316,6 +317,34 @@ def test_gradients_added_on_the_gpu_are_those_added_by_the_cpu(clip: float | Non
     assert none == 0
     assert sums > 0
     assert got == pytest.approx(want, rel=2e-4)
+
+
+@pytest.mark.parametrize("inject", [None, delays])
+def test_clipped_gradients_that_wait_in_host_memory_follow_plain_training(
+    inject: Inject | None,
+) -> None:
+    want = plain(torch.float32, 0.5, 12, seed=5)
+    model = GPTMoE(CONFIG, seed=5, device="cuda")
+    overspill.offload(model, quiet=True, mode="host", slots=6, settings=Settings(inject=inject))
+    engine = model.overspill
+    record = engine.layout.weight_bytes + engine.layout.state_bytes
+    memory = FakeMemory(engine, other=1 << 16)
+    room = CONFIG.n_layers * CONFIG.n_experts * record // 2
+    engine.fill_memory(memory, int((memory.peak() + room) / 0.98))
+    optimizer = overspill.AdamW(model, lr=3e-3, max_grad_norm=0.5)
+    losses = []
+    try:
+        for tokens in batches(12, seed=5):
+            loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert engine.device_share.experts > engine.device_share.gradients
+        engine.check_conserved()
+    finally:
+        engine.close()
+    assert losses == pytest.approx(want, rel=2e-4)
 
 
 @pytest.mark.parametrize("uploader", ["thread", "native"])

@@ -225,8 +225,11 @@ def test_settings_can_be_switched_with_experts_in_every_tier(tmp_path: Path) -> 
     assert_follows(run, plain_run(task))
 
 
-@pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 host slots"])
-def test_memory_is_filled_after_the_first_steps(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "most"), [("host with 2 slots", 11), ("disk behind 3 host slots", 9)]
+)
+def test_memory_is_filled_after_the_first_steps(where: str, most: int, tmp_path: Path) -> None:
+    """In host mode more experts have room, because their gradients may wait in host memory."""
     task = Task(steps=14, clip=0.5)
     model, run, homes = task.model(), Run(), []
     with spilled(model, where, tmp_path, host_memory="2GiB") as engine:
@@ -240,7 +243,7 @@ def test_memory_is_filled_after_the_first_steps(where: str, tmp_path: Path) -> N
             run.norms.append(optimizer.total_norm or 0.0)
             homes.append(sum(engine.homes))
         assert homes[:2] == [0, 0]
-        assert 8 <= homes[-1] <= 9
+        assert most - 2 < homes[-1] <= most
         assert memory.peak() <= budget
         run.weights = weights_of(model)
     assert_follows(run, plain_run(task))

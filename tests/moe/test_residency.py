@@ -61,10 +61,13 @@ class FakeGpu:
         self._peak = max(self._peak, min(reserved, limit))
 
 
-def follow(gpu: FakeGpu, size: list[int] | None = None, accumulates: bool = False) -> Residency:
+def follow(
+    gpu: FakeGpu, size: list[int] | None = None, accumulates: bool = False, keeps: bool = False
+) -> Residency:
     """`size` may change what an expert needs."""
     size = size or [EXPERT]
-    sizes = lambda: size[0], lambda: GRADIENT if accumulates else 0
+    gradients = lambda: GRADIENT if accumulates else 0, lambda: GRADIENT if keeps else 0
+    sizes = lambda: size[0], *gradients
     return Residency(gpu, gpu.budget, TOTAL, *sizes, gpu.share, gpu.set_share)
 
 
@@ -166,7 +169,7 @@ def test_a_move_that_does_not_fit_is_taken_back() -> None:
             raise torch.OutOfMemoryError
         gpu.homes = share.experts
 
-    sizes = lambda: EXPERT, lambda: 0
+    sizes = lambda: EXPERT, lambda: 0, lambda: 0
     residency = Residency(gpu, 500, TOTAL, *sizes, gpu.share, set_share)
     train(gpu, [100] * 60, residency)
     assert moved[:2] == [34, 0]
@@ -179,4 +182,15 @@ def test_accumulated_gradients_come_before_experts(budget: int, homes: int, sums
     train(gpu, [100] * 9, follow(gpu, accumulates=True))
     assert gpu.homes == pytest.approx(homes, abs=2)
     assert gpu.sums == pytest.approx(sums, abs=4)
+    assert gpu.overflows == 0
+
+
+@pytest.mark.parametrize(("budget", "homes", "kept"), [(450, 30, 0), (700, 50, 16), (1000, 60, 60)])
+def test_experts_come_before_kept_gradients_until_few_are_streamed(
+    budget: int, homes: int, kept: int
+) -> None:
+    gpu = FakeGpu(budget, 40, 1.0, 0.0)
+    train(gpu, [100] * 9, follow(gpu, keeps=True))
+    assert gpu.homes == pytest.approx(homes, abs=3)
+    assert gpu.sums == pytest.approx(kept, abs=12)
     assert gpu.overflows == 0

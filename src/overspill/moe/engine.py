@@ -42,6 +42,7 @@ from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
+from overspill.transfer.mapped import can_map
 
 
 class Engine:
@@ -375,12 +376,17 @@ class Engine:
     def fill_memory(self, memory: DeviceMemory, budget: int) -> None:
         """From now on lets as many experts live on the device as `budget` allows."""
         planned = sum(self._store.homes) == self.placement.homes  # with their states
+        if self._gradients is not None and can_map(self.device):
+            self._gradients.allow_host()
         self._residency = Residency(
             memory,
             budget,
             len(self._store.entries),
-            lambda: self._home_bytes(self._homes.has_states, self._keeps_gradients),
+            lambda: self._home_bytes(
+                self._homes.has_states, self._keeps_gradients and not self._keeps_in_host
+            ),
             lambda: self.layout.weight_bytes if self._accumulates else 0,
+            lambda: self.layout.weight_bytes if self._keeps_in_host else 0,
             lambda: self.device_share,
             self._set_device_share,
             self._home_bytes(self.placement.training, False) if planned else 0,
@@ -388,21 +394,20 @@ class Engine:
 
     @property
     def device_share(self) -> DeviceShare:
-        """Experts at home on the compute device, and sums of gradients of others there."""
-        gradients = self._streamed_gradients()
-        sums = 0 if gradients is None else len(gradients.on_device)
-        return DeviceShare(sum(self._store.homes), sums)
+        """Experts at home on the compute device, and gradients there."""
+        counts = sum(self._store.homes)
+        if self._gradients is None:
+            return DeviceShare(counts)
+        return DeviceShare(counts, self._gradients.on_device)
 
     def _set_device_share(self, share: DeviceShare) -> None:
-        gradients = self._streamed_gradients()
-        if gradients is not None and share.gradients != len(gradients.on_device):
-            gradients.on_device.resize(0)
-        if share.experts != sum(self._store.homes):
-            self.set_homes(spread_homes(share.experts, self.n_layers, self.experts.n_local))
-        gradients = self._streamed_gradients()
-        if gradients is not None:
-            with torch.inference_mode(False):  # the memory outlives it
-                gradients.on_device.resize(share.gradients)
+        with torch.inference_mode(False):  # the memory outlives it
+            if self._gradients is not None and self._gradients.on_device != share.gradients:
+                self._gradients.set_on_device(0)  # first: it makes room
+            if share.experts != sum(self._store.homes):
+                self.set_homes(spread_homes(share.experts, self.n_layers, self.experts.n_local))
+            if self._gradients is not None:
+                self._gradients.set_on_device(share.gradients)
 
     def _home_bytes(self, states: bool, keep: bool) -> int:
         """What an expert needs that lives on the device: its record, its kept gradient, and its
@@ -419,13 +424,20 @@ class Engine:
 
     @property
     def _keeps_gradients(self) -> bool:
-        """Whether gradients wait on the device for others or for step()."""
+        """Whether gradients wait for others or for step()."""
         return self._accumulates or (self._gradients is not None and self._gradients.keep is True)
+
+    @property
+    def _keeps_in_host(self) -> bool:
+        """Whether they may wait in host memory, also those of experts at home."""
+        return self._gradients is not None and self._gradients.uses_host(self._keeps_gradients)
 
     def _make_room(self, keep: bool) -> None:
         """Experts at home will need memory for states, and with `keep` for kept gradients."""
         if self._residency is not None and not self.training.has_gradients:
             keeps = keep or self._keeps_gradients
+            if self._gradients is not None and self._gradients.uses_host(keeps):
+                keeps = False
             self._residency.make_room(self._home_bytes(states=True, keep=keeps))
 
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:

@@ -9,11 +9,13 @@ from torch import Tensor
 from overspill.core.errors import NonFiniteError
 from overspill.moe.gradient_sink import GradientSink
 from overspill.moe.homes.gradients import HomeGradients
+from overspill.moe.homes.host_gradients import HostGradients
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import Wave
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.optim.gradient_norm import total_of_squares
 from overspill.optim.kernel import AdamHyper
+from overspill.plan.homes import spread_homes
 from overspill.tiers.entry import Part
 from overspill.tiers.store import ExpertStore
 
@@ -29,10 +31,11 @@ class ExpertGradients(GradientSink):
         streaming: Callable[[], StreamingGradients | None],
         make_room: Callable[[bool], None],
     ) -> None:
-        """`streaming` gives None while all experts are at home on the device. `make_room` is called
-        before memory for states, and for gradients that are kept, is allocated there."""
+        """`streaming` gives None if all experts are at home on the device for good. `make_room` is
+        called before memory for states, and for gradients that are kept, is allocated there."""
         n_local = store.experts.n_local
-        self._homes = HomeGradients(homes, n_local, threads)
+        self.of_homes = HomeGradients(homes, n_local, threads, self._host)
+        self._may_use_host = False
         self._store = store
         self._streaming = streaming
         self._make_room = make_room
@@ -40,6 +43,41 @@ class ExpertGradients(GradientSink):
         """Whether the optimizer keeps gradients until `step()`; None: there is none yet."""
         self.accumulates = False
         """Whether a step had gradients of several backward passes."""
+
+    def allow_host(self) -> None:
+        """Gradients of experts at home may wait for the global norm in host memory."""
+        self._may_use_host = True
+
+    def uses_host(self, keep: bool) -> bool:
+        """Whether gradients of experts at home are kept in host memory if the optimizer keeps
+        gradients: if each of them has a host slot, and nothing is added to them."""
+        store = self._store
+        has_slots = store.host_slots >= len(store.entries) and not store.disk_slots
+        return keep and self._may_use_host and has_slots and not self.accumulates
+
+    @property
+    def on_device(self) -> int:
+        """Gradients that have memory on the device beside the experts' own: kept ones of experts
+        at home if others of them are kept in host memory, else sums of streamed experts."""
+        if self._host() is not None:
+            return sum(self.of_homes.on_device)
+        streaming = self._streaming()
+        return 0 if streaming is None else len(streaming.on_device)
+
+    def set_on_device(self, count: int) -> None:
+        """Between steps."""
+        if self._host() is not None:
+            homes = self._store.homes
+            spread = spread_homes(count, len(homes), self._store.experts.n_local)
+            self.of_homes.keep_on_device([min(n, h) for n, h in zip(spread, homes, strict=True)])
+        elif (streaming := self._streaming()) is not None:
+            streaming.on_device.resize(count)
+
+    def _host(self) -> HostGradients | None:
+        streaming = self._streaming()
+        if streaming is None or not self.uses_host(self.keep is True):
+            return None
+        return streaming.of_homes
 
     def _streamed_updated(self) -> bool:
         streaming = self._streaming()
@@ -51,13 +89,17 @@ class ExpertGradients(GradientSink):
             self._store.set_state_dtype(state_dtype)
             self._store.allocate(Part.STATES)
         self._make_room(keep)
-        self._homes.attach(state_dtype, keep)
-        self.keep = keep
+        before, self.keep = self.keep, keep
+        try:
+            self.of_homes.attach(state_dtype, keep)
+        except BaseException:
+            self.keep = before
+            raise
         if (streaming := self._streaming()) is not None:
             streaming.attach(keep)
 
     def reset_states(self) -> None:
-        self._homes.reset_states()
+        self.of_homes.reset_states()
         if (streaming := self._streaming()) is not None:
             streaming.reset_states()
 
@@ -77,7 +119,7 @@ class ExpertGradients(GradientSink):
         streaming = self._streaming()
         with self._all_or_nothing():
             if streaming is None or wave.first < self._store.homes[layer]:
-                self._homes.add(layer, wave, dw, hyper)
+                self.of_homes.add(layer, wave, dw, hyper)
             else:
                 streaming.add(layer, wave, dw, hyper, more)
 
@@ -94,28 +136,31 @@ class ExpertGradients(GradientSink):
         self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
     ) -> None:
         with self._all_or_nothing():
-            self._homes.complete_layer(layer, hyper)
+            self.of_homes.complete_layer(layer, hyper)
             if (streaming := self._streaming()) is not None:
                 streaming.complete_layer(layer, counts, hyper)
 
     @property
     def has_updated(self) -> bool:
-        return self._homes.has_updated or self._streamed_updated()
+        return self.of_homes.has_updated or self._streamed_updated()
 
     def sum_of_squares(self) -> float:
         self._store.lifetime.check()
-        squares = self._homes.squares()
+        squares = self.of_homes.squares()
         if (streaming := self._streaming()) is not None:
             squares = squares | streaming.squares()
         return total_of_squares(squares)
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
         with self._all_or_nothing():
-            self._homes.end_step(kept)
-            if (streaming := self._streaming()) is not None:
-                streaming.end_step(kept)
+            self.of_homes.check_finite(kept)
+            try:  # first: the CPU begins while updates on the device are queued
+                if (streaming := self._streaming()) is not None:
+                    streaming.end_step(kept)
+            finally:
+                self.of_homes.end_step(kept)
 
     def discard(self, layer: int | None = None) -> None:
-        self._homes.discard(layer)
+        self.of_homes.discard(layer)
         if (streaming := self._streaming()) is not None:
             streaming.discard(layer)

@@ -92,18 +92,21 @@ class Residency:
         total: int,
         expert_bytes: Callable[[], int],
         gradient_bytes: Callable[[], int],
+        kept_bytes: Callable[[], int],
         share: Callable[[], DeviceShare],
         set_share: Callable[[DeviceShare], None],
         planned_bytes: int = 0,
     ) -> None:
         """`expert_bytes` is what an expert at home needs, `gradient_bytes` an accumulated gradient
-        (0 if there are none), `share` what is on the device, of `total` experts; `set_share` moves
-        experts. The plan of memory counts `planned_bytes` for each that is at home now."""
+        and `kept_bytes` a kept one that can also be in host memory (0 if there are none), `share`
+        what is on the device, of `total` experts; `set_share` moves experts. The plan of memory
+        counts `planned_bytes` for each that is at home now."""
         self._memory = memory
         self._budget = budget
         self._total = total
         self._expert_bytes = expert_bytes
         self._gradient_bytes = gradient_bytes
+        self._kept_bytes = kept_bytes
         self._share = share
         self._set_share = set_share
         self._margin = _MARGIN
@@ -155,7 +158,7 @@ class Residency:
         taken = available < self._budget * (1 - self._margin)  # by another process
         limit = min(self._budget, available) * (1 - self._margin)
         need = self._memory.allocated() + max(kind.need() for kind in self._observed.values())
-        sizes = self._expert_bytes(), self._total, self._gradient_bytes()
+        sizes = self._expert_bytes(), self._total, self._gradient_bytes(), self._kept_bytes()
         share = share_memory(int(limit - need), now, *sizes)
         if limit < need and (short or taken or larger):
             if taken:

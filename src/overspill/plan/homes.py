@@ -12,23 +12,40 @@ def spread_homes(total: int, n_layers: int, n_local: int) -> list[int]:
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
+_READ_PER_UPDATE = 4  # gradients that the link transfers while the CPU updates an expert
+
+
 class DeviceShare(NamedTuple):
     """What of the experts is on the compute device beside the slots."""
 
     experts: int  # that have their home there
-    gradients: int = 0  # sums of gradients of streamed experts
+    gradients: int = 0  # sums of gradients of streamed experts, or kept ones of experts at home
 
 
 def share_memory(
-    free: int, now: DeviceShare, expert: int, total: int, gradient: int = 0
+    free: int, now: DeviceShare, expert: int, total: int, gradient: int = 0, kept: int = 0
 ) -> DeviceShare:
     """What can be on the device if `now` is and `free` bytes are free at the peak of a step, or
     missing. An expert at home needs `expert` bytes; `total` is the number of experts. If gradients
     are accumulated, the sum of an expert needs `gradient` bytes, on either side. Sums come first:
-    for each byte they save more traffic of host memory than experts at home."""
-    free += now.experts * expert + now.gradients * gradient
+    for each byte they save more traffic of host memory than experts at home.
+
+    If gradients are kept for clipping and can wait in host memory, one of an expert at home needs
+    `kept` bytes on the device."""
+    free += now.experts * expert + now.gradients * (gradient + kept)
+    if kept:
+        return _share_kept(max(0, free), expert, total, kept)
     experts = max(0, min(total, (free - total * gradient) // (expert - gradient)))
     if gradient == 0:
         return DeviceShare(experts)
     sums = (free - experts * expert) // gradient
     return DeviceShare(experts, max(0, min(total - experts, sums)))
+
+
+def _share_kept(free: int, expert: int, total: int, kept: int) -> DeviceShare:
+    """Experts come first. But the device reads gradients from host memory while the CPU updates
+    streamed experts: the fewer there are, the fewer gradients can wait in host memory for free."""
+    per_expert = expert + kept * (1 + _READ_PER_UPDATE)
+    balanced = (free + kept * _READ_PER_UPDATE * total) // per_expert
+    experts = min(total, free // expert, balanced)
+    return DeviceShare(experts, min(experts, (free - experts * expert) // kept))

@@ -372,6 +372,12 @@ class ExpertStore(WorkerSync):
             self.homes[layer] -= 1  # until now it was on the device, whatever came
             free.pop()
 
+    def unused_memory(self, part: Part) -> list[Tensor]:
+        """The memory of host slots that no expert has, until homes are changed. Experts on disk
+        would use it: there are none."""
+        assert not self.disk_slots
+        return [self.slabs[part][slot] for slot in self._free_slots]
+
     def _spare_host_slot(self) -> bool:
         """Whether an expert can get a host slot for good: those on disk need some."""
         return len(self._free_slots) > self._least_cache

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import NonFiniteError
+from overspill.moe.homes.host_gradients import HostGradients
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import Wave
 from overspill.optim.gradient_norm import expert_squares
@@ -24,10 +25,21 @@ class HomeGradients:
     reads it. A gradient that is not finite later stops the updates after it.
     """
 
-    def __init__(self, homes: DeviceHomes, n_local: int, threads: int) -> None:
+    def __init__(
+        self,
+        homes: DeviceHomes,
+        n_local: int,
+        threads: int,
+        host: Callable[[], HostGradients | None],
+    ) -> None:
+        """`host` gives None while all kept gradients stay on the device."""
         self._homes = homes
         self._n_local = n_local
         self._threads = threads
+        self._host = host
+        self.on_device = [0] * len(homes.layers)
+        """Experts of each layer whose kept gradients stay on the device if `host` takes others."""
+        self._host_squares: dict[int, Tensor] = {}  # of gradients in host memory, on the device
         self._not_finite = torch.zeros((), dtype=torch.int32, device=homes.device)
         self._kept: set[int] = set()  # experts that hold a kept gradient of this step
         self._squares: dict[int, float] | None = None  # of the kept gradients, once computed
@@ -40,7 +52,23 @@ class HomeGradients:
         self._homes.allocate_states(state_dtype)
         if keep:
             for layer in range(len(self._homes.layers)):
-                self._homes.grads(layer)
+                self._grads(layer)
+
+    def _on_device(self, layer: int) -> int:
+        """How many experts of a layer keep their gradients on the device: the first ones."""
+        count = self._homes.counts[layer]
+        return count if self._host() is None else min(count, self.on_device[layer])
+
+    def _grads(self, layer: int) -> Tensor:
+        return self._homes.grads(layer, self._on_device(layer))
+
+    def keep_on_device(self, counts: Sequence[int]) -> None:
+        """Between steps: sets `on_device`."""
+        if list(counts) != self.on_device:
+            self._homes.release_grads()
+            self.on_device = list(counts)
+            for layer in range(len(counts)):
+                self._grads(layer)
 
     def reset_states(self) -> None:
         for layer in self._homes.layers:
@@ -68,8 +96,9 @@ class HomeGradients:
 
     def _keep(self, layer: int, first: int, dw: Sequence[Tensor]) -> None:
         self._squares = None
-        grads = self._homes.grads(layer)
-        positions = range(first, first + len(dw[0]))
+        on_device = self._on_device(layer)
+        grads = self._grads(layer)
+        positions = range(first, min(first + len(dw[0]), on_device))
         for has_kept, experts in _runs(positions, lambda p: self._number(layer, p) in self._kept):
             of_wave = slice(experts.start - first, experts.stop - first)
             for start, part in zip(self._homes.layout.shape.starts, dw, strict=True):
@@ -78,6 +107,24 @@ class HomeGradients:
                     kept += part[of_wave]
                 else:
                     kept.copy_(part[of_wave])
+        in_host = range(max(first, on_device), first + len(dw[0]))
+        if in_host:
+            of_wave = slice(in_host.start - first, in_host.stop - first)
+            self._keep_in_host(layer, in_host, [part[of_wave] for part in dw])
+
+    def _keep_in_host(self, layer: int, positions: range, dw: Sequence[Tensor]) -> None:
+        host = self._host()
+        assert host is not None
+        numbers = range(self._number(layer, positions.start), self._number(layer, positions.stop))
+        for offset, number in enumerate(numbers):
+            if number in host:  # a layer that was used twice
+                kept = host.get(number)
+                for start, part in zip(self._homes.layout.shape.starts, dw, strict=True):
+                    part[offset] += kept[start : start + part.shape[1]]
+        squares = expert_squares(dw)
+        for offset, number in enumerate(numbers):
+            host.keep(number, [part[offset] for part in dw])
+            self._host_squares[number] = squares[offset]
 
     def complete_layer(self, layer: int, hyper: AdamHyper | None) -> None:
         if hyper is not None:
@@ -94,9 +141,16 @@ class HomeGradients:
             if self._number(layer, position) not in self._updated
         ]
         self._updated.update(self._number(layer, position) for position in positions)
+        host = self._host()
+        in_host = [p for p in positions if host is not None and self._number(layer, p) in host]
+        positions = [position for position in positions if position not in in_host]
         for has_kept, experts in _runs(positions, lambda p: self._number(layer, p) in self._kept):
-            kept = self._homes.grads(layer)[experts] if has_kept else None
+            kept = self._grads(layer)[experts] if has_kept else None
             self._update(layer, experts, kept, hyper)
+        for position in in_host:
+            assert host is not None
+            gradient = host.get(self._number(layer, position))[None]
+            self._update(layer, slice(position, position + 1), gradient, hyper)
 
     def _update(
         self, layer: int, experts: slice, grad: Tensor | None, hyper: AdamHyper, start: int = 0
@@ -126,16 +180,22 @@ class HomeGradients:
         sizes = [math.prod(size) for size in self._homes.layout.shape.sizes]
         for layer, count in enumerate(self._homes.counts):
             first = self._number(layer, 0)
-            kept = [p for p in range(count) if first + p in self._kept]
+            in_host = self._host_squares
+            kept = [p for p in range(count) if first + p in self._kept and first + p not in in_host]
             for _, experts in _runs(kept, lambda _: True):
-                grads = self._homes.grads(layer)[experts]
+                grads = self._grads(layer)[experts]
                 numbers = range(first + experts.start, first + experts.stop)
                 yield numbers, expert_squares(grads.split(sizes, dim=1))
+        for number, square in self._host_squares.items():
+            yield range(number, number + 1), square[None]
 
-    def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
-        # both wait for the device, before more updates are queued
+    def check_finite(self, kept: Mapping[int, AdamHyper]) -> None:
+        """Before `end_step`: raises if a kept gradient is not finite; waits for the device."""
         if kept and not all(map(math.isfinite, self.squares().values())):
             raise self._error()
+
+    def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
+        # waits for the device, before more updates are queued
         finite = not self._updated or not self._not_finite.item()
         for layer, hyper in kept.items():
             self._update_layer(layer, hyper)
@@ -153,6 +213,10 @@ class HomeGradients:
         layers = range(len(self._homes.layers)) if layer is None else range(layer, layer + 1)
         numbers = range(self._number(layers.start, 0), self._number(layers.stop, 0))
         self._kept.difference_update(numbers)
+        if (host := self._host()) is not None:
+            host.discard(numbers)
+        for number in self._host_squares.keys() & numbers:
+            del self._host_squares[number]
         self._squares = None
         self._updated.difference_update(numbers)
         if not self._updated:

@@ -64,12 +64,18 @@ class DeviceHomes:
                     layer.states[section.name] = self._zeros(count, section.dtype)
             self.has_states = True
 
-    def grads(self, layer: int) -> Tensor:
-        """Memory for the kept gradients of a layer, allocated when it is needed."""
+    def grads(self, layer: int, count: int) -> Tensor:
+        """Memory for the kept gradients of the first `count` experts of a layer, allocated when it
+        is needed."""
         records = self.layers[layer]
-        if records.grads is None:
-            records.grads = self._zeros(len(records.weights), self.layout.dtype)
+        if records.grads is None or len(records.grads) < count:
+            records.grads = None  # first: not both at once
+            records.grads = self._zeros(count, self.layout.dtype)
         return records.grads
+
+    def release_grads(self) -> None:
+        for records in self.layers:
+            records.grads = None
 
     def resize(self, layer: int, count: int) -> None:
         """Makes room for `count` experts of a layer; those that stay keep their records. Tensor by

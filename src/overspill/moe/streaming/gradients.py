@@ -9,6 +9,7 @@ from torch import Tensor
 from overspill.core.errors import BudgetError, NonFiniteError
 from overspill.core.sizes import format_size
 from overspill.moe.compute_trace import ComputeTrace
+from overspill.moe.homes.host_gradients import HostGradients
 from overspill.moe.layer_pass import Wave
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.device_gradients import DeviceGradients
@@ -58,6 +59,9 @@ class StreamingGradients:
         # those of a layer are downloaded while the next one computes
         on_device = max(min(_ON_DEVICE, placement.slots), placement.slots // 2)
         self._downloads = Downloads(stream, on_device * store.layout.weight_bytes)
+        self.of_homes = HostGradients(
+            store.layout, device, lambda: store.unused_memory(Part.GRADS), self._downloads
+        )
         count = len(store.entries)
         # of each expert's gradient, and of one that is added to a kept one
         self._squares = torch.zeros(count, pin_memory=device.type == "cuda")

@@ -87,6 +87,8 @@ class Streaming:
 
     def homes_changed(self) -> None:
         """Between steps: other experts are streamed now."""
+        if self.gradients is not None:
+            self.gradients.of_homes.reset()
         with self._store.lock:
             self.compute.uploader.set_targets([])
             self._store.request_transfers()

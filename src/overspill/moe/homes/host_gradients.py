@@ -1,0 +1,71 @@
+"""Kept gradients of experts at home on the compute device that wait in host memory."""
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from overspill.tiers.layout import RecordLayout
+from overspill.transfer.downloads import Downloads
+from overspill.transfer.mapped import on_device
+from overspill.transfer.streams import StreamEvent, record_event, wait_event
+
+
+class HostGradients:
+    """With clipping, gradients wait for the global norm. Those of experts at home can wait in the
+    host slots that the experts have left: they are copied during backward, when the link and host
+    memory have little else to do, and the update on the device reads them over the link. The
+    memory on the device is worth more as the home of further experts."""
+
+    def __init__(
+        self,
+        layout: RecordLayout,
+        device: torch.device,
+        unused: Callable[[], list[Tensor]],
+        downloads: Downloads,
+    ) -> None:
+        """`unused` gives the memory of host slots that no expert has."""
+        self._layout = layout
+        self._device = device
+        self._unused = unused
+        self._downloads = downloads
+        self._free: list[Tensor] | None = None
+        self._rows: dict[int, Tensor] = {}  # of each expert that had one since homes were changed
+        self._arrived: dict[int, StreamEvent] = {}  # of the gradients that are kept now
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._arrived
+
+    def keep(self, number: int, gradient: Sequence[Tensor]) -> None:
+        """Keeps the gradient of an expert, of which there is none yet."""
+        starts = self._layout.shape.starts
+        row = self._row(number)
+        pairs = [
+            (row[start : start + part.numel()], part.reshape(-1))
+            for start, part in zip(starts, gradient, strict=True)
+        ]
+        made = record_event(self._device)
+        self._arrived[number] = self._downloads.send(pairs, f"gradient {number}", made)
+
+    def _row(self, number: int) -> Tensor:
+        if number not in self._rows:
+            if self._free is None:
+                self._free = self._unused()
+            self._rows[number] = self._layout.weights(self._free[len(self._rows)])
+        return self._rows[number]
+
+    def get(self, number: int) -> Tensor:
+        """The flat gradient as a tensor of the device, which waits until it has arrived."""
+        wait_event(self._device, self._arrived[number])
+        row = self._rows[number]
+        return on_device(row.view(torch.uint8), self._device).view(row.dtype)
+
+    def discard(self, numbers: Collection[int]) -> None:
+        for number in self._arrived.keys() & numbers:
+            del self._arrived[number]
+
+    def reset(self) -> None:
+        """Between steps: other host slots are unused now."""
+        assert not self._arrived
+        self._free = None
+        self._rows.clear()

@@ -1,0 +1,112 @@
+"""With clipping, gradients of experts at home wait in host memory: no bit changes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from overspill.moe.engine import Engine
+from overspill.moe.settings import Settings
+from tests.moe.fake_memory import FakeMemory
+from tests.moe.oracle import (
+    Run,
+    Task,
+    adamw,
+    assert_follows,
+    assert_same_bits,
+    delays,
+    loss_of,
+    plain_run,
+    spilled,
+    spilled_run,
+    train_step,
+    weights_of,
+)
+
+WHERE = "host with 5 slots"
+TASKS = [
+    Task(steps=10, clip=0.5),
+    Task(steps=10, clip=0.5, starve=True, top_k=1),
+    Task(steps=10, clip=0.5, dtype=torch.bfloat16, checkpoint=True),
+]
+
+
+def give_room(engine: Engine, experts: float) -> None:
+    """Room for so many experts without their gradients."""
+    memory = FakeMemory(engine, other=1 << 16)
+    record = engine.layout.weight_bytes + engine.layout.state_bytes
+    each = record + -(-2 * engine.layout.weight_bytes // engine.n_layers)
+    engine.fill_memory(memory, int((memory.peak() + experts * each) / 0.98))
+
+
+def clipped_run(task: Task, disk: Path, room: float, settings: Settings | None = None) -> Run:
+    model, run = task.model(), Run()
+    with spilled(model, WHERE, disk, host_memory="2GiB", settings=settings) as engine:
+        optimizer = adamw(model, task)
+        give_room(engine, room)
+        for batches in task.batches():
+            run.losses.append(train_step(model, optimizer, batches))
+            run.norms.append(optimizer.total_norm or 0.0)
+        share = engine.device_share
+        assert share.experts >= 0.8 * int(room)
+        assert share.gradients < share.experts, "some gradients are in host memory"
+        engine.check_conserved()
+        run.weights = weights_of(model)
+    return run
+
+
+@pytest.mark.parametrize("task", TASKS, ids=str)
+@pytest.mark.parametrize("room", [4.5, 11.5])
+def test_clipping_follows_plain_training(task: Task, room: float, tmp_path: Path) -> None:
+    run = clipped_run(task, tmp_path, room)
+    assert_same_bits(run, spilled_run(task, WHERE, tmp_path))
+    if task.dtype == torch.float32:
+        assert_follows(run, plain_run(task))
+
+
+def test_delays_change_nothing(tmp_path: Path) -> None:
+    run = clipped_run(TASKS[0], tmp_path, 7.5, Settings(inject=delays))
+    assert_same_bits(run, spilled_run(TASKS[0], WHERE, tmp_path))
+
+
+def _twice(task: Task, disk: Path, room: float | None) -> Run:
+    """Steps whose graph has two passes."""
+    model, run = task.model(), Run()
+    with spilled(model, WHERE, disk, host_memory="2GiB") as engine:
+        optimizer = adamw(model, task)
+        if room is not None:
+            give_room(engine, room)
+        for (tokens,) in task.batches():
+            first, second = loss_of(model, tokens), loss_of(model, tokens.flip(0))
+            (first + second).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.losses.append(first.item())
+        run.weights = weights_of(model)
+    return run
+
+
+def test_two_forwards_and_one_backward_add_up(tmp_path: Path) -> None:
+    assert_same_bits(_twice(TASKS[0], tmp_path, 7.5), _twice(TASKS[0], tmp_path, None))
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_dropped_gradients_leave_nothing(micro: int, tmp_path: Path) -> None:
+    """Also if micro-batches begin in the middle, which keeps all gradients on the device."""
+    task = TASKS[0]
+    runs = []
+    for room in (None, 7.5):
+        model, run = task.model(), Run()
+        with spilled(model, WHERE, tmp_path, host_memory="2GiB") as engine:
+            optimizer = adamw(model, task)
+            if room is not None:
+                give_room(engine, room)
+            for number, (tokens,) in enumerate(task.batches()):
+                loss_of(model, tokens).backward()
+                optimizer.zero_grad()
+                steps = [tokens] * (micro if number > 5 else 1)
+                run.losses.append(train_step(model, optimizer, steps))
+            run.weights = weights_of(model)
+            engine.check_conserved()
+        runs.append(run)
+    assert_same_bits(*runs)

@@ -1,0 +1,30 @@
+"""How the memory of the compute device is shared between experts and gradients."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overspill.plan.homes import DeviceShare, share_memory
+
+NOTHING = DeviceShare(0)
+
+
+@given(st.integers(-50, 5000), st.integers(5, 40), st.integers(1, 5), st.integers(1, 200))
+def test_kept_gradients_fit_and_more_memory_never_means_fewer_experts(
+    free: int, expert: int, kept: int, total: int
+) -> None:
+    share = share_memory(free, NOTHING, expert, total, kept=kept)
+    assert 0 <= share.gradients <= share.experts <= total
+    assert share.experts * expert + share.gradients * kept <= max(0, free)
+    more = share_memory(free + expert, NOTHING, expert, total, kept=kept)
+    assert more.experts >= share.experts
+    # what it decides for itself does not change when it is there
+    left = free - share.experts * expert - share.gradients * kept
+    assert share_memory(left, share, expert, total, kept=kept) == share
+
+
+def test_with_room_for_all_every_gradient_stays_on_the_device() -> None:
+    assert share_memory(1400, NOTHING, 12, 100, kept=2) == DeviceShare(100, 100)
+
+
+def test_with_little_room_every_gradient_waits_in_host_memory() -> None:
+    assert share_memory(605, NOTHING, 12, 100, kept=2) == DeviceShare(50, 2)
