@@ -92,7 +92,8 @@ class Updates:
         with self._store.lock:
             self._store.hold(update.entry)
             self._arriving.append(update)
-            self._store.wake_updates()
+            if not self._watched:  # else the thread that waits for an earlier one goes on to this
+                self._store.wake_update()
 
     def waiting(self) -> Iterable[tuple[Entry, Part]]:
         """Under the lock: experts whose update waits for parts on disk. Those with a host slot come
@@ -137,8 +138,8 @@ class Updates:
                 self._running.add(first[0])
         for one in skipped:
             heapq.heappush(self._ready, one)
-        if update is not None and self._ready:
-            self._store.wake_updates()  # another thread may take the next one
+        if update is not None and (self._ready or (self._arriving and not self._watched)):
+            self._store.wake_update()  # another thread may take the next one, or wait for it
         return update
 
     def _run(self) -> None:
@@ -167,7 +168,6 @@ class Updates:
         finally:
             with self._store.lock:
                 self._watched = False
-                self._store.wake_updates()
 
     def _carry_out(self, update: Update) -> None:
         entry, layout = update.entry, self._store.layout
@@ -216,8 +216,6 @@ class Updates:
         entry = update.entry
         with self._store.lock:
             self._running.remove(entry.number)
-            if self._ready:
-                self._store.wake_updates()  # one of them may be for this expert
             if update.hyper is not None:
                 self._store.end_update(entry)
             elif update.accumulate:

@@ -12,7 +12,8 @@ def spread_homes(total: int, n_layers: int, n_local: int) -> list[int]:
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
-_READ_PER_UPDATE = 4  # gradients that the link transfers while the CPU updates an expert
+# gradients that the device reads over the link while the CPU updates an expert; it computes too
+_READ_PER_UPDATE = 2
 
 
 class DeviceShare(NamedTuple):

@@ -106,6 +106,12 @@ class WorkerSync:
         with self.lock:
             self._uploader.notify_all()
 
+    def wake_update(self) -> None:
+        """Wakes one update thread. All of them would compete for the lock, and the thread that
+        computes would wait for it with them."""
+        with self.lock:
+            self._updates.notify()
+
     def wake_updates(self) -> None:
         with self.lock:
             self._updates.notify_all()

@@ -320,8 +320,9 @@ class StreamingGradients:
         if self._has_added and self._not_finite.item():
             self.updates.wait_idle()  # which sums are not finite is known then
         for layer, hyper in sorted(kept.items()):
-            for entry in self._store.streamed(layer):
-                self._update(entry, hyper)
+            with self._store.lock:  # once, although update threads want it
+                for entry in self._store.streamed(layer):
+                    self._update(entry, hyper)
         self._kept.clear()
         self._forget_added()
         self._has_updated = False
