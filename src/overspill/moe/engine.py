@@ -42,7 +42,6 @@ from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
-from overspill.transfer.mapped import can_map
 
 
 class Engine:
@@ -376,7 +375,7 @@ class Engine:
     def fill_memory(self, memory: DeviceMemory, budget: int) -> None:
         """From now on lets as many experts live on the device as `budget` allows."""
         planned = sum(self._store.homes) == self.placement.homes  # with their states
-        if self._gradients is not None and can_map(self.device):
+        if self._gradients is not None:
             self._gradients.allow_host()
         self._residency = Residency(
             memory,

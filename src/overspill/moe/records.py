@@ -65,7 +65,7 @@ class ExpertRecords:
         self._store.lifetime.check()
         position = self.experts.position(expert.index)
         if position < self._store.homes[expert.layer]:
-            return self._homes.layers[expert.layer], position
+            return self._homes[expert.layer], position
         return None
 
     def fill(
@@ -162,7 +162,7 @@ class ExpertRecords:
             raise
 
     def _copy_to_device(self, layer: int, position: int) -> None:
-        records, entry = self._homes.layers[layer], self._store.at(layer, position)
+        records, entry = self._homes[layer], self._store.at(layer, position)
         weights = self.layout.weights(self._store.read_part(entry, Part.WEIGHTS))
         records.weights[position].copy_(weights)
         if records.states:
@@ -174,7 +174,7 @@ class ExpertRecords:
         """Leaves the device as the home of only the first `count` experts of a layer. While nothing
         is computed or transferred, and no gradient is kept; host memory or the disk must have room
         for the others."""
-        records = self._homes.layers[layer]
+        records = self._homes[layer]
         try:
             for position in reversed(range(count, self._store.homes[layer])):
                 entry = self._store.at(layer, position)

@@ -28,7 +28,7 @@ class HomeCompute(ExpertCompute):
         grouped: bool,
     ) -> None:
         shape, device = homes.layout.shape, homes.device
-        super().__init__(len(homes.layers), experts, shape, device, dispatcher, max_rows)
+        super().__init__(len(homes), experts, shape, device, dispatcher, max_rows)
         self._homes = homes
         self._lifetime = lifetime
         self._grouped = grouped

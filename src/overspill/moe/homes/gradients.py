@@ -14,6 +14,7 @@ from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import Wave
 from overspill.optim.gradient_norm import expert_squares
 from overspill.optim.kernel import AdamHyper, adamw_
+from overspill.transfer.streams import record_event
 
 
 class HomeGradients:
@@ -37,7 +38,7 @@ class HomeGradients:
         self._n_local = n_local
         self._threads = threads
         self._host = host
-        self.on_device = [0] * len(homes.layers)
+        self.on_device = [0] * len(homes)
         """Experts of each layer whose kept gradients stay on the device if `host` takes others."""
         self._host_squares: dict[int, Tensor] = {}  # of gradients in host memory, on the device
         self._not_finite = torch.zeros((), dtype=torch.int32, device=homes.device)
@@ -51,7 +52,7 @@ class HomeGradients:
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
         self._homes.allocate_states(state_dtype)
         if keep:
-            for layer in range(len(self._homes.layers)):
+            for layer in range(len(self._homes)):
                 self._grads(layer)
 
     def _on_device(self, layer: int) -> int:
@@ -71,8 +72,8 @@ class HomeGradients:
                 self._grads(layer)
 
     def reset_states(self) -> None:
-        for layer in self._homes.layers:
-            for state in layer.states.values():
+        for layer in range(len(self._homes)):
+            for state in self._homes[layer].states.values():
                 state.zero_()
 
     def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
@@ -122,8 +123,9 @@ class HomeGradients:
                 for start, part in zip(self._homes.layout.shape.starts, dw, strict=True):
                     part[offset] += kept[start : start + part.shape[1]]
         squares = expert_squares(dw)
+        made = record_event(self._homes.device)
         for offset, number in enumerate(numbers):
-            host.keep(number, [part[offset] for part in dw])
+            host.keep(number, [part[offset] for part in dw], made)
             self._host_squares[number] = squares[offset]
 
     def complete_layer(self, layer: int, hyper: AdamHyper | None) -> None:
@@ -147,17 +149,19 @@ class HomeGradients:
         for has_kept, experts in _runs(positions, lambda p: self._number(layer, p) in self._kept):
             kept = self._grads(layer)[experts] if has_kept else None
             self._update(layer, experts, kept, hyper)
-        for position in in_host:
-            assert host is not None
-            gradient = host.get(self._number(layer, position))[None]
-            self._update(layer, slice(position, position + 1), gradient, hyper)
+        if host is None or not in_host:
+            return
+        with self._homes.update_beside(layer):
+            for position in in_host:
+                gradient = host.read(self._number(layer, position))[None]
+                self._update(layer, slice(position, position + 1), gradient, hyper)
 
     def _update(
         self, layer: int, experts: slice, grad: Tensor | None, hyper: AdamHyper, start: int = 0
     ) -> None:
         """`grad` is that of the elements of each record from `start` on; None is zero for all."""
         stop = self._homes.layout.shape.numel if grad is None else start + grad.shape[1]
-        record = self._homes.layers[layer].record(experts, slice(start, stop))
+        record = self._homes[layer].record(experts, slice(start, stop))
         guard = self._not_finite
         adamw_(record, grad, hyper, self._threads, start=start, not_finite=guard)
 
@@ -210,7 +214,7 @@ class HomeGradients:
         )
 
     def discard(self, layer: int | None = None) -> None:
-        layers = range(len(self._homes.layers)) if layer is None else range(layer, layer + 1)
+        layers = range(len(self._homes)) if layer is None else range(layer, layer + 1)
         numbers = range(self._number(layers.start, 0), self._number(layers.stop, 0))
         self._kept.difference_update(numbers)
         if (host := self._host()) is not None:

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from overspill.tiers.layout import RecordLayout
 from overspill.transfer.downloads import Downloads
-from overspill.transfer.mapped import on_device
-from overspill.transfer.streams import StreamEvent, record_event, wait_event
+from overspill.transfer.driver import copy_on
+from overspill.transfer.streams import StreamEvent, wait_event
 
 
 class HostGradients:
     """With clipping, gradients wait for the global norm. Those of experts at home can wait in the
     host slots that the experts have left: they are copied during backward, when the link and host
-    memory have little else to do, and the update on the device reads them over the link. The
-    memory on the device is worth more as the home of further experts."""
+    memory have little else to do, and read for the update while the CPU updates others. The memory
+    on the device is worth more as the home of further experts."""
 
     def __init__(
         self,
@@ -32,19 +32,19 @@ class HostGradients:
         self._free: list[Tensor] | None = None
         self._rows: dict[int, Tensor] = {}  # of each expert that had one since homes were changed
         self._arrived: dict[int, StreamEvent] = {}  # of the gradients that are kept now
+        self._buffer: Tensor | None = None
 
     def __contains__(self, number: int) -> bool:
         return number in self._arrived
 
-    def keep(self, number: int, gradient: Sequence[Tensor]) -> None:
-        """Keeps the gradient of an expert, of which there is none yet."""
+    def keep(self, number: int, gradient: Sequence[Tensor], made: StreamEvent) -> None:
+        """Keeps the gradient of an expert, which is complete on the device at `made`."""
         starts = self._layout.shape.starts
         row = self._row(number)
         pairs = [
             (row[start : start + part.numel()], part.reshape(-1))
             for start, part in zip(starts, gradient, strict=True)
         ]
-        made = record_event(self._device)
         self._arrived[number] = self._downloads.send(pairs, f"gradient {number}", made)
 
     def _row(self, number: int) -> Tensor:
@@ -55,10 +55,22 @@ class HostGradients:
         return self._rows[number]
 
     def get(self, number: int) -> Tensor:
-        """The flat gradient as a tensor of the device, which waits until it has arrived."""
+        """A copy on the device of a flat gradient."""
+        return self._copy(number, torch.empty_like(self._rows[number], device=self._device))
+
+    def read(self, number: int) -> Tensor:
+        """The same in memory that the next `read` of this stream overwrites."""
+        if self._buffer is None:
+            self._buffer = torch.empty_like(self._rows[number], device=self._device)
+        return self._copy(number, self._buffer)
+
+    def _copy(self, number: int, into: Tensor) -> Tensor:
         wait_event(self._device, self._arrived[number])
-        row = self._rows[number]
-        return on_device(row.view(torch.uint8), self._device).view(row.dtype)
+        if self._device.type == "cuda":
+            copy_on(torch.cuda.current_stream(self._device), into, self._rows[number])
+        else:
+            into.copy_(self._rows[number])
+        return into
 
     def discard(self, numbers: Collection[int]) -> None:
         for number in self._arrived.keys() & numbers:

@@ -1,6 +1,7 @@
 """Memory of the experts whose home is the compute device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from overspill.optim.kernel import RecordState
 from overspill.tiers.layout import RecordLayout
+from overspill.transfer.streams import StreamEvent, record_event, wait_event
 
 
 @dataclass
@@ -49,7 +51,34 @@ class DeviceHomes:
         self.layout = layout
         self.device = device
         self.has_states = False
-        self.layers = [LayerRecords(self._zeros(count, layout.dtype)) for count in counts]
+        self._layers = [LayerRecords(self._zeros(count, layout.dtype)) for count in counts]
+        self._stream: torch.cuda.Stream | None = None  # of updates beside computation
+        self._updated: dict[int, StreamEvent] = {}  # the last of these updates, by layer
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self._layers)
+
+    def __getitem__(self, layer: int) -> LayerRecords:
+        """The records of a layer, for which the current stream waits if they are being updated."""
+        if (event := self._updated.get(layer)) is not None:
+            wait_event(self.device, event)
+        return self._layers[layer]
+
+    @contextmanager
+    def update_beside(self, layer: int) -> Iterator[None]:
+        """Updates of a layer that run beside what is computed, until its records are needed."""
+        if self.device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                self._updated[layer] = record_event(self.device)
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, self.layout.shape.numel, dtype=dtype, device=self.device)
@@ -58,7 +87,7 @@ class DeviceHomes:
         """Allocates the optimizer states, once."""
         if not self.has_states:
             self.layout = RecordLayout(self.layout.shape, self.layout.dtype, state_dtype)
-            for layer in self.layers:
+            for layer in self._layers:
                 for section in self.layout.sections:
                     count = len(layer.weights)
                     layer.states[section.name] = self._zeros(count, section.dtype)
@@ -67,20 +96,20 @@ class DeviceHomes:
     def grads(self, layer: int, count: int) -> Tensor:
         """Memory for the kept gradients of the first `count` experts of a layer, allocated when it
         is needed."""
-        records = self.layers[layer]
+        records = self[layer]
         if records.grads is None or len(records.grads) < count:
             records.grads = None  # first: not both at once
             records.grads = self._zeros(count, self.layout.dtype)
         return records.grads
 
     def release_grads(self) -> None:
-        for records in self.layers:
+        for records in self._layers:
             records.grads = None
 
     def resize(self, layer: int, count: int) -> None:
         """Makes room for `count` experts of a layer; those that stay keep their records. Tensor by
         tensor, to need as little memory as possible. Kept gradients are lost."""
-        records = self.layers[layer]
+        records = self[layer]
         records.grads = None
         records.weights = self._resized(records.weights, count)
         for name, state in records.states.items():
@@ -101,14 +130,15 @@ class DeviceHomes:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self._layers)
 
     def wait(self) -> None:
         """Waits for everything that the device computes."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self._updated.clear()
 
     def close(self) -> None:
         # new tensors: a slice would keep all of the memory
         empty = torch.empty(0, self.layout.shape.numel, dtype=self.layout.dtype)
-        self.layers = [LayerRecords(empty) for _ in self.layers]
+        self._layers = [LayerRecords(empty) for _ in self._layers]

@@ -15,7 +15,7 @@ def home_waves(
     one wave; without `grouped` every expert is a wave of its own."""
     rows, counts = layer_pass.rows, layer_pass.rows.counts
     count = homes.counts[layer_pass.layer]
-    weights = homes.layers[layer_pass.layer].weights[:count]
+    weights = homes[layer_pass.layer].weights[:count]
     if counts is None:
         yield Wave(0, count, 0, rows.n_rows, weights, rows.ends_E, None)
         return
