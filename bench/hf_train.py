@@ -2,6 +2,8 @@
 
 PYTHONPATH=src python3 bench/hf_train.py --shape w1 --batch 16 --gpu-memory 12GiB
 PYTHONPATH=src python3 bench/hf_train.py --shape largest --batch 8 --gpu-memory 24GiB --disk FOLDER
+PYTHONPATH=src python3 bench/hf_train.py --shape largest --moments fp32 --batch 8 \
+    --gpu-memory 16GiB --disk FOLDER --warm 1 --steps 2
 """
 
 import argparse
@@ -160,6 +162,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory", default="12GiB")
     parser.add_argument("--host-memory", default=None)
     parser.add_argument("--disk", type=Path, default=None)
+    parser.add_argument("--moments", choices=("bf16", "fp32"), help="default: bf16 for 'largest'")
     parser.add_argument("--slots", type=int, default=None, help="GPU slots")
     parser.add_argument("--warm", type=int, default=8, help="experts move in the first few steps")
     parser.add_argument("--steps", type=int, default=5)
@@ -169,13 +172,14 @@ def main() -> None:
     big = args.shape == "largest"
     if big and args.host_memory is None:
         args.host_memory = int(0.94 * available_memory())  # the same for the plan and the run
+    args.moments = args.moments or ("bf16" if big else "fp32")
     budgets = Budgets(
         gpu_memory=args.gpu_memory,
         host_memory=args.host_memory,
         disk=args.disk,
         slots=args.slots,
         settings=Settings(),
-        state_dtype=torch.bfloat16 if big else torch.float32,
+        state_dtype=torch.bfloat16 if args.moments == "bf16" else torch.float32,
         keep_gradients=args.accumulate > 1,
     )
     disk = disk_bandwidth(args.disk, 80 << 20, 96) if args.disk is not None else None
@@ -199,7 +203,7 @@ def main() -> None:
     print(f"ready in {time.perf_counter() - start:.1f} s: {engine.describe()}", flush=True)
     name = f"train-hf-w1-{args.batch}x{SEQ}"
     if big:
-        name = "train-hf-largest"
+        name = "train-hf-largest" if args.moments == "bf16" else "dense-offload-mixtral"
     elif args.accumulate > 1:
         name += f"-accumulate-{args.accumulate}"
         if args.gpu_memory != "12GiB":
