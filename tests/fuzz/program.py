@@ -127,8 +127,8 @@ def _case(rng: random.Random) -> Case:
         mode=mode,
         slots=None if mode == "gpu" else rng.choice((5, 12) if scarce else (2, 2, 3, 5, 12)),
         host_slots=rng.choice((2,) if scarce else (2, 3, 5, 9)) if mode == "disk" else None,
-        at_home=rng.choice((0.0, 0.0, 0.3, 0.6)),
-        room=None if mode == "gpu" else rng.choice((None, None, 0.15, 0.5)),
+        at_home=0.0 if scarce else rng.choice((0.0, 0.0, 0.3, 0.6)),
+        room=None if scarce or mode == "gpu" else rng.choice((None, None, 0.15, 0.5)),
         clip=rng.choice((None, None, 0.5, 1e-3)),
         frozen=frozen,
         delays=rng.randrange(1000) if rng.random() < 0.3 else None,
@@ -143,11 +143,12 @@ _SINGLE = (
     "unfreeze", "freeze_dense", "new_optimizer", "set_lr", "switch", "move", "poison",
 )  # fmt: skip
 
+_ACCUMULATED = " ".join(["forward accumulate forward accumulate forward backward step"] * 3)
 _PHRASES: tuple[tuple[int, str], ...] = (
     (8, "forward backward step"),
     (3, "forward accumulate forward backward step"),
     (2, "forward accumulate forward accumulate step"),
-    (3, " ".join(["forward accumulate forward accumulate forward backward step"] * 3)),
+    (3, _ACCUMULATED),
     (2, "forward forward1 backward backward1 step"),
     (2, "forward forward1 accumulate drop1 step"),
     (2, "forward retain backward step"),
@@ -181,7 +182,9 @@ _PHRASES: tuple[tuple[int, str], ...] = (
 def _operations(rng: random.Random, case: Case) -> list[Op]:
     weights = [weight for weight, _ in _PHRASES]
     names: list[str] = []
-    for _ in range(rng.randint(2, 5)):
+    if case.host_slots == 2 and rng.random() < 0.5:
+        names += _ACCUMULATED.split()
+    for _ in range(rng.randint(1 if names else 2, 2 if names else 5)):
         (_, phrase) = rng.choices(_PHRASES, weights)[0]
         names += phrase.split()
     if rng.random() < 0.3:  # an unusual order
