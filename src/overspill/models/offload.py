@@ -65,7 +65,8 @@ def offload(
 
     Args:
         model: a `GPTMoE` or a Mixture-of-Experts model of Hugging Face transformers.
-        gpu_memory: GPU memory the process may use; default: all that is free.
+        gpu_memory: GPU memory the model may use; default: all that is free, or an equal share of
+            it if several models have no budget.
         host_memory: host memory the process may use; default: 95% of what is free.
         disk: folder for experts that do not fit in host memory; default: no disk is used.
         device: the compute device; default: the GPU if there is one.
