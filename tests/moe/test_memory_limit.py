@@ -1,13 +1,16 @@
 """GPU memory is the process's: several models share it."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from overspill.moe.memory_limit import MemoryLimits, ModelMemory
+import overspill
+from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryLimits, MemoryUser, ModelMemory
 from overspill.moe.residency import Residency
 from overspill.plan.homes import DeviceShare
+from tests.moe.oracle import Task, adamw, train_step
 
 GPU = torch.device("cuda:0")
 EXPERT = 10
@@ -19,7 +22,7 @@ class Device:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.models: list[Model] = []
+        self.models: list[MemoryUser] = []
         self.activations = 0
         self.overflows = 0
         self.windows: list[Window] = []
@@ -268,3 +271,38 @@ def test_experts_that_another_model_moves_are_no_activations(limits: MemoryLimit
         one.run(50)
     one.run(60, rows=120)  # for which experts leave
     assert before - 3 <= one.homes < before
+
+
+def test_two_trained_models_fill_their_budgets_and_give_way_to_a_third(
+    limits: MemoryLimits,
+) -> None:
+    """Real engines; the memory is simulated."""
+    task, device = Task(), Device(1 << 40)
+    models = [task.model(), task.model()]
+    options = {"device": "cpu", "mode": "host", "slots": 2, "host_memory": "2GiB", "quiet": True}
+    for model in models:
+        overspill.offload(model, settings=overspill.Settings(threads=1), **options)
+    first, second = (model.overspill for model in models)
+    try:
+        device.models += [first, second]
+        record = first.layout.weight_bytes + first.layout.state_bytes
+        device.size = device.allocated() + 20 * record
+        optimizers = [adamw(model, task) for model in models]
+        for engine, budget in ((first, None), (second, first.device_bytes() + 9 * record)):
+            memory = MEMORY_LIMITS.set(engine, GPU, budget, Window(device))
+            engine.fill_memory(memory, memory.budget)
+        for batches in itertools.islice(itertools.cycle(task.batches()), 10):
+            pairs = zip(models, optimizers, strict=True)
+            one, two = [train_step(model, optimizer, batches) for model, optimizer in pairs]
+            assert one == two, "wherever experts are"
+            assert device.allocated() <= device.size
+        homes = [sum(engine.homes) for engine in (first, second)]
+        assert homes[0] > 3
+        assert 3 < homes[1] <= 9
+        with MEMORY_LIMITS.claimed(GPU, homes[0] * record):
+            assert sum(first.homes) < homes[0]
+            assert sum(second.homes) == homes[1], "it has a budget"
+    finally:
+        first.close()
+        second.close()
+    assert not MEMORY_LIMITS.on(0)

@@ -97,7 +97,7 @@ class Residency:
 
     def give_way(self) -> None:
         """Another model gets memory now: experts leave that are too many."""
-        self._adjust(larger=True)
+        self._adjust(larger=True, fill=False)
 
     def _observe(self, activations: int) -> None:
         """No pass since the last change has needed more than `activations`."""
@@ -108,8 +108,9 @@ class Residency:
             elif rows == kind.rows and len(self._rows) == 1:
                 kind.bytes = max(kind.bytes, activations)
 
-    def _adjust(self, larger: bool) -> None:
-        """`larger`: a pass of its kind with the most tokens so far begins."""
+    def _adjust(self, larger: bool, fill: bool = True) -> None:
+        """`larger`: more memory is needed, as for a pass of its kind with the most tokens so far.
+        Without `fill` no expert moves to the device."""
         now, shortages = self._share(), self._memory.shortages()
         short, self._shortages = shortages > self._shortages and any(now), shortages
         if short:
@@ -128,11 +129,11 @@ class Residency:
                 _log.warning("the GPU has only %s left for this model: experts leave it", left)
             if share != now:
                 self._move(share)
-        elif limit > need and self._passes >= _OBSERVED and self._is_worthwhile(now, share):
+        elif fill and limit > need and self._passes >= _OBSERVED and self._worthwhile(now, share):
             self._planned_bytes = self._expert_bytes()
             self._move(share)
 
-    def _is_worthwhile(self, now: DeviceShare, share: DeviceShare) -> bool:
+    def _worthwhile(self, now: DeviceShare, share: DeviceShare) -> bool:
         least = max(1, int(_WORTHWHILE * self._total))
         last = share.experts == self._total and now.experts < self._total
         return last or any(abs(a - b) >= least for a, b in zip(now, share, strict=True))
