@@ -53,6 +53,7 @@ def execute(program: Program, device: str = "cpu") -> Outcome:
         run.outcome.failure = f"{type(error).__name__}: {error} [{run.at}]"
     finally:
         run.subject.close()
+        run.faults.close()
         run.outcome.faults = run.faults.fired
     outcome = run.outcome
     del run
@@ -116,7 +117,7 @@ class Run:
         case = program.case
         self.program = program
         self.folder = folder
-        self.faults = Faults(case.delays)
+        self.faults = Faults(case.delays, case.late if device.type == "cpu" else None)
         self.outcome = Outcome()
         self.at = "start"
         self._choices = [deque[torch.Tensor]() for _ in range(case.n_layers)]

@@ -15,6 +15,8 @@ from types import FrameType
 from typing import Any
 
 import overspill
+from overspill.transfer.streams import Defer
+from tests.fuzz.late import LateStream
 from tests.fuzz.program import Fault
 
 INJECTED = "injected fault"
@@ -29,7 +31,7 @@ class Faults:
     """`inject` is for `Settings.inject`. Within `during(fault)` the fault may fire; one that waits
     for a worker thread may fire later."""
 
-    def __init__(self, delays: int | None) -> None:
+    def __init__(self, delays: int | None, late: int | None = None) -> None:
         self.fired: Counter[str] = Counter()
         self.pending = False  # a fault has fired and the program has not recovered from it
         self._armed: Fault | None = None
@@ -38,11 +40,21 @@ class Faults:
         self._delays = None if delays is None else random.Random(delays)
         self._inside = False
         self._main = threading.main_thread().ident
+        self._streams: dict[str, LateStream] = {}
+        if late is not None:
+            self._streams = {kind: LateStream(kind, late) for kind in ("upload", "download")}
 
-    def inject(self, kind: str) -> None:
+    def inject(self, kind: str) -> Defer | None:
         if self._delays is not None:
             time.sleep(self._delays.random() * 5e-4)
         self._count(kind)
+        stream = self._streams.get(kind)
+        return None if stream is None else stream.defer
+
+    def close(self) -> None:
+        """After the engine."""
+        for stream in self._streams.values():
+            stream.close()
 
     def _count(self, kind: str) -> None:
         with self._lock:

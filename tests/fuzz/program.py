@@ -70,6 +70,8 @@ class Case:
     """All experts are frozen, and the CPU computes some of them."""
     delays: int | None = None
     """Seed of random delays of all jobs."""
+    late: int | None = None
+    """On a CPU, seed of random times by which copies end after they were issued, as on a GPU."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -109,25 +111,28 @@ def _case(rng: random.Random) -> Case:
         "threads": rng.choice((1, 3)),
     }
     model = "mixtral" if rng.random() < 0.1 else "gpt"
+    # many experts on disk, few of which have tokens, and more on the GPU than in host memory
+    scarce = mode == "disk" and rng.random() < 0.4
     # transformers rounds bf16 products at other places: only fp32 can be compared
     dtypes = ("float32", "float32", "float32", "bfloat16" if model == "gpt" else "float32")
     return Case(
         model=model,
         dtype=rng.choice(dtypes),
         n_layers=rng.choice((1, 2, 2, 3)),
-        n_experts=rng.choice((2, 3, 4, 5)),
+        n_experts=5 if scarce else rng.choice((2, 3, 4, 5)),
         # with one expert per token Mixtral's router has a gradient of nothing but rounding
-        top_k=max(rng.choice((1, 2)), 2 if model == "mixtral" else 1),
+        top_k=2 if model == "mixtral" else 1 if scarce else rng.choice((1, 2)),
         gated=rng.random() < 0.5,
         checkpoint=rng.random() < 0.3,
         mode=mode,
-        slots=None if mode == "gpu" else rng.choice((2, 2, 3, 5, 12)),
-        host_slots=rng.choice((2, 3, 5, 9)) if mode == "disk" else None,
-        at_home=rng.choice((0.0, 0.0, 0.3, 0.6)),
-        room=None if mode == "gpu" else rng.choice((None, None, 0.15, 0.5)),
+        slots=None if mode == "gpu" else rng.choice((5, 12) if scarce else (2, 2, 3, 5, 12)),
+        host_slots=rng.choice((2,) if scarce else (2, 3, 5, 9)) if mode == "disk" else None,
+        at_home=0.0 if scarce else rng.choice((0.0, 0.0, 0.3, 0.6)),
+        room=None if scarce or mode == "gpu" else rng.choice((None, None, 0.15, 0.5)),
         clip=rng.choice((None, None, 0.5, 1e-3)),
         frozen=frozen,
         delays=rng.randrange(1000) if rng.random() < 0.3 else None,
+        late=rng.randrange(1000) if rng.random() < (0.8 if scarce else 0.4) else None,
         settings=settings,
     )
 
@@ -138,11 +143,12 @@ _SINGLE = (
     "unfreeze", "freeze_dense", "new_optimizer", "set_lr", "switch", "move", "poison",
 )  # fmt: skip
 
+_ACCUMULATED = " ".join(["forward accumulate forward accumulate forward backward step"] * 3)
 _PHRASES: tuple[tuple[int, str], ...] = (
     (8, "forward backward step"),
     (3, "forward accumulate forward backward step"),
     (2, "forward accumulate forward accumulate step"),
-    (2, " ".join(["forward accumulate forward backward step"] * 4)),
+    (3, _ACCUMULATED),
     (2, "forward forward1 backward backward1 step"),
     (2, "forward forward1 accumulate drop1 step"),
     (2, "forward retain backward step"),
@@ -176,7 +182,9 @@ _PHRASES: tuple[tuple[int, str], ...] = (
 def _operations(rng: random.Random, case: Case) -> list[Op]:
     weights = [weight for weight, _ in _PHRASES]
     names: list[str] = []
-    for _ in range(rng.randint(2, 5)):
+    if case.host_slots == 2 and rng.random() < 0.5:
+        names += _ACCUMULATED.split()
+    for _ in range(rng.randint(1 if names else 2, 2 if names else 5)):
         (_, phrase) = rng.choices(_PHRASES, weights)[0]
         names += phrase.split()
     if rng.random() < 0.3:  # an unusual order

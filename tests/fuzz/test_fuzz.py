@@ -59,3 +59,19 @@ def test_a_backward_after_autograd_grad_finds_host_slots() -> None:
     case = Case(n_layers=3, n_experts=5, mode="disk", slots=12, host_slots=5, settings=settings)
     program = Program(0, case, (Op("forward"), Op("grad"), Op("backward")))
     assert execute(program).failure is None
+
+
+@pytest.mark.parametrize(("n_layers", "batches"), [(2, (1, 3)), (3, (2, 1))])
+def test_a_first_gradient_finds_a_host_slot_when_copies_end_late(
+    n_layers: int, batches: tuple[int, int]
+) -> None:
+    """Both host slots are held by updates that wait for kept gradients on disk. It hung, but not
+    if gradients arrive at once."""
+    case = Case(
+        n_layers=n_layers, n_experts=5, top_k=1, mode="disk", slots=12, host_slots=2, late=1,
+        settings={"threads": 1},
+    )  # fmt: skip
+    first, second = batches
+    ops = (Op("forward", batch=first), Op("accumulate"))
+    program = Program(0, case, (*ops, Op("forward", batch=second), Op("accumulate")))
+    assert execute(program).failure is None

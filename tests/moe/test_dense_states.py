@@ -230,3 +230,15 @@ def test_a_state_has_the_shape_of_its_parameter(shape: tuple[int, ...]) -> None:
     assert (state.shape, state.dtype) == (shape, torch.bfloat16)
     assert not state.any()
     assert states.host_bytes == (ALIGN if state.numel() else 0)
+
+
+def test_states_on_the_device_are_counted_while_they_live() -> None:
+    states = DenseStates(CPU, on_host=False, lifetime=Lifetime())
+    first = states.zeros(torch.zeros(8, 4), torch.float32)
+    second = states.zeros(torch.zeros(3), torch.bfloat16)
+    assert states.device_bytes == 8 * 4 * 4 + 3 * 2
+    view = first[0]
+    del first
+    assert states.device_bytes == 8 * 4 * 4 + 3 * 2
+    del view
+    assert states.device_bytes == second.nbytes

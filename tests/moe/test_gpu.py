@@ -14,8 +14,9 @@ import overspill
 from overspill.core.errors import NonFiniteError
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
+from overspill.moe.device_memory import CudaMemory
 from overspill.moe.engine import Engine
-from overspill.moe.residency import CudaMemory
+from overspill.moe.memory_limit import MEMORY_LIMITS
 from overspill.moe.settings import Settings
 from overspill.transfer.streams import Inject
 from tests.moe.fake_memory import FakeMemory
@@ -256,9 +257,10 @@ def test_a_nan_in_a_lower_layer_is_reported_and_stops_the_updates_below(
         model.overspill.close()
 
 
-def fill(engine: Engine, budget: int) -> None:
+def fill(engine: Engine, budget: int | None, gpu: type[CudaMemory] = CudaMemory) -> None:
     """As with mode "auto", which would keep all experts of so small a model on the GPU."""
-    engine.fill_memory(CudaMemory(engine.device), budget)
+    memory = MEMORY_LIMITS.set(engine, engine.device, budget, gpu(engine.device))
+    engine.fill_memory(memory, memory.budget)
 
 
 def test_memory_is_filled_with_experts_and_they_leave_it_before_a_larger_batch() -> None:
@@ -284,6 +286,96 @@ def test_memory_is_filled_with_experts_and_they_leave_it_before_a_larger_batch()
         model.overspill.close()
     assert homes[1] == 0
     assert homes[7] > 0
+
+
+def trainee(
+    budget: int | None, gpu: type[CudaMemory] = CudaMemory
+) -> tuple[GPTMoE, overspill.AdamW]:
+    """A model whose experts fill its budget, and its optimizer."""
+    model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=torch.bfloat16)
+    overspill.offload(model, gpu_memory=budget, mode="host", slots=6, quiet=True)
+    fill(model.overspill, budget, gpu)
+    return model, overspill.AdamW(model, lr=1e-3)
+
+
+def train_steps(count: int, *trainees: tuple[GPTMoE, overspill.AdamW]) -> None:
+    """The models take turns."""
+    tokens = batches(1, seed=5)[0][:4]
+    for _ in range(count):
+        for model, optimizer in trainees:
+            model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_two_models_fill_memory_within_their_own_budgets() -> None:
+    count = CONFIG.n_layers * CONFIG.n_experts
+    record = 12 * 3 * CONFIG.d_model * CONFIG.d_hidden
+    base = torch.cuda.memory_reserved() + (192 << 20)
+    budgets = [base + count * record // 2, base + 2 * count * record]
+    first, second = trainee(budgets[0]), trainee(budgets[1])
+    engines = [first[0].overspill, second[0].overspill]
+    try:
+        for _ in range(12):
+            train_steps(1, first, second)
+            assert torch.cuda.memory_reserved() <= sum(budgets)
+            for engine, budget in zip(engines, budgets, strict=True):
+                assert engine.device_bytes() <= budget
+        assert sum(engines[0].homes) > 0
+        assert sum(engines[1].homes) == count
+        engines[1].close()
+        train_steps(2, first)
+        engines[0].check_conserved()
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+class SmallGpu(CudaMemory):
+    """A part of the GPU."""
+
+    size = 1 << 40
+
+    def available(self) -> int:
+        return min(super().available(), self.size)
+
+
+def test_experts_leave_for_a_model_that_is_offloaded_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without budgets the models share what is free."""
+    monkeypatch.setattr("overspill.moe.memory_limit.CudaMemory", SmallGpu)
+    count = CONFIG.n_layers * CONFIG.n_experts
+    first = trainee(None, SmallGpu)
+    engines = [first[0].overspill]
+    try:
+        train_steps(12, first)
+        assert sum(engines[0].homes) == count
+        monkeypatch.setattr(SmallGpu, "size", torch.cuda.memory_reserved() + (16 << 20))
+        second = trainee(None, SmallGpu)
+        engines.append(second[0].overspill)
+        fewer = sum(engines[0].homes)
+        assert fewer < count, "at once"
+        train_steps(12, first, second)
+        assert sum(engines[0].homes) < count
+        engines[1].close()
+        second[0].to("cpu")
+        train_steps(12, first)
+        assert sum(engines[0].homes) > fewer
+        engines[0].check_conserved()
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_filling_memory_leaves_the_peak_statistics_to_the_user() -> None:
+    model, optimizer = trainee(torch.cuda.memory_reserved() + (512 << 20))
+    try:
+        large = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        del large
+        peak = torch.cuda.max_memory_allocated()
+        train_steps(8, (model, optimizer))
+        assert torch.cuda.max_memory_allocated() >= peak
+    finally:
+        model.overspill.close()
 
 
 def accumulated(clip: float | None, room: float) -> tuple[list[float], int]:

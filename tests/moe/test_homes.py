@@ -249,6 +249,29 @@ def test_memory_is_filled_after_the_first_steps(where: str, most: int, tmp_path:
     assert_follows(run, plain_run(task))
 
 
+def test_experts_give_way_to_another_model_but_not_within_a_step(tmp_path: Path) -> None:
+    task = Task(clip=0.5)
+    model, (tokens,) = task.model(), next(task.batches())
+    with spilled(model, "host with 2 slots", tmp_path, host_memory="2GiB") as engine:
+        optimizer = adamw(model, task)
+        memory = FakeMemory(engine, other=1 << 16)
+        record = engine.layout.shape.numel * 16
+        engine.fill_memory(memory, int((memory.peak() + 9.5 * record) / 0.98))
+        for _ in range(8):
+            train_step(model, optimizer, [tokens])
+        loss_of(model, tokens).backward()
+        before = sum(engine.homes)
+        left = memory.peak() - 3 * record
+        memory.available = lambda: left  # type: ignore[method-assign]
+        engine.give_way()
+        assert sum(engine.homes) == before
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.give_way()
+        assert 0 < sum(engine.homes) < before
+    engine.give_way()  # closed
+
+
 def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_path: Path) -> None:
     """Without states, with states, with kept gradients too, and when micro-batches begin."""
     task, clipped = Task(), Task(clip=0.5)

@@ -1,19 +1,110 @@
-"""The limit of GPU memory is the process's: several engines share it."""
+"""GPU memory is the process's: several models share it."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from overspill.moe.memory_limit import MemoryLimits
+import overspill
+from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryLimits, MemoryUser, ModelMemory
+from overspill.moe.residency import Residency
+from overspill.plan.homes import DeviceShare
+from tests.moe.oracle import Task, adamw, train_step
+
+GPU = torch.device("cuda:0")
+EXPERT = 10
+TOTAL = 60
+
+
+class Device:
+    """A GPU whose allocator counts the memory of all models."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.models: list[MemoryUser] = []
+        self.activations = 0
+        self.overflows = 0
+        self.windows: list[Window] = []
+
+    def allocated(self) -> int:
+        return sum(model.device_bytes() for model in self.models) + self.activations
+
+    def use(self, limit: int) -> None:
+        """What is allocated now is in use."""
+        self.overflows += self.allocated() > limit
+        for window in self.windows:
+            window.most = max(window.most, self.allocated())
+
+
+class Window:
+    """A measurement of its memory."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.most = 0
+        device.windows.append(self)
+
+    def allocated(self) -> int:
+        return self._device.allocated()
+
+    def peak(self) -> int:
+        peak, self.most = self.most, self.allocated()
+        return peak
+
+    def available(self) -> int:
+        return self._device.size
+
+    def shortages(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        self.most = self.allocated()
+
+
+class Model:
+    """Its experts move as the engine's do."""
+
+    def __init__(
+        self, limits: MemoryLimits, device: Device, budget: int | None, dense: int = 20
+    ) -> None:
+        self.limits, self.device, self.dense, self.homes = limits, device, dense, 0
+        self.most = 0  # that it has used, with its activations
+        device.models.append(self)
+        memory = limits.set(self, GPU, budget, Window(device))
+        sizes = lambda: EXPERT, lambda: 0
+        moves = lambda: DeviceShare(self.homes), self.move
+        self.residency = Residency(memory, memory.budget, TOTAL, *sizes, *moves)
+
+    def device_bytes(self) -> int:
+        return self.dense + self.homes * EXPERT
+
+    def give_way(self) -> None:
+        self.residency.give_way()
+
+    def move(self, share: DeviceShare) -> None:
+        with self.limits.moving(self):
+            self.homes = share.experts
+            self.device.use(self.limits.limit(0))
+
+    def run(self, activations: int, rows: int = 100) -> None:
+        self.residency.before_pass(rows, training=True)
+        self.device.activations += activations
+        self.device.use(self.limits.limit(0))
+        self.device.activations -= activations
+        self.most = max(self.most, self.device_bytes() + activations)
+
+    def close(self) -> None:
+        self.device.models.remove(self)
+        self.limits.lift(self)
 
 
 @pytest.fixture
 def fractions(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """The fraction that torch was told for each device; a device has 100 bytes."""
+    """The fraction that torch was told for each device; a device has 1000 bytes."""
     told: dict[int, float] = {}
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100)
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000)
     )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
@@ -24,33 +115,194 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     return told
 
 
-def test_closing_one_engine_keeps_the_limit_of_another(fractions: dict[int, float]) -> None:
+@pytest.fixture
+def limits(fractions: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> MemoryLimits:
     limits = MemoryLimits()
-    limits.set("one", torch.device("cuda:0"), 30)
+    monkeypatch.setattr("overspill.moe.memory_limit.CudaMemory", lambda _: Window(Device(1000)))
+    return limits
+
+
+class Engine:
+    """Holds nothing."""
+
+    def device_bytes(self) -> int:
+        return 0
+
+    def give_way(self) -> None: ...
+
+
+def test_closing_one_engine_keeps_the_limit_of_another(fractions: dict[int, float]) -> None:
+    limits, one, two, device = MemoryLimits(), Engine(), Engine(), Window(Device(1000))
+    limits.set(one, GPU, 300, device)
     assert fractions == {0: 0.3}
-    limits.set("two", torch.device("cuda"), 20)
+    limits.set(two, torch.device("cuda"), 200, device)
     assert fractions == {0: 0.5}, "each can use its budget"
-    limits.lift("one")
+    limits.lift(one)
     assert fractions == {0: 0.2}
-    limits.lift("one")  # again
+    limits.lift(one)  # again
     assert fractions == {0: 0.2}
-    limits.lift("two")
+    limits.lift(two)
     assert fractions == {0: 1.0}
 
 
 def test_budgets_of_all_memory_are_no_more_than_it(fractions: dict[int, float]) -> None:
-    limits = MemoryLimits()
-    limits.set("one", torch.device("cuda:0"), 90)
-    limits.set("two", torch.device("cuda:0"), 90)
+    limits, device = MemoryLimits(), Window(Device(1000))
+    limits.set(Engine(), GPU, 900, device)
+    limits.set(Engine(), GPU, 900, device)
     assert fractions == {0: 1.0}
 
 
 def test_devices_have_limits_of_their_own(fractions: dict[int, float]) -> None:
-    limits = MemoryLimits()
-    limits.set("one", torch.device("cuda:0"), 30)
-    limits.set("two", torch.device("cuda:1"), 20)
-    limits.set("cpu", torch.device("cpu"), 10)
+    limits, two, device = MemoryLimits(), Engine(), Window(Device(1000))
+    limits.set(Engine(), GPU, 300, device)
+    limits.set(two, torch.device("cuda:1"), 200, device)
     assert fractions == {0: 0.3, 1: 0.2}
-    limits.lift("two")
-    limits.lift("cpu")
+    limits.lift(two)
     assert fractions == {0: 0.3, 1: 1.0}
+
+
+def test_no_limit_holds_while_a_model_is_offloaded(
+    limits: MemoryLimits, fractions: dict[int, float]
+) -> None:
+    limits.set(Engine(), GPU, 300, Window(Device(1000)))
+    with limits.claimed(GPU, 200):
+        assert fractions == {0: 1.0}
+        with limits.claimed(GPU, 200):
+            pass
+        assert fractions == {0: 1.0}
+    assert fractions == {0: 0.3}
+
+
+def test_two_models_fill_their_own_budgets(limits: MemoryLimits) -> None:
+    device = Device(1000)
+    one, two = Model(limits, device, 400), Model(limits, device, 250)
+    for _ in range(12):
+        one.run(100)
+        two.run(100)
+    assert device.overflows == 0
+    assert 0.8 * 400 <= one.most <= 400
+    assert 0.8 * 250 <= two.most <= 250
+
+
+def test_a_larger_batch_of_one_model_does_not_take_memory_of_another(limits: MemoryLimits) -> None:
+    device = Device(1000)
+    one, two = Model(limits, device, 400), Model(limits, device, 400)
+    for _ in range(8):
+        one.run(100)
+        two.run(100)
+    for _ in range(8):
+        one.run(250, rows=250)
+        two.run(100)
+    assert device.overflows == 0
+    assert one.most <= 400
+    assert two.most <= 400
+    assert one.homes < two.homes
+
+
+def test_models_without_a_budget_share_what_is_free(limits: MemoryLimits) -> None:
+    device = Device(1000)
+    one = Model(limits, device, None)
+    for _ in range(8):
+        one.run(100)
+    alone = one.homes
+    assert alone * EXPERT >= 0.9 * min(TOTAL * EXPERT, 1000 - 20 - 100)
+    with limits.claimed(GPU, None):
+        assert one.homes < alone, "at once: the other needs memory to be loaded"
+        assert limits.share(GPU) == pytest.approx(500, abs=1)
+        two = Model(limits, device, None)
+    for _ in range(12):
+        one.run(100)
+        two.run(100)
+    assert device.overflows == 0
+    assert one.homes == pytest.approx(two.homes, abs=2)
+    assert one.device_bytes() + 100 >= 0.8 * 500
+    two.close()
+    for _ in range(8):
+        one.run(100)
+    assert one.homes == alone, "memory of a closed model is filled again"
+    assert device.overflows == 0
+
+
+def test_memory_of_no_model_is_taken_from_all(limits: MemoryLimits) -> None:
+    device = Device(1000)
+    device.activations = 600  # tensors of the user
+    one, two = Model(limits, device, None, dense=0), Model(limits, device, None, dense=0)
+    for _ in range(12):
+        one.run(20)
+        two.run(20)
+    assert device.overflows == 0
+    assert one.homes * EXPERT == pytest.approx(200 - 20 - 40, abs=2 * EXPERT)
+    assert one.homes == pytest.approx(two.homes, abs=2)
+
+
+def test_a_budget_comes_before_what_others_share(limits: MemoryLimits) -> None:
+    device = Device(1000)
+    one = Model(limits, device, None)
+    for _ in range(8):
+        one.run(100)
+    with limits.claimed(GPU, 600):
+        two = Model(limits, device, 600)
+    for _ in range(12):
+        two.run(100)
+        one.run(100)
+    assert device.overflows == 0
+    assert one.device_bytes() + 100 <= 400
+    assert 0.8 * 600 <= two.most <= 600
+
+
+def test_a_model_that_cannot_leave_leaves_the_rest(limits: MemoryLimits) -> None:
+    """All of its experts stay on the GPU."""
+    device = Window(Device(1000))
+    fixed = Engine()
+    fixed.device_bytes = lambda: 700  # type: ignore[method-assign]
+    limits.set(fixed, GPU, None, device)
+    memory: ModelMemory = limits.set(Engine(), GPU, None, device)
+    assert memory.available() == 300
+
+
+def test_experts_that_another_model_moves_are_no_activations(limits: MemoryLimits) -> None:
+    device = Device(1000)
+    one, two = Model(limits, device, 500), Model(limits, device, 500)
+    for _ in range(8):
+        one.run(50)
+    before = one.homes
+    for homes in (30, 0, 20, 0):
+        two.move(DeviceShare(homes))
+        one.run(50)
+    one.run(60, rows=120)  # for which experts leave
+    assert before - 3 <= one.homes < before
+
+
+def test_two_trained_models_fill_their_budgets_and_give_way_to_a_third(
+    limits: MemoryLimits,
+) -> None:
+    """Real engines; the memory is simulated."""
+    task, device = Task(), Device(1 << 40)
+    models = [task.model(), task.model()]
+    options = {"device": "cpu", "mode": "host", "slots": 2, "host_memory": "2GiB", "quiet": True}
+    for model in models:
+        overspill.offload(model, settings=overspill.Settings(threads=1), **options)
+    first, second = (model.overspill for model in models)
+    try:
+        device.models += [first, second]
+        record = first.layout.weight_bytes + first.layout.state_bytes
+        device.size = device.allocated() + 20 * record
+        optimizers = [adamw(model, task) for model in models]
+        for engine, budget in ((first, None), (second, first.device_bytes() + 9 * record)):
+            memory = MEMORY_LIMITS.set(engine, GPU, budget, Window(device))
+            engine.fill_memory(memory, memory.budget)
+        for batches in itertools.islice(itertools.cycle(task.batches()), 10):
+            pairs = zip(models, optimizers, strict=True)
+            one, two = [train_step(model, optimizer, batches) for model, optimizer in pairs]
+            assert one == two, "wherever experts are"
+            assert device.allocated() <= device.size
+        homes = [sum(engine.homes) for engine in (first, second)]
+        assert homes[0] > 3
+        assert 3 < homes[1] <= 9
+        with MEMORY_LIMITS.claimed(GPU, homes[0] * record):
+            assert sum(first.homes) < homes[0]
+            assert sum(second.homes) == homes[1], "it has a budget"
+    finally:
+        first.close()
+        second.close()
+    assert not MEMORY_LIMITS.on(0)

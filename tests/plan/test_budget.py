@@ -268,6 +268,26 @@ def test_experts_on_the_gpu_need_memory_there_and_none_elsewhere() -> None:
     assert place(EIGHT_A_LAYER, replace(small, gpu_experts=0)).mode == "disk"
 
 
+def test_no_error_names_experts_on_the_gpu_that_were_not_asked_for() -> None:
+    """Experts that host memory does not hold start on the GPU, if streaming has room there."""
+    model = ModelSizes(4, 8, 64 * MIB, 40 * MIB, 101 * MIB, 0, token_bytes=MIB, training=True)
+    asked = BudgetRequest(790 * MIB, PROCESS + 1800 * MIB, residency=True, keep_gradients=False)
+    message = error_of(model, asked)
+    assert message is not None
+    assert "gpu_experts" not in message
+    assert "--host-memory 2.8 GiB does not hold the experts, which need" in message
+    asked = replace(asked, gpu_memory=1000 * MIB)
+    message = error_of(model, asked)
+    assert message is not None
+    assert re.search(
+        r"does not hold the 30 experts beyond --gpu-memory 1000\.0 MiB, which need .*; give a "
+        r"--disk folder, or more host or GPU memory$",
+        message,
+    ), message
+    with_disk = place(model, replace(asked, gpu_memory=790 * MIB, disk_free=100 * GIB))
+    assert (with_disk.mode, with_disk.homes) == ("disk", 0)
+
+
 MAPPED = replace(AMPLE, can_map=True, host_memory=2 * GIB)
 
 

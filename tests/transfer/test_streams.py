@@ -1,5 +1,7 @@
 """Copy streams and events without a GPU: a copy has ended when the call returns."""
 
+import threading
+
 import torch
 
 from overspill.trace.recorder import Recorder
@@ -11,6 +13,7 @@ from overspill.transfer.streams import (
     to_host,
     wait_event,
 )
+from tests.fuzz.late import LateStream
 from tests.transfer.fakes import CPU
 
 
@@ -47,3 +50,28 @@ def test_a_tensor_of_the_cpu_is_on_the_host_already() -> None:
 def test_timestamps_of_the_cpu_are_seconds_apart() -> None:
     first, second = Timestamp(CPU), Timestamp(CPU)
     assert 0 <= first.seconds_until(second) < 10
+
+
+def test_deferred_copies_end_later_and_in_order() -> None:
+    late = LateStream("upload", seed=1, longest=1e-3)
+    stream = CopyStream("upload", CPU, Recorder(), lambda kind: late.defer)
+    begin, memory = threading.Event(), torch.zeros(8)
+
+    def wait() -> None:
+        begin.wait()
+
+    try:
+        late.defer(wait)
+        ends = [stream.copy([(memory, torch.full((8,), n))], "copy") for n in (1.0, 2.0, 3.0)]
+        assert not any(end.done() for end in ends)
+        assert memory.sum() == 0
+        begin.set()
+        wait_event(CPU, ends[1])
+        assert ends[0].done()
+        assert memory[0] >= 2
+        stream.synchronize()
+        assert ends[2].done()
+        assert memory[0] == 3
+    finally:
+        begin.set()
+        late.close()

@@ -46,7 +46,7 @@ class Runner:
     is completed, because a GPU may wait for its flag, and the next call of a method raises it.
     """
 
-    def __init__(self, inject: Callable[[str], None] | None = None) -> None:
+    def __init__(self, inject: Callable[[str], object] | None = None) -> None:
         self._library = loaded_library()
         self._failure: BaseException | None = None
         # Kept here: the native threads call it until close().
@@ -119,7 +119,7 @@ class Runner:
         """A forked child does not have the thread."""
         return not self._closed and os.getpid() == self._process
 
-    def _call(self, inject: Callable[[str], None]) -> None:
+    def _call(self, inject: Callable[[str], object]) -> None:
         try:
             inject("cpu")
         except BaseException as error:

@@ -1,5 +1,6 @@
 """What a model may use of the machine: budgets, and the settings that override them."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from overspill.core.errors import BudgetError
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import available_memory, choose_device, disk_free
+from overspill.moe.memory_limit import MEMORY_LIMITS
 from overspill.moe.settings import Settings
 from overspill.plan.budget import BudgetRequest
 from overspill.tiers.ssd import check_folder
@@ -48,6 +50,12 @@ class Budgets:
     def folder(self) -> Path | None:
         return None if self.disk is None else Path(self.disk)
 
+    def claimed(self, device: torch.device) -> AbstractContextManager[None]:
+        """While the model is loaded and offloaded: other models on the GPU make room for it."""
+        size = self.gpu_memory
+        asked = None if size is None else parse_size(size, "--gpu-memory")
+        return MEMORY_LIMITS.claimed(device, asked)
+
     def request(self, device: torch.device) -> BudgetRequest:
         """The budgets in bytes for the planner; those not given come from the machine."""
         if self.folder is not None:
@@ -85,8 +93,7 @@ class Budgets:
             return asked or available // 2  # the CPU computes: half of its memory is the device's
         total = torch.cuda.get_device_properties(device).total_memory
         if asked is None:
-            # memory that this process has already reserved is part of the budget
-            return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+            return MEMORY_LIMITS.share(device)
         if asked > total:
             raise BudgetError(
                 f"--gpu-memory {format_size(asked)} exceeds the GPU's {format_size(total)}"

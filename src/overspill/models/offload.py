@@ -25,6 +25,7 @@ from overspill.models.progress_bar import TerminalProgress
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
+from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
 from overspill.plan.budget import ModelSizes, Placement, place
 from overspill.tiers.layout import RecordLayout
@@ -64,7 +65,8 @@ def offload(
 
     Args:
         model: a `GPTMoE` or a Mixture-of-Experts model of Hugging Face transformers.
-        gpu_memory: GPU memory the process may use; default: all that is free.
+        gpu_memory: GPU memory the model may use; default: all that is free, or an equal share of
+            it if several models have no budget.
         host_memory: host memory the process may use; default: 95% of what is free.
         disk: folder for experts that do not fit in host memory; default: no disk is used.
         device: the compute device; default: the GPU if there is one.
@@ -132,6 +134,19 @@ def move_experts(
     """Moves the experts of `layers` to a new engine, `model.overspill`, and the rest of the model
     to the compute device, then calls `finish`. Without `source` the weights of the layers are
     copied. They are released when all has succeeded; a failure leaves the model as it was."""
+    with budgets.claimed(budgets.compute_device):
+        return _move_experts(model, layers, budgets, progress, quiet, source, finish)
+
+
+def _move_experts(
+    model: nn.Module,
+    layers: Sequence[ExpertLayer],
+    budgets: Budgets,
+    progress: bool | Progress,
+    quiet: bool,
+    source: ExpertSource | None,
+    finish: Callable[[], object],
+) -> nn.Module:
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     request = budgets.request(device)
@@ -160,8 +175,23 @@ def move_experts(
         parameter.data = parameter.data.new_empty(0)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        engine.limit_memory(request.gpu_memory)
+        budget = None if budgets.gpu_memory is None else request.gpu_memory
+        engine.limit_memory(budget, _dense_bytes(weakref.ref(model)))
     return model
+
+
+def _dense_bytes(model: weakref.ref[nn.Module]) -> Callable[[], int]:
+    """Counts the GPU memory of weights and gradients of the dense part."""
+
+    def count() -> int:
+        found = model()
+        if found is None:
+            return 0
+        dense = [p for p in found.parameters() if not isinstance(p, ExpertPlaceholder)]
+        tensors = [*dense, *(p.grad for p in dense if p.grad is not None)]
+        return sum(tensor.nbytes for tensor in tensors if tensor.is_cuda)
+
+    return count
 
 
 def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout) -> ModelSizes:

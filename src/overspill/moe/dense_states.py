@@ -30,12 +30,16 @@ class DenseStates:
         self._lifetime = lifetime
         self._slabs: list[HostSlab] = []
         self._free: list[HostSlab] = []  # those to which no tensor refers
+        self.device_bytes = 0
 
     def zeros(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """A new state of a parameter."""
         size = parameter.numel() * dtype.itemsize
         if not self._on_host or parameter.device.type != self._device.type or size == 0:
-            return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            state = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            self._count(size)
+            weakref.finalize(state.untyped_storage(), self._count, -size).atexit = False
+            return state
         with DeferredInterrupt():  # every slab is either free or will be given back
             slab = self._take(round_up(size, ALIGN))
             memory = slab[0][:size]
@@ -45,6 +49,9 @@ class DenseStates:
                 state = torch.from_numpy(memory.numpy())
             weakref.finalize(state.untyped_storage(), self._give_back, slab).atexit = False
         return state.view(dtype).view(parameter.shape)
+
+    def _count(self, size: int) -> None:
+        self.device_bytes += size
 
     def _take(self, size: int) -> HostSlab:
         for slab in self._free:

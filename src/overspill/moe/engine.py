@@ -6,7 +6,7 @@ others are streamed from host memory and disk.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,15 @@ from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.compute import ExpertCompute
 from overspill.moe.dense_states import DenseStates
+from overspill.moe.device_memory import CudaMemory, DeviceMemory
 from overspill.moe.dispatch import LocalDispatcher
 from overspill.moe.gradients import ExpertGradients
 from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
-from overspill.moe.memory_limit import MEMORY_LIMITS
+from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
 from overspill.moe.records import ExpertRecords
-from overspill.moe.residency import CudaMemory, DeviceMemory, Residency
+from overspill.moe.residency import Residency
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
@@ -69,7 +70,8 @@ class Engine:
         self._costs = costs
         self._streaming: Streaming | None = None
         self._residency: Residency | None = None
-        self._budget: int | None = None
+        self._memory: ModelMemory | None = None
+        self._dense_bytes: Callable[[], int] = lambda: 0
         self._gradients: ExpertGradients | None = None
         self._training: TrainingStep | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
@@ -326,12 +328,12 @@ class Engine:
         """Bytes of the GPU's budget, of what this process has reserved, and what it is for: experts
         at home, slots and gradients of streamed ones, and the rest (dense part, activations).
         None without a GPU."""
-        if self.device.type != "cuda" or self._budget is None:
+        if self._memory is None:
             return None
-        reserved = torch.cuda.memory_reserved(self.device)
+        reserved = torch.cuda.memory_reserved(self.device) - self._memory.held_by_others()
         streaming = 0 if self._streaming is None else self._streaming.device_bytes
         return {
-            "budget": self._budget,
+            "budget": min(self._memory.budget, self._memory.available()),
             "reserved": reserved,
             "experts": self._homes.nbytes,
             "slots": streaming,
@@ -365,12 +367,33 @@ class Engine:
             )
         return line + dense
 
-    def limit_memory(self, budget: int) -> None:
-        """Limits what torch allocates on the device to the budgets of all engines."""
-        self._budget = budget
-        MEMORY_LIMITS.set(self, self.device, budget)
-        if self.placement.fills and self.device.type == "cuda":
-            self.fill_memory(CudaMemory(self.device), budget)
+    def limit_memory(
+        self, budget: int | None, dense_bytes: Callable[[], int] | None = None
+    ) -> None:
+        """Limits what torch allocates on the GPU to the budgets of all models; without one, the
+        model shares what is free. `dense_bytes` counts what the dense part holds there."""
+        if self.device.type != "cuda":
+            return
+        self._dense_bytes = dense_bytes or self._dense_bytes
+        memory = MEMORY_LIMITS.set(self, self.device, budget, CudaMemory(self.device))
+        self._memory = memory
+        if self.placement.fills:
+            self.fill_memory(memory, memory.budget)
+
+    def device_bytes(self) -> int:
+        """What this model holds on the compute device between two passes."""
+        dense = self._dense_bytes() + self._dense_states.device_bytes
+        return self.bytes_by_tier()["gpu"] + dense
+
+    def give_way(self) -> None:
+        """Another model gets memory: experts that are too many leave the device, if not in the
+        middle of a step."""
+        if self._residency is None or self.lifetime.forked:
+            return
+        with self._lock:
+            in_step = self._training is not None and self._training.has_gradients
+            if not in_step and not self.lifetime.closed:
+                self._residency.give_way()
 
     def fill_memory(self, memory: DeviceMemory, budget: int) -> None:
         """From now on lets as many experts live on the device as `budget` allows."""
@@ -400,7 +423,7 @@ class Engine:
         return DeviceShare(counts, self._gradients.on_device)
 
     def _set_device_share(self, share: DeviceShare) -> None:
-        with torch.inference_mode(False):  # the memory outlives it
+        with MEMORY_LIMITS.moving(self), torch.inference_mode(False):  # the memory outlives it
             if self._gradients is not None and self._gradients.on_device != share.gradients:
                 self._gradients.set_on_device(0)  # first: it makes room
             if share.experts != sum(self._store.homes):
@@ -442,7 +465,7 @@ class Engine:
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
-        if self._residency is None or layer_pass.layer != 0 or not MEMORY_LIMITS.alone(self):
+        if self._residency is None or layer_pass.layer != 0:
             return
         training = self._training
         if training is not None:

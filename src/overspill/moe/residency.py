@@ -2,18 +2,18 @@
 
 How much memory activations need is known only after a batch. So the first passes are observed, then
 experts move to the device until the budget is used. Some leave it again before a larger batch, if
-the allocator runs short, and if another process takes memory of the device.
+the allocator runs short, and if another model or process gets memory of the device.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from overspill.core.errors import BudgetError
 from overspill.core.sizes import format_size
+from overspill.moe.device_memory import DeviceMemory
 from overspill.plan.homes import DeviceShare, share_memory
 
 _log = logging.getLogger("overspill")
@@ -25,47 +25,6 @@ _MARGIN = 0.02  # share of the budget that stays free
 _MARGIN_STEP = 0.01  # more of it after each shortage
 _LARGEST_MARGIN = 0.16
 _WORTHWHILE = 0.02  # share of the experts: moving fewer is not worth the wait
-
-
-class DeviceMemory(Protocol):
-    """The memory of the compute device, as far as this process uses it."""
-
-    def peak(self) -> int:
-        """The most that was reserved since `reset`."""
-
-    def allocated(self) -> int:
-        """What is in use now."""
-
-    def available(self) -> int:
-        """What this process has reserved and what is free on the device."""
-
-    def shortages(self) -> int:
-        """How often the allocator had to free cached memory so far, which stops the device."""
-
-    def reset(self) -> None:
-        """Starts a new measurement of the peak, without cached memory."""
-
-
-class CudaMemory:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_reserved(self._device)
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def available(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device)
-
-    def shortages(self) -> int:
-        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
-
-    def reset(self) -> None:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 @dataclass
@@ -103,6 +62,7 @@ class Residency:
         counts `planned_bytes` for each that is at home now."""
         self._memory = memory
         self._budget = budget
+        self._limit = budget  # of the last pass: what of the budget is available
         self._total = total
         self._expert_bytes = expert_bytes
         self._gradient_bytes = gradient_bytes
@@ -128,7 +88,6 @@ class Residency:
             self._rows.clear()
             self._activations = 0
         elif self._passes > 1:
-            # the user may reset the statistics at any time
             self._activations = max(self._activations, self._memory.peak() - self._idle)
             self._observe(self._activations)
         kind = self._observed.setdefault(training, _Observed())
@@ -139,6 +98,10 @@ class Residency:
         self._passes += 1
         self._idle = self._memory.allocated()
 
+    def give_way(self) -> None:
+        """Another model gets memory now: experts leave that are too many."""
+        self._adjust(larger=True, fill=False)
+
     def _observe(self, activations: int) -> None:
         """No pass since the last change has needed more than `activations`."""
         for training, rows in self._rows.items():
@@ -148,29 +111,32 @@ class Residency:
             elif rows == kind.rows and len(self._rows) == 1:
                 kind.bytes = max(kind.bytes, activations)
 
-    def _adjust(self, larger: bool) -> None:
-        """`larger`: a pass of its kind with the most tokens so far begins."""
+    def _adjust(self, larger: bool, fill: bool = True) -> None:
+        """`larger`: more memory is needed, as for a pass of its kind with the most tokens so far.
+        Without `fill` no expert moves to the device."""
         now, shortages = self._share(), self._memory.shortages()
         short, self._shortages = shortages > self._shortages and any(now), shortages
         if short:
             self._margin = min(_LARGEST_MARGIN, self._margin + _MARGIN_STEP)
-        available = self._memory.available()
-        taken = available < self._budget * (1 - self._margin)  # by another process
-        limit = min(self._budget, available) * (1 - self._margin)
-        need = self._memory.allocated() + max(kind.need() for kind in self._observed.values())
+        available = min(self._budget, self._memory.available())
+        taken = available < self._limit * (1 - self._margin)  # by another model or process
+        self._limit = available if taken else max(available, self._limit)
+        limit = available * (1 - self._margin)
+        activations = max((kind.need() for kind in self._observed.values()), default=0)
+        need = self._memory.allocated() + activations
         sizes = self._expert_bytes(), self._total, self._gradient_bytes(), self._kept_bytes()
         share = share_memory(int(limit - need), now, *sizes)
         if limit < need and (short or taken or larger):
             if taken:
-                left = format_size(available)
-                _log.warning("the GPU has only %s left for this process: experts leave it", left)
+                left = format_size(max(0, available))
+                _log.warning("the GPU has only %s left for this model: experts leave it", left)
             if share != now:
                 self._move(share)
-        elif limit > need and self._passes >= _OBSERVED and self._is_worthwhile(now, share):
+        elif fill and limit > need and self._passes >= _OBSERVED and self._worthwhile(now, share):
             self._planned_bytes = self._expert_bytes()
             self._move(share)
 
-    def _is_worthwhile(self, now: DeviceShare, share: DeviceShare) -> bool:
+    def _worthwhile(self, now: DeviceShare, share: DeviceShare) -> bool:
         least = max(1, int(_WORTHWHILE * self._total))
         last = share.experts == self._total and now.experts < self._total
         return last or any(abs(a - b) >= least for a, b in zip(now, share, strict=True))

@@ -41,7 +41,8 @@ class Settings:
     """Threads of the CPU optimizer and of CPU experts; left out: all cores but four (they drive GPU
     and disk), at least three quarters."""
     inject: Inject | None = None
-    """Called before each transfer, CPU task and optimizer job; for fault-injection tests."""
+    """Called before each transfer, CPU task and optimizer job; for fault-injection tests. Where the
+    CPU computes, it may defer copies."""
 
     def __post_init__(self) -> None:
         if self.activations not in ("recompute", "keep"):

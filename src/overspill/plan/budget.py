@@ -179,10 +179,14 @@ def _place(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
     slot_bytes = _slot_bytes(model, request.keep_gradients is True)
     if request.host_slots is None and _host_slots(model, request, ring, slot_bytes) < count:
         need = count * slot_bytes + ring * model.weight_record + on_host.reserved
-        what = "the experts" + (" and dense optimizer states" if model.dense_states else "")
+        what, more = "the experts", "host memory"
+        if fills and homes:
+            what = f"the {count} experts beyond --gpu-memory {format_size(request.gpu_memory)}"
+            more = "host or GPU memory"
+        what += " and dense optimizer states" if model.dense_states else ""
         raise BudgetError(
             f"--host-memory {format_size(host_memory)} does not hold {what}, which "
-            f"need {format_size(need, up=True)}; give a --disk folder, or more host memory"
+            f"need {format_size(need, up=True)}; give a --disk folder, or more {more}"
         )
     return replace(on_host, ring=_ring(model, request, count))
 
@@ -210,7 +214,7 @@ def _may_fill(request: BudgetRequest) -> bool:
 
 def _homes_beyond_host(model: ModelSizes, request: BudgetRequest) -> int:
     """Experts that start on the GPU because host memory does not hold them: as many as are missing
-    there, if a quarter of the GPU's budget remains for activations."""
+    there, if a quarter of the GPU's budget remains for activations, and what streaming needs."""
     slot_bytes = _planned_slot_bytes(model, request)
     missing = 0
     while missing < model.experts:  # with fewer streamed experts the ring is smaller
@@ -220,7 +224,8 @@ def _homes_beyond_host(model: ModelSizes, request: BudgetRequest) -> int:
             break
         missing += short
     slots = _slots(model, request, request.gpu_memory - model.dense) * model.weight_record
-    free = int(0.75 * request.gpu_memory) - model.dense - slots
+    kept = max(request.gpu_memory // 4 + slots, _floor(model))
+    free = request.gpu_memory - model.dense - kept
     return max(0, min(missing, free // slot_bytes))
 
 

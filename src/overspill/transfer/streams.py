@@ -1,8 +1,10 @@
 """Copy streams and their events: CUDA streams, or their CPU counterparts, where a copy has ended
-when the call returns. All waiting between compute and copies is expressed with these."""
+when the call returns unless it is deferred. All waiting between compute and copies is expressed
+with these."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,9 +12,13 @@ from torch import Tensor
 from overspill.trace.recorder import Recorder
 from overspill.transfer.driver import Event, copy_on, new_event
 
-Inject = Callable[[str], None]
+Defer = Callable[[Callable[[], None]], Event]
+"""Carries out a copy later, after those it got before, and returns its end."""
+
+Inject = Callable[[str], Defer | None]
 """Called before every transfer, CPU task and optimizer job with its kind. Fault-injection tests
-sleep or raise here."""
+sleep or raise here. On a CPU, where a copy has otherwise ended when the call returns, they may
+defer it."""
 
 
 class StreamEvent:
@@ -43,16 +49,16 @@ class CopyStream:
         self.recorder = recorder
         self.inject = inject
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._deferred = COMPLETED  # the end of the last copy on a CPU
 
-    def run_inject(self) -> None:
+    def run_inject(self) -> Defer | None:
         """Calls the fault injection, if there is any, with this stream as the current one."""
         if self.inject is None:
-            return
+            return None
         if self.stream is None:
-            self.inject(self.name)
-            return
+            return self.inject(self.name)
         with torch.cuda.stream(self.stream):  # it may put a delay there
-            self.inject(self.name)
+            return self.inject(self.name)
 
     def copy(
         self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, after: Iterable[StreamEvent] = ()
@@ -62,10 +68,12 @@ class CopyStream:
         self.recorder.add_bytes(self.name, size)
         stream = self.stream
         if stream is None:
-            self.run_inject()
-            with self.recorder.span(self.name, label, size):
-                for destination, source in pairs:
-                    destination.copy_(source)
+            copy = partial(self._copy_on_cpu, pairs, label, size)
+            defer = self.run_inject()
+            if defer is not None:
+                self._deferred = StreamEvent(defer(copy))
+                return self._deferred
+            copy()
             return COMPLETED
         for event in after:
             if event.event is not None:
@@ -86,6 +94,17 @@ class CopyStream:
         end.record(stream)
         return StreamEvent(end)
 
+    def synchronize(self) -> None:
+        """Blocks until the device has carried out everything, on a CPU these copies."""
+        if self.stream is not None:
+            torch.cuda.synchronize(self.stream.device)
+        self._deferred.wait()
+
+    def _copy_on_cpu(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, size: int) -> None:
+        with self.recorder.span(self.name, label, size):
+            for destination, source in pairs:
+                destination.copy_(source)
+
 
 def record_event(device: torch.device, spin: bool = False) -> StreamEvent:
     """Records an event on the current compute stream. A thread that waits for it sleeps, or with
@@ -98,8 +117,11 @@ def record_event(device: torch.device, spin: bool = False) -> StreamEvent:
 
 
 def wait_event(device: torch.device, event: StreamEvent) -> None:
-    """Makes the current compute stream, not the host, wait for `event`."""
-    if event.event is not None:
+    """Makes the current compute stream, not the host, wait for `event`. On a CPU the calling thread
+    computes, so it waits."""
+    if device.type != "cuda":
+        event.wait()
+    elif event.event is not None:
         event.event.wait(torch.cuda.current_stream(device))
 
 

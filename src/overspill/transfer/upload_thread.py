@@ -124,7 +124,7 @@ class UploadThread:
         n_slots: int,
         record: int,
         piece: int,
-        inject: Callable[[], None] | None = None,
+        inject: Callable[[], object] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         library = upload_library()
@@ -204,7 +204,7 @@ class UploadThread:
             raise EngineError(f"uploading experts failed: {reason}") from self._failure
         return code
 
-    def _callback(self, inject: Callable[[], None] | None) -> Any:
+    def _callback(self, inject: Callable[[], object] | None) -> Any:
         """A C function that calls `inject` and returns 1 if that raises."""
         if inject is None:
             return _InjectCallback()

@@ -73,7 +73,7 @@ def load_within(
             kind = type(config).__name__
             raise ConfigError(f"{name}={value!r} is not a field of {kind}, nor an argument of load")
         setattr(config, name, value)
-    with CheckpointFolder(folder) as checkpoint:
+    with budgets.claimed(device), CheckpointFolder(folder) as checkpoint:
         made = Skeleton(model_class(config), train)
         model = _load_dense(made.model_class, folder, config, dtype, device)
         model.train(train)

@@ -231,8 +231,7 @@ class StreamingCompute(ExpertCompute):
     def wait_readers(self) -> None:
         """Blocks until no upload and no CPU expert reads weights in host memory."""
         self.uploader.wait_idle()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._upload_stream.synchronize()
 
     def set_settings(self, settings: Settings) -> None:
         """While nothing is being computed or transferred."""
@@ -247,8 +246,7 @@ class StreamingCompute(ExpertCompute):
 
     def close(self) -> None:
         self.uploader.close()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # no copy may still read memory that is freed
+        self._upload_stream.synchronize()  # no copy may still read memory that is freed
         if self._cpu is not None:
             self._cpu.close()
         self._waves.close()
