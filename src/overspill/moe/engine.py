@@ -219,6 +219,12 @@ class Engine:
         """How many experts of each layer have their home on the compute device."""
         return list(self._store.homes)
 
+    @property
+    def at_home(self) -> list[tuple[int, ...]]:
+        """The experts of each layer that have their home there, by their ids."""
+        pairs = zip(self._store.maps, self._store.homes, strict=True)
+        return [experts.local_ids[:count] for experts, count in pairs]
+
     def set_homes(self, counts: Sequence[int]) -> None:
         """Changes how many experts of each layer have their home on the compute device, between
         steps. Raises BudgetError if host memory and disk have no room for those that leave it."""
@@ -241,7 +247,8 @@ class Engine:
                     f"experts at positions {home} and {streamed} of layer {layer} cannot exchange "
                     f"places: the first {self.homes[layer]} of {self.experts.n_local} are at home"
                 )
-        self._change_homes(lambda: self._exchange_experts(exchanges))
+        if exchanges:
+            self._change_homes(lambda: self._exchange_experts(exchanges))
 
     def _change_homes(self, change: Callable[[], None]) -> None:
         # what is allocated here outlives an inference mode of the caller
