@@ -198,11 +198,11 @@ def test_cpu_experts_follow_exchanges(tmp_path: Path) -> None:
         assert loss.item() == pytest.approx(loss_of(plain, task.tokens).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("exchange", [(0, 2, 3), (0, 0, 1), (0, 0, 5), (1, -1, 4)])
+@pytest.mark.parametrize("exchange", [(0, 2, 3), (0, 0, 1), (0, 0, 5), (1, -1, 4), (3, 0, 4)])
 def test_impossible_exchanges_are_refused(exchange: tuple[int, int, int], tmp_path: Path) -> None:
     with (
         spilled(Task().model(), "host, 7 at home", tmp_path) as engine,
-        pytest.raises(ConfigError, match=r"cannot exchange places: the first 2 of 5 are at home"),
+        pytest.raises(ConfigError, match=r"of 5 positions the first \[2, 2, 3\] of each layer"),
     ):
         engine.exchange_homes([Exchange(*exchange)])
 

@@ -239,14 +239,6 @@ class Engine:
         """Lets experts at home on the compute device and streamed ones of the same layer exchange
         their places, between steps and before experts have optimizer states. What routers,
         checkpoints and state dicts call an expert does not change."""
-        if self._homes.has_states:
-            raise OrderError("experts with optimizer states cannot exchange places; use set_homes")
-        for layer, home, streamed in exchanges:
-            if not 0 <= home < self.homes[layer] <= streamed < self.experts.n_local:
-                raise ConfigError(
-                    f"experts at positions {home} and {streamed} of layer {layer} cannot exchange "
-                    f"places: the first {self.homes[layer]} of {self.experts.n_local} are at home"
-                )
         if exchanges:
             self._change_homes(lambda: self._exchange_experts(exchanges))
 
@@ -281,6 +273,16 @@ class Engine:
                 self.records.move_to_device(layer, count)
 
     def _exchange_experts(self, exchanges: Sequence[Exchange]) -> None:
+        if self._homes.has_states:
+            raise OrderError("experts with optimizer states cannot exchange places; use set_homes")
+        homes, n_local = self.homes, self.experts.n_local
+        for layer, home, streamed in exchanges:
+            known = 0 <= layer < self.n_layers
+            if not known or not 0 <= home < homes[layer] <= streamed < n_local:
+                raise ConfigError(
+                    f"positions {home} and {streamed} of layer {layer} cannot exchange experts: "
+                    f"of {n_local} positions the first {homes} of each layer are at home"
+                )
         assert self._streaming is not None
         for exchange in exchanges:
             self.records.exchange(*exchange)
