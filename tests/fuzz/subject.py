@@ -16,6 +16,7 @@ from overspill.core.errors import OrderError
 from overspill.moe.engine import Engine
 from overspill.moe.state_dict import Places, placeholders, split_record, stacked
 from overspill.optim.kernel import join_master
+from overspill.plan.usage import Exchange
 from overspill.train import checkpoint
 from tests.fuzz.faults import Faults
 from tests.fuzz.oracle import Choices, routers
@@ -73,7 +74,14 @@ class Subject(Side):
             memory = RestlessMemory(self.engine, room)
             self.engine.fill_memory(memory, memory.allocated() + room)
         self._places = _expert_places(model, case)
+        self._exchange_places()
         self.optimizer = self._new_optimizer()
+
+    def _exchange_places(self) -> None:
+        """Before experts have states: in each layer the first and the last one, if possible."""
+        last = self.case.n_experts - 1
+        counts = enumerate(self.engine.homes)
+        self.engine.exchange_homes([Exchange(n, 0, last) for n, at in counts if 0 < at <= last])
 
     def experts(self, layer: int) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if getattr(p, "layer", None) == layer]

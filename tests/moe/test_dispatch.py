@@ -38,8 +38,8 @@ def routed(
 ) -> tuple[LocalDispatcher, RowOrder, Tensor]:
     n_tokens, top_k, drops = CASES[case]
     ids = routing(n_tokens, top_k, drops)
-    dispatcher = LocalDispatcher(ExpertMap.whole(N_EXPERTS), CPU)
-    order = dispatcher.route(ids, drops, need_counts=True, may_resort=resort)
+    dispatcher = LocalDispatcher([ExpertMap.whole(N_EXPERTS)], CPU)
+    order = dispatcher.route(0, ids, drops, need_counts=True, may_resort=resort)
     if resort:
         dispatcher.sort(order, last)
     return dispatcher, order, ids
@@ -140,12 +140,12 @@ def test_pieces_of_the_rows_are_those_of_the_whole() -> None:
 
 
 def test_counts_are_left_on_the_device_where_the_host_does_not_need_them() -> None:
-    dispatcher = LocalDispatcher(ExpertMap.whole(N_EXPERTS), CPU)
+    dispatcher = LocalDispatcher([ExpertMap.whole(N_EXPERTS)], CPU)
     ids = routing(FEW, 2, drops=False)
-    assert dispatcher.route(ids, False, need_counts=False, may_resort=False).counts is None
-    assert dispatcher.route(ids, False, need_counts=True, may_resort=False).counts is not None
+    assert dispatcher.route(0, ids, False, need_counts=False, may_resort=False).counts is None
+    assert dispatcher.route(0, ids, False, need_counts=True, may_resort=False).counts is not None
 
 
 def test_experts_of_other_processes_need_another_dispatcher() -> None:
     with pytest.raises(AssertionError, match="other processes"):
-        LocalDispatcher(ExpertMap.of(4, [0, 1]), CPU)
+        LocalDispatcher([ExpertMap.of(4, [0, 1])], CPU)

@@ -1,5 +1,7 @@
 """Which experts of a layer this process holds: global expert ids and local positions."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,12 +11,13 @@ class ExpertMap:
     """Maps the global expert ids that a router names to positions among the local experts.
 
     Checkpoints, seeds and routers use global ids. Records, slots, counts and waves use positions.
-    With one process both are the same; with expert parallelism each process holds some of the ids.
+    With one process both are the same until experts exchange places; with expert parallelism each
+    process holds some of the ids.
     """
 
     n_global: int
     local_ids: tuple[int, ...]
-    """The global id at each local position, in ascending order."""
+    """The global id at each local position; in ascending order until experts exchange places."""
 
     @classmethod
     def whole(cls, n_experts: int) -> "ExpertMap":
@@ -36,13 +39,21 @@ class ExpertMap:
     def is_whole(self) -> bool:
         return self.n_local == self.n_global
 
+    @functools.cached_property
+    def in_order(self) -> bool:
+        return all(a < b for a, b in itertools.pairwise(self.local_ids))
+
+    def exchanged(self, first: int, second: int) -> "ExpertMap":
+        """The map after the experts at two positions have exchanged places."""
+        ids = list(self.local_ids)
+        ids[first], ids[second] = ids[second], ids[first]
+        return ExpertMap(self.n_global, tuple(ids))
+
     def global_id(self, position: int) -> int:
         return self.local_ids[position]
 
     def position(self, global_id: int) -> int:
         """The local position of an expert; KeyError if another process holds it."""
-        if self.is_whole:
-            return global_id
         try:
             return self.local_ids.index(global_id)
         except ValueError:

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from overspill.core.errors import OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape, Phase
 from overspill.moe.dispatch import Dispatcher
@@ -50,6 +51,23 @@ class ExpertCompute(abc.ABC):
         """Begins a forward pass: orders the token rows and decides which side computes which
         expert. `phase` is BACKWARD for the recomputation of a checkpoint; with `keep` the rows keep
         their order until backward."""
+
+    def follow_exchanges(self, layer_pass: LayerPass) -> None:
+        """Before a backward: if experts of the layer have exchanged places since the forward,
+        orders the token rows anew."""
+        layer, old = layer_pass.layer, layer_pass.rows
+        if self.dispatcher.is_current(layer, old):
+            return
+        if layer_pass.kept is not None:
+            raise OrderError(
+                f"experts of layer {layer} have exchanged places since the forward, which kept "
+                "activations in their order; run the forward again"
+            )
+        assert old.routed_TK is not None
+        may_resort = old.expert_ids_TK is not None
+        args = layer, old.routed_TK, layer_pass.drops
+        layer_pass.order = self.dispatcher.route(*args, need_counts=True, may_resort=may_resort)
+        layer_pass.on_cpu = frozenset()
 
     @abc.abstractmethod
     def enter_backward(self, layer_pass: LayerPass) -> None:

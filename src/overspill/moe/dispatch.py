@@ -6,6 +6,7 @@ all in this process: rows are gathered as they are needed and nothing is exchang
 Shapes: T tokens, D model, E local experts, K top-k, R token rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +39,8 @@ class RowOrder:
     expert_ids_TK: Tensor | None = None  # to sort again; in host memory if there are few
     last: frozenset[int] = frozenset()  # positions whose rows come after all others
     sorted: Permutation | None = None
+    routed_TK: Tensor | None = None  # the global ids
+    experts: ExpertMap | None = None  # the positions they had
 
     @property
     def permutation(self) -> Permutation:
@@ -62,6 +65,7 @@ class Dispatcher(Protocol):
 
     def route(
         self,
+        layer: int,
         expert_ids_TK: Tensor,
         drops: bool,
         need_counts: bool,
@@ -71,6 +75,9 @@ class Dispatcher(Protocol):
         """The order of the rows. With `need_counts` the host waits for the rows of each expert.
         With `may_resort` the rows may be sorted anew by `sort`; with `unsorted` too, only the first
         call of `sort` sorts them."""
+
+    def is_current(self, layer: int, order: RowOrder) -> bool:
+        """Whether experts are at the positions that they had when the rows were ordered."""
 
     def count(self, order: RowOrder) -> None:
         """Lets the host know the rows of each expert, if it does not yet."""
@@ -94,15 +101,34 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """All experts are local: global ids are positions."""
+    """All experts are local: global ids are positions, except in layers whose experts have
+    exchanged places."""
 
-    def __init__(self, experts: ExpertMap, device: torch.device) -> None:
-        assert experts.is_whole, "experts of other processes need an exchanging dispatcher"
-        self._n_experts = experts.n_local
+    def __init__(self, maps: Sequence[ExpertMap], device: torch.device) -> None:
+        """`maps` says which expert of each layer is at which position, and may change."""
+        assert maps[0].is_whole, "experts of other processes need an exchanging dispatcher"
+        self._n_experts = maps[0].n_local
+        self._maps = maps
+        self._tables: dict[int, tuple[ExpertMap, Tensor]] = {}  # by layer: positions by global id
         self._device = device
+
+    def _positions(self, layer: int, expert_ids_TK: Tensor) -> Tensor:
+        experts = self._maps[layer]
+        if experts.in_order:
+            return expert_ids_TK
+        known = self._tables.get(layer)
+        if known is None or known[0] is not experts:
+            ids = range(self._n_experts)
+            numbers = [*map(experts.position, ids), self._n_experts]  # the last one: no expert
+            known = self._tables[layer] = experts, torch.tensor(numbers, device=self._device)
+        return known[1][expert_ids_TK.to(torch.int64)]
+
+    def is_current(self, layer: int, order: RowOrder) -> bool:
+        return order.experts is None or order.experts is self._maps[layer]
 
     def route(
         self,
+        layer: int,
         expert_ids_TK: Tensor,
         drops: bool,
         need_counts: bool,
@@ -110,6 +136,8 @@ class LocalDispatcher:
         unsorted: bool = False,
     ) -> RowOrder:
         order = RowOrder(expert_ids_TK.numel(), drops)
+        order.routed_TK, order.experts = expert_ids_TK, self._maps[layer]
+        expert_ids_TK = self._positions(layer, expert_ids_TK)
         if may_resort and unsorted:
             self._count(order, expert_ids_TK)
             return order

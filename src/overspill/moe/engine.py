@@ -5,6 +5,7 @@ and writes weights and optimizer states. Some experts have their home on the com
 others are streamed from host memory and disk.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -39,10 +40,14 @@ from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
 from overspill.plan.homes import DeviceShare, spread_homes
+from overspill.plan.usage import Exchange
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
+
+_log = logging.getLogger("overspill")
+_EXCHANGED_BYTES = 1 << 30  # of experts that exchange places before one pass
 
 
 class Engine:
@@ -105,7 +110,7 @@ class Engine:
                 experts,
                 self._homes,
                 self._store.lifetime,
-                LocalDispatcher(experts, device),
+                LocalDispatcher(self._store.maps, device),
                 settings.max_rows or placement.max_rows,
                 settings.waves,
             )
@@ -216,6 +221,12 @@ class Engine:
         """How many experts of each layer have their home on the compute device."""
         return list(self._store.homes)
 
+    @property
+    def at_home(self) -> list[tuple[int, ...]]:
+        """The experts of each layer that have their home there, by their ids."""
+        pairs = zip(self._store.maps, self._store.homes, strict=True)
+        return [experts.local_ids[:count] for experts, count in pairs]
+
     def set_homes(self, counts: Sequence[int]) -> None:
         """Changes how many experts of each layer have their home on the compute device, between
         steps. Raises BudgetError if host memory and disk have no room for those that leave it."""
@@ -224,29 +235,61 @@ class Engine:
             raise ConfigError(
                 f"homes={counts} must be {self.n_layers} numbers from 0 to {self.experts.n_local}"
             )
+        self._change_homes(lambda: self._move_experts(counts))
+
+    def exchange_homes(self, exchanges: Sequence[Exchange]) -> None:
+        """Lets experts at home on the compute device and streamed ones of the same layer exchange
+        their places, between steps and before experts have optimizer states. What routers,
+        checkpoints and state dicts call an expert does not change."""
+        if exchanges:
+            self._change_homes(lambda: self._exchange_experts(exchanges))
+
+    def _change_homes(self, change: Callable[[], None]) -> None:
         # what is allocated here outlives an inference mode of the caller
         with self.exclusive(), DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if self._training is not None:
                 self._training.check_no_gradients("the homes of experts cannot be changed")
+            if self._streaming is not None:
+                self._streaming.stop_uploads()
             self.flush()
-            before = self.homes
-            self._stream_if_needed(sum(counts))
-            leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
-            if leaving:
-                self._store.empty_cache()
-                self._extend_host(self._store.missing_slots(leaving))
             try:
-                for layer, count in enumerate(counts):  # first those that leave: they make room
-                    if count < before[layer]:
-                        self.records.move_to_host(layer, count)
-                for layer, count in enumerate(counts):
-                    if count > before[layer]:
-                        self.records.move_to_device(layer, count)
+                change()
             finally:  # also after an interrupt
                 self._store.recount_slots()
                 self._homes.wait()  # the next pass may use another stream
                 if self._streaming is not None:
                     self._streaming.homes_changed()
+
+    def _move_experts(self, counts: Sequence[int]) -> None:
+        before = self.homes
+        self._stream_if_needed(sum(counts))
+        leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
+        if leaving:
+            self._store.empty_cache()
+            self._extend_host(self._store.missing_slots(leaving))
+        for layer, count in enumerate(counts):  # first those that leave: they make room
+            if count < before[layer]:
+                self.records.move_to_host(layer, count)
+        for layer, count in enumerate(counts):
+            if count > before[layer]:
+                self.records.move_to_device(layer, count)
+
+    def _exchange_experts(self, exchanges: Sequence[Exchange]) -> None:
+        if self._homes.has_states:
+            raise OrderError("experts with optimizer states cannot exchange places; use set_homes")
+        homes, n_local = self.homes, self.experts.n_local
+        for layer, home, streamed in exchanges:
+            known = 0 <= layer < self.n_layers
+            if not known or not 0 <= home < homes[layer] <= streamed < n_local:
+                raise ConfigError(
+                    f"positions {home} and {streamed} of layer {layer} cannot exchange experts: "
+                    f"of {n_local} positions the first {homes} of each layer are at home"
+                )
+        assert self._streaming is not None
+        for exchange in exchanges:
+            self.records.exchange(*exchange)
+            with self._store.lock:
+                self._streaming.compute.cursor.exchange(*exchange)
 
     def _extend_host(self, missing: int) -> None:
         if missing == 0:
@@ -465,7 +508,7 @@ class Engine:
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
-        if self._residency is None or layer_pass.layer != 0:
+        if layer_pass.layer != 0:
             return
         training = self._training
         if training is not None:
@@ -473,7 +516,29 @@ class Engine:
             expected = training.rule is None and layer_pass.trained
             if expected or training.has_gradients:
                 return
-        self._residency.before_pass(tokens, layer_pass.training)
+        if self._residency is not None:
+            self._residency.before_pass(tokens, layer_pass.training)
+        if self._settings.follow_usage and self._settings.activations != "keep":
+            self._follow_usage(layer_pass)
+
+    def _follow_usage(self, layer_pass: LayerPass) -> None:
+        """Lets the most used experts live on the device. Trained ones are all used in every step,
+        by the optimizer."""
+        trained = self._training is not None and layer_pass.trained
+        if self._streaming is None or trained or self._homes.has_states:
+            return
+        with self._store.lock:
+            usage = self._streaming.compute.cursor.usage
+            most = max(1, _EXCHANGED_BYTES // self.layout.weight_bytes)
+            exchanges = usage.decide(self._store.homes, most)
+        if not exchanges:
+            return
+        try:
+            self.exchange_homes(exchanges)
+        except torch.OutOfMemoryError:  # two records need memory meanwhile; others stay in place
+            _log.info("there is no GPU memory left to exchange experts by their usage")
+        else:
+            _log.info("%d experts moved to the GPU in place of less used ones", len(exchanges))
 
     def close(self) -> None:
         """Ends all threads and frees the memory; the experts are gone. A pass in another thread

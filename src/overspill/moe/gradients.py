@@ -149,7 +149,8 @@ class ExpertGradients(GradientSink):
         squares = self.of_homes.squares()
         if (streaming := self._streaming()) is not None:
             squares = squares | streaming.squares()
-        return total_of_squares(squares)
+        id_of = self._store.id_of
+        return total_of_squares({id_of(number): square for number, square in squares.items()})
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
         with self._all_or_nothing():

@@ -63,7 +63,7 @@ class ExpertRecords:
     def _at_home(self, expert: ExpertId) -> tuple[LayerRecords, int] | None:
         """The records of the expert's layer and its row, if its home is the compute device."""
         self._store.lifetime.check()
-        position = self.experts.position(expert.index)
+        position = self._store.maps[expert.layer].position(expert.index)
         if position < self._store.homes[expert.layer]:
             return self._homes[expert.layer], position
         return None
@@ -184,6 +184,21 @@ class ExpertRecords:
         finally:
             self._homes.resize(layer, self._store.homes[layer])
 
+    def exchange(self, layer: int, home: int, streamed: int) -> None:
+        """Lets an expert at home on the device and a streamed one exchange their places. While
+        nothing is computed or transferred, and there are no optimizer states."""
+        store, row = self._store, self._homes[layer].weights[home]
+        entries = store.at(layer, home), store.at(layer, streamed)
+        with store.lock:
+            host = self.layout.weights(store.load_weights(entries[1]))
+            before, map_before = (row.clone(), host.to(row.device, copy=True)), store.maps[layer]
+            try:
+                store.exchange(*entries, lambda: _copy_pair(before[::-1], (row, host)))
+            except BaseException:
+                if store.maps[layer] is map_before:
+                    _copy_pair(before, (row, host))
+                raise
+
     def _parts(self) -> list[Part]:
         return [part for part in (Part.WEIGHTS, Part.STATES) if part in self._store.slabs]
 
@@ -196,3 +211,8 @@ class ExpertRecords:
                 self.layout.state(memory, name).copy_(state[row])
 
         return copy
+
+
+def _copy_pair(sources: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from overspill.core.experts import ExpertId
+
 
 def gradient_norm(dense: Sequence[Tensor], expert_squares: float) -> float:
     """The 2-norm over dense gradients and experts, given the experts' sum of squares. Sums of
@@ -17,9 +19,9 @@ def gradient_norm(dense: Sequence[Tensor], expert_squares: float) -> float:
     return math.sqrt(squares)
 
 
-def total_of_squares(squares: Mapping[int, float]) -> float:
-    """The sum over experts, in the order of their numbers: the same bits wherever each one is."""
-    in_order = [squares[number] for number in sorted(squares)]
+def total_of_squares(squares: Mapping[ExpertId, float]) -> float:
+    """The sum over experts, in the order of their ids: the same bits wherever each one is."""
+    in_order = [squares[expert] for expert in sorted(squares)]
     return float(torch.tensor(in_order, dtype=torch.float64).sum())
 
 

@@ -41,7 +41,7 @@ class Entry:
     def __init__(
         self, id: ExpertId, number: int, host_slot: int | None, disk_slot: int | None
     ) -> None:
-        self.id = id
+        self.id = id  # the expert at this position, for names in traces and errors
         self.number = number  # layer * number of local experts + local position
         self.host_slot = host_slot  # None: only on disk
         self.disk_slot = disk_slot  # None: always in host memory

@@ -53,6 +53,8 @@ class ExpertStore(WorkerSync):
         self.layout = layout
         self.pinned = pinned
         self.experts = experts
+        self.maps = [experts] * n_layers
+        """Which expert of each layer is at which position."""
         self.n_layers = n_layers
         self.homes = homes if homes is not None else [0] * n_layers
         """Experts of each layer at home on the compute device: the first ones."""
@@ -159,7 +161,12 @@ class ExpertStore(WorkerSync):
     # -- lookup ---------------------------------------------------------------------------
 
     def entry(self, id: ExpertId) -> Entry:
-        return self.at(id.layer, self.experts.position(id.index))
+        return self.at(id.layer, self.maps[id.layer].position(id.index))
+
+    def id_of(self, number: int) -> ExpertId:
+        """The expert that is at a position now, by the number of its entry."""
+        layer, position = divmod(number, self.experts.n_local)
+        return ExpertId(layer, self.maps[layer].global_id(position))
 
     def at(self, layer: int, position: int) -> Entry:
         return self.entries[layer * self.experts.n_local + position]
@@ -377,6 +384,32 @@ class ExpertStore(WorkerSync):
         would use it: there are none."""
         assert not self.disk_slots
         return [self.slabs[part][slot] for slot in self._free_slots]
+
+    def load_weights(self, entry: Entry) -> Tensor:
+        """The weights in the expert's host slot; an expert on disk gets one."""
+        with self.lock:
+            if not entry.readable:
+                if entry.host_slot is None and not self.assign_host_slot(entry, ()):
+                    self.empty_cache()  # what is not yet on disk is written now
+                    self.assign_host_slot(entry, ())
+                assert entry.disk_slot is not None
+                memory = self.host(entry, Part.WEIGHTS)
+                self.files[Part.WEIGHTS].read(entry.disk_slot, memory)
+                entry.valid |= Part.WEIGHTS
+            return self.host(entry, Part.WEIGHTS)
+
+    def exchange(self, home: Entry, streamed: Entry, copy: Callable[[], None]) -> None:
+        """Two experts of a layer exchange their places, one at home on the device and one in a host
+        slot: `copy` exchanges their weights. If it raises, the caller has the old weights."""
+        layer = home.id.layer
+        with self.lock:
+            new = self.maps[layer].exchanged(self.position(home), self.position(streamed))
+            streamed.version += 1  # the copy on the GPU is out of date
+            if streamed.disk_slot is not None:
+                streamed.dirty |= Part.WEIGHTS
+            copy()
+            self.maps[layer] = new
+            home.id, streamed.id = streamed.id, home.id
 
     def _spare_host_slot(self) -> bool:
         """Whether an expert can get a host slot for good: those on disk need some."""

@@ -66,6 +66,8 @@ class MemorySection:
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     residency: bool = True
     """Let as many experts live on the GPU as its memory allows."""
+    follow_usage: bool = True
+    """While experts are frozen, let the most used ones live on the GPU."""
     overlap_updates: bool = True
     """Update experts during backward and the next forward."""
     overlap_uploads: bool = True

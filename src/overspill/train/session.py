@@ -22,8 +22,8 @@ from overspill.train.sections import RunConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SWITCHES = (
-    "residency", "overlap_updates", "overlap_uploads", "waves", "activations", "cpu_experts",
-    "threads",
+    "residency", "follow_usage", "overlap_updates", "overlap_uploads", "waves", "activations",
+    "cpu_experts", "threads",
 )  # fmt: skip
 """Settings of the engine that are also flags, with the same name."""
 

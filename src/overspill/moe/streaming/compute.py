@@ -49,7 +49,7 @@ class StreamingCompute(ExpertCompute):
         costs: ExpertCosts | None,
     ) -> None:
         """`slab` is the memory of the GPU slots."""
-        dispatcher = LocalDispatcher(store.experts, device)
+        dispatcher = LocalDispatcher(store.maps, device)
         shape = store.layout.shape
         max_rows = settings.max_rows or placement.max_rows
         super().__init__(store.n_layers, store.experts, shape, device, dispatcher, max_rows)
@@ -124,6 +124,7 @@ class StreamingCompute(ExpertCompute):
         self._store.lifetime.check()
         allowed = self._allow_split(layer_pass, sortable=not keep)
         layer_pass.order = self.dispatcher.route(
+            layer_pass.layer,
             expert_ids_TK,
             layer_pass.drops,
             need_counts=True,
@@ -135,6 +136,7 @@ class StreamingCompute(ExpertCompute):
 
     def enter_backward(self, layer_pass: LayerPass) -> None:
         self._store.lifetime.check()
+        self.follow_exchanges(layer_pass)
         self.dispatcher.count(layer_pass.rows)  # all experts may have been at home in forward
         self._allow_split(layer_pass, sortable=layer_pass.rows.expert_ids_TK is not None)
         self._enter(layer_pass, Phase.BACKWARD)

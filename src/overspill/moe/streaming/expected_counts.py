@@ -20,7 +20,7 @@ class ExpectedCounts:
     """Before a forward the last passes tell what to expect; backward has the forward's routing."""
 
     def __init__(self, n_layers: int) -> None:
-        self._routed: list[tuple[int, ...] | None] = [None] * n_layers
+        self._routed: list[tuple[float, ...] | None] = [None] * n_layers
         self._history: list[tuple[float, ...] | None] = [None] * n_layers
 
     def observe(self, layer: int, counts: Sequence[int]) -> None:
@@ -33,6 +33,11 @@ class ExpectedCounts:
             self._history[layer] = tuple(_DECAY * old + (1 - _DECAY) * new for old, new in pairs)
         self._routed[layer] = tuple(counts)
 
+    def exchange(self, layer: int, first: int, second: int) -> None:
+        """The experts at two positions have exchanged places."""
+        self._routed[layer] = _exchanged(self._routed[layer], first, second)
+        self._history[layer] = _exchanged(self._history[layer], first, second)
+
     def expected(
         self, layer: int, phase: Phase
     ) -> tuple[Sequence[int] | Sequence[float] | None, CountSource]:
@@ -40,3 +45,13 @@ class ExpectedCounts:
         if phase is Phase.BACKWARD:
             return self._routed[layer], CountSource.ROUTING
         return self._history[layer], CountSource.HISTORY
+
+
+def _exchanged(
+    counts: tuple[float, ...] | None, first: int, second: int
+) -> tuple[float, ...] | None:
+    if counts is None:
+        return None
+    changed = list(counts)
+    changed[first], changed[second] = changed[second], changed[first]
+    return tuple(changed)

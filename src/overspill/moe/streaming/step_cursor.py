@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from overspill.core.experts import Phase
 from overspill.moe.streaming.expected_counts import CountSource, ExpectedCounts
+from overspill.moe.streaming.usage import Usage
 from overspill.plan.banks import Chunk
 from overspill.plan.order import Position, upcoming
 
@@ -22,6 +23,7 @@ class StepCursor:
         self.passes = 0  # passes through layers so far
         self._training = True  # whether a backward follows the current forward
         self._counts_ahead = ExpectedCounts(n_layers)
+        self.usage = Usage(n_layers, n_local)
         self._counts: Sequence[int] = [1] * n_local  # of the current pass
         self._finished: set[int] = set()  # experts that the current pass is done with
 
@@ -32,6 +34,12 @@ class StepCursor:
         if phase is Phase.FORWARD:
             self._training = training
             self._counts_ahead.observe(layer, counts)
+            self.usage.observe(layer, counts)
+
+    def exchange(self, layer: int, first: int, second: int) -> None:
+        """The experts at two positions have exchanged places."""
+        self._counts_ahead.exchange(layer, first, second)
+        self.usage.exchange(layer, first, second)
 
     def finish(self, positions: Sequence[int]) -> None:
         """The current pass is done with these experts."""

@@ -85,13 +85,17 @@ class Streaming:
         if self.gradients is not None:
             self.gradients.set_settings(settings)
 
+    def stop_uploads(self) -> None:
+        """Uploads that were not issued are dropped; the next pass asks for what it needs."""
+        with self._store.lock:
+            self.compute.uploader.set_targets([])
+
     def homes_changed(self) -> None:
         """Between steps: other experts are streamed now."""
         if self.gradients is not None:
             self.gradients.of_homes.reset()
-        with self._store.lock:
-            self.compute.uploader.set_targets([])
-            self._store.request_transfers()
+        self.stop_uploads()
+        self._store.request_transfers()
 
     def wait(self) -> None:
         """Waits until every transfer and update has ended."""
