@@ -72,7 +72,7 @@ class Model:
         self.most = 0  # that it has used, with its activations
         device.models.append(self)
         memory = limits.set(self, GPU, budget, Window(device))
-        sizes = lambda: EXPERT, lambda: 0
+        sizes = lambda: EXPERT, lambda: 0, lambda: 0
         moves = lambda: DeviceShare(self.homes), self.move
         self.residency = Residency(memory, memory.budget, TOTAL, *sizes, *moves)
 
