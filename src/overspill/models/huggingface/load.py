@@ -36,6 +36,7 @@ def load(
     keep_gradients: bool | None = None,
     gpu_experts: int | None = None,
     dense_states: str = "auto",
+    dense_weights: str = "auto",
     progress: bool | Progress = True,
     quiet: bool = False,
     **config: Any,
@@ -50,7 +51,7 @@ def load(
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states,
+        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights,
     )  # fmt: skip
     return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config)
 
