@@ -41,7 +41,7 @@ class DenseBlock:
 def dense_blocks(model: nn.Module, experts: Collection[int] = ()) -> list[DenseBlock]:
     """All parameters whose id is not in `experts`: one block for each element of an outermost
     ModuleList (a decoder layer), one for what is outside of them (final norm and head), and one for
-    embeddings. A pass reads few rows of those, so they are not copied."""
+    embeddings. A lookup reads few rows of those, so it needs no copy."""
     rest, tables = DenseBlock("the head"), DenseBlock("embeddings")
     blocks, seen = [tables, rest], set(experts)
     find_output = getattr(model, "get_output_embeddings", lambda: None)
@@ -52,7 +52,8 @@ def dense_blocks(model: nn.Module, experts: Collection[int] = ()) -> list[DenseB
         if found:
             seen.update(map(id, found))
             block.parameters += found
-            block.modules += [module] if block is not tables else []
+            if not isinstance(module, nn.Embedding):
+                block.modules.append(module)
 
     def visit(module: nn.Module, name: str, block: DenseBlock) -> None:
         if not isinstance(module, nn.Embedding) or module is output:
