@@ -203,7 +203,7 @@ def test_a_system_that_allows_no_more_threads_leaves_none(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    while allowed < 20:
+    while allowed < 60:
         count = 0
         try:
             subject.offload("disk", tmp_path)

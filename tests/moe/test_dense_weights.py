@@ -24,6 +24,7 @@ from overspill.moe.dense_weights import DenseBlock, buffer_bytes, dense_blocks
 from overspill.moe.settings import Settings
 from overspill.tiers.layout import ALIGN
 from overspill.train import checkpoint
+from tests.interrupts import calls_of, interrupted, spread
 from tests.moe.oracle import (
     Run,
     Task,
@@ -301,6 +302,23 @@ def test_weights_that_the_user_changes_are_used(tmp_path: Path) -> None:
         torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens))
 
 
+def test_a_module_may_change_its_weights(tmp_path: Path) -> None:
+    tokens = next(TASK.batches())[0]
+    plain, model = TASK.model(), TASK.model()
+
+    def double(module: Any, *_: object) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+    with on_host(model, tmp_path), torch.no_grad():
+        for one in (plain, model):
+            one.blocks[1].attention.qkv.register_forward_hook(double)
+        for _ in range(3):
+            torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens))
+        changed = [one.blocks[1].attention.qkv.weight for one in (plain, model)]
+        assert torch.equal(*changed)
+
+
 def test_blocks_are_layers_head_and_embeddings() -> None:
     def names(task: Task) -> dict[str, set[str]]:
         model = task.model()
@@ -425,8 +443,7 @@ def test_a_copy_that_fails_raises_and_the_model_goes_on(at: int, tmp_path: Path)
         train_step(model, optimizer, next(TASK.batches()))
         left = at
         with pytest.raises(OSError, match="the copy failed"):
-            for batches in TASK.batches(1):
-                train_step(model, optimizer, batches)
+            train(model, optimizer, TASK, first=1)
         gc.collect()
         assert [p.data_ptr() for p in dense(model)] == homes
         optimizer.zero_grad()
@@ -434,6 +451,43 @@ def test_a_copy_that_fails_raises_and_the_model_goes_on(at: int, tmp_path: Path)
         train_step(model, optimizer, next(TASK.batches(1)))
         assert noted
         assert all(noted)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_after_an_interrupt_anywhere_in_a_step_training_goes_on(
+    clip: float | None, tmp_path: Path
+) -> None:
+    task = Task(n_layers=2, steps=2, clip=clip, checkpoint=True)
+    model = task.model()
+    first, second = task.batches()
+    with on_host(model, tmp_path) as engine:
+        optimizer = adamw(model, task)
+        train_step(model, optimizer, first)
+        homes = [p.data_ptr() for p in dense(model)]
+        weights, states = weights_of(model), copy.deepcopy(optimizer.state_dict())
+
+        def step() -> None:
+            train_step(model, optimizer, second)
+
+        def restore() -> None:
+            optimizer.load_state_dict(states)
+            model.load_state_dict(weights)
+            optimizer.zero_grad()
+
+        restore()
+        calls = calls_of(step)
+        after = weights_of(model)
+        restore()
+        for at in spread(calls, 7):
+            interrupted(step, at)
+            restore()
+            step()
+            assert [p.data_ptr() for p in dense(model)] == homes
+            for name, weight in weights_of(model).items():
+                torch.testing.assert_close(weight, after[name], rtol=1e-4, atol=1e-6)
+            restore()
+        engine.check_conserved()
 
 
 def test_threads_that_infer_at_once_get_the_logits_of_each_alone(tmp_path: Path) -> None:

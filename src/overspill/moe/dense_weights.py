@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overspill.core.interrupt import DeferredInterrupt
 from overspill.moe.dense_memory import DenseMemory
+from overspill.transfer.driver import copy_on
 from overspill.transfer.streams import CopyStream, StreamEvent, record_event, wait_event
 
 
@@ -31,7 +33,7 @@ class DenseBlock:
     name: str
     modules: list[nn.Module] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
-    homes: list[Tensor] = field(default_factory=list)  # in host memory
+    held: list["_Held"] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +81,26 @@ def buffer_bytes(blocks: Sequence[DenseBlock], training: bool) -> int:
     return 2 * largest + (2 * gradient if training else 0)
 
 
+@dataclass
+class _Held:
+    """A parameter in host memory."""
+
+    parameter: nn.Parameter
+    home: Tensor
+    version: int = 0  # of the parameter when its copy was made
+
+    def point_to(self, copy: Tensor) -> None:
+        if self.parameter.data_ptr() == self.home.data_ptr():  # else the user has set other data
+            self.version = self.parameter._version
+            self.parameter.data = copy
+
+    def put_back(self, copy: Tensor) -> None:
+        if self.parameter.data_ptr() == copy.data_ptr():
+            if self.parameter._version != self.version:  # a module has changed its weights
+                self.home.copy_(copy)
+            self.parameter.data = self.home
+
+
 @dataclass(frozen=True)
 class _Copy:
     """A block on the device."""
@@ -117,7 +139,7 @@ class DenseWeights:
                 home = self._memory.empty_like(parameter)
                 home.copy_(parameter)
                 parameter.data = home
-                block.homes.append(home)
+                block.held.append(_Held(parameter, home))
                 if parameter.requires_grad:
                     keep = _weakly(self._keep_gradient)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(keep))
@@ -156,16 +178,16 @@ class DenseWeights:
     def _running(self) -> Iterator[None]:
         """A forward of the model."""
         thread = threading.get_ident()
-        with self._lock:
-            outermost = thread not in self._passes
-            self._passes.add(thread)
-            if self._current is not None:  # of another thread, perhaps on another stream
+        with self._lock, DeferredInterrupt():
+            if not self._passes - {thread}:
+                self._drop_copies()  # none, unless an interrupt has left some
+            elif self._current is not None:  # of another thread, perhaps on another stream
                 self._arrive(self._current)
+            self._passes.add(thread)
         try:
             yield
         finally:
-            if outermost:
-                self._end(thread)
+            self._end(thread)
 
     def _is_alone(self) -> bool:
         """Whether a pass is running here, and no other one. A backward starts at its first call."""
@@ -183,7 +205,7 @@ class DenseWeights:
         return self._passes == {key}
 
     def _end(self, key: int) -> None:
-        with self._lock:
+        with self._lock, DeferredInterrupt():
             self._passes.discard(key)
             if not self._passes:
                 self._drop_copies()
@@ -194,63 +216,55 @@ class DenseWeights:
         if current is not None and current.block is block:
             return
         # copies are used by graphs, which inference mode does not allow
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._lock, DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if not self._is_alone():
                 return
             last = None if self._current is None else self._current.block
             self._followers[self._previous, last] = block
-            ready, self._next = self._next, None
             self._put_back()
-            if ready is None or ready.block is not block:
-                self._discard(ready)
-                ready = self._copy(block)
-            self._arrive(ready)
-            self._current, self._previous = ready, last
-            for parameter, home, copy in zip(
-                block.parameters, block.homes, ready.tensors, strict=True
-            ):
-                if parameter.data_ptr() == home.data_ptr():  # not if the user has given it others
-                    parameter.data = copy
+            if self._next is None or self._next.block is not block:
+                self._discard_next()
+                self._next = self._copy(block)
+            self._current, self._next, self._previous = self._next, None, last
+            self._arrive(self._current)
+            for held, copy in zip(block.held, self._current.tensors, strict=True):
+                held.point_to(copy)
             following = self._followers.get((last, block))
             if following is not None:
                 self._next = self._copy(following)
 
     def _copy(self, block: DenseBlock) -> _Copy:
-        tensors = [torch.empty_like(home) for home in block.homes]
+        pairs = [(torch.empty_like(held.home), held.home) for held in block.held]
         # kernels that are queued may still use the memory for something else
         free = record_event(self._device)
-        pairs = list(zip(tensors, block.homes, strict=True))
-        return _Copy(block, tensors, self._copies.copy(pairs, block.name, [free]))
+        arrived = self._copies.copy(pairs, block.name, [free])
+        return _Copy(block, [copy for copy, _ in pairs], arrived)
 
     def _arrive(self, copy: _Copy) -> None:
         """Lets the current stream use a copy, which may have been allocated for another."""
         wait_event(self._device, copy.arrived)
         if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
             for tensor in copy.tensors:
-                tensor.record_stream(torch.cuda.current_stream(self._device))
+                tensor.record_stream(stream)
 
-    def _discard(self, copy: _Copy | None) -> None:
-        """Drops a copy that no stream has waited for."""
-        if copy is not None and self._copies.stream is not None:
-            for tensor in copy.tensors:
+    def _discard_next(self) -> None:
+        if self._next is not None and self._copies.stream is not None:
+            for tensor in self._next.tensors:  # no other stream waits for the end of the copy
                 tensor.record_stream(self._copies.stream)
+        self._next = None
 
     def _put_back(self) -> None:
-        current, self._current = self._current, None
-        if current is None:
-            return
-        block = current.block
-        for parameter, home, copy in zip(
-            block.parameters, block.homes, current.tensors, strict=True
-        ):
-            if parameter.data_ptr() == copy.data_ptr():
-                parameter.data = home
+        if self._current is not None:
+            for held, copy in zip(self._current.block.held, self._current.tensors, strict=True):
+                held.put_back(copy)
+        self._current = None
 
     def _drop_copies(self) -> None:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._put_back()
-        self._discard(self._next)
-        self._next = self._previous = None
+        self._discard_next()
+        self._previous = None
 
     # -- gradients ------------------------------------------------------------------------
 
@@ -263,7 +277,10 @@ class DenseWeights:
         if grad.device.type == self._device.type and not self._memory.owns(grad):
             with torch.no_grad():
                 home = self._memory.empty_like(grad)
-                home.copy_(grad)
+                if grad.is_cuda:  # in the order of its stream, which may use its memory again
+                    copy_on(torch.cuda.current_stream(grad.device), home, grad)
+                else:
+                    home.copy_(grad)
                 parameter.grad = home
 
 

@@ -76,7 +76,9 @@ def load_within(
         setattr(config, name, value)
     with CheckpointFolder(folder) as checkpoint:
         made = Skeleton(model_class(config), train)
-        model = _load_dense(made.model_class, folder, config, dtype, device)
+        on_host = budgets.dense_weights == "host"
+        where = torch.device("cpu") if on_host else device
+        model = _load_dense(made.model_class, folder, config, dtype, where)
         model.train(train)
         layers = made.layers
         recipes = Recipes(model, layers, checkpoint)
@@ -104,6 +106,10 @@ def _load_dense(
                 output_loading_info=True,
                 **placed,
             )
+        except torch.OutOfMemoryError:  # the planner says what the budget is for
+            if not placed:
+                raise
+            return _load_dense(kind, folder, config, dtype, torch.device("cpu"))
         except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
