@@ -50,11 +50,13 @@ class Fault:
     @contextmanager
     def injected(self) -> Iterator[None]:
         handler = signal.getsignal(signal.SIGINT)
+        gc.disable()  # models of other tests call the package as well when they are collected
         sys.setprofile(self._seen)
         try:
             yield
         finally:
             sys.setprofile(None)
+            gc.enable()
             signal.signal(signal.SIGINT, handler)
 
 

@@ -531,6 +531,25 @@ def test_after_close_the_weights_are_still_there(tmp_path: Path) -> None:
     assert torch.equal(model.norm.weight, memory)
 
 
+def test_a_module_without_experts_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    model = TASK.model()
+    with on_host(model, tmp_path):
+        file = io.BytesIO()
+        torch.save(model.blocks[0].attention, file)
+        file.seek(0)
+        for twin in (copy.deepcopy(model.norm), copy.deepcopy(model.blocks[0].attention.qkv)):
+            x = torch.randn(2, 16)
+            before = twin(x)
+            twin(x).sum().backward()
+            assert torch.equal(twin(x), before)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(loaded.qkv.weight, model.blocks[0].attention.qkv.weight)
+        with pytest.raises(OrderError, match=r"cannot be pickled.*overspill\.save"):
+            torch.save(model, io.BytesIO())
+        with pytest.raises(OrderError, match="cannot be copied"):
+            copy.deepcopy(model)
+
+
 def test_a_model_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:
     model = TASK.model()
     overspill.offload(

@@ -469,10 +469,10 @@ def test_dense_states_in_host_memory_can_be_copied_and_saved() -> None:
 
 # -- dense weights in host memory -------------------------------------------------------------
 
-# dense weights and gradients of about 290 MB in bf16, a block of 8 MB, a head of 17 MB
+# dense weights and gradients of about 570 MB in bf16, a block of 8 MB, a head of 17 MB
 DENSE_CONFIG = GPTConfig(
     vocab=8192,
-    n_layers=16,
+    n_layers=32,
     d_model=1024,
     d_hidden=256,
     n_heads=8,
@@ -514,13 +514,13 @@ def dense_run(gpu_memory: int, **where: object) -> tuple[list[float], int, str]:
 def test_a_dense_part_that_the_budget_does_not_hold_trains_from_host_memory() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    budget = torch.cuda.memory_reserved() + (256 << 20)
+    budget = torch.cuda.memory_reserved() + (400 << 20)
     losses, used, line = dense_run(budget)
     assert "; dense weights and gradients in host memory" in line
-    assert used < 256 << 20
+    assert used < 400 << 20
     want, most, line = dense_run(4 << 30, mode="host", slots=8, dense_weights="gpu")
     assert "dense weights" not in line
-    assert most > 290_000_000
+    assert most > 560_000_000
     assert losses == pytest.approx(want, rel=0.02)
 
 

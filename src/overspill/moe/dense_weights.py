@@ -141,9 +141,9 @@ class DenseWeights:
                 parameter.data = home
                 block.held.append(_Held(parameter, home))
                 if parameter.requires_grad:
-                    keep = _weakly(self._keep_gradient)
+                    keep = _Hook(self._keep_gradient)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(keep))
-            use = _weakly(self._use, block)
+            use = _Hook(self._use, block)
             for module in block.modules:
                 self._handles.append(module.register_forward_pre_hook(use))
             block.modules.clear()  # the model must not be part of a reference cycle
@@ -284,13 +284,18 @@ class DenseWeights:
                 parameter.grad = home
 
 
-def _weakly(method: Callable[..., None], *first: object) -> Callable[..., None]:
-    """A hook that does not keep the object of `method` alive."""
-    reference = weakref.WeakMethod(method)
+class _Hook:
+    """Calls a method of an object that it does not keep alive. In a copy of a module, and in one
+    that was pickled, it does nothing."""
 
-    def call(*args: object) -> None:
-        found = reference()
-        if found is not None:
-            found(*first, *args)
+    def __init__(self, method: Callable[..., None] | None = None, *first: object) -> None:
+        self._find = (lambda: None) if method is None else weakref.WeakMethod(method)
+        self._first = first
 
-    return call
+    def __call__(self, *args: object) -> None:
+        method = self._find()
+        if method is not None:
+            method(*self._first, *args)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
