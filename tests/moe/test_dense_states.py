@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from overspill.core.errors import BudgetError
 from overspill.core.lifetime import Lifetime
 from overspill.models.gpt import GPTMoE
-from overspill.moe.dense_states import DenseStates
+from overspill.moe.dense_memory import DenseMemory
 from overspill.plan.budget import PROCESS
 from overspill.tiers.layout import ALIGN
 from overspill.train import checkpoint
@@ -184,7 +184,7 @@ def parameter(*shape: int) -> Tensor:
 
 
 def test_memory_is_used_again_only_when_no_tensor_refers_to_it() -> None:
-    states = DenseStates(CPU, True, Lifetime())
+    states = DenseMemory(CPU, Lifetime())
     one = states.zeros(parameter(30, 50), torch.float32)
     one.fill_(3)
     view = one.view(-1)[5:]
@@ -201,7 +201,7 @@ def test_memory_is_used_again_only_when_no_tensor_refers_to_it() -> None:
 
 
 def test_free_memory_of_another_size_is_released() -> None:
-    states = DenseStates(CPU, True, Lifetime())
+    states = DenseMemory(CPU, Lifetime())
     states.zeros(parameter(100 * ALIGN), torch.float32)
     assert states.host_bytes == 400 * ALIGN
     kept = states.zeros(parameter(10), torch.int16)
@@ -211,7 +211,7 @@ def test_free_memory_of_another_size_is_released() -> None:
 
 def test_after_close_memory_is_released_with_its_last_tensor() -> None:
     lifetime = Lifetime()
-    states = DenseStates(CPU, True, lifetime)
+    states = DenseMemory(CPU, lifetime)
     used, unused = (states.zeros(parameter(ALIGN), torch.float32) for _ in range(2))
     del unused
     assert states.host_bytes == 8 * ALIGN
@@ -225,7 +225,7 @@ def test_after_close_memory_is_released_with_its_last_tensor() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,)])
 def test_a_state_has_the_shape_of_its_parameter(shape: tuple[int, ...]) -> None:
-    states = DenseStates(CPU, True, Lifetime())
+    states = DenseMemory(CPU, Lifetime())
     state = states.zeros(parameter(*shape), torch.bfloat16)
     assert (state.shape, state.dtype) == (shape, torch.bfloat16)
     assert not state.any()
@@ -233,9 +233,9 @@ def test_a_state_has_the_shape_of_its_parameter(shape: tuple[int, ...]) -> None:
 
 
 def test_states_on_the_device_are_counted_while_they_live() -> None:
-    states = DenseStates(CPU, on_host=False, lifetime=Lifetime())
-    first = states.zeros(torch.zeros(8, 4), torch.float32)
-    second = states.zeros(torch.zeros(3), torch.bfloat16)
+    states = DenseMemory(CPU, Lifetime())
+    first = states.zeros(torch.zeros(8, 4), torch.float32, on_host=False)
+    second = states.zeros(torch.zeros(3), torch.bfloat16, on_host=False)
     assert states.device_bytes == 8 * 4 * 4 + 3 * 2
     view = first[0]
     del first

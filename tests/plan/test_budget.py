@@ -27,16 +27,19 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, BudgetRequest]:
         dense_states=draw(st.integers(0, 8 * GIB)),
         token_bytes=draw(st.integers(64, 200_000)),
         training=draw(st.booleans()),
+        dense_buffers=draw(st.integers(1, 2 * GIB)),
     )
     share = st.floats(0.01, 1.5)
     all_records = model.experts * model.record
     request = BudgetRequest(
-        gpu_memory=model.dense
-        + model.dense_states
+        gpu_memory=draw(st.sampled_from([model.dense + model.dense_states, model.dense_buffers]))
         + int(draw(share) * all_records)
         + 6 * weights
         + 256 * model.token_bytes,
-        host_memory=PROCESS + model.dense_states + int(draw(share) * 1.3 * all_records),
+        host_memory=PROCESS
+        + draw(st.sampled_from([model.dense, 0]))
+        + model.dense_states
+        + int(draw(share) * 1.3 * all_records),
         disk_free=draw(st.none() | st.integers(0, 3 * all_records)),
         mode=draw(st.sampled_from(["auto", "gpu", "host", "disk"])),
         slots=draw(st.none() | st.integers(2, 300)),
@@ -44,12 +47,14 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, BudgetRequest]:
         keep_gradients=draw(st.sampled_from([None, True, False])),
         residency=draw(st.booleans()),
         dense_states=draw(st.sampled_from(["auto", "gpu", "host"])),
+        dense_weights=draw(st.sampled_from(["auto", "gpu", "host"])),
         can_map=True,
     )
     return model, request
 
 
 def placed(model: ModelSizes, request: BudgetRequest) -> Placement:
+    assume((request.dense_states, request.dense_weights) != ("gpu", "host"))  # is refused
     try:
         return place(model, request)
     except BudgetError:
@@ -87,6 +92,12 @@ def test_a_placement_stays_within_its_budgets(case: tuple[ModelSizes, BudgetRequ
     slot_bytes = model.record + (model.weight_record if model.training and kept else 0)
     assert placement.dense_states in (0, model.dense_states)
     dense = model.dense + model.dense_states - placement.dense_states
+    if placement.dense_weights:
+        assert (placement.dense_weights, placement.dense_states) == (
+            model.dense,
+            model.dense_states,
+        )
+        dense = model.dense_buffers
     if placement.mode == "gpu":
         assert dense + model.experts * slot_bytes <= request.gpu_memory
         slots = ring = 0
@@ -96,9 +107,9 @@ def test_a_placement_stays_within_its_budgets(case: tuple[ModelSizes, BudgetRequ
         assert on_gpu <= request.gpu_memory
         slots = placement.home_slots + placement.cache_slots
         ring = placement.ring * model.weight_record
-    if slots or placement.dense_states:
-        used = slots * slot_bytes + ring + placement.dense_states
-        assert used + PROCESS <= request.host_memory
+    if slots or placement.dense_states or placement.dense_weights:
+        used = slots * slot_bytes + ring + placement.reserved
+        assert used <= request.host_memory
     if placement.disk_slots:
         assert request.disk_free is not None
         records = placement.disk_slots + placement.spare_records
@@ -112,6 +123,8 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetReque
     placement = placed(model, request)
     layer = model.n_experts * model.weight_record if model.training else 0
     dense = model.dense + (0 if request.dense_states == "host" else model.dense_states)
+    if placement.dense_weights:
+        dense = model.dense_buffers
     # a quarter of the device remains for activations
     fits = dense + model.experts * model.record + layer <= 0.75 * request.gpu_memory
     assert (placement.mode == "gpu") == fits
@@ -120,7 +133,8 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetReque
         with pytest.raises(BudgetError):
             place(model, replace(request, mode="host", keep_gradients=True))
         if request.residency:  # the GPU has no room for those that are on disk
-            free = 0.75 * request.gpu_memory - model.dense - placement.homes * model.record
+            held = model.dense_buffers if placement.dense_weights else model.dense
+            free = 0.75 * request.gpu_memory - held - placement.homes * model.record
             assert free < (placement.disk_slots + placement.slots + 2) * 2 * model.record
 
 
@@ -171,6 +185,7 @@ def test_the_suggested_size_is_enough(
     """An error names a flag and a size; given that size, it is not raised again."""
     model, request = case
     assume(model.experts > 1)
+    assume((request.dense_states, request.dense_weights) != ("gpu", "host"))
     request = replace(request, slots=None, host_slots=None, disk_free=10**18, mode="disk")
     request = replace(request, gpu_memory=gpu_memory, host_memory=host_memory)
     fields = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
@@ -186,9 +201,10 @@ def test_host_mode_reports_what_it_needs(
     case: tuple[ModelSizes, BudgetRequest], host_memory: int
 ) -> None:
     model, request = case
+    assume((request.dense_states, request.dense_weights) != ("gpu", "host"))
     request = replace(request, mode="host", slots=None, host_slots=None, host_memory=host_memory)
     message = error_of(model, request)
-    assume(message is not None)
+    assume(message is not None and "--gpu-memory" not in message)
     assert message is not None
     match = re.search(r"--host-memory .* need ([0-9.]+ [A-Za-z]+); .*--disk", message)
     assert match, message
@@ -324,7 +340,7 @@ def test_no_expert_goes_to_disk_so_that_dense_optimizer_states_can_leave_the_gpu
     ("asked", "message"),
     [
         (
-            replace(MAPPED, gpu_memory=50 * MIB),
+            replace(MAPPED, gpu_memory=50 * MIB, dense_weights="gpu"),
             r"30\.0 MiB \(beside 70\.0 MiB of optimizer states in host memory\) .* 67\.9 MiB$",
         ),
         (
@@ -341,7 +357,7 @@ def test_no_expert_goes_to_disk_so_that_dense_optimizer_states_can_leave_the_gpu
         ),
         (
             replace(MAPPED, mode="gpu", dense_states="host", host_memory=GIB),
-            r"--host-memory 1\.0 GiB does not hold the optimizer states .* at least 1\.1 GiB$",
+            r"--host-memory 1\.0 GiB does not hold the dense optimizer .* at least 1\.1 GiB$",
         ),
     ],
 )
@@ -357,3 +373,56 @@ def test_dense_optimizer_states_that_cannot_be_on_the_host_are_refused() -> None
         place(SMALL, replace(AMPLE, dense_states="host"))
     with pytest.raises(ConfigError, match="dense_states='disk' is not one of auto, gpu, host"):
         place(SMALL, replace(AMPLE, dense_states="disk"))
+
+
+# dense: weights and gradients 30 MiB, optimizer states 70 MiB, buffers 8 MiB
+STREAMED = replace(SMALL, dense_buffers=8 * MIB)
+
+
+def test_dense_weights_leave_the_gpu_only_if_its_budget_does_not_hold_them() -> None:
+    least = replace(MAPPED, gpu_memory=30 * MIB + 24 * MIB + 256_000)  # and two experts
+    assert place(STREAMED, least).dense_weights == 0
+    placement = place(STREAMED, replace(least, gpu_memory=least.gpu_memory - 1))
+    assert (placement.dense_weights, placement.dense_states) == (30 * MIB, 70 * MIB)
+    assert placement.reserved == PROCESS + 100 * MIB
+    placement = place(STREAMED, replace(MAPPED, dense_weights="host"))
+    assert (placement.dense_weights, placement.dense_states) == (30 * MIB, 70 * MIB)
+    frozen = replace(STREAMED, training=False, dense_states=0)
+    placement = place(frozen, replace(MAPPED, gpu_memory=40 * MIB))
+    assert (placement.dense_weights, placement.dense_states) == (30 * MIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            replace(MAPPED, gpu_memory=30 * MIB),
+            r"8\.0 MiB \(beside 100\.0 MiB of weights and optimizer states in host memory\) and .*"
+            r"at least 40\.4 MiB$",
+        ),
+        (replace(MAPPED, gpu_memory=50 * MIB, dense_weights="gpu"), r"needs 30\.0 MiB"),
+        (replace(MAPPED, gpu_memory=50 * MIB, dense_states="gpu"), r"needs 100\.0 MiB and"),
+        (
+            replace(MAPPED, dense_weights="host", mode="host", host_memory=GIB),
+            r"the experts and dense weights and optimizer states, which need 1\.5 GiB; .*--disk",
+        ),
+        (
+            replace(MAPPED, dense_weights="host", mode="gpu", host_memory=GIB),
+            r"--host-memory .* hold the dense weights and optimizer states; .* at least 1\.1 GiB$",
+        ),
+    ],
+)
+def test_dense_weights_are_part_of_what_an_error_asks_for(
+    asked: BudgetRequest, message: str
+) -> None:
+    with pytest.raises(BudgetError, match=message):
+        place(STREAMED, asked)
+
+
+def test_dense_weights_that_cannot_be_on_the_host_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dense_weights='host' is .* first GPU only"):
+        place(STREAMED, replace(AMPLE, dense_weights="host"))
+    with pytest.raises(ConfigError, match="dense_weights='disk' is not one of auto, gpu, host"):
+        place(STREAMED, replace(AMPLE, dense_weights="disk"))
+    with pytest.raises(ConfigError, match=r"needs the optimizer states there.*dense_states='gpu'"):
+        place(STREAMED, replace(MAPPED, dense_weights="host", dense_states="gpu"))

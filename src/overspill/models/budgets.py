@@ -36,6 +36,7 @@ class Budgets:
     keep_gradients: bool | None = None
     gpu_experts: int | None = None
     dense_states: str = "auto"
+    dense_weights: str = "auto"
 
     def __post_init__(self) -> None:
         for size, flag in ((self.gpu_memory, "--gpu-memory"), (self.host_memory, "--host-memory")):
@@ -60,7 +61,10 @@ class Budgets:
         """The budgets in bytes for the planner; those not given come from the machine."""
         if self.folder is not None:
             check_folder(self.folder, need=0)  # even if the disk turns out not to be needed
-        available, states = available_memory(), self.dense_states
+        available, states, weights = available_memory(), self.dense_states, self.dense_weights
+        if device.type == "cpu":  # all memory is host memory: nothing is gained
+            weights = "gpu" if weights == "auto" else weights
+            states = "gpu" if (states, weights) == ("auto", "gpu") else states
         return BudgetRequest(
             gpu_memory=self._gpu_bytes(device, available),
             host_memory=self._host_bytes(available),
@@ -71,8 +75,8 @@ class Budgets:
             gpu_experts=self.gpu_experts,
             keep_gradients=self.keep_gradients,
             residency=self.settings.residency and device.type == "cuda",
-            # where the CPU computes, all memory is host memory: nothing is gained
-            dense_states="gpu" if (device.type, states) == ("cpu", "auto") else states,
+            dense_states=states,
+            dense_weights=weights,
             can_map=can_map(device),
         )
 

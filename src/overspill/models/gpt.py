@@ -112,6 +112,10 @@ class GPTMoE(nn.Module):
         loss = ce + self.config.balance_coef * balance_sum
         return GPTOutput(loss, None, ce.detach(), balance_mean)
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The module whose weight is the output head; the name is that of transformers."""
+        return self.embedding if self.head is None else self.head
+
     def moe_layers(self) -> list[MoE]:
         """The MoE layers, lowest first, in the order of `ExpertId.layer`."""
         return [module for module in self.modules() if isinstance(module, MoE)]

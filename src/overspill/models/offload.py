@@ -23,6 +23,7 @@ from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.progress_bar import TerminalProgress
 from overspill.models.snapshot import ModelSnapshot
+from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -54,6 +55,7 @@ def offload(
     keep_gradients: bool | None = None,
     gpu_experts: int | None = None,
     dense_states: str = "auto",
+    dense_weights: str = "auto",
     progress: bool | Progress = True,
     quiet: bool = False,
 ) -> nn.Module:
@@ -82,12 +84,15 @@ def offload(
         dense_states: where the optimizer states of the dense part (attention, embeddings, head)
             are: "gpu", "host" (pinned memory that the GPU reads and writes over PCIe), or "auto"
             (on the host if the GPU budget is small for them).
+        dense_weights: where its weights and gradients are: "gpu", "host" (copied to the GPU block
+            by block), or "auto" (on the host if the GPU budget does not hold them). On the host,
+            so are the optimizer states.
         progress: show a progress bar, or a function that is called with (what, done, total).
         quiet: do not print where the experts are.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states,
+        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights,
     )  # fmt: skip
     return offload_within(model, budgets, progress, quiet)
 
@@ -164,6 +169,7 @@ def _move_experts(
                 undo.callback(ModelSnapshot(model).restore)
                 for number, layer in enumerate(layers):
                     layer.give_away(engine, number)
+                engine.hold_dense(model)  # first: the device may not hold them all
                 model.to(device)
                 _close_with(engine, layers)
                 model.overspill = engine  # type: ignore[assignment]
@@ -197,14 +203,14 @@ def _dense_bytes(model: weakref.ref[nn.Module]) -> Callable[[], int]:
 def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout) -> ModelSizes:
     experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     training = model.training
+    blocks = dense_blocks(model, experts)
     dense = dense_states = 0
-    for parameter in model.parameters():
-        if id(parameter) not in experts:
-            dense += parameter.nbytes * (2 if training else 1)  # weight and gradient
-            # both moments, and the low bits of a bf16 master
-            low = 2 if parameter.dtype == torch.bfloat16 else 0
-            each = 2 * layout.state_dtype.itemsize + low if training else 0
-            dense_states += parameter.numel() * each
+    for parameter in (p for block in blocks for p in block.parameters):
+        dense += parameter.nbytes * (2 if training else 1)  # weight and gradient
+        # both moments, and the low bits of a bf16 master
+        low = 2 if parameter.dtype == torch.bfloat16 else 0
+        each = 2 * layout.state_dtype.itemsize + low if training else 0
+        dense_states += parameter.numel() * each
     shape = layout.shape
     row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * shape.d_model) * layout.dtype.itemsize
     return ModelSizes(
@@ -216,6 +222,7 @@ def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout
         dense_states,
         row,
         training,
+        buffer_bytes(blocks, training),
     )
 
 

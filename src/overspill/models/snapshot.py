@@ -24,7 +24,7 @@ class ModelSnapshot:
             vars(owner).clear()
             vars(owner).update(attributes)
         for tensor, data in self._data:
-            if tensor.device != data.device:
+            if tensor.device != data.device or tensor.data_ptr() != data.data_ptr():
                 tensor.data = data
 
 

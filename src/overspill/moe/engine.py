@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from overspill.core.errors import BudgetError, ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
@@ -24,7 +24,8 @@ from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.compute import ExpertCompute
-from overspill.moe.dense_states import DenseStates
+from overspill.moe.dense_memory import DenseMemory
+from overspill.moe.dense_weights import DenseWeights
 from overspill.moe.device_memory import CudaMemory, DeviceMemory
 from overspill.moe.dispatch import LocalDispatcher
 from overspill.moe.gradients import ExpertGradients
@@ -45,6 +46,7 @@ from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
+from overspill.transfer.streams import CopyStream
 
 _log = logging.getLogger("overspill")
 _EXCHANGED_BYTES = 1 << 30  # of experts that exchange places before one pass
@@ -97,8 +99,8 @@ class Engine:
             )
             undo.callback(self._store.close)
             self.records = ExpertRecords(self._store, self._homes)
-            on_host = placement.dense_states > 0
-            self._dense_states = DenseStates(device, on_host, self._store.lifetime)
+            self._dense_memory = DenseMemory(device, self._store.lifetime)
+            self._dense_weights: DenseWeights | None = None
             if placement.training:
                 threads = settings.threads or usable_cores()
                 self._gradients = ExpertGradients(
@@ -171,7 +173,14 @@ class Engine:
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Zeros for an optimizer state of a dense parameter, where the placement puts them."""
-        return self._dense_states.zeros(parameter, dtype)
+        return self._dense_memory.zeros(parameter, dtype, self.placement.dense_states > 0)
+
+    def hold_dense(self, model: nn.Module) -> None:
+        """Keeps the dense parameters in host memory, if the placement puts them there."""
+        if self.placement.dense_weights:
+            copies = CopyStream("upload", self.device, self.recorder, self._settings.inject)
+            self._dense_weights = DenseWeights(self.device, self._dense_memory, copies)
+            self._dense_weights.hold(model)
 
     @property
     def can_train(self) -> bool:
@@ -354,11 +363,11 @@ class Engine:
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the experts on the compute device, in host memory and on disk; in host memory
-        with those of dense optimizer states."""
+        with those of the dense part."""
         streaming = self._streaming
         return {
             "gpu": self._homes.nbytes + (0 if streaming is None else streaming.device_bytes),
-            "host": self._expert_host_bytes + self._dense_states.host_bytes,
+            "host": self._expert_host_bytes + self._dense_memory.host_bytes,
             "disk": self._store.disk_bytes(),
         }
 
@@ -387,10 +396,11 @@ class Engine:
         """One line: the mode and where everything is."""
         sizes = {tier: format_size(size) for tier, size in self.bytes_by_tier().items()}
         placement, store, at_home = self.placement, self._store, sum(self._store.homes)
-        dense = ""
-        if placement.dense_states:
-            size = format_size(placement.dense_states)
-            dense = f"; dense optimizer states in host memory ({size})"
+        weights = "weights and gradients" if placement.training else "weights"
+        parts = (placement.dense_weights, weights), (placement.dense_states, "optimizer states")
+        dense = "".join(
+            f"; dense {what} in host memory ({format_size(size)})" for size, what in parts if size
+        )
         if self._streaming is None:
             return (
                 f"mode gpu: all {at_home} experts and their states on {self.device} "
@@ -425,7 +435,9 @@ class Engine:
 
     def device_bytes(self) -> int:
         """What this model holds on the compute device between two passes."""
-        dense = self._dense_bytes() + self._dense_states.device_bytes
+        dense = self._dense_memory.device_bytes
+        if not self.placement.dense_weights:
+            dense += self._dense_bytes()
         return self.bytes_by_tier()["gpu"] + dense
 
     def give_way(self) -> None:
@@ -556,5 +568,7 @@ class Engine:
             self._homes.wait()
             self._store.close()
             self._homes.close()
-            self._dense_states.close()
+            if self._dense_weights is not None:
+                self._dense_weights.close()
+            self._dense_memory.close()
             MEMORY_LIMITS.lift(self)

@@ -6,7 +6,8 @@ from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.sizes import format_size
 
 MODES = ("auto", "gpu", "host", "disk")
-DENSE_STATES = ("auto", "gpu", "host")
+DENSE = ("auto", "gpu", "host")
+"""Where optimizer states, or weights, of the dense part can be."""
 PROCESS = 1 << 30
 """Host memory reserved for the process itself: the interpreter, libraries, data."""
 _MIN_WAVE_ROWS = 256
@@ -28,6 +29,8 @@ class ModelSizes:
     dense_states: int  # its optimizer states
     token_bytes: int  # activations of one token row inside an expert, forward and backward
     training: bool
+    dense_buffers: int = 0  # GPU memory for the dense part if its weights are in host memory
+    dense_on_host: str = "dense optimizer states"  # what `dense_states` are
 
     @property
     def experts(self) -> int:
@@ -54,6 +57,7 @@ class BudgetRequest:
     # whether experts may move to the GPU until the budget is used, unless something is overridden
     residency: bool = False
     dense_states: str = "auto"
+    dense_weights: str = "auto"
     can_map: bool = False  # kernels of the device can use pinned host memory
 
 
@@ -76,17 +80,22 @@ class Placement:
     spare_records: int = 0  # further disk slots, for experts that leave the compute device
     # host memory for the optimizer states of the dense part; 0: they are on the compute device
     dense_states: int = 0
+    dense_weights: int = 0  # the same for its weights and gradients
 
     @property
     def reserved(self) -> int:
         """Host memory that is not for experts."""
-        return PROCESS + self.dense_states
+        return PROCESS + self.dense_states + self.dense_weights
 
 
 def place(model: ModelSizes, request: BudgetRequest) -> Placement:
     """The placement for `request`. If none fits, raises BudgetError with flag, need and fix."""
     _check(request)
     homes = _homes(model, request)
+    if request.dense_weights == "host" or (
+        _may_move_weights(request) and _free(model, request, homes) < _floor(model)
+    ):
+        return _place_without_dense(model, request, homes)
     if request.dense_states == "host":
         return _place(model, request, homes)
     states_on_gpu = replace(model, dense=model.dense + model.dense_states, dense_states=0)
@@ -104,17 +113,39 @@ def place(model: ModelSizes, request: BudgetRequest) -> Placement:
     return on_host if on_host.mode == on_gpu.mode else on_gpu  # no expert goes to disk for it
 
 
+def _may_move_weights(request: BudgetRequest) -> bool:
+    free_to = request.dense_weights == "auto" and request.dense_states != "gpu"
+    return free_to and request.mode != "gpu" and request.can_map
+
+
+def _place_without_dense(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
+    """Weights, gradients and optimizer states of the dense part are in host memory."""
+    streamed = replace(
+        model,
+        dense=model.dense_buffers,
+        dense_states=model.dense + model.dense_states,
+        dense_on_host="dense weights" + (" and optimizer states" if model.dense_states else ""),
+    )
+    placement = _place(streamed, request, homes)
+    return replace(placement, dense_states=model.dense_states, dense_weights=model.dense)
+
+
 def _check(request: BudgetRequest) -> None:
     if request.mode not in MODES:
         raise ConfigError(f"mode={request.mode!r} is not one of {', '.join(MODES)}")
-    if request.dense_states not in DENSE_STATES:
+    given = {"dense_states": request.dense_states, "dense_weights": request.dense_weights}
+    for name, where in given.items():
+        if where not in DENSE:
+            raise ConfigError(f"{name}={where!r} is not one of {', '.join(DENSE)}")
+        if where == "host" and not request.can_map:
+            raise ConfigError(
+                f"{name}='host' is supported on the first GPU only; make this GPU the first one "
+                f"with CUDA_VISIBLE_DEVICES, or use {name}='gpu'"
+            )
+    if tuple(given.values()) == ("gpu", "host"):
         raise ConfigError(
-            f"dense_states={request.dense_states!r} is not one of {', '.join(DENSE_STATES)}"
-        )
-    if request.dense_states == "host" and not request.can_map:
-        raise ConfigError(
-            "dense_states='host' is supported on the first GPU only; make this GPU the first one "
-            "with CUDA_VISIBLE_DEVICES, or use dense_states='gpu'"
+            "dense_weights='host' needs the optimizer states there too; leave out "
+            "dense_states='gpu', or use dense_weights='gpu'"
         )
 
 
@@ -133,7 +164,8 @@ def _too_small(model: ModelSizes, request: BudgetRequest, homes: int) -> BudgetE
     need = request.gpu_memory - _free(model, request, homes) + _floor(model)
     dense = f"the dense part of this model needs {format_size(model.dense)}"
     if model.dense_states:
-        dense += f" (beside {format_size(model.dense_states)} of optimizer states in host memory)"
+        what = model.dense_on_host.removeprefix("dense ")
+        dense += f" (beside {format_size(model.dense_states)} of {what} in host memory)"
     elif request.dense_states == "auto" and request.mode != "gpu" and not request.can_map:
         dense += " (its optimizer states can be in host memory on the first GPU only)"
     if homes:
@@ -170,8 +202,8 @@ def _place(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
     if count == 0:
         if model.dense_states and on_host.reserved > host_memory:
             raise BudgetError(
-                f"--host-memory {format_size(host_memory)} does not hold the optimizer states of "
-                f"the dense part; give at least {format_size(on_host.reserved, up=True)}"
+                f"--host-memory {format_size(host_memory)} does not hold the "
+                f"{model.dense_on_host}; give at least {format_size(on_host.reserved, up=True)}"
             )
         return replace(on_host, mode="gpu")
     if mode == "disk":
@@ -183,7 +215,7 @@ def _place(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
         if fills and homes:
             what = f"the {count} experts beyond --gpu-memory {format_size(request.gpu_memory)}"
             more = "host or GPU memory"
-        what += " and dense optimizer states" if model.dense_states else ""
+        what += f" and {model.dense_on_host}" if model.dense_states else ""
         raise BudgetError(
             f"--host-memory {format_size(host_memory)} does not hold {what}, which "
             f"need {format_size(need, up=True)}; give a --disk folder, or more {more}"
@@ -315,7 +347,7 @@ def _on_disk(
     slots = min(slots, count)
     if slots < min(2, count):
         least = on_host.reserved + on_host.ring * model.weight_record + 4 * slot_bytes
-        states = " and dense optimizer states" if model.dense_states else ""
+        states = f" and {model.dense_on_host}" if model.dense_states else ""
         raise BudgetError(
             f"--host-memory {format_size(request.host_memory)} holds fewer than two experts of "
             f"{format_size(slot_bytes)} beside the process{states}; give at least "

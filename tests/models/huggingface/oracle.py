@@ -19,7 +19,13 @@ ADAM = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4}
 MODES: dict[str, dict[str, Any]] = {
     "gpu": {"mode": "gpu"},
     "host": {"mode": "host", "slots": 3},
-    "disk": {"mode": "disk", "slots": 2, "host_slots": 3, "gpu_experts": 2, "dense_states": "host"},
+    "disk": {
+        "mode": "disk",
+        "slots": 2,
+        "host_slots": 3,
+        "gpu_experts": 2,
+        "dense_weights": "host",
+    },
 }
 
 

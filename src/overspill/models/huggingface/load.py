@@ -36,6 +36,7 @@ def load(
     keep_gradients: bool | None = None,
     gpu_experts: int | None = None,
     dense_states: str = "auto",
+    dense_weights: str = "auto",
     progress: bool | Progress = True,
     quiet: bool = False,
     **config: Any,
@@ -50,7 +51,7 @@ def load(
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states,
+        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights,
     )  # fmt: skip
     return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config)
 
@@ -75,7 +76,9 @@ def load_within(
         setattr(config, name, value)
     with budgets.claimed(device), CheckpointFolder(folder) as checkpoint:
         made = Skeleton(model_class(config), train)
-        model = _load_dense(made.model_class, folder, config, dtype, device)
+        on_host = budgets.dense_weights == "host"
+        where = torch.device("cpu") if on_host else device
+        model = _load_dense(made.model_class, folder, config, dtype, where)
         model.train(train)
         layers = made.layers
         recipes = Recipes(model, layers, checkpoint)
@@ -103,6 +106,10 @@ def _load_dense(
                 output_loading_info=True,
                 **placed,
             )
+        except torch.OutOfMemoryError:  # the planner says what the budget is for
+            if not placed:
+                raise
+            return _load_dense(kind, folder, config, dtype, torch.device("cpu"))
         except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
