@@ -497,3 +497,28 @@ def test_homes_that_were_refused_leave_the_engine_as_it_was(tmp_path: Path) -> N
             run.norms.append(optimizer.total_norm or 0.0)
         run.weights = weights_of(model)
     assert_follows(run, plain_run(task))
+
+
+def test_micro_batches_that_begin_when_all_experts_are_at_home_follow_plain_training(
+    tmp_path: Path,
+) -> None:
+    """The sums need memory: some experts leave in the first backward."""
+    task = Task(steps=10)
+    runs = []
+    for fill in (False, True):
+        model, run = task.model(), Run()
+        with spilled(model, "host with 5 slots", tmp_path, host_memory="2GiB") as engine:
+            optimizer = adamw(model, task)
+            if fill:
+                memory = FakeMemory(engine, other=1 << 16)
+                record = engine.layout.weight_bytes + engine.layout.state_bytes
+                room = int(1.45 * len(engine.homes) * engine.experts.n_local * record)
+                engine.fill_memory(memory, int((memory.peak() + room) / 0.98))
+            for number, batches in enumerate(task.batches()):
+                if fill and number == 8:
+                    assert set(engine.homes) == {engine.experts.n_local}
+                run.losses.append(train_step(model, optimizer, batches * (2 if number > 7 else 1)))
+            assert not fill or set(engine.homes) != {engine.experts.n_local}
+            run.weights = weights_of(model)
+        runs.append(run)
+    assert_same_bits(*runs)

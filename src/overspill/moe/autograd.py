@@ -203,10 +203,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the input and of the routing weights; if `trained`, those of the experts are
     delivered to the training step."""
-    compute, dispatcher = engine.compute, engine.compute.dispatcher
     need_dw = trained and engine.training.begin_backward(layer_pass)
     if layer_pass.trained and not trained and engine.can_train:
         engine.training.check_backward(layer_pass)
+    compute, dispatcher = engine.compute, engine.compute.dispatcher  # experts may have moved
     compute.enter_backward(layer_pass)
     rows = layer_pass.rows
     dy_TD = dy_TD.contiguous()
