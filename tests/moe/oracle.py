@@ -191,6 +191,12 @@ def spilled_run(
         return train(model, adamw(model, task), task)
 
 
+@functools.cache
+def streamed_run(task: Task) -> Run:
+    """The bits that training has wherever experts are."""
+    return spilled_run(task, "host with 2 slots", Path("unused"))
+
+
 @contextmanager
 def spilled(
     model: GPTMoE,

@@ -21,6 +21,7 @@ from tests.moe.oracle import (
     plain_run,
     spilled,
     spilled_run,
+    streamed_run,
     train,
     weights_of,
 )
@@ -111,17 +112,11 @@ def test_an_expert_whose_rows_are_cut_into_pieces_learns_the_same(
     assert_follows(run, plain_run(task))
 
 
-@functools.cache
-def quiet_run(task: Task) -> Run:
-    """Without delays, through as few slots as possible."""
-    return spilled_run(task, "host with 2 slots", Path("unused"))
-
-
 @pytest.mark.parametrize("where", STREAMED)
 def test_where_an_expert_is_changes_no_bit(where: str, tmp_path: Path) -> None:
     task = Task(micro_batches=2, clip=0.5, steps=3)
     run = spilled_run(task, where, tmp_path)
-    assert_same_bits(run, quiet_run(task))
+    assert_same_bits(run, streamed_run(task))
     assert_follows(run, plain_run(task))
 
 
@@ -145,7 +140,7 @@ def test_delayed_transfers_and_updates_change_no_bit(
     settings = Settings(inject=delays(seed=len(where)), threads=threads)
     run = spilled_run(task, where, tmp_path, settings)
     assert_follows(run, plain_run(task))
-    assert_same_bits(run, quiet_run(task))
+    assert_same_bits(run, streamed_run(task))
 
 
 @pytest.mark.parametrize("kind", ["upload", "download", "optimizer", "ssd read", "ssd write"])
@@ -153,7 +148,7 @@ def test_one_kind_of_job_with_long_delays_changes_no_bit(kind: str, tmp_path: Pa
     task = Task(micro_batches=2, n_layers=2, steps=3)
     settings = Settings(inject=delays(seed=1, longest=0.01, only=kind))
     run = spilled_run(task, "disk behind 9 host slots", tmp_path, settings)
-    assert_same_bits(run, quiet_run(task))
+    assert_same_bits(run, streamed_run(task))
 
 
 # -- bf16 -------------------------------------------------------------------------------------

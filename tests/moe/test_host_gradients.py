@@ -18,16 +18,16 @@ from tests.moe.oracle import (
     loss_of,
     plain_run,
     spilled,
-    spilled_run,
+    streamed_run,
     train_step,
     weights_of,
 )
 
 WHERE = "host with 5 slots"
 TASKS = [
-    Task(steps=10, clip=0.5),
-    Task(steps=10, clip=0.5, starve=True, top_k=1),
-    Task(steps=10, clip=0.5, dtype=torch.bfloat16, checkpoint=True),
+    Task(steps=8, clip=0.5),
+    Task(steps=8, clip=0.5, starve=True, top_k=1),
+    Task(steps=8, clip=0.5, dtype=torch.bfloat16, checkpoint=True),
 ]
 
 
@@ -59,14 +59,14 @@ def clipped_run(task: Task, disk: Path, room: float, settings: Settings | None =
 @pytest.mark.parametrize("room", [4.5, 9.5])
 def test_clipping_follows_plain_training(task: Task, room: float, tmp_path: Path) -> None:
     run = clipped_run(task, tmp_path, room)
-    assert_same_bits(run, spilled_run(task, WHERE, tmp_path))
+    assert_same_bits(run, streamed_run(task))
     if task.dtype == torch.float32:
         assert_follows(run, plain_run(task))
 
 
 def test_delays_change_nothing(tmp_path: Path) -> None:
     run = clipped_run(TASKS[0], tmp_path, 7.5, Settings(inject=delays(seed=4)))
-    assert_same_bits(run, spilled_run(TASKS[0], WHERE, tmp_path))
+    assert_same_bits(run, streamed_run(TASKS[0]))
 
 
 def _twice(task: Task, disk: Path, room: float | None) -> Run:

@@ -33,6 +33,7 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.pairs import all_pairs
 
 # of generators and finalizers that were interrupted
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -188,9 +189,14 @@ def _after(
     return made(*args, **more)
 
 
-@pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 host slots"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("where", "error", "clip"),
+    all_pairs(
+        ["host with 2 slots", "disk behind 3 host slots"],
+        [KeyboardInterrupt, OSError],
+        [None, 0.5],
+    ),
+)
 def test_a_failed_download_leaks_no_buffer(
     where: str, error: type[BaseException], clip: float | None, tmp_path: Path
 ) -> None:
