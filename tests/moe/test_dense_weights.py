@@ -155,6 +155,21 @@ def test_a_gradient_that_the_user_keeps_does_not_change(tmp_path: Path) -> None:
         assert not torch.equal(kept, model.norm.weight.grad)
 
 
+def test_gradients_of_parameters_that_are_unfrozen_later_are_in_host_memory(
+    tmp_path: Path,
+) -> None:
+    model = TASK.model().requires_grad_(False)
+    with on_host(model, tmp_path) as engine:
+        model.requires_grad_(True)
+        optimizer = adamw(model, TASK)
+        before = engine.bytes_by_tier()["host"]
+        (tokens,) = next(TASK.batches())
+        loss_of(model, tokens).backward()
+        size = sum(p.grad.nbytes for p in dense(model) if p.grad is not None)
+        assert engine.bytes_by_tier()["host"] - before >= size > 0
+        optimizer.step()
+
+
 def test_frozen_parameters_have_no_gradients_and_keep_their_values(tmp_path: Path) -> None:
     model = TASK.model()
     model.blocks[1].attention.requires_grad_(False)

@@ -110,3 +110,22 @@ def test_dropped_gradients_leave_nothing(micro: int, tmp_path: Path) -> None:
             engine.check_conserved()
         runs.append(run)
     assert_same_bits(*runs)
+
+
+def test_another_optimizer_without_clipping_drops_what_an_unfinished_step_kept(
+    tmp_path: Path,
+) -> None:
+    task = TASKS[0]
+    model = task.model()
+    with spilled(model, WHERE, tmp_path, host_memory="2GiB") as engine:
+        optimizer = adamw(model, task)
+        give_room(engine, 7.5)
+        *batches, (last,) = task.batches()
+        for each in batches:
+            train_step(model, optimizer, each)
+        loss_of(model, last).backward()
+        optimizer = None
+        optimizer = adamw(model, Task())
+        train_step(model, optimizer, [last])
+        engine.set_homes([1] * engine.n_layers)
+        train_step(model, optimizer, [last])

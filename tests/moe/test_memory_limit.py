@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import overspill
+from overspill.core.errors import EngineError
 from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryLimits, MemoryUser, ModelMemory
 from overspill.moe.residency import Residency
 from overspill.plan.homes import DeviceShare
@@ -306,3 +307,35 @@ def test_two_trained_models_fill_their_budgets_and_give_way_to_a_third(
         first.close()
         second.close()
     assert not MEMORY_LIMITS.on(0)
+
+
+def test_an_interrupt_while_a_model_is_claimed_leaves_no_claim(
+    limits: MemoryLimits, fractions: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(fraction: float, device: int) -> None:
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions_of)
+        raise KeyboardInterrupt
+
+    fractions_of = torch.cuda.set_per_process_memory_fraction
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", interrupted)
+    with pytest.raises(KeyboardInterrupt), limits.claimed(GPU, 200):
+        pass
+    assert limits.on(0) == []
+    Model(limits, Device(1000), 300)
+    assert fractions[0] == 0.3
+
+
+def test_a_model_that_has_failed_does_not_keep_another_from_loading(
+    limits: MemoryLimits, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failed:
+        def device_bytes(self) -> int:
+            return 100
+
+        def give_way(self) -> None:
+            raise EngineError("a worker thread failed")
+
+    limits.set(Failed(), GPU, 500, Window(Device(1000)))
+    with limits.claimed(GPU, 200):
+        assert len(limits.on(0)) == 2
+    assert "a worker thread failed" in caplog.text

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overspill.plan.homes import DeviceShare, share_memory
+from overspill.plan.homes import DeviceShare, share_memory, spread_among
 
 NOTHING = DeviceShare(0)
 
@@ -28,3 +28,13 @@ def test_with_room_for_all_every_gradient_stays_on_the_device() -> None:
 
 def test_with_little_room_every_gradient_waits_in_host_memory() -> None:
     assert share_memory(605, NOTHING, 12, 100, kept=2) == DeviceShare(50, 2)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.data())
+def test_kept_gradients_are_spread_over_the_experts_at_home(
+    homes: list[int], data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(0, sum(homes)))
+    spread = spread_among(count, homes)
+    assert sum(spread) == count
+    assert all(0 <= n <= home for n, home in zip(spread, homes, strict=True))

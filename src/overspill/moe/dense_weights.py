@@ -140,9 +140,14 @@ class DenseWeights:
                 home.copy_(parameter)
                 parameter.data = home
                 block.held.append(_Held(parameter, home))
-                if parameter.requires_grad:
+                if parameter.is_floating_point():
+                    trained = parameter.requires_grad
+                    parameter.requires_grad_(
+                        True
+                    )  # it may be later; torch refuses a hook until then
                     keep = _Hook(self._keep_gradient)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(keep))
+                    parameter.requires_grad_(trained)
             use = _Hook(self._use, block)
             for module in block.modules:
                 self._handles.append(module.register_forward_pre_hook(use))

@@ -15,7 +15,7 @@ from overspill.moe.layer_pass import Wave
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.optim.gradient_norm import total_of_squares
 from overspill.optim.kernel import AdamHyper
-from overspill.plan.homes import spread_homes
+from overspill.plan.homes import spread_among
 from overspill.tiers.entry import Part
 from overspill.tiers.store import ExpertStore
 
@@ -67,9 +67,7 @@ class ExpertGradients(GradientSink):
     def set_on_device(self, count: int) -> None:
         """Between steps."""
         if self._host() is not None:
-            homes = self._store.homes
-            spread = spread_homes(count, len(homes), self._store.experts.n_local)
-            self.of_homes.keep_on_device([min(n, h) for n, h in zip(spread, homes, strict=True)])
+            self.of_homes.keep_on_device(spread_among(count, self._store.homes))
         elif (streaming := self._streaming()) is not None:
             streaming.on_device.resize(count)
 

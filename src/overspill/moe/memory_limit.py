@@ -1,12 +1,16 @@
 """The GPU memory of all models of this process. Torch counts it, and limits it, as a whole."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
+from overspill.core.errors import OverspillError
 from overspill.moe.device_memory import CudaMemory, DeviceMemory, device_index
+
+_log = logging.getLogger("overspill")
 
 
 class MemoryUser(Protocol):
@@ -65,19 +69,24 @@ class MemoryLimits:
     def claimed(self, device: torch.device, budget: int | None) -> Iterator[None]:
         """While a model is offloaded: the others make room for it at once. A claim within a claim
         is the same."""
-        users = [model.user for model in self._models.copy().values()]
-        if device.type != "cuda" or any(isinstance(user, _Claim) for user in users):
+        if device.type != "cuda" or self._has_claim(device_index(device)):
             yield
             return
         claim = _Claim()
-        claimed = self.set(claim, device, budget, CudaMemory(device))
         try:
+            claimed = self.set(claim, device, budget, CudaMemory(device))
             for other in self.on(claimed.index):
                 other.note()
-                other.user.give_way()
+                try:
+                    other.user.give_way()
+                except OverspillError as error:  # a model that has failed keeps what it has
+                    _log.warning("experts of another model could not leave the GPU: %s", error)
             yield
         finally:
             self.lift(claim)
+
+    def _has_claim(self, index: int) -> bool:
+        return any(isinstance(model.user, _Claim) for model in self.on(index))
 
     @contextmanager
     def moving(self, user: MemoryUser) -> Iterator[None]:
@@ -105,9 +114,8 @@ class MemoryLimits:
 
     def _apply(self, index: int) -> None:
         total = torch.cuda.get_device_properties(index).total_memory
-        users = [model.user for model in self.on(index)]
         # a model that is being offloaded may have been on the device as a whole
-        free = not users or any(isinstance(user, _Claim) for user in users)
+        free = not self.on(index) or self._has_claim(index)
         fraction = 1.0 if free else min(1.0, self.limit(index) / total)
         torch.cuda.set_per_process_memory_fraction(fraction, index)
 

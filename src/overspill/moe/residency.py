@@ -126,6 +126,8 @@ class Residency:
         need = self._memory.allocated() + activations
         sizes = self._expert_bytes(), self._total, self._gradient_bytes(), self._kept_bytes()
         share = share_memory(int(limit - need), now, *sizes)
+        if not fill:
+            share = DeviceShare(min(now.experts, share.experts), share.gradients)
         if limit < need and (short or taken or larger):
             if taken:
                 left = format_size(max(0, available))

@@ -1,6 +1,7 @@
 """Which experts have their home on the compute device: how many of each layer."""
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -14,6 +15,14 @@ def spread_homes(total: int, n_layers: int, n_local: int) -> list[int]:
 
 # gradients that the device reads over the link while the CPU updates an expert; it computes too
 _READ_PER_UPDATE = 2
+
+
+def spread_among(count: int, homes: Sequence[int]) -> list[int]:
+    """`count` of the experts at home evenly over them: of each layer at most `homes`."""
+    ends = [0, *itertools.accumulate(homes)]
+    assert 0 <= count <= ends[-1]
+    cuts = [count * end // max(1, ends[-1]) for end in ends]
+    return [after - before for before, after in itertools.pairwise(cuts)]
 
 
 class DeviceShare(NamedTuple):

@@ -60,9 +60,18 @@ class HostGradients:
 
     def read(self, number: int) -> Tensor:
         """The same in memory that the next `read` of this stream overwrites."""
+        return self._copy(number, self.allocate_buffer())
+
+    def allocate_buffer(self) -> Tensor:
+        """The memory of `read`; between steps, when memory is not short."""
         if self._buffer is None:
-            self._buffer = torch.empty_like(self._rows[number], device=self._device)
-        return self._copy(number, self._buffer)
+            size, dtype = self._layout.shape.numel, self._layout.dtype
+            self._buffer = torch.empty(size, dtype=dtype, device=self._device)
+        return self._buffer
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.nbytes
 
     def _copy(self, number: int, into: Tensor) -> Tensor:
         wait_event(self._device, self._arrived[number])

@@ -53,7 +53,7 @@ class DeviceHomes:
         self.has_states = False
         self._layers = [LayerRecords(self._zeros(count, layout.dtype)) for count in counts]
         self._stream: torch.cuda.Stream | None = None  # of updates beside computation
-        self._updated: dict[int, StreamEvent] = {}  # the last of these updates, by layer
+        self._updated: dict[int, StreamEvent | None] = {}  # the last of these updates, by layer
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -61,9 +61,18 @@ class DeviceHomes:
 
     def __getitem__(self, layer: int) -> LayerRecords:
         """The records of a layer, for which the current stream waits if they are being updated."""
-        if (event := self._updated.get(layer)) is not None:
-            wait_event(self.device, event)
+        if layer in self._updated:
+            event = self._updated[layer]
+            if event is None:  # an interrupt came before it was recorded
+                torch.cuda.current_stream(self.device).wait_stream(self._side_stream())
+            else:
+                wait_event(self.device, event)
         return self._layers[layer]
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
 
     @contextmanager
     def update_beside(self, layer: int) -> Iterator[None]:
@@ -71,14 +80,12 @@ class DeviceHomes:
         if self.device.type != "cuda":
             yield
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            try:
-                yield
-            finally:
-                self._updated[layer] = record_event(self.device)
+        stream = self._side_stream()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._updated[layer] = None
+        with torch.cuda.stream(stream):
+            yield
+            self._updated[layer] = record_event(self.device)
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, self.layout.shape.numel, dtype=dtype, device=self.device)

@@ -360,6 +360,7 @@ class StreamingGradients:
         for number in self._kept.keys() & numbers:
             del self._kept[number]
         self.on_device.discard(numbers)
+        self.of_homes.discard(numbers)  # also if a new optimizer keeps none there
         if not self._kept:
             self._forget_added()
         if layer is None:

@@ -120,9 +120,11 @@ class Streaming:
 
     @property
     def device_bytes(self) -> int:
-        """Memory of the GPU slots and of gradients that are accumulated on the device."""
-        sums = 0 if self.gradients is None else self.gradients.on_device.nbytes
-        return self.compute.uploader.slab.nbytes + sums
+        """Memory of the GPU slots and of gradients that are accumulated or read on the device."""
+        size = self.compute.uploader.slab.nbytes
+        if self.gradients is not None:
+            size += self.gradients.on_device.nbytes + self.gradients.of_homes.device_bytes
+        return size
 
     @property
     def host_bytes(self) -> int:
