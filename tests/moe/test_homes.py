@@ -103,8 +103,9 @@ def test_bf16_moments_are_rounded_alike_in_every_home(task: Task, tmp_path: Path
             assert_same_bits(run, train(model, adamw(model, task, **options), task))
 
 
-@pytest.mark.parametrize("where", ["host, 7 at home", "disk, 5 at home"])
-@pytest.mark.parametrize("task", TASKS, ids=str)
+@pytest.mark.parametrize(
+    ("task", "where"), zip(TASKS, 2 * ["host, 7 at home", "disk, 5 at home"], strict=True), ids=str
+)
 def test_experts_in_every_tier_train_as_in_one(task: Task, where: str, tmp_path: Path) -> None:
     run = spilled_run(task, where, tmp_path)
     assert_same_bits(run, streamed_run(task))
