@@ -28,6 +28,7 @@ from tests.moe.oracle import (
     plain_run,
     spilled,
     threads_left,
+    train,
     train_step,
     weights_of,
 )
@@ -288,4 +289,18 @@ def test_training_goes_on_from_states_loaded_after_a_failed_backward(
         optimizer.zero_grad()
         run.losses += [train_step(model, optimizer, batches) for batches in rest]
         run.weights = weights_of(model)
+    assert_follows(run, plain_run(task))
+
+
+def test_a_model_offloaded_in_inference_mode_infers_and_trains() -> None:
+    task = Task(steps=3)
+    model = task.model()
+    (tokens,) = next(task.batches())
+    with torch.no_grad():
+        expected = loss_of(model, tokens).item()
+    with torch.inference_mode():
+        overspill.offload(model, mode="host", slots=2, device="cpu", quiet=True)
+        assert loss_of(model, tokens).item() == pytest.approx(expected, rel=1e-6)
+    run = train(model, adamw(model, task), task)
+    model.overspill.close()
     assert_follows(run, plain_run(task))

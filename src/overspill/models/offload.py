@@ -139,7 +139,8 @@ def move_experts(
     """Moves the experts of `layers` to a new engine, `model.overspill`, and the rest of the model
     to the compute device, then calls `finish`. Without `source` the weights of the layers are
     copied. They are released when all has succeeded; a failure leaves the model as it was."""
-    with budgets.claimed(budgets.compute_device):
+    # what is made here outlives an inference mode of the caller
+    with torch.inference_mode(False), budgets.claimed(budgets.compute_device):
         return _move_experts(model, layers, budgets, progress, quiet, source, finish)
 
 
