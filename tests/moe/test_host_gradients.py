@@ -115,16 +115,34 @@ def test_another_optimizer_without_clipping_drops_what_an_unfinished_step_kept(
     tmp_path: Path,
 ) -> None:
     task = TASKS[0]
+    losses = []
+    for room in (None, 7.5):
+        model = task.model()
+        with spilled(model, WHERE, tmp_path, host_memory="2GiB") as engine:
+            optimizer = adamw(model, task)
+            if room is not None:
+                give_room(engine, room)
+            *batches, (last,) = task.batches()
+            for each in batches:
+                train_step(model, optimizer, each)
+            loss_of(model, last).backward()
+            optimizer = None
+            optimizer = adamw(model, Task())
+            found = [train_step(model, optimizer, [last])]
+            engine.set_homes([1] * engine.n_layers)
+            losses.append([*found, train_step(model, optimizer, [last])])
+    assert losses[0] == losses[1]
+
+
+def test_a_closed_engine_holds_no_memory_of_kept_gradients(tmp_path: Path) -> None:
+    task = TASKS[0]
     model = task.model()
     with spilled(model, WHERE, tmp_path, host_memory="2GiB") as engine:
         optimizer = adamw(model, task)
         give_room(engine, 7.5)
-        *batches, (last,) = task.batches()
-        for each in batches:
-            train_step(model, optimizer, each)
-        loss_of(model, last).backward()
-        optimizer = None
-        optimizer = adamw(model, Task())
-        train_step(model, optimizer, [last])
-        engine.set_homes([1] * engine.n_layers)
-        train_step(model, optimizer, [last])
+        for batches in task.batches():
+            train_step(model, optimizer, batches)
+        assert engine.device_share.experts > engine.device_share.gradients
+        loss_of(model, batches[0]).backward()
+        optimizer.zero_grad()
+    assert engine.bytes_by_tier()["gpu"] == 0

@@ -70,8 +70,8 @@ class HomeGradients:
             self.on_device = list(counts)
             for layer in range(len(counts)):
                 self._grads(layer)
-            if (host := self._host()) is not None:
-                host.allocate_buffer()
+        if (host := self._host()) is not None:
+            host.allocate_buffer()
 
     def reset_states(self) -> None:
         for layer in range(len(self._homes)):

@@ -90,3 +90,9 @@ class HostGradients:
         assert not self._arrived
         self._free = None
         self._rows.clear()
+
+    def close(self) -> None:
+        """Refers to no memory any more: that of host slots is freed with its last view."""
+        self._arrived.clear()
+        self.reset()
+        self._buffer = None

@@ -395,6 +395,7 @@ class StreamingGradients:
 
     def close(self) -> None:
         self.on_device.close()
+        self.of_homes.close()
         if self._updates is not None:
             self._updates.close()
         if self._ring is not None:
