@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import overspill
+from overspill.core.garbage import short_collections
 from overspill.hardware.machine import peak_resident_memory
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
@@ -119,11 +120,12 @@ def time_steps(
     for _ in range(warm):
         next(run)
     synchronize()
-    loss, marks = torch.zeros(()), [_Mark()]
-    for _ in range(count):
-        loss = next(run)
-        marks.append(_Mark())
-    synchronize()
+    with short_collections():
+        loss, marks = torch.zeros(()), [_Mark()]
+        for _ in range(count):
+            loss = next(run)
+            marks.append(_Mark())
+        synchronize()
     return [before.seconds_to(after) for before, after in itertools.pairwise(marks)], loss
 
 
@@ -156,13 +158,14 @@ def measure_steps(
         torch.cuda.reset_peak_memory_stats()
     seconds, loss = time_steps(run, warm, count)
     gpu = torch.cuda.max_memory_reserved()
-    engine.recorder.start()
-    began = time.perf_counter_ns()
-    for _ in range(traced):
-        next(run)
-    synchronize()
-    ended = time.perf_counter_ns()
-    engine.recorder.stop()
+    with short_collections():
+        engine.recorder.start()
+        began = time.perf_counter_ns()
+        for _ in range(traced):
+            next(run)
+        synchronize()
+        ended = time.perf_counter_ns()
+        engine.recorder.stop()
     busy = engine.recorder.busy(began, ended)
     if timeline is not None:
         # an update that was cut off when the recorder was stopped before may have ended since

@@ -39,6 +39,13 @@ def give_room(engine: Engine, experts: float) -> None:
     engine.fill_memory(memory, int((memory.peak() + experts * each) / 0.98))
 
 
+def unaccounted(engine: Engine) -> int:
+    """Bytes of fp32 training on the device beside those that `device_share` tells."""
+    share = engine.device_share
+    numbers = 3 * share.experts + share.gradients  # weights, two moments; a gradient
+    return engine.bytes_by_tier()["gpu"] - 4 * numbers * engine.layout.shape.numel
+
+
 def clipped_run(task: Task, disk: Path, room: float, settings: Settings | None = None) -> Run:
     model, run = task.model(), Run()
     with spilled(model, WHERE, disk, host_memory="2GiB", settings=settings) as engine:
@@ -132,6 +139,22 @@ def test_another_optimizer_without_clipping_drops_what_an_unfinished_step_kept(
             engine.set_homes([1] * engine.n_layers)
             losses.append([*found, train_step(model, optimizer, [last])])
     assert losses[0] == losses[1]
+
+
+def test_gradients_on_the_device_are_counted_after_homes_were_set(tmp_path: Path) -> None:
+    task = TASKS[0]
+    model = task.model()
+    with spilled(model, WHERE, tmp_path, host_memory="2GiB") as engine:
+        optimizer = adamw(model, task)
+        give_room(engine, 9.5)
+        for batches in task.batches():
+            train_step(model, optimizer, batches)
+        assert engine.device_share.gradients > 0
+        others = unaccounted(engine)
+        engine.set_homes([1] * engine.n_layers)
+        for batches in task.batches():
+            assert unaccounted(engine) == others, engine.device_share
+            train_step(model, optimizer, batches)
 
 
 def test_a_closed_engine_holds_no_memory_of_kept_gradients(tmp_path: Path) -> None:

@@ -271,6 +271,8 @@ class Engine:
 
     def _move_experts(self, counts: Sequence[int]) -> None:
         before = self.homes
+        if self._gradients is not None:
+            self._gradients.of_homes.homes_changed()
         self._stream_if_needed(sum(counts))
         leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
         if leaving:

@@ -1,17 +1,15 @@
 """The loop of a run: steps, evaluations, checkpoints, Ctrl-C, metrics."""
 
 import abc
-import contextlib
-import gc
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
 from overspill.core.errors import NonFiniteError
+from overspill.core.garbage import short_collections
 from overspill.hardware import machine
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
@@ -115,7 +113,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
                 f"the run already has its {spec.steps} steps; give a higher --steps to continue"
             )
         with (
-            _short_collections(),
+            short_collections(),
             showing(self.display, spec.steps, self.step),
             StopSignal(
                 lambda: self.display.say("stopping after this step (again: immediately)")
@@ -237,21 +235,6 @@ class Loop(abc.ABC, Generic[SummaryT]):
             host_peak=machine.peak_resident_memory(),
             gpu_peak=_gpu_peak(),
         )
-
-
-@contextlib.contextmanager
-def _short_collections() -> Iterator[None]:
-    """The garbage collector leaves alone what exists before the first step: with the objects of all
-    imported modules a full collection takes a quarter of a second, in which nothing else runs."""
-    if gc.get_freeze_count():  # the caller does the same
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _gpu_peak() -> int:

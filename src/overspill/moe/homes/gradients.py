@@ -73,6 +73,12 @@ class HomeGradients:
         if (host := self._host()) is not None:
             host.allocate_buffer()
 
+    def homes_changed(self) -> None:
+        """Which gradients stay on the device has to be decided anew; until then none do."""
+        if any(self.on_device):
+            self._homes.release_grads()
+            self.on_device = [0] * len(self._homes)
+
     def reset_states(self) -> None:
         for layer in range(len(self._homes)):
             for state in self._homes[layer].states.values():
