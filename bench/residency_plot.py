@@ -12,7 +12,8 @@ Record = dict[str, Any]
 Point = tuple[float, float]
 """GPU memory in GiB, the peak that torch has reserved, and tokens per second."""
 
-OURS = re.compile(r"residency-w1-[0-9.]+gib(?P<clip>-clip)?")
+OURS = re.compile(r"residency-w1-[0-9.]+gib(?P<clip>-clip)?|dense-offload-w1(?P<dense>)")
+"""With dense optimizer states in host memory (dense-offload-w1) gradients are clipped too."""
 GPU_ONLY, PEER = "train-w1-gpu-only-16x1024", "train-w1-vs-deepspeed"
 MEGATRAIN = (4.8, 3500.0)
 """Measured on the same kind of machine with the code of 2026-04 of the paper (arXiv 2604.05091):
@@ -23,12 +24,12 @@ _INK, _FAINT = "#22272e", "#d5dae0"
 
 
 def our_points(records: Sequence[Record], clip: bool) -> list[Point]:
-    """The points of the records `residency-w1-*`, by memory."""
+    """The points of W1 in growing budgets, by memory."""
     found = [(OURS.fullmatch(record["name"]), record) for record in records]
     return sorted(
         _point(record, "gpu_memory", "tokens_per_second")
         for match, record in found
-        if match is not None and (match["clip"] is not None) == clip
+        if match is not None and (match["clip"] is not None or match["dense"] is not None) == clip
     )
 
 
