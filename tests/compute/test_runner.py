@@ -4,6 +4,7 @@ import ctypes
 import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from overspill.compute.cpu_kernel import (
 from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
+from overspill.tiers.worker_sync import WorkerSync
 from tests.compute.groups import Group, Results, compute, every_dtype, gated_or_not
 
 pytestmark = pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
@@ -224,6 +226,55 @@ def test_close_ends_a_runner_that_waits_for_rows_and_its_waiters(
     assert not out.any()
     with pytest.raises(EngineError, match="closed"):
         runner.forward(group.x, out, group.experts, group.shape, 2, request)
+
+
+@pytest.mark.parametrize("computed", [0, 1])
+def test_a_wait_for_rows_that_never_become_ready_says_what_is_missing(
+    computed: int, flags: Flags, group: Group
+) -> None:
+    runner, y = Runner(sync=WorkerSync(watchdog_seconds=0.1)), torch.zeros_like(group.x)
+    flags.set_ready(computed)
+    for number in range(1, computed + 2):
+        runner.forward(group.x, y, group.experts, group.shape, 2, flags.request(number))
+    with pytest.raises(EngineError, match=r"no progress .* CPU experts \(runner thread, .* rows\)"):
+        runner.wait(flags.request(computed + 1))
+    flags.set_ready(computed + 1)
+    assert runner.wait(flags.request(computed + 1))
+    runner.close()
+
+
+def test_a_slow_computation_is_progress(flags: Flags, group: Group) -> None:
+    runner = Runner(lambda _: time.sleep(0.04), WorkerSync(watchdog_seconds=0.2))
+    y, request = torch.zeros_like(group.x), flags.request(1)
+    flags.set_ready(1)
+    began = time.monotonic()
+    runner.forward(group.x, y, group.experts, group.shape, 1, request)
+    assert runner.wait(request)
+    assert time.monotonic() - began > 0.4, "twice as long as the watchdog allows"
+    runner.close()
+
+
+def test_a_wait_ends_when_a_worker_thread_fails(flags: Flags, group: Group) -> None:
+    sync = WorkerSync()
+    runner, y, request = Runner(sync=sync), torch.zeros_like(group.x), flags.request(1)
+    runner.forward(group.x, y, group.experts, group.shape, 2, request)
+    threading.Timer(0.05, sync.fail, [OSError("no disk")]).start()
+    with pytest.raises(EngineError, match="no disk"):
+        runner.wait(request)
+    runner.close()
+
+
+def test_ctrl_c_ends_a_wait(runner: Runner, flags: Flags, group: Group) -> None:
+    y, request = torch.zeros_like(group.x), flags.request(1)
+    runner.forward(group.x, y, group.experts, group.shape, 2, request)
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        runner.wait(request)
+    flags.set_ready(1)
+    assert runner.wait(request)
+    assert torch.equal(y, compute(group).y)
 
 
 def test_close_finishes_the_request_that_is_being_computed(flags: Flags, group: Group) -> None:

@@ -21,6 +21,8 @@ class Graph:
     used: bool = False
     stale: bool = False
     """Weights have changed since."""
+    exchanged: bool = False
+    """Experts have exchanged places since."""
 
 
 class Rules:
@@ -70,9 +72,13 @@ class Rules:
         if op.name in BACKWARDS or op.name == "grad":
             graph = self.graphs[op.graph]
             second = any(self.layers[layer] in ("kept", "updated") for layer in graph.trained)
-            return graph.stale or second or bool(graph.used and graph.trained)
-        if op.name == "move":
-            return self.layers != ["empty"] * self.case.n_layers
+            # kept activations have the order of the forward
+            reordered = graph.exchanged and self.case.settings.get("activations") == "keep"
+            used = bool(graph.used and graph.trained)
+            return graph.stale or second or used or reordered
+        if op.name in ("move", "exchange"):
+            has_states = op.name == "exchange" and not self.case.stateless
+            return has_states or self.layers != ["empty"] * self.case.n_layers
         if op.name == "step":
             return self.poisoned or (self.updated and self.lr_changed)
         # experts that were updated during backward are ahead of the rest
@@ -107,6 +113,9 @@ class Rules:
             self.frozen.add(op.layer)
         elif op.name == "unfreeze":
             self.frozen.discard(op.layer)
+        elif op.name == "exchange":
+            for graph in self.graphs.values():
+                graph.exchanged = True
         elif op.name == "set_lr":
             self.lr_changed = True
 

@@ -74,14 +74,8 @@ class Subject(Side):
             memory = RestlessMemory(self.engine, room)
             self.engine.fill_memory(memory, memory.allocated() + room)
         self._places = _expert_places(model, case)
-        self._exchange_places()
+        self.exchange(Op("exchange"))  # before experts have states
         self.optimizer = self._new_optimizer()
-
-    def _exchange_places(self) -> None:
-        """Before experts have states: in each layer the first and the last one, if possible."""
-        last = self.case.n_experts - 1
-        counts = enumerate(self.engine.homes)
-        self.engine.exchange_homes([Exchange(n, 0, last) for n, at in counts if 0 < at <= last])
 
     def experts(self, layer: int) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if getattr(p, "layer", None) == layer]
@@ -109,7 +103,8 @@ class Subject(Side):
         return self.optimizer.accumulate()
 
     def _new_optimizer(self) -> overspill.AdamW:
-        return overspill.AdamW(self.model, max_grad_norm=self.case.clip, **ADAM)
+        of: Any = self.dense().values() if self.case.stateless else self.model
+        return overspill.AdamW(of, max_grad_norm=self.case.clip, **ADAM)
 
     def new_optimizer(self) -> None:
         self.__dict__.pop("optimizer", None)  # absent after an interrupt here
@@ -139,6 +134,19 @@ class Subject(Side):
         fixed = {0: 0, 1: most}.get(op.batch)
         layers = range(self.case.n_layers)
         self.engine.set_homes([rng.randint(0, most) if fixed is None else fixed for _ in layers])
+
+    def exchange(self, op: Op) -> None:
+        """In each layer lets up to two experts at home and streamed ones exchange their places."""
+        rng = random.Random(7 * op.batch + op.layer)
+        last = self.case.n_experts - 1
+        self.engine.exchange_homes(
+            [
+                Exchange(layer, rng.randrange(at), rng.randint(at, last))
+                for layer, at in enumerate(self.engine.homes)
+                for _ in range(rng.randint(1, 2))
+                if 0 < at <= last
+            ]
+        )
 
     # -- states -----------------------------------------------------------------------------
 

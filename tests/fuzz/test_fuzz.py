@@ -1,7 +1,13 @@
 """A minute of random programs, from fixed seeds. `bench/fuzz.py` runs more of them."""
 
-import pytest
+from collections.abc import Sequence
+from typing import Any
 
+import pytest
+from torch import Tensor
+
+from overspill.moe.gradients import ExpertGradients
+from overspill.moe.layer_pass import Wave
 from tests.fuzz import subject
 from tests.fuzz.execute import execute
 from tests.fuzz.program import Case, Op, Program, program_of
@@ -41,6 +47,27 @@ def test_a_wrong_update_is_found_and_its_program_shortened(
     assert "weight" in failure
     ops, _ = shrink(program, "cpu", failure)
     assert ops == [1, 3], "the end of a program steps by itself"
+
+
+@pytest.mark.parametrize("mode", ["gpu", "host"])
+def test_a_wrong_gradient_of_one_expert_is_found_in_bf16(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(dtype="bfloat16", mode=mode, slots=None if mode == "gpu" else 2)
+    program = Program(0, case, STEP.ops)
+    assert execute(program).failure is None
+    add = ExpertGradients.add
+
+    def wrong(
+        self: ExpertGradients, layer: int, wave: Wave, dw: Sequence[Tensor], *args: Any, **more: Any
+    ) -> None:
+        if layer == 0 and wave.first == 0:
+            for part in dw:
+                part[0] *= 1.15
+        add(self, layer, wave, dw, *args, **more)
+
+    monkeypatch.setattr(ExpertGradients, "add", wrong)
+    assert "w_in[0]" in str(execute(program).failure)
 
 
 def test_an_error_without_a_rule_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

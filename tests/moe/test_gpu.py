@@ -5,6 +5,7 @@ import gc
 import io
 import math
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -417,7 +418,14 @@ def test_gradients_added_on_the_gpu_are_those_added_by_the_cpu(clip: float | Non
     assert got == pytest.approx(want, rel=2e-4)
 
 
-@pytest.mark.parametrize("inject", [None, delays])
+def late_reads(kind: str) -> None:
+    """The main thread uploads kept gradients alone: each comes some milliseconds late."""
+    if kind == "upload" and threading.current_thread() is threading.main_thread():
+        assert torch.cuda.current_stream() != torch.cuda.default_stream()
+        torch.cuda._sleep(10**7)
+
+
+@pytest.mark.parametrize("inject", [None, delays, late_reads])
 def test_clipped_gradients_that_wait_in_host_memory_follow_plain_training(
     inject: Inject | None,
 ) -> None:

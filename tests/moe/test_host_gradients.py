@@ -1,5 +1,6 @@
 """With clipping, gradients of experts at home wait in host memory: no bit changes."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
+from overspill.transfer.streams import Defer
+from tests.fuzz.late import LateStream
 from tests.moe.fake_memory import FakeMemory
 from tests.moe.oracle import (
     Run,
@@ -74,6 +77,24 @@ def test_clipping_follows_plain_training(task: Task, room: float, tmp_path: Path
 def test_delays_change_nothing(tmp_path: Path) -> None:
     run = clipped_run(TASKS[0], tmp_path, 7.5, Settings(inject=delays(seed=4)))
     assert_same_bits(run, streamed_run(TASKS[0]))
+
+
+def test_updates_that_read_late_change_nothing(tmp_path: Path) -> None:
+    """As on a GPU, step() returns before they have ended."""
+    late, reads = LateStream("upload", seed=1, longest=1e-2), 0
+
+    def inject(kind: str) -> Defer | None:
+        nonlocal reads
+        # other uploads are issued by the uploader
+        if kind != "upload" or threading.current_thread() is not threading.main_thread():
+            return None
+        reads += 1
+        return late.defer
+
+    run = clipped_run(TASKS[0], tmp_path, 7.5, Settings(inject=inject))
+    late.close()
+    assert_same_bits(run, streamed_run(TASKS[0]))
+    assert reads > 10
 
 
 def _twice(task: Task, disk: Path, room: float | None) -> Run:

@@ -104,8 +104,9 @@ void overspill_runner_submit(Runner* runner, const GroupArgs* args, const uint32
     runner->submit(std::move(request), reinterpret_cast<Flag*>(done), times);
 }
 
-int overspill_runner_wait(Runner* runner, const uint32_t* done, uint32_t number) {
-    return runner->wait(*reinterpret_cast<const Flag*>(done), number);
+int overspill_runner_wait(Runner* runner, const uint32_t* done, uint32_t number, double seconds,
+                          int64_t* progress) {
+    return runner->wait(*reinterpret_cast<const Flag*>(done), number, seconds, progress);
 }
 
 // Reads `count` words once with all threads, to measure the bandwidth.

@@ -214,7 +214,7 @@ def cpu_library() -> ctypes.CDLL | None:
         "runner_close": (None, [pointer]),
         "runner_free": (None, [pointer]),
         "runner_submit": (None, [pointer, args, pointer, pointer, number, times, pointer]),
-        "runner_wait": (ctypes.c_int, [pointer, pointer, number]),
+        "runner_wait": (ctypes.c_int, [pointer, pointer, number, ctypes.c_double, times]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"overspill_{name}")

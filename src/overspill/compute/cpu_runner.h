@@ -20,6 +20,7 @@ constexpr int64_t MANY_ROWS = 128;         // above it loading the tokens takes 
 constexpr int64_t MIN_STREAM = 8 << 10;    // bytes of contiguous weights that prefetchers follow
 constexpr int64_t MAX_TASK_TILES = 4;      // height of a forward task
 constexpr int64_t MAX_SCRATCH = 64 << 20;  // bytes: larger groups are divided
+constexpr int DONE = 0, TIMED_OUT = -1, CLOSED = -2;
 
 // Assigns an expert its arrays, beginning at `at`, and advances `at`.
 void assign_scratch(const Group& group, ExpertRows& own, char*& at) {
@@ -124,6 +125,7 @@ class Runner {
     // `done` reaches the request's number when the results are complete. `times` receives begin and
     // end (CLOCK_MONOTONIC, ns), the end last.
     void submit(std::unique_ptr<Request> request, Flag* done, int64_t* times) {
+        request->finished_tasks = &finished_tasks;
         request->complete = [this, from = request.get(), done, times] {
             times[0] = from->began;
             __atomic_store_n(&times[1], now_ns(), __ATOMIC_RELEASE);
@@ -139,11 +141,14 @@ class Runner {
         changed.notify_all();
     }
 
-    // Blocks until the request is done; false if the runner was closed before.
-    bool wait(const Flag& done, uint32_t number) {
+    // Blocks until the request is done, the runner is closed, or for some seconds: the caller may
+    // have other reasons to give up. `progress` receives the number of tasks finished so far.
+    int wait(const Flag& done, uint32_t number, double seconds, int64_t* progress) {
         std::unique_lock<std::mutex> guard(lock);
-        changed.wait(guard, [&] { return closed || reached(done, number); });
-        return reached(done, number);
+        changed.wait_for(guard, std::chrono::duration<double>(seconds),
+                         [&] { return closed || reached(done, number); });
+        *progress = finished_tasks;
+        return reached(done, number) ? DONE : closed ? CLOSED : TIMED_OUT;
     }
 
     // Finishes the request that is being computed and discards the others. Threads in wait() return.
@@ -182,6 +187,7 @@ class Runner {
     std::condition_variable changed;
     std::deque<std::unique_ptr<Request>> requests;
     std::atomic<bool> closed{false};
+    std::atomic<int64_t> finished_tasks{0};
     std::thread thread;  // last: it starts when all other members exist
 };
 

@@ -23,6 +23,7 @@ struct Request {
     void (*inject)() = nullptr;      // fault-injection tests: called before every task
     std::function<void()> complete;  // called once, when all results are written; may be empty
     std::atomic<int64_t> began{0};   // when a thread first saw that the rows are ready
+    std::atomic<int64_t>* finished_tasks = nullptr;  // counted there; may be null
 
     bool is_ready() const { return !ready || reached(*ready, number); }
 
@@ -130,6 +131,7 @@ class Tasks {
     }
 
     void finish(Range& range) {
+        if (request.finished_tasks) request.finished_tasks->fetch_add(1, std::memory_order_relaxed);
         if (range.left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
         if (unfinished.fetch_sub(1) == 1 && last && request.complete) request.complete();
     }

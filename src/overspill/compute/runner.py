@@ -20,8 +20,11 @@ from overspill.compute.cpu_kernel import (
 )
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
+from overspill.tiers.worker_sync import WorkerSync
 
 _CALLBACK = ctypes.CFUNCTYPE(None)
+_DONE, _TIMED_OUT = 0, -1  # as in cpu_runner.h
+_SLICE = 0.1  # seconds of a native wait: between two of them Ctrl-C takes effect
 
 
 class CpuRequest(NamedTuple):
@@ -46,8 +49,12 @@ class Runner:
     is completed, because a GPU may wait for its flag, and the next call of a method raises it.
     """
 
-    def __init__(self, inject: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self, inject: Callable[[str], object] | None = None, sync: WorkerSync | None = None
+    ) -> None:
+        """`sync` has the watchdog of waits."""
         self._library = loaded_library()
+        self._sync = sync or WorkerSync()
         self._failure: BaseException | None = None
         # Kept here: the native threads call it until close().
         self._callback = None if inject is None else _CALLBACK(partial(self._call, inject))
@@ -87,12 +94,20 @@ class Runner:
             raise failure
 
     def wait(self, request: CpuRequest) -> bool:
-        """Blocks until the request is done; False if the runner was closed before."""
-        if not self._alive():
-            return False
-        done = self._library.overspill_runner_wait(self._handle, request.done, request.number)
-        self.check()
-        return bool(done)
+        """Blocks until the request is done; False if the runner was closed before. Raises if a
+        worker thread has failed, or if no task has been computed for too long."""
+        what = "the results of CPU experts (runner thread, once the device has sent token rows)"
+        watchdog, progress = self._sync.watchdog(what), ctypes.c_int64()
+        args = request.done, request.number, min(_SLICE, watchdog.interval), progress
+        while self._alive():
+            code = self._library.overspill_runner_wait(self._handle, *args)
+            if code != _TIMED_OUT:
+                self.check()
+                return bool(code == _DONE)
+            with self._sync.lock:
+                self._sync.raise_error()
+                watchdog.check(progress.value)
+        return False
 
     def close(self) -> None:
         """Ends the thread after the request that it computes, and discards the others. Another

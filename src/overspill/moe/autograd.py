@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
 from overspill.core.errors import OrderError
 from overspill.core.experts import Phase
+from overspill.moe.data_parallel import check_processes
 from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
-from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
 from overspill.plan.waves import row_pieces
 
 
@@ -28,6 +29,7 @@ def routed_experts(
 ) -> Tensor:
     """Each token's weighted sum over its experts, [T, D]. Where the layer drops assignments (its
     placeholder says so), an id of `n_experts` means "no expert"."""
+    check_placeholder(placeholder)
     layer_pass = LayerPass(
         placeholder.layer,
         trained=placeholder.requires_grad,
@@ -54,6 +56,8 @@ def _routed(
     if torch.is_grad_enabled() and trained:
         # set here: inside a Function's forward, torch says that gradients are off
         layer_pass.training = True
+        if layer_pass.trained:
+            check_processes()
         ticket = _Entrance.apply(x_TD, weights_TK, placeholder, engine, layer_pass)  # type: ignore[no-untyped-call]
         args = (x_TD.detach(), weights_TK.detach(), expert_ids_TK, engine, layer_pass)
         y: Tensor = _Experts.apply(ticket, *args)  # type: ignore[no-untyped-call]

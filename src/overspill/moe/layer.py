@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from overspill.compute.reference import moe_reference
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.moe.autograd import routed_experts
+from overspill.moe.data_parallel import refuse_replicas
 from overspill.moe.engine import Engine
 from overspill.moe.init import expert_generator, init_expert_
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -97,6 +98,7 @@ class MoE(nn.Module):
         self.experts = ExpertPlaceholder(engine, layer)
         self.experts.requires_grad_(trained)
         show_experts(self, "experts", stacked(("w_in", "w_out")))
+        refuse_replicas(self)
 
     def forward(self, x_BSD: Tensor, pieces: int = 1) -> tuple[Tensor, Tensor]:
         """Returns y and the balance loss."""

@@ -130,6 +130,16 @@ class ExpertPlaceholder(nn.Parameter):
         )
 
 
+def check_placeholder(found: Tensor) -> None:
+    """Raises if something has taken the place of a placeholder."""
+    if not isinstance(found, ExpertPlaceholder):
+        raise OrderError(
+            f"the parameter of offloaded experts was replaced by a {type(found).__name__}, as FSDP "
+            "does, which divides parameters among processes; load the model without it: Overspill "
+            "places the model itself"
+        )
+
+
 class _GradientNorm(Tensor):
     """A norm that stands for a gradient; setting it to zero drops the gradient."""
 

@@ -114,6 +114,12 @@ def test_it_cannot_be_copied(twins: Any) -> None:
         copy.deepcopy(twins[1])
 
 
+def test_it_cannot_be_copied_to_several_gpus(twins: Any) -> None:
+    experts = twins[1].model.layers[0].mlp.experts
+    with pytest.raises(OrderError, match=r"DataParallel .* start one process per GPU"):
+        experts._replicate_for_data_parallel()  # as torch.nn.parallel.replicate does
+
+
 def test_it_cannot_be_offloaded_twice(twins: Any) -> None:
     with pytest.raises(overspill.OverspillError, match="offloaded already"):
         overspill.offload(twins[1], device="cpu")

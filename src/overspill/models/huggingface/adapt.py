@@ -22,7 +22,7 @@ from overspill.models.huggingface.experts import (
 )
 from overspill.moe.autograd import routed_experts
 from overspill.moe.engine import Engine
-from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
 
 IMPLEMENTATION = "overspill"
 
@@ -127,6 +127,7 @@ def _experts_forward(
             f"{type(module).__name__} has experts_implementation='overspill', but its experts are "
             "not offloaded; call overspill.offload(model) or overspill.load(path)"
         )
+    check_placeholder(placeholder)
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1]).to(placeholder.engine.dtype)
     top_k = top_k_index.shape[-1]
     y_TD = routed_experts(

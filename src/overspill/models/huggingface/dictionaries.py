@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.moe.autograd import routed_experts
-from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
 
 Routing = tuple[Tensor, Tensor]
 """Expert ids [T, K], with E for none, and their weights [T, K]."""
@@ -74,6 +74,7 @@ class HostedDictionary(nn.ModuleDict):
         return _HostedSwitch if style is SWITCH else _HostedNllb
 
     def forward(self, hidden_states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
+        check_placeholder(self.overspill)
         engine = self.overspill.engine
         ids_TK, weights_TK = self.style.read(selected, weights, engine.n_experts)
         fraction: Any = getattr(self, "moe_token_dropout", 0)

@@ -16,6 +16,7 @@ from overspill.compute.activation import Activation, Differentiated, Fused
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
 from overspill.models.huggingface.dictionaries import DictionaryStyle, HostedDictionary
+from overspill.moe.data_parallel import refuse_replicas
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.state_dict import Place, Places, show_experts, split_record, stacked
@@ -93,6 +94,7 @@ class HuggingFaceExperts(abc.ABC):
         placeholder.requires_grad_(self._trained)
         self.module.register_parameter(PLACEHOLDER, placeholder)
         show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
+        refuse_replicas(self.module)
 
 
 class StackedExperts(HuggingFaceExperts):

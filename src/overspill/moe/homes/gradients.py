@@ -4,13 +4,14 @@ is one launch, and backward never waits for the device."""
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from overspill.core.errors import NonFiniteError
 from overspill.moe.homes.host_gradients import HostGradients
-from overspill.moe.homes.memory import DeviceHomes
+from overspill.moe.homes.memory import DeviceHomes, LayerRecords
 from overspill.moe.layer_pass import Wave
 from overspill.optim.gradient_norm import expert_squares
 from overspill.optim.kernel import AdamHyper, adamw_
@@ -96,8 +97,9 @@ class HomeGradients:
         self._updated.update(numbers)  # first: an interrupt may come during the update
         if self._homes.device.type == "cpu":
             dw = [torch.cat(dw, dim=1)]  # whole records, for the bits of the update threads
+        records = self._homes[layer]
         for start, part in zip(self._homes.layout.shape.starts, dw, strict=False):
-            self._update(layer, slice(wave.first, wave.stop), part, hyper, start)
+            self._update(records, slice(wave.first, wave.stop), part, hyper, start)
 
     def _note(self, squares: Tensor) -> None:
         """Before the first update of a step; does not wait for the device."""
@@ -156,20 +158,28 @@ class HomeGradients:
         positions = [position for position in positions if position not in in_host]
         for has_kept, experts in _runs(positions, lambda p: self._number(layer, p) in self._kept):
             kept = self._grads(layer)[experts] if has_kept else None
-            self._update(layer, experts, kept, hyper)
+            self._update(self._homes[layer], experts, kept, hyper)
         if host is None or not in_host:
             return
-        with self._homes.update_beside(layer):
-            for position in in_host:
-                gradient = host.read(self._number(layer, position))[None]
-                self._update(layer, slice(position, position + 1), gradient, hyper)
+
+        def update(position: int, read: Callable[[], Tensor], records: LayerRecords) -> None:
+            self._update(records, slice(position, position + 1), read()[None], hyper)
+
+        readers = [host.reader(self._number(layer, position)) for position in in_host]
+        updates = [partial(update, *pair) for pair in zip(in_host, readers, strict=True)]
+        self._homes.update_beside(layer, updates, host.inject)
 
     def _update(
-        self, layer: int, experts: slice, grad: Tensor | None, hyper: AdamHyper, start: int = 0
+        self,
+        records: LayerRecords,
+        experts: slice,
+        grad: Tensor | None,
+        hyper: AdamHyper,
+        start: int = 0,
     ) -> None:
         """`grad` is that of the elements of each record from `start` on; None is zero for all."""
         stop = self._homes.layout.shape.numel if grad is None else start + grad.shape[1]
-        record = self._homes[layer].record(experts, slice(start, stop))
+        record = records.record(experts, slice(start, stop))
         guard = self._not_finite
         adamw_(record, grad, hyper, self._threads, start=start, not_finite=guard)
 

@@ -1,6 +1,7 @@
 """Kept gradients of experts at home on the compute device that wait in host memory."""
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from overspill.tiers.layout import RecordLayout
 from overspill.transfer.downloads import Downloads
 from overspill.transfer.driver import copy_on
-from overspill.transfer.streams import StreamEvent, wait_event
+from overspill.transfer.streams import Inject, StreamEvent, wait_event
 
 
 class HostGradients:
@@ -23,8 +24,10 @@ class HostGradients:
         device: torch.device,
         unused: Callable[[], list[Tensor]],
         downloads: Downloads,
+        inject: Inject | None,
     ) -> None:
         """`unused` gives the memory of host slots that no expert has."""
+        self.inject = inject
         self._layout = layout
         self._device = device
         self._unused = unused
@@ -56,14 +59,16 @@ class HostGradients:
 
     def get(self, number: int) -> Tensor:
         """A copy on the device of a flat gradient."""
-        return self._copy(number, torch.empty_like(self._rows[number], device=self._device))
+        into = torch.empty_like(self._rows[number], device=self._device)
+        return self._copy(self._rows[number], self._arrived[number], into)
 
-    def read(self, number: int) -> Tensor:
-        """The same in memory that the next `read` of this stream overwrites."""
-        return self._copy(number, self.allocate_buffer())
+    def reader(self, number: int) -> Callable[[], Tensor]:
+        """Copies it into memory that the next reader overwrites, also after `discard`."""
+        args = self._rows[number], self._arrived[number], self.allocate_buffer()
+        return partial(self._copy, *args)
 
     def allocate_buffer(self) -> Tensor:
-        """The memory of `read`; between steps, when memory is not short."""
+        """The memory of readers; between steps, when memory is not short."""
         if self._buffer is None:
             size, dtype = self._layout.shape.numel, self._layout.dtype
             self._buffer = torch.empty(size, dtype=dtype, device=self._device)
@@ -73,12 +78,12 @@ class HostGradients:
     def device_bytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.nbytes
 
-    def _copy(self, number: int, into: Tensor) -> Tensor:
-        wait_event(self._device, self._arrived[number])
+    def _copy(self, row: Tensor, arrived: StreamEvent, into: Tensor) -> Tensor:
+        wait_event(self._device, arrived)
         if self._device.type == "cuda":
-            copy_on(torch.cuda.current_stream(self._device), into, self._rows[number])
+            copy_on(torch.cuda.current_stream(self._device), into, row)
         else:
-            into.copy_(self._rows[number])
+            into.copy_(row)
         return into
 
     def discard(self, numbers: Collection[int]) -> None:

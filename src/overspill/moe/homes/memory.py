@@ -1,15 +1,15 @@
 """Memory of the experts whose home is the compute device."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from overspill.optim.kernel import RecordState
 from overspill.tiers.layout import RecordLayout
-from overspill.transfer.streams import StreamEvent, record_event, wait_event
+from overspill.transfer.streams import Inject, StreamEvent, record_event, wait_event
 
 
 @dataclass
@@ -74,17 +74,30 @@ class DeviceHomes:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
-    @contextmanager
-    def update_beside(self, layer: int) -> Iterator[None]:
-        """Updates of a layer that run beside what is computed, until its records are needed."""
+    def update_beside(
+        self, layer: int, updates: Sequence[Callable[[LayerRecords], None]], inject: Inject | None
+    ) -> None:
+        """Updates of a layer's records that run beside what is computed, one after another, until
+        the records are needed. Each begins with an upload. On a CPU they run at once, unless
+        `inject` defers them."""
+        records = self._layers[layer]
         if self.device.type != "cuda":
-            yield
+            for update in updates:
+                defer = None if inject is None else inject("upload")
+                if defer is None:
+                    update(records)
+                else:
+                    self._updated[layer] = event = StreamEvent()
+                    event.event = defer(partial(update, records))
             return
         stream = self._side_stream()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         self._updated[layer] = None
         with torch.cuda.stream(stream):
-            yield
+            for update in updates:
+                if inject is not None:
+                    inject("upload")
+                update(records)
             self._updated[layer] = record_event(self.device)
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -143,6 +156,10 @@ class DeviceHomes:
         """Waits for everything that the device computes."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        else:
+            for event in self._updated.values():
+                assert event is not None
+                event.wait()
         self._updated.clear()
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ class CpuExperts:
                     "CPU experts need stream memory operations, which the CUDA driver lacks; set "
                     "cpu_experts=False"
                 )
-        self._runner = Runner(inject)
+        self._runner = Runner(inject, store)
         recorder.add_source(self._collect)
 
     @property

@@ -60,7 +60,11 @@ class StreamingGradients:
         on_device = max(min(_ON_DEVICE, placement.slots), placement.slots // 2)
         self._downloads = Downloads(stream, on_device * store.layout.weight_bytes)
         self.of_homes = HostGradients(
-            store.layout, device, lambda: store.unused_memory(Part.GRADS), self._downloads
+            store.layout,
+            device,
+            lambda: store.unused_memory(Part.GRADS),
+            self._downloads,
+            self._inject,
         )
         count = len(store.entries)
         # of each expert's gradient, and of one that is added to a kept one
