@@ -44,6 +44,11 @@ class ExpertGradients(GradientSink):
         self.accumulates = False
         """Whether a step had gradients of several backward passes."""
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether gradients wait for others or for `step()`."""
+        return self.accumulates or self.keep is True
+
     def allow_host(self) -> None:
         """Gradients of experts at home may wait for the global norm in host memory."""
         self._may_use_host = True
