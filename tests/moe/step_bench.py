@@ -11,7 +11,6 @@ from overspill.core.errors import NonFiniteError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.moe.dispatch import RowOrder
-from overspill.moe.gradient_sink import GradientSink
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.records import ExpertRecords
 from overspill.moe.training_step import TrainingStep
@@ -22,8 +21,9 @@ N_LAYERS = 2
 COUNTS = [2, 0]
 
 
-class FakeSink(GradientSink):
-    """Records its calls. `fail_in` is the method that finds a gradient that is not finite."""
+class FakeSink:
+    """Stands for `ExpertGradients` and records its calls. `fail_in` is the method that finds a
+    gradient that is not finite."""
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []

@@ -76,8 +76,8 @@ class Engine:
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
         with ExitStack() as undo:  # a failure leaves no thread and no file
             # first what may not fit: nothing else is allocated yet
-            self._homes = DeviceHomes(counts, layout, device)
-            self._store = ExpertStore(
+            homes = self._homes = DeviceHomes(counts, layout, device)
+            store = self._store = ExpertStore(
                 n_layers,
                 experts,
                 layout,
@@ -89,49 +89,30 @@ class Engine:
                 homes=counts,
                 spare_records=placement.spare_records,
             )
-            undo.callback(self._store.close)
-            self.records = ExpertRecords(self._store, self._homes)
-            self._dense_memory = DenseMemory(device, self._store.lifetime)
+            undo.callback(store.close)
+            self.records = ExpertRecords(store, homes)
+            self._dense_memory = DenseMemory(device, store.lifetime)
             self._dense_weights: DenseWeights | None = None
-            gradients: ExpertGradients | None = None
             if placement.training:
                 threads = settings.threads or usable_cores()
                 gradients = ExpertGradients(
-                    self._homes, self._store, threads, self._streamed_gradients, self._make_room
+                    homes, store, threads, self._streamed_gradients, self._make_room
                 )
                 self._training = TrainingStep(n_layers, gradients, self.records)
             self._lock = threading.RLock() if self._training is None else self._training.lock
+            dispatcher = LocalDispatcher(store.maps, device)
+            max_rows = settings.max_rows or placement.max_rows
             self._home_compute = HomeCompute(
-                experts,
-                self._homes,
-                self._store.lifetime,
-                LocalDispatcher(self._store.maps, device),
-                settings.max_rows or placement.max_rows,
-                settings.waves,
+                experts, homes, store.lifetime, dispatcher, max_rows, settings.waves
             )
             self._moves = ExpertMoves(
-                self._store,
-                self._homes,
-                self.records,
-                placement,
-                self._training,
-                gradients,
-                self._new_streaming,
-                self,
+                store, homes, self.records, placement, self._training, self._new_streaming, self
             )
             undo.pop_all()
 
     def _new_streaming(self) -> Streaming:
-        return Streaming(
-            self._store,
-            self._homes,
-            self.placement,
-            self._settings,
-            self.recorder,
-            self._updates_at_once,
-            self._progress,
-            self._costs,
-        )
+        args = self._store, self._homes, self.placement, self._settings, self.recorder
+        return Streaming(*args, self._updates_at_once, self._progress, self._costs)
 
     def _streamed_gradients(self) -> StreamingGradients | None:
         streaming = self._moves.streaming

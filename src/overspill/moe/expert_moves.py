@@ -11,7 +11,6 @@ from overspill.core.errors import BudgetError, ConfigError, OrderError
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.sizes import format_size
 from overspill.moe.device_memory import DeviceMemory
-from overspill.moe.gradients import ExpertGradients
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryUser
@@ -39,7 +38,6 @@ class ExpertMoves:
         records: ExpertRecords,
         placement: Placement,
         training: TrainingStep | None,
-        gradients: ExpertGradients | None,
         new_streaming: Callable[[], Streaming],
         user: MemoryUser,
     ) -> None:
@@ -49,7 +47,7 @@ class ExpertMoves:
         self._records = records
         self._placement = placement
         self._training = training
-        self._gradients = gradients
+        self._gradients = None if training is None else training.gradients
         self._new_streaming = new_streaming
         self._user = user
         self._residency: Residency | None = None
@@ -191,12 +189,12 @@ class ExpertMoves:
 
     def make_room(self, keep: bool) -> None:
         """Experts at home will need memory for states, and with `keep` for kept gradients."""
-        if self._residency is None or self._gradients is None:
+        if self._residency is None or self._training is None or self._training.has_gradients:
             return
-        if self._training is None or not self._training.has_gradients:
-            keep = keep or self._gradients.are_kept
-            keep = keep and not self._gradients.uses_host(keep)
-            self._residency.make_room(self._home_bytes(states=True, keep=keep))
+        gradients = self._training.gradients
+        keep = keep or gradients.are_kept
+        on_device = keep and not gradients.uses_host(keep)
+        self._residency.make_room(self._home_bytes(states=True, keep=on_device))
 
     @property
     def total(self) -> int:
