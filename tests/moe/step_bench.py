@@ -99,6 +99,7 @@ class FakeRule:
 
     training: TrainingStep
     keep_gradients: bool = False
+    state_dtype: torch.dtype = torch.float32
     accumulating: bool = False
     lr: float = 0.1
     layers: tuple[int, ...] = (0, 1)
@@ -115,7 +116,7 @@ class Bench:
         self.training = TrainingStep(N_LAYERS, self.sink, self.records)
         self.rule = FakeRule(self.training, keep_gradients=keep)
         if attach:
-            self.training.attach(self.rule, torch.float32)
+            self.training.attach(self.rule, trained=True)
             self.sink.log.clear()
 
     def forward(self, layer: int = 0) -> LayerPass:

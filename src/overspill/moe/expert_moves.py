@@ -244,8 +244,8 @@ class ExpertMoves:
         """A pass through the model begins. Between two steps this is the time to move experts."""
         training = self._training
         if training is not None:
-            # without an optimizer its memory is not allocated yet
-            expected = training.rule is None and layer_pass.trained
+            # the memory of the optimizer is not allocated yet
+            expected = layer_pass.trained and not training.has_states
             if expected or training.has_gradients:
                 return
         if self._residency is not None:

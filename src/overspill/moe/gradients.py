@@ -102,6 +102,8 @@ class ExpertGradients:
 
     def reset_states(self) -> None:
         """Sets all optimizer states to zero."""
+        if Part.STATES not in self._store.slabs:
+            return
         self.of_homes.reset_states()
         if (streaming := self._streaming()) is not None:
             streaming.reset_states()

@@ -56,6 +56,10 @@ class UpdateRule(Protocol):
     """What a training step asks its optimizer."""
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the moments."""
+
+    @property
     def keep_gradients(self) -> bool:
         """Whether updates wait for step(), because of clipping or without overlap."""
 
@@ -88,6 +92,7 @@ class TrainingStep:
         self._records = records
         self.lock = threading.RLock()  # held during a pass and during a step
         self._rule: weakref.ref[UpdateRule] | None = None
+        self._has_memory = False  # for the states of this optimizer
         self._states = [LayerState.EMPTY] * n_layers
         self._steps = [0] * n_layers
         # sets, because adding and removing is atomic and a graph may be freed in any thread
@@ -111,16 +116,17 @@ class TrainingStep:
         return None if self._rule is None else self._rule()
 
     @_exclusive
-    def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> bool:
+    def attach(self, rule: UpdateRule, trained: bool) -> bool:
         """Follows `rule` from now on. An optimizer that replaces a deleted one starts from zero;
-        whether it drops gradients of an unfinished step."""
+        whether it drops gradients of an unfinished step. Only `trained` experts need memory."""
         if self.rule is not None and self.rule is not rule:
             raise OrderError(
                 "the model has an optimizer already; use its parameter groups, or delete it first"
             )
         replaces = self._rule is not None
-        self._rule = weakref.ref(rule)
-        self.gradients.attach(state_dtype, rule.keep_gradients)
+        self._rule, self._has_memory = weakref.ref(rule), False
+        if trained:
+            self.allocate_states()
         dropped = self.has_gradients
         if replaces:
             self._give_up()
@@ -129,6 +135,21 @@ class TrainingStep:
             self._steps = [0] * len(self._steps)
             self._fresh = set(range(len(self._steps)))
         return dropped
+
+    @_exclusive
+    def allocate_states(self) -> None:
+        """Allocates memory for the optimizer, once: experts that were frozen will be trained, or
+        their states are loaded."""
+        if not self.has_states:
+            rule = self.rule
+            assert rule is not None
+            self.gradients.attach(rule.state_dtype, rule.keep_gradients)
+            self._has_memory = True
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there is an optimizer, and memory for its states."""
+        return self.rule is not None and self._has_memory
 
     def check_joins(self, layers: Iterable[int]) -> None:
         """Raises if the optimizer gets one of `layers` after its backward in this step, which has
@@ -150,12 +171,12 @@ class TrainingStep:
 
     def is_fresh(self, layer: int) -> bool:
         """Whether the optimizer states of a layer are as before its first update."""
-        return layer in self._fresh
+        return layer in self._fresh or not self._has_memory
 
     @property
     def updates_at_once(self) -> bool:
         """Whether a backward that runs now would update experts before step()."""
-        rule = self.rule
+        rule = self.rule if self._has_memory else None
         return rule is not None and not rule.keep_gradients and not rule.accumulating
 
     # -- passes -----------------------------------------------------------------------------
@@ -218,6 +239,7 @@ class TrainingStep:
         if hyper is None:
             self._without_rule.add(layer)
             return False
+        self.allocate_states()
         others = self._pending[layer] or self._expected[layer]
         self._completing = not rule.accumulating and not others
         if not self._completing and not self.has_gradients:

@@ -327,7 +327,7 @@ class StreamingGradients:
         self._forget_added()
         self._has_updated = False
         if not self._settings.overlap_updates:
-            self.updates.wait_idle()
+            self.wait()
         self._check_finite()
 
     def _check_finite(self) -> None:
