@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
-from overspill.core.experts import ExpertShape
-from overspill.core.lifetime import Lifetime
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
@@ -63,7 +61,10 @@ class Engine:
         progress: Progress | None = None,
         costs: ExpertCosts | None = None,
     ) -> None:
+        self.n_layers = n_layers
         self.experts = experts
+        self.n_experts = experts.n_global  # of a layer over all processes
+        self.shape, self.dtype = layout.shape, layout.dtype
         self.device = device
         self.placement = placement
         self.recorder = recorder
@@ -90,6 +91,7 @@ class Engine:
                 spare_records=placement.spare_records,
             )
             undo.callback(store.close)
+            self.lifetime = store.lifetime
             self.records = ExpertRecords(store, homes)
             self._dense_memory = DenseMemory(device, store.lifetime)
             self._dense_weights: DenseWeights | None = None
@@ -103,7 +105,7 @@ class Engine:
             dispatcher = LocalDispatcher(store.maps, device)
             max_rows = settings.max_rows or placement.max_rows
             self._home_compute = HomeCompute(
-                experts, homes, store.lifetime, dispatcher, max_rows, settings.waves
+                homes, store.lifetime, dispatcher, max_rows, settings.waves
             )
             self._moves = ExpertMoves(
                 store, homes, self.records, placement, self._training, self._new_streaming, self
@@ -158,10 +160,6 @@ class Engine:
     def can_train(self) -> bool:
         return self._training is not None
 
-    @property
-    def lifetime(self) -> Lifetime:
-        return self._store.lifetime
-
     def exclusive(self) -> AbstractContextManager[object]:
         """The lock of the thread that runs a layer's pass, a step or `flush`: they share slots,
         gradients and the step cursor. Passes of several threads may come in any order."""
@@ -173,23 +171,6 @@ class Engine:
     @property
     def layout(self) -> RecordLayout:
         return self.records.layout
-
-    @property
-    def shape(self) -> ExpertShape:
-        return self.layout.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layout.dtype
-
-    @property
-    def n_layers(self) -> int:
-        return self._store.n_layers
-
-    @property
-    def n_experts(self) -> int:
-        """Experts of a layer over all processes."""
-        return self.experts.n_global
 
     @property
     def expert_parameters(self) -> int:
@@ -319,10 +300,8 @@ class Engine:
             f"({format_size(self._moves.host_bytes)})"
         )
         if store.on_disk:
-            line += (
-                f", {store.on_disk} on disk ({sizes['disk']}) through {store.cache_slots} "
-                "host slots"
-            )
+            slots = f"{store.cache_slots} host slots"
+            line += f", {store.on_disk} on disk ({sizes['disk']}) through {slots}"
         return line + dense
 
     def limit_memory(

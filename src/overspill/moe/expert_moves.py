@@ -51,17 +51,14 @@ class ExpertMoves:
         self._new_streaming = new_streaming
         self._user = user
         self._residency: Residency | None = None
-        self._streaming: Streaming | None = None
-        self._stream_if_needed(sum(store.homes))
-
-    @property
-    def streaming(self) -> Streaming | None:
+        self.total = len(store.entries)
+        self.streaming: Streaming | None = None
         """None if all experts have been at home on the device from the beginning."""
-        return self._streaming
+        self._stream_if_needed(sum(store.homes))
 
     def _stream_if_needed(self, at_home: int) -> None:
         """Experts that are not at home on the device need slots and threads."""
-        if self._streaming is not None or at_home == self.total:
+        if self.streaming is not None or at_home == self.total:
             return
         streaming = self._new_streaming()
         try:
@@ -71,12 +68,12 @@ class ExpertMoves:
         except BaseException:
             streaming.close()
             raise
-        self._streaming = streaming
+        self.streaming = streaming
 
     def wait(self) -> None:
         """Waits until every transfer and update has ended."""
-        if self._streaming is not None:
-            self._streaming.wait()
+        if self.streaming is not None:
+            self.streaming.wait()
         self._homes.wait()
 
     # -- as the user asks -----------------------------------------------------------------------
@@ -112,11 +109,11 @@ class ExpertMoves:
             return
         with self._change():
             self._check_exchanges(exchanges)
-            assert self._streaming is not None
+            assert self.streaming is not None
             for exchange in exchanges:
                 self._records.exchange(*exchange)
                 with self._store.lock:
-                    self._streaming.compute.cursor.exchange(*exchange)
+                    self.streaming.compute.cursor.exchange(*exchange)
 
     def _check_exchanges(self, exchanges: Sequence[Exchange]) -> None:
         if self._homes.has_states:
@@ -136,16 +133,16 @@ class ExpertMoves:
         with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if self._training is not None:
                 self._training.check_no_gradients("the homes of experts cannot be changed")
-            if self._streaming is not None:
-                self._streaming.stop_uploads()
+            if self.streaming is not None:
+                self.streaming.stop_uploads()
             self.wait()
             try:
                 yield
             finally:  # also after an interrupt
                 self._store.recount_slots()
                 self._homes.wait()  # the next pass may use another stream
-                if self._streaming is not None:
-                    self._streaming.homes_changed()
+                if self.streaming is not None:
+                    self.streaming.homes_changed()
 
     def _extend_host(self, missing: int) -> None:
         if missing == 0:
@@ -163,7 +160,7 @@ class ExpertMoves:
     @property
     def host_bytes(self) -> int:
         """Host memory of the experts and of what streams them."""
-        streaming = self._streaming
+        streaming = self.streaming
         return self._store.host_bytes() if streaming is None else streaming.host_bytes
 
     # -- to use the memory of the device ----------------------------------------------------------
@@ -195,10 +192,6 @@ class ExpertMoves:
         keep = keep or gradients.are_kept
         on_device = keep and not gradients.uses_host(keep)
         self._residency.make_room(self._home_bytes(states=True, keep=on_device))
-
-    @property
-    def total(self) -> int:
-        return len(self._store.entries)
 
     @property
     def share(self) -> DeviceShare:
@@ -257,10 +250,10 @@ class ExpertMoves:
 
     def _follow_usage(self) -> None:
         """Lets the most used experts live on the device."""
-        if self._streaming is None:
+        if self.streaming is None:
             return
         with self._store.lock:
-            usage = self._streaming.compute.cursor.usage
+            usage = self.streaming.compute.cursor.usage
             most = max(1, _EXCHANGED_BYTES // self._store.layout.weight_bytes)
             exchanges = usage.decide(self._store.homes, most)
         if not exchanges:

@@ -71,11 +71,7 @@ class Residency:
     """Decides how many experts live on the device, before each pass through the model."""
 
     def __init__(
-        self,
-        memory: DeviceMemory,
-        budget: int,
-        experts: MovableExperts,
-        planned_bytes: int = 0,
+        self, memory: DeviceMemory, budget: int, experts: MovableExperts, planned_bytes: int = 0
     ) -> None:
         """The plan of memory counts `planned_bytes` for each expert that is at home now."""
         self._memory = memory

@@ -73,10 +73,11 @@ class AdamW(torch.optim.Optimizer):
     """Exact AdamW for dense parameters and offloaded experts.
 
     `params` is a model, parameters or parameter groups. The experts of a layer belong to the group
-    of its placeholder; if all are frozen, they have no states until they are trained. bf16 parameters have an fp32 master. Without `max_grad_norm` an expert is
-    updated during backward, as soon as its gradient is complete. With it, updates start in
-    `step()`, when the global norm is known, and overlap the next forward. `state_dtype` is the
-    dtype of the moments; the default is the one that `offload` planned.
+    of its placeholder; if all are frozen, they have no states until they are trained. bf16
+    parameters have an fp32 master. Without `max_grad_norm` an expert is updated during backward, as
+    soon as its gradient is complete. With it, updates start in `step()`, when the global norm is
+    known, and overlap the next forward. `state_dtype` is the dtype of the moments; the default is
+    the one that `offload` planned.
     """
 
     def __init__(
