@@ -11,7 +11,6 @@ from overspill.core.errors import NonFiniteError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.moe.dispatch import RowOrder
-from overspill.moe.gradient_sink import GradientSink
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.records import ExpertRecords
 from overspill.moe.training_step import TrainingStep
@@ -22,8 +21,9 @@ N_LAYERS = 2
 COUNTS = [2, 0]
 
 
-class FakeSink(GradientSink):
-    """Records its calls. `fail_in` is the method that finds a gradient that is not finite."""
+class FakeSink:
+    """Stands for `ExpertGradients` and records its calls. `fail_in` is the method that finds a
+    gradient that is not finite."""
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
@@ -99,6 +99,7 @@ class FakeRule:
 
     training: TrainingStep
     keep_gradients: bool = False
+    state_dtype: torch.dtype = torch.float32
     accumulating: bool = False
     lr: float = 0.1
     layers: tuple[int, ...] = (0, 1)
@@ -115,7 +116,7 @@ class Bench:
         self.training = TrainingStep(N_LAYERS, self.sink, self.records)
         self.rule = FakeRule(self.training, keep_gradients=keep)
         if attach:
-            self.training.attach(self.rule, torch.float32)
+            self.training.attach(self.rule, trained=True)
             self.sink.log.clear()
 
     def forward(self, layer: int = 0) -> LayerPass:

@@ -453,6 +453,59 @@ def test_clipped_gradients_that_wait_in_host_memory_follow_plain_training(
     assert losses == pytest.approx(want, rel=2e-4)
 
 
+def unfrozen(offloaded: bool, clip: float | None) -> list[float]:
+    """Losses of a training whose experts are frozen in the first six steps. They fill half of the
+    memory that they would need with their optimizer states."""
+    model = GPTMoE(CONFIG, seed=5, device="cuda")
+    optimizer: torch.optim.Optimizer
+    if offloaded:
+        overspill.offload(model, quiet=True, mode="host", slots=6)
+        engine = model.overspill
+        count, record = CONFIG.n_layers * CONFIG.n_experts, 4 * engine.layout.weight_bytes
+        memory = FakeMemory(engine, other=1 << 16)
+        engine.fill_memory(memory, int((memory.peak() + count * record // 2) / 0.98))
+    experts = [
+        parameter
+        for moe in model.moe_layers()
+        for name, parameter in moe.named_parameters()
+        if not name.startswith("router")
+    ]
+    for parameter in experts:
+        parameter.requires_grad_(False)
+    losses, homes = [], []
+    try:
+        if offloaded:
+            optimizer = overspill.AdamW(model, lr=3e-3, max_grad_norm=clip)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for step, tokens in enumerate(batches(12, seed=5)):
+            for parameter in experts:
+                parameter.requires_grad_(step >= 6)
+            loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+            loss.backward()
+            if clip is not None and not offloaded:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            homes.append(sum(model.overspill.homes) if offloaded else 0)
+        if offloaded:
+            assert homes[5] == count, "without states all experts fit"
+            assert 0 < homes[6] < count
+            engine.check_conserved()
+    finally:
+        if offloaded:
+            model.overspill.close()
+    return losses
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_frozen_experts_fill_memory_and_make_room_for_their_states_in_backward(
+    clip: float | None,
+) -> None:
+    assert unfrozen(True, clip) == pytest.approx(unfrozen(False, clip), rel=2e-4)
+
+
 @pytest.mark.parametrize("uploader", ["thread", "native"])
 @pytest.mark.parametrize("slots", [2, 12])
 def test_both_uploaders_follow_plain_training_under_delays(uploader: str, slots: int) -> None:

@@ -9,7 +9,7 @@ import torch
 import overspill
 from overspill.core.errors import EngineError
 from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryLimits, MemoryUser, ModelMemory
-from overspill.moe.residency import Residency
+from overspill.moe.residency import BytesEach, Residency
 from overspill.plan.homes import DeviceShare
 from tests.moe.oracle import Task, adamw, train_step
 
@@ -66,6 +66,8 @@ class Window:
 class Model:
     """Its experts move as the engine's do."""
 
+    total = TOTAL
+
     def __init__(
         self, limits: MemoryLimits, device: Device, budget: int | None, dense: int = 20
     ) -> None:
@@ -73,9 +75,7 @@ class Model:
         self.most = 0  # that it has used, with its activations
         device.models.append(self)
         memory = limits.set(self, GPU, budget, Window(device))
-        sizes = lambda: EXPERT, lambda: 0, lambda: 0
-        moves = lambda: DeviceShare(self.homes), self.move
-        self.residency = Residency(memory, memory.budget, TOTAL, *sizes, *moves)
+        self.residency = Residency(memory, memory.budget, self)
 
     def device_bytes(self) -> int:
         return self.dense + self.homes * EXPERT
@@ -83,7 +83,14 @@ class Model:
     def give_way(self) -> None:
         self.residency.give_way()
 
-    def move(self, share: DeviceShare) -> None:
+    @property
+    def share(self) -> DeviceShare:
+        return DeviceShare(self.homes)
+
+    def bytes_each(self) -> BytesEach:
+        return BytesEach(EXPERT)
+
+    def set_share(self, share: DeviceShare) -> None:
         with self.limits.moving(self):
             self.homes = share.experts
             self.device.use(self.limits.limit(0))
@@ -268,7 +275,7 @@ def test_experts_that_another_model_moves_are_no_activations(limits: MemoryLimit
         one.run(50)
     before = one.homes
     for homes in (30, 0, 20, 0):
-        two.move(DeviceShare(homes))
+        two.set_share(DeviceShare(homes))
         one.run(50)
     one.run(60, rows=120)  # for which experts leave
     assert before - 3 <= one.homes < before

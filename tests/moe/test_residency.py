@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overspill.moe.residency import Residency
+from overspill.moe.residency import BytesEach, Residency
 from overspill.plan.homes import DeviceShare
 
 EXPERT = 10
@@ -14,7 +14,10 @@ TOTAL = 60
 
 
 class FakeGpu:
-    """A device whose activations grow with the tokens, and whose allocator wastes some of them."""
+    """A device whose activations grow with the tokens, and whose allocator wastes some of them,
+    with the experts on it."""
+
+    total = TOTAL
 
     def __init__(self, budget: int, fixed: int, per_row: float, waste: float) -> None:
         self.budget = budget
@@ -23,6 +26,7 @@ class FakeGpu:
         self.waste = waste
         self.homes = 0
         self.sums = 0
+        self.each = BytesEach(EXPERT)
         self.moves: list[int] = []
         self.taken = 0  # by another process
         self._peak = 0
@@ -44,8 +48,12 @@ class FakeGpu:
     def reset(self) -> None:
         self._peak = self.allocated()
 
+    @property
     def share(self) -> DeviceShare:
         return DeviceShare(self.homes, self.sums)
+
+    def bytes_each(self) -> BytesEach:
+        return self.each
 
     def set_share(self, share: DeviceShare) -> None:
         self.homes, self.sums = share
@@ -61,18 +69,8 @@ class FakeGpu:
         self._peak = max(self._peak, min(reserved, limit))
 
 
-def follow(
-    gpu: FakeGpu, size: list[int] | None = None, accumulates: bool = False, keeps: bool = False
-) -> Residency:
-    """`size` may change what an expert needs."""
-    size = size or [EXPERT]
-    gradients = lambda: GRADIENT if accumulates else 0, lambda: GRADIENT if keeps else 0
-    sizes = lambda: size[0], *gradients
-    return Residency(gpu, gpu.budget, TOTAL, *sizes, gpu.share, gpu.set_share)
-
-
 def train(gpu: FakeGpu, batches: list[int], residency: Residency | None = None) -> Residency:
-    residency = residency or follow(gpu)
+    residency = residency or Residency(gpu, gpu.budget, gpu)
     for rows in batches:
         residency.before_pass(rows, training=True)
         gpu.run(rows)
@@ -150,36 +148,33 @@ def test_a_large_evaluation_makes_room_and_training_keeps_what_it_needs() -> Non
 
 
 def test_experts_leave_before_they_need_more_memory_each() -> None:
-    size = [EXPERT]
     gpu = FakeGpu(500, 40, 1.0, 0.0)
-    residency = train(gpu, [100] * 9, follow(gpu, size))
+    residency = train(gpu, [100] * 9)
     before = gpu.homes
-    size[0] = 2 * EXPERT
+    gpu.each = BytesEach(2 * EXPERT)
     residency.before_pass(100, training=True)
     assert gpu.homes == before // 2
 
 
 def test_a_move_that_does_not_fit_is_taken_back() -> None:
-    gpu = FakeGpu(500, 40, 1.0, 0.0)
-    moved: list[int] = []
+    class Fragmented(FakeGpu):
+        def set_share(self, share: DeviceShare) -> None:
+            self.moves.append(share.experts)
+            if share.experts > 30:
+                raise torch.OutOfMemoryError
+            self.homes = share.experts
 
-    def set_share(share: DeviceShare) -> None:
-        moved.append(share.experts)
-        if share.experts > 30:
-            raise torch.OutOfMemoryError
-        gpu.homes = share.experts
-
-    sizes = lambda: EXPERT, lambda: 0, lambda: 0
-    residency = Residency(gpu, 500, TOTAL, *sizes, gpu.share, set_share)
-    train(gpu, [100] * 60, residency)
-    assert moved[:2] == [34, 0]
+    gpu = Fragmented(500, 40, 1.0, 0.0)
+    train(gpu, [100] * 60)
+    assert gpu.moves[:2] == [34, 0]
     assert gpu.homes == 30
 
 
 @pytest.mark.parametrize(("budget", "homes", "sums"), [(240, 0, 45), (440, 20, 40), (1200, 60, 0)])
 def test_accumulated_gradients_come_before_experts(budget: int, homes: int, sums: int) -> None:
     gpu = FakeGpu(budget, 40, 1.0, 0.0)
-    train(gpu, [100] * 9, follow(gpu, accumulates=True))
+    gpu.each = BytesEach(EXPERT, gradient=GRADIENT)
+    train(gpu, [100] * 9)
     assert gpu.homes == pytest.approx(homes, abs=2)
     assert gpu.sums == pytest.approx(sums, abs=4)
     assert gpu.overflows == 0
@@ -190,7 +185,8 @@ def test_experts_come_before_kept_gradients_until_few_are_streamed(
     budget: int, homes: int, kept: int
 ) -> None:
     gpu = FakeGpu(budget, 40, 1.0, 0.0)
-    train(gpu, [100] * 9, follow(gpu, keeps=True))
+    gpu.each = BytesEach(EXPERT, kept=GRADIENT)
+    train(gpu, [100] * 9)
     assert gpu.homes == pytest.approx(homes, abs=3)
     assert gpu.sums == pytest.approx(kept, abs=12)
     assert gpu.overflows == 0

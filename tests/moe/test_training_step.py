@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from overspill.core.errors import NonFiniteError, OrderError
 from overspill.moe.training_step import ALMOST_ZERO
@@ -324,8 +323,8 @@ def test_the_learning_rate_must_not_change_after_an_update_during_backward(
 
 def test_a_second_optimizer_is_refused_while_the_first_lives(either: Bench) -> None:
     with pytest.raises(OrderError, match="has an optimizer already"):
-        either.training.attach(FakeRule(either.training), torch.float32)
-    either.training.attach(either.rule, torch.float32)  # the same one again is none
+        either.training.attach(FakeRule(either.training), trained=True)
+    either.training.attach(either.rule, trained=True)  # the same one again is none
 
 
 def test_an_optimizer_that_replaces_a_deleted_one_starts_from_zero(kept: Bench) -> None:
@@ -337,7 +336,7 @@ def test_an_optimizer_that_replaces_a_deleted_one_starts_from_zero(kept: Bench) 
     assert kept.training.rule is None
     kept.sink_calls()
     kept.rule = FakeRule(kept.training)
-    kept.training.attach(kept.rule, torch.float32)
+    kept.training.attach(kept.rule, trained=True)
     assert kept.sink_calls() == [("attach", False), ("discard",), ("reset_states",)]
     assert kept.training.steps(0) == 0
     kept.forward()  # the gradient of the old optimizer is gone

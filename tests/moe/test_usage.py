@@ -270,55 +270,42 @@ class Uses:
 
 
 def follow(
-    used: list[set[int]], where: str, disk: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+    used: list[set[int]], where: str, disk: Path, **options: Any
 ) -> tuple[list[set[int]], int]:
     """The experts at home in layer 0 after some passes in which experts are `used`, and how many
     exchanges there were."""
     task = Task(n_layers=1)
     model, (tokens,) = task.model().eval(), next(task.batches())
-    exchanged = 0
     settings = Settings(**options)
     with spilled(model, where, disk, settings, gpu_experts=2) as engine, torch.no_grad():
-        real = engine.exchange_homes
-
-        def count(found: list[Exchange]) -> None:
-            nonlocal exchanged
-            exchanged += len(found)
-            real(found)
-
-        monkeypatch.setattr(engine, "exchange_homes", count)
-        homes = []
+        homes = [set(engine.at_home[0])]
         with model.moe_layers()[0].experts.routed_by(Uses(used)):
             for _ in range(60):
                 model(tokens[:, :-1])
                 homes.append(set(engine.at_home[0]))
-    return homes, exchanged
+    return homes, sum(len(after - before) for before, after in itertools.pairwise(homes))
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_the_most_used_experts_move_to_the_device(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    homes, exchanged = follow([{1, 4}, {3, 4}, {3, 4}, {3, 4}], where, tmp_path, monkeypatch)
+def test_the_most_used_experts_move_to_the_device(where: str, tmp_path: Path) -> None:
+    homes, exchanged = follow([{1, 4}, {3, 4}, {3, 4}, {3, 4}], where, tmp_path)
     assert homes[0] == {0, 1}
     assert homes[-1] == {3, 4}
     assert exchanged == 2
 
 
 @pytest.mark.parametrize("used", [[{0, 1, 2, 3, 4}], [{0, 1}, {2, 3}, {4, 0}, {1, 2}, {3, 4}]])
-def test_experts_that_are_used_alike_stay_in_place(
-    used: list[set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    homes, exchanged = follow(used, "host, 7 at home", tmp_path, monkeypatch)
+def test_experts_that_are_used_alike_stay_in_place(used: list[set[int]], tmp_path: Path) -> None:
+    homes, exchanged = follow(used, "host, 7 at home", tmp_path)
     assert homes[-1] == {0, 1}
     assert exchanged == 0
 
 
 @pytest.mark.parametrize("options", [{"follow_usage": False}, {"activations": "keep"}])
 def test_homes_stay_if_they_are_not_to_follow_usage(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], tmp_path: Path
 ) -> None:
-    _, exchanged = follow([{3, 4}], "host, 7 at home", tmp_path, monkeypatch, **options)
+    _, exchanged = follow([{3, 4}], "host, 7 at home", tmp_path, **options)
     assert exchanged == 0
 
 
@@ -340,6 +327,6 @@ def test_a_device_without_memory_for_an_exchange_goes_on(
 
     with caplog.at_level(logging.INFO, logger="overspill"), monkeypatch.context() as patch:
         patch.setattr(Tensor, "clone", scarce)
-        homes, _ = follow([{3, 4}], "host, 7 at home", tmp_path, patch)
+        homes, _ = follow([{3, 4}], "host, 7 at home", tmp_path)
     assert homes[-1] == {0, 1}
     assert "no GPU memory left to exchange experts" in caplog.text

@@ -19,7 +19,7 @@ def test_a_lost_signal_names_what_was_waited_for_and_who_should_have_signalled()
 
 def test_a_device_that_computes_is_not_taken_for_a_hang(caplog: pytest.LogCaptureFixture) -> None:
     sync, done = WorkerSync(watchdog_seconds=0.1), threading.Event()
-    sync.device_busy = lambda: not done.is_set()
+    sync.watch_device(lambda: not done.is_set())
     end = threading.Timer(0.35, lambda: (done.set(), sync.wake_main()))
     end.start()
     sync.wait(done.is_set, "a gradient buffer (update thread)")
@@ -31,7 +31,7 @@ def test_a_device_that_computes_is_not_taken_for_a_hang(caplog: pytest.LogCaptur
 def test_a_signal_that_is_lost_after_the_device_has_computed_is_reported() -> None:
     sync = WorkerSync(watchdog_seconds=0.1)
     idle_at = time.monotonic() + 0.25
-    sync.device_busy = lambda: time.monotonic() < idle_at
+    sync.watch_device(lambda: time.monotonic() < idle_at)
     with pytest.raises(EngineError, match="no progress"):
         sync.wait(lambda: False, "a change")
     assert time.monotonic() > idle_at
@@ -40,7 +40,7 @@ def test_a_signal_that_is_lost_after_the_device_has_computed_is_reported() -> No
 def test_a_device_that_never_ends_is_reported_too() -> None:
     """Its streams may wait for a signal of the host."""
     sync = WorkerSync(watchdog_seconds=0.02)
-    sync.device_busy = lambda: True
+    sync.watch_device(lambda: True)
     with pytest.raises(EngineError, match="no progress"):
         sync.wait(lambda: False, "a change")
 

@@ -92,6 +92,8 @@ class FakeAdamW(torch.optim.AdamW):
     def expert_sections(self) -> list[tuple[str, torch.dtype]]:
         return [("exp_avg", torch.float32), ("exp_avg_sq", torch.float32)]
 
+    def allocate_expert_states(self) -> None: ...
+
     def _states(self, expert: ExpertId, name: str) -> tuple[Tensor, Tensor]:
         layer = self.layers[expert.layer]
         w_in, w_out = self.state[layer.w_in][name], self.state[layer.w_out][name]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import OrderError
-from overspill.core.expert_map import ExpertMap
-from overspill.core.experts import ExpertShape, Phase
+from overspill.core.experts import Phase
 from overspill.moe.dispatch import Dispatcher
 from overspill.moe.layer_pass import LayerPass, Wave
 
@@ -28,18 +27,7 @@ class ExpertCompute(abc.ABC):
     Experts are named by their local positions; `dispatcher` maps the router's ids to them.
     """
 
-    def __init__(
-        self,
-        n_layers: int,
-        experts: ExpertMap,
-        shape: ExpertShape,
-        device: torch.device,
-        dispatcher: Dispatcher,
-        max_rows: int,
-    ) -> None:
-        self.n_layers = n_layers
-        self.experts = experts
-        self.shape = shape
+    def __init__(self, device: torch.device, dispatcher: Dispatcher, max_rows: int) -> None:
         self.device = device
         self.dispatcher = dispatcher
         self.max_rows = max_rows  # token rows of a wave, which bound its activations

@@ -5,7 +5,6 @@ and writes weights and optimizer states. Some experts have their home on the com
 others are streamed from host memory and disk.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -15,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.core.errors import BudgetError, ConfigError, OrderError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
-from overspill.core.experts import ExpertShape
-from overspill.core.interrupt import DeferredInterrupt
-from overspill.core.lifetime import Lifetime
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
@@ -28,13 +24,13 @@ from overspill.moe.dense_memory import DenseMemory
 from overspill.moe.dense_weights import DenseWeights
 from overspill.moe.device_memory import CudaMemory, DeviceMemory
 from overspill.moe.dispatch import LocalDispatcher
+from overspill.moe.expert_moves import ExpertMoves
 from overspill.moe.gradients import ExpertGradients
 from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
 from overspill.moe.records import ExpertRecords
-from overspill.moe.residency import Residency
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
@@ -47,9 +43,6 @@ from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.streams import CopyStream
-
-_log = logging.getLogger("overspill")
-_EXCHANGED_BYTES = 1 << 30  # of experts that exchange places before one pass
 
 
 class Engine:
@@ -68,24 +61,24 @@ class Engine:
         progress: Progress | None = None,
         costs: ExpertCosts | None = None,
     ) -> None:
+        self.n_layers = n_layers
         self.experts = experts
+        self.n_experts = experts.n_global  # of a layer over all processes
+        self.shape, self.dtype = layout.shape, layout.dtype
         self.device = device
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
         self._progress = progress
         self._costs = costs
-        self._streaming: Streaming | None = None
-        self._residency: Residency | None = None
         self._memory: ModelMemory | None = None
         self._dense_bytes: Callable[[], int] = lambda: 0
-        self._gradients: ExpertGradients | None = None
         self._training: TrainingStep | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
         with ExitStack() as undo:  # a failure leaves no thread and no file
             # first what may not fit: nothing else is allocated yet
-            self._homes = DeviceHomes(counts, layout, device)
-            self._store = ExpertStore(
+            homes = self._homes = DeviceHomes(counts, layout, device)
+            store = self._store = ExpertStore(
                 n_layers,
                 experts,
                 layout,
@@ -97,53 +90,38 @@ class Engine:
                 homes=counts,
                 spare_records=placement.spare_records,
             )
-            undo.callback(self._store.close)
-            self.records = ExpertRecords(self._store, self._homes)
-            self._dense_memory = DenseMemory(device, self._store.lifetime)
+            undo.callback(store.close)
+            self.lifetime = store.lifetime
+            self.records = ExpertRecords(store, homes)
+            self._dense_memory = DenseMemory(device, store.lifetime)
             self._dense_weights: DenseWeights | None = None
             if placement.training:
                 threads = settings.threads or usable_cores()
-                self._gradients = ExpertGradients(
-                    self._homes, self._store, threads, self._streamed_gradients, self._make_room
+                gradients = ExpertGradients(
+                    homes, store, threads, self._streamed_gradients, self._make_room
                 )
-                self._training = TrainingStep(n_layers, self._gradients, self.records)
+                self._training = TrainingStep(n_layers, gradients, self.records)
             self._lock = threading.RLock() if self._training is None else self._training.lock
+            dispatcher = LocalDispatcher(store.maps, device)
+            max_rows = settings.max_rows or placement.max_rows
             self._home_compute = HomeCompute(
-                experts,
-                self._homes,
-                self._store.lifetime,
-                LocalDispatcher(self._store.maps, device),
-                settings.max_rows or placement.max_rows,
-                settings.waves,
+                homes, store.lifetime, dispatcher, max_rows, settings.waves
             )
-            self._stream_if_needed(placement.homes)
+            self._moves = ExpertMoves(
+                store, homes, self.records, placement, self._training, self._new_streaming, self
+            )
             undo.pop_all()
 
-    def _stream_if_needed(self, at_home: int) -> None:
-        """Experts that are not at home on the device need slots and threads."""
-        if self._streaming is not None or at_home == len(self._store.entries):
-            return
-        streaming = Streaming(
-            self._store,
-            self._homes,
-            self.placement,
-            self._settings,
-            self.recorder,
-            self._updates_at_once,
-            self._progress,
-            self._costs,
-        )
-        try:
-            keep = None if self._gradients is None else self._gradients.keep
-            if keep is not None and streaming.gradients is not None:
-                streaming.gradients.attach(keep)
-        except BaseException:
-            streaming.close()
-            raise
-        self._streaming = streaming
+    def _new_streaming(self) -> Streaming:
+        args = self._store, self._homes, self.placement, self._settings, self.recorder
+        return Streaming(*args, self._updates_at_once, self._progress, self._costs)
 
     def _streamed_gradients(self) -> StreamingGradients | None:
-        return None if self._streaming is None else self._streaming.gradients
+        streaming = self._moves.streaming
+        return None if streaming is None else streaming.gradients
+
+    def _make_room(self, keep: bool) -> None:
+        self._moves.make_room(keep)
 
     def _updates_at_once(self) -> bool:
         return self._training is not None and self._training.updates_at_once
@@ -152,14 +130,10 @@ class Engine:
 
     @property
     def compute(self) -> ExpertCompute:
-        if self._streaming is None or self._all_at_home:
+        streaming = self._moves.streaming
+        if streaming is None or sum(self._store.homes) == len(self._store.entries):
             return self._home_compute
-        return self._streaming.compute
-
-    @property
-    def _all_at_home(self) -> bool:
-        n_local = self.experts.n_local
-        return all(count == n_local for count in self._store.homes)
+        return streaming.compute
 
     @property
     def training(self) -> TrainingStep:
@@ -186,10 +160,6 @@ class Engine:
     def can_train(self) -> bool:
         return self._training is not None
 
-    @property
-    def lifetime(self) -> Lifetime:
-        return self._store.lifetime
-
     def exclusive(self) -> AbstractContextManager[object]:
         """The lock of the thread that runs a layer's pass, a step or `flush`: they share slots,
         gradients and the step cursor. Passes of several threads may come in any order."""
@@ -201,23 +171,6 @@ class Engine:
     @property
     def layout(self) -> RecordLayout:
         return self.records.layout
-
-    @property
-    def shape(self) -> ExpertShape:
-        return self.layout.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layout.dtype
-
-    @property
-    def n_layers(self) -> int:
-        return self._store.n_layers
-
-    @property
-    def n_experts(self) -> int:
-        """Experts of a layer over all processes."""
-        return self.experts.n_global
 
     @property
     def expert_parameters(self) -> int:
@@ -239,81 +192,15 @@ class Engine:
     def set_homes(self, counts: Sequence[int]) -> None:
         """Changes how many experts of each layer have their home on the compute device, between
         steps. Raises BudgetError if host memory and disk have no room for those that leave it."""
-        counts = list(counts)
-        if len(counts) != self.n_layers or not all(0 <= n <= self.experts.n_local for n in counts):
-            raise ConfigError(
-                f"homes={counts} must be {self.n_layers} numbers from 0 to {self.experts.n_local}"
-            )
-        self._change_homes(lambda: self._move_experts(counts))
+        with self.exclusive():
+            self._moves.set_homes(counts)
 
     def exchange_homes(self, exchanges: Sequence[Exchange]) -> None:
         """Lets experts at home on the compute device and streamed ones of the same layer exchange
         their places, between steps and before experts have optimizer states. What routers,
         checkpoints and state dicts call an expert does not change."""
-        if exchanges:
-            self._change_homes(lambda: self._exchange_experts(exchanges))
-
-    def _change_homes(self, change: Callable[[], None]) -> None:
-        # what is allocated here outlives an inference mode of the caller
-        with self.exclusive(), DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
-            if self._training is not None:
-                self._training.check_no_gradients("the homes of experts cannot be changed")
-            if self._streaming is not None:
-                self._streaming.stop_uploads()
-            self.flush()
-            try:
-                change()
-            finally:  # also after an interrupt
-                self._store.recount_slots()
-                self._homes.wait()  # the next pass may use another stream
-                if self._streaming is not None:
-                    self._streaming.homes_changed()
-
-    def _move_experts(self, counts: Sequence[int]) -> None:
-        before = self.homes
-        if self._gradients is not None:
-            self._gradients.of_homes.homes_changed()
-        self._stream_if_needed(sum(counts))
-        leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
-        if leaving:
-            self._store.empty_cache()
-            self._extend_host(self._store.missing_slots(leaving))
-        for layer, count in enumerate(counts):  # first those that leave: they make room
-            if count < before[layer]:
-                self.records.move_to_host(layer, count)
-        for layer, count in enumerate(counts):
-            if count > before[layer]:
-                self.records.move_to_device(layer, count)
-
-    def _exchange_experts(self, exchanges: Sequence[Exchange]) -> None:
-        if self._homes.has_states:
-            raise OrderError("experts with optimizer states cannot exchange places; use set_homes")
-        homes, n_local = self.homes, self.experts.n_local
-        for layer, home, streamed in exchanges:
-            known = 0 <= layer < self.n_layers
-            if not known or not 0 <= home < homes[layer] <= streamed < n_local:
-                raise ConfigError(
-                    f"positions {home} and {streamed} of layer {layer} cannot exchange experts: "
-                    f"of {n_local} positions the first {homes} of each layer are at home"
-                )
-        assert self._streaming is not None
-        for exchange in exchanges:
-            self.records.exchange(*exchange)
-            with self._store.lock:
-                self._streaming.compute.cursor.exchange(*exchange)
-
-    def _extend_host(self, missing: int) -> None:
-        if missing == 0:
-            return
-        size = sum(map(self._store.part_bytes, self._store.slabs))
-        need = missing * size + self._expert_host_bytes + self.placement.reserved
-        if need > self.placement.host_memory:
-            raise BudgetError(
-                f"{missing} experts that leave {self.device} need --host-memory "
-                f"{format_size(need, up=True)}, it is {format_size(self.placement.host_memory)}; "
-                f"raise it{'' if self._store.disk_slots else ', or give a --disk folder'}"
-            )
-        self._store.extend(missing)
+        with self.exclusive():
+            self._moves.exchange(exchanges)
 
     # -- settings -----------------------------------------------------------------------------
 
@@ -331,8 +218,8 @@ class Engine:
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
         self.flush()
-        if self._streaming is not None:
-            self._streaming.set_settings(settings)  # first: it may refuse them
+        if (streaming := self._moves.streaming) is not None:
+            streaming.set_settings(settings)  # first: it may refuse them
         self._settings = settings
         self._home_compute.set_grouped(settings.waves)
 
@@ -342,9 +229,7 @@ class Engine:
         """Waits until every transfer and update has ended."""
         with self.exclusive():
             self.check_open()
-            if self._streaming is not None:
-                self._streaming.wait()
-            self._homes.wait()
+            self._moves.wait()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise OrderError(
@@ -360,23 +245,23 @@ class Engine:
         """When idle: every slot and buffer is accounted for."""
         self.flush()
         self._store.check_conserved()
-        if self._streaming is not None:
-            self._streaming.check_conserved()
+        if (streaming := self._moves.streaming) is not None:
+            streaming.check_conserved()
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the experts on the compute device, in host memory and on disk; in host memory
         with those of the dense part."""
-        streaming = self._streaming
         return {
-            "gpu": self._homes.nbytes + (0 if streaming is None else streaming.device_bytes),
-            "host": self._expert_host_bytes + self._dense_memory.host_bytes,
+            "gpu": self._homes.nbytes + self._slot_bytes,
+            "host": self._moves.host_bytes + self._dense_memory.host_bytes,
             "disk": self._store.disk_bytes(),
         }
 
     @property
-    def _expert_host_bytes(self) -> int:
-        streaming = self._streaming
-        return self._store.host_bytes() if streaming is None else streaming.host_bytes
+    def _slot_bytes(self) -> int:
+        """Memory of the device for slots and gradients of streamed experts."""
+        streaming = self._moves.streaming
+        return 0 if streaming is None else streaming.device_bytes
 
     def gpu_use(self) -> dict[str, int] | None:
         """Bytes of the GPU's budget, of what this process has reserved, and what it is for: experts
@@ -385,13 +270,12 @@ class Engine:
         if self._memory is None:
             return None
         reserved = torch.cuda.memory_reserved(self.device) - self._memory.held_by_others()
-        streaming = 0 if self._streaming is None else self._streaming.device_bytes
         return {
             "budget": min(self._memory.budget, self._memory.available()),
             "reserved": reserved,
             "experts": self._homes.nbytes,
-            "slots": streaming,
-            "rest": reserved - self._homes.nbytes - streaming,
+            "slots": self._slot_bytes,
+            "rest": reserved - self._homes.nbytes - self._slot_bytes,
         }
 
     def describe(self) -> str:
@@ -403,7 +287,7 @@ class Engine:
         dense = "".join(
             f"; dense {what} in host memory ({format_size(size)})" for size, what in parts if size
         )
-        if self._streaming is None:
+        if self._moves.streaming is None:
             return (
                 f"mode gpu: all {at_home} experts and their states on {self.device} "
                 f"({sizes['gpu']}){dense}"
@@ -413,13 +297,11 @@ class Engine:
             f"mode {placement.mode}: {len(store.entries)} experts of "
             f"{format_size(self.layout.weight_bytes)}; {homes}{placement.slots} slots on "
             f"{self.device} ({sizes['gpu']}), {store.in_host} in host memory "
-            f"({format_size(self._expert_host_bytes)})"
+            f"({format_size(self._moves.host_bytes)})"
         )
         if store.on_disk:
-            line += (
-                f", {store.on_disk} on disk ({sizes['disk']}) through {store.cache_slots} "
-                "host slots"
-            )
+            slots = f"{store.cache_slots} host slots"
+            line += f", {store.on_disk} on disk ({sizes['disk']}) through {slots}"
         return line + dense
 
     def limit_memory(
@@ -445,128 +327,41 @@ class Engine:
     def give_way(self) -> None:
         """Another model gets memory: experts that are too many leave the device, if not in the
         middle of a step."""
-        if self._residency is None or self.lifetime.forked:
+        if self.lifetime.forked or not self._moves.fills_memory:
             return
         with self._lock:
-            in_step = self._training is not None and self._training.has_gradients
-            if not in_step and not self.lifetime.closed:
-                self._residency.give_way()
+            if not self.lifetime.closed:
+                self._moves.give_way()
 
     def fill_memory(self, memory: DeviceMemory, budget: int) -> None:
         """From now on lets as many experts live on the device as `budget` allows."""
-        planned = sum(self._store.homes) == self.placement.homes  # with their states
-        if self._gradients is not None:
-            self._gradients.allow_host()
-        self._residency = Residency(
-            memory,
-            budget,
-            len(self._store.entries),
-            lambda: self._home_bytes(
-                self._homes.has_states, self._keeps_gradients and not self._keeps_in_host
-            ),
-            lambda: self.layout.weight_bytes if self._accumulates else 0,
-            lambda: self.layout.weight_bytes if self._keeps_in_host else 0,
-            lambda: self.device_share,
-            self._set_device_share,
-            self._home_bytes(self.placement.training, False) if planned else 0,
-        )
+        self._moves.fill_memory(memory, budget)
 
     @property
     def device_share(self) -> DeviceShare:
         """Experts at home on the compute device, and gradients there."""
-        counts = sum(self._store.homes)
-        if self._gradients is None:
-            return DeviceShare(counts)
-        return DeviceShare(counts, self._gradients.on_device)
-
-    def _set_device_share(self, share: DeviceShare) -> None:
-        with MEMORY_LIMITS.moving(self), torch.inference_mode(False):  # the memory outlives it
-            if self._gradients is not None and self._gradients.on_device != share.gradients:
-                self._gradients.set_on_device(0)  # first: it makes room
-            if share.experts != sum(self._store.homes):
-                self.set_homes(spread_homes(share.experts, self.n_layers, self.experts.n_local))
-            if self._gradients is not None:
-                self._gradients.set_on_device(share.gradients)
-
-    def _home_bytes(self, states: bool, keep: bool) -> int:
-        """What an expert needs that lives on the device: its record, its kept gradient, and its
-        share of the gradients of a layer while they are made."""
-        weights = self.layout.weight_bytes
-        if not states:
-            return weights
-        kept = weights if keep else 0
-        return weights + self.layout.state_bytes + kept + -(-2 * weights // self.n_layers)
-
-    @property
-    def _accumulates(self) -> bool:
-        return self._gradients is not None and self._gradients.accumulates
-
-    @property
-    def _keeps_gradients(self) -> bool:
-        """Whether gradients wait for others or for step()."""
-        return self._accumulates or (self._gradients is not None and self._gradients.keep is True)
-
-    @property
-    def _keeps_in_host(self) -> bool:
-        """Whether they may wait in host memory, also those of experts at home."""
-        return self._gradients is not None and self._gradients.uses_host(self._keeps_gradients)
-
-    def _make_room(self, keep: bool) -> None:
-        """Experts at home will need memory for states, and with `keep` for kept gradients."""
-        if self._residency is not None and not self.training.has_gradients:
-            keeps = keep or self._keeps_gradients
-            if self._gradients is not None and self._gradients.uses_host(keeps):
-                keeps = False
-            self._residency.make_room(self._home_bytes(states=True, keep=keeps))
+        return self._moves.share
 
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
-        if layer_pass.layer != 0:
-            return
-        training = self._training
-        if training is not None:
-            # without an optimizer its memory is not allocated yet
-            expected = training.rule is None and layer_pass.trained
-            if expected or training.has_gradients:
-                return
-        if self._residency is not None:
-            self._residency.before_pass(tokens, layer_pass.training)
-        if self._settings.follow_usage and self._settings.activations != "keep":
-            self._follow_usage(layer_pass)
-
-    def _follow_usage(self, layer_pass: LayerPass) -> None:
-        """Lets the most used experts live on the device. Trained ones are all used in every step,
-        by the optimizer."""
-        trained = self._training is not None and layer_pass.trained
-        if self._streaming is None or trained or self._homes.has_states:
-            return
-        with self._store.lock:
-            usage = self._streaming.compute.cursor.usage
-            most = max(1, _EXCHANGED_BYTES // self.layout.weight_bytes)
-            exchanges = usage.decide(self._store.homes, most)
-        if not exchanges:
-            return
-        try:
-            self.exchange_homes(exchanges)
-        except torch.OutOfMemoryError:  # two records need memory meanwhile; others stay in place
-            _log.info("there is no GPU memory left to exchange experts by their usage")
-        else:
-            _log.info("%d experts moved to the GPU in place of less used ones", len(exchanges))
+        if layer_pass.layer == 0:
+            follow = self._settings.follow_usage and self._settings.activations != "keep"
+            self._moves.before_pass(layer_pass, tokens, follow)
 
     def close(self) -> None:
         """Ends all threads and frees the memory; the experts are gone. A pass in another thread
         ends first, with an error where it waits. No-op in a forked child."""
         if self.lifetime.forked:
             return
-        if self._streaming is not None:
-            self._streaming.interrupt()
+        if (streaming := self._moves.streaming) is not None:
+            streaming.interrupt()
         with self._lock:
             if self.lifetime.closed:
                 return
             self.lifetime.closed = True
-            if self._streaming is not None:
-                self._streaming.close()
+            if (streaming := self._moves.streaming) is not None:
+                streaming.close()
             self._homes.wait()
             self._store.close()
             self._homes.close()

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import NonFiniteError
-from overspill.moe.gradient_sink import GradientSink
 from overspill.moe.homes.gradients import HomeGradients
 from overspill.moe.homes.host_gradients import HostGradients
 from overspill.moe.homes.memory import DeviceHomes
@@ -20,8 +19,11 @@ from overspill.tiers.entry import Part
 from overspill.tiers.store import ExpertStore
 
 
-class ExpertGradients(GradientSink):
-    """Experts at home on the compute device are updated there, streamed ones by the CPU."""
+class ExpertGradients:
+    """Takes the gradients of experts and updates the experts with them: those at home on the
+    compute device there, streamed ones by the CPU. `TrainingStep` decides when a gradient is
+    complete and passes the numbers of the update (`AdamHyper`) then.
+    """
 
     def __init__(
         self,
@@ -43,6 +45,11 @@ class ExpertGradients(GradientSink):
         """Whether the optimizer keeps gradients until `step()`; None: there is none yet."""
         self.accumulates = False
         """Whether a step had gradients of several backward passes."""
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether gradients wait for others or for `step()`."""
+        return self.accumulates or self.keep is True
 
     def allow_host(self) -> None:
         """Gradients of experts at home may wait for the global norm in host memory."""
@@ -77,11 +84,8 @@ class ExpertGradients(GradientSink):
             return None
         return streaming.of_homes
 
-    def _streamed_updated(self) -> bool:
-        streaming = self._streaming()
-        return streaming is not None and streaming.has_updated
-
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
+        """Allocates the optimizer states once, and with `keep` memory for kept gradients."""
         self._store.lifetime.check()
         if Part.STATES not in self._store.slabs:
             self._store.set_state_dtype(state_dtype)
@@ -97,11 +101,15 @@ class ExpertGradients(GradientSink):
             streaming.attach(keep)
 
     def reset_states(self) -> None:
+        """Sets all optimizer states to zero."""
+        if Part.STATES not in self._store.slabs:
+            return
         self.of_homes.reset_states()
         if (streaming := self._streaming()) is not None:
             streaming.reset_states()
 
     def expect_more(self) -> None:
+        """Before the first gradients of a step that further ones will be added to."""
         if not self.accumulates:
             self.accumulates = True
             self._make_room(True)
@@ -114,6 +122,9 @@ class ExpertGradients(GradientSink):
         hyper: AdamHyper | None,
         more: bool = False,
     ) -> None:
+        """Takes the gradients of a wave, [n, ...] for each tensor of a record. With `hyper` they
+        complete the step's gradient and the experts may be updated now; without, they are kept,
+        and with `more` others are expected to be added before `complete_layer`."""
         streaming = self._streaming()
         with self._all_or_nothing():
             if streaming is None or wave.first < self._store.homes[layer]:
@@ -133,6 +144,9 @@ class ExpertGradients(GradientSink):
     def complete_layer(
         self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
     ) -> None:
+        """The layer's gradient is complete. `counts` are the token rows of the backward that
+        completed it; None if none did. With `hyper` all experts that this backward did not update
+        are updated now, with their kept gradient or by decay; without, in `end_step`."""
         with self._all_or_nothing():
             self.of_homes.complete_layer(layer, hyper)
             if (streaming := self._streaming()) is not None:
@@ -140,9 +154,12 @@ class ExpertGradients(GradientSink):
 
     @property
     def has_updated(self) -> bool:
-        return self.of_homes.has_updated or self._streamed_updated()
+        """Whether experts were updated, or will be, since the last `end_step` or `discard`."""
+        streaming = self._streaming()
+        return self.of_homes.has_updated or (streaming is not None and streaming.has_updated)
 
     def sum_of_squares(self) -> float:
+        """Sum of squares of all kept gradients; waits for them."""
         self._store.lifetime.check()
         squares = self.of_homes.squares()
         if (streaming := self._streaming()) is not None:
@@ -151,6 +168,8 @@ class ExpertGradients(GradientSink):
         return total_of_squares({id_of(number): square for number, square in squares.items()})
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
+        """Updates the experts of the layers in `kept` with their kept gradients and ends the step.
+        Raises NonFiniteError if a gradient was not finite."""
         with self._all_or_nothing():
             self.of_homes.check_finite(kept)
             try:  # first: the CPU begins while updates on the device are queued
@@ -160,6 +179,7 @@ class ExpertGradients(GradientSink):
                 self.of_homes.end_step(kept)
 
     def discard(self, layer: int | None = None) -> None:
+        """Drops the kept gradients of a layer, or all; the experts stay as they are."""
         self.of_homes.discard(layer)
         if (streaming := self._streaming()) is not None:
             streaming.discard(layer)

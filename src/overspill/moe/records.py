@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.moe.homes.memory import DeviceHomes, LayerRecords
 from overspill.tiers.entry import Part
@@ -26,14 +25,6 @@ class ExpertRecords:
         self._saved_to: Path | None = None
 
     @property
-    def n_layers(self) -> int:
-        return self._store.n_layers
-
-    @property
-    def experts(self) -> ExpertMap:
-        return self._store.experts
-
-    @property
     def layout(self) -> RecordLayout:
         return self._store.layout
 
@@ -43,8 +34,8 @@ class ExpertRecords:
 
     def ids(self) -> Iterator[ExpertId]:
         """All local experts, lowest layer first."""
-        for layer in range(self.n_layers):
-            for global_id in self.experts.local_ids:
+        for layer in range(self._store.n_layers):
+            for global_id in self._store.experts.local_ids:
                 yield ExpertId(layer, global_id)
 
     @property

@@ -6,8 +6,8 @@ the allocator runs short, and if another model or process gets memory of the dev
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,32 @@ _MARGIN = 0.02  # share of the budget that stays free
 _MARGIN_STEP = 0.01  # more of it after each shortage
 _LARGEST_MARGIN = 0.16
 _WORTHWHILE = 0.02  # share of the experts: moving fewer is not worth the wait
+
+
+class BytesEach(NamedTuple):
+    """Memory of the device that one of each needs; 0 if there are none."""
+
+    expert: int  # at home
+    gradient: int = 0  # an accumulated one
+    kept: int = 0  # a kept gradient that can also be in host memory
+
+
+class MovableExperts(Protocol):
+    """The experts of a model as far as they can be on the device."""
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+
+    @property
+    def share(self) -> DeviceShare:
+        """What is on the device."""
+
+    def set_share(self, share: DeviceShare) -> None:
+        """Moves experts and gradients, between steps."""
+
+    def bytes_each(self) -> BytesEach:
+        """What they need there now."""
 
 
 @dataclass
@@ -45,32 +71,16 @@ class Residency:
     """Decides how many experts live on the device, before each pass through the model."""
 
     def __init__(
-        self,
-        memory: DeviceMemory,
-        budget: int,
-        total: int,
-        expert_bytes: Callable[[], int],
-        gradient_bytes: Callable[[], int],
-        kept_bytes: Callable[[], int],
-        share: Callable[[], DeviceShare],
-        set_share: Callable[[DeviceShare], None],
-        planned_bytes: int = 0,
+        self, memory: DeviceMemory, budget: int, experts: MovableExperts, planned_bytes: int = 0
     ) -> None:
-        """`expert_bytes` is what an expert at home needs, `gradient_bytes` an accumulated gradient
-        and `kept_bytes` a kept one that can also be in host memory (0 if there are none), `share`
-        what is on the device, of `total` experts; `set_share` moves experts. The plan of memory
-        counts `planned_bytes` for each that is at home now."""
+        """The plan of memory counts `planned_bytes` for each expert that is at home now."""
         self._memory = memory
         self._budget = budget
         self._limit = budget  # of the last pass: what of the budget is available
-        self._total = total
-        self._expert_bytes = expert_bytes
-        self._gradient_bytes = gradient_bytes
-        self._kept_bytes = kept_bytes
-        self._share = share
-        self._set_share = set_share
+        self._experts = experts
         self._margin = _MARGIN
-        self._planned_bytes = max(planned_bytes, expert_bytes())  # for each expert at home
+        # for each expert at home
+        self._planned_bytes = max(planned_bytes, experts.bytes_each().expert)
         self._passes = 0  # since experts were moved
         self._idle = 0  # bytes in use before a pass
         self._activations = 0  # the most beside them since experts were moved
@@ -82,7 +92,7 @@ class Residency:
     def before_pass(self, rows: int, training: bool) -> None:
         """A pass of `rows` tokens begins, between two steps: moves experts if that is worthwhile.
         Experts that cannot leave the device stay there."""
-        self.make_room(self._expert_bytes())
+        self.make_room(self._experts.bytes_each().expert)
         if self._passes == 1:  # the first pass may have compiled kernels and allocated states
             self._memory.reset()
             self._rows.clear()
@@ -114,7 +124,7 @@ class Residency:
     def _adjust(self, larger: bool, fill: bool = True) -> None:
         """`larger`: more memory is needed, as for a pass of its kind with the most tokens so far.
         Without `fill` no expert moves to the device."""
-        now, shortages = self._share(), self._memory.shortages()
+        now, shortages = self._experts.share, self._memory.shortages()
         short, self._shortages = shortages > self._shortages and any(now), shortages
         if short:
             self._margin = min(_LARGEST_MARGIN, self._margin + _MARGIN_STEP)
@@ -124,8 +134,8 @@ class Residency:
         limit = available * (1 - self._margin)
         activations = max((kind.need() for kind in self._observed.values()), default=0)
         need = self._memory.allocated() + activations
-        sizes = self._expert_bytes(), self._total, self._gradient_bytes(), self._kept_bytes()
-        share = share_memory(int(limit - need), now, *sizes)
+        each, total = self._experts.bytes_each(), self._experts.total
+        share = share_memory(int(limit - need), now, each.expert, total, each.gradient, each.kept)
         if not fill:
             share = DeviceShare(min(now.experts, share.experts), share.gradients)
         if limit < need and (short or taken or larger):
@@ -135,19 +145,20 @@ class Residency:
             if share != now:
                 self._move(share)
         elif fill and limit > need and self._passes >= _OBSERVED and self._worthwhile(now, share):
-            self._planned_bytes = self._expert_bytes()
+            self._planned_bytes = each.expert
             self._move(share)
 
     def _worthwhile(self, now: DeviceShare, share: DeviceShare) -> bool:
-        least = max(1, int(_WORTHWHILE * self._total))
-        last = share.experts == self._total and now.experts < self._total
+        total = self._experts.total
+        least = max(1, int(_WORTHWHILE * total))
+        last = share.experts == total and now.experts < total
         return last or any(abs(a - b) >= least for a, b in zip(now, share, strict=True))
 
     def make_room(self, expert_bytes: int) -> None:
         """Each expert at home will need `expert_bytes`: if that is more than before, some leave the
         device first."""
         if expert_bytes > self._planned_bytes:
-            now = self._share()
+            now = self._experts.share
             remaining = now.experts * self._planned_bytes // expert_bytes
             self._planned_bytes = expert_bytes
             self._passes = 0
@@ -155,19 +166,19 @@ class Residency:
                 self._move(DeviceShare(remaining))
 
     def _move(self, share: DeviceShare) -> None:
-        before = self._share()
+        before = self._experts.share
         try:
-            self._set_share(share)
+            self._experts.set_share(share)
         except BudgetError as error:
             _log.warning("experts could not leave the GPU: %s", error)
         except torch.OutOfMemoryError:  # memory is divided into pieces that are too small
             self._margin = min(_LARGEST_MARGIN, self._margin + _MARGIN_STEP)
             self._memory.reset()
-            self._set_share(DeviceShare(min(before.experts, share.experts)))
+            self._experts.set_share(DeviceShare(min(before.experts, share.experts)))
             _log.info("fewer experts than planned fit on the GPU")
         else:
             moved = share.experts - before.experts
-            size = format_size(abs(moved) * self._expert_bytes())
+            size = format_size(abs(moved) * self._experts.bytes_each().expert)
             if moved:
                 verb = "moved to" if moved > 0 else "left"
                 _log.info("%d experts (%s) %s the GPU", abs(moved), size, verb)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import NonFiniteError, OrderError
-from overspill.moe.gradient_sink import GradientSink
+from overspill.moe.gradients import ExpertGradients
 from overspill.moe.layer_pass import LayerPass, PendingBackward, Wave
 from overspill.moe.records import ExpertRecords
 from overspill.optim.gradient_norm import gradient_norm
@@ -56,6 +56,10 @@ class UpdateRule(Protocol):
     """What a training step asks its optimizer."""
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the moments."""
+
+    @property
     def keep_gradients(self) -> bool:
         """Whether updates wait for step(), because of clipping or without overlap."""
 
@@ -81,13 +85,14 @@ def _exclusive(
 
 
 class TrainingStep:
-    """Follows the backward passes of a step and tells the sink what to do with the gradients."""
+    """Follows the backward passes of a step and says what is done with the gradients."""
 
-    def __init__(self, n_layers: int, sink: GradientSink, records: ExpertRecords) -> None:
-        self._sink = sink
+    def __init__(self, n_layers: int, gradients: ExpertGradients, records: ExpertRecords) -> None:
+        self.gradients = gradients
         self._records = records
         self.lock = threading.RLock()  # held during a pass and during a step
         self._rule: weakref.ref[UpdateRule] | None = None
+        self._has_memory = False  # for the states of this optimizer
         self._states = [LayerState.EMPTY] * n_layers
         self._steps = [0] * n_layers
         # sets, because adding and removing is atomic and a graph may be freed in any thread
@@ -111,24 +116,40 @@ class TrainingStep:
         return None if self._rule is None else self._rule()
 
     @_exclusive
-    def attach(self, rule: UpdateRule, state_dtype: torch.dtype) -> bool:
+    def attach(self, rule: UpdateRule, trained: bool) -> bool:
         """Follows `rule` from now on. An optimizer that replaces a deleted one starts from zero;
-        whether it drops gradients of an unfinished step."""
+        whether it drops gradients of an unfinished step. Only `trained` experts need memory."""
         if self.rule is not None and self.rule is not rule:
             raise OrderError(
                 "the model has an optimizer already; use its parameter groups, or delete it first"
             )
         replaces = self._rule is not None
-        self._rule = weakref.ref(rule)
-        self._sink.attach(state_dtype, rule.keep_gradients)
+        self._rule, self._has_memory = weakref.ref(rule), False
+        if trained:
+            self.allocate_states()
         dropped = self.has_gradients
         if replaces:
             self._give_up()
             self._expected = [0] * len(self._steps)
-            self._sink.reset_states()
+            self.gradients.reset_states()
             self._steps = [0] * len(self._steps)
             self._fresh = set(range(len(self._steps)))
         return dropped
+
+    @_exclusive
+    def allocate_states(self) -> None:
+        """Allocates memory for the optimizer, once: experts that were frozen will be trained, or
+        their states are loaded."""
+        if not self.has_states:
+            rule = self.rule
+            assert rule is not None
+            self.gradients.attach(rule.state_dtype, rule.keep_gradients)
+            self._has_memory = True
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there is an optimizer, and memory for its states."""
+        return self.rule is not None and self._has_memory
 
     def check_joins(self, layers: Iterable[int]) -> None:
         """Raises if the optimizer gets one of `layers` after its backward in this step, which has
@@ -150,12 +171,12 @@ class TrainingStep:
 
     def is_fresh(self, layer: int) -> bool:
         """Whether the optimizer states of a layer are as before its first update."""
-        return layer in self._fresh
+        return layer in self._fresh or not self._has_memory
 
     @property
     def updates_at_once(self) -> bool:
         """Whether a backward that runs now would update experts before step()."""
-        rule = self.rule
+        rule = self.rule if self._has_memory else None
         return rule is not None and not rule.keep_gradients and not rule.accumulating
 
     # -- passes -----------------------------------------------------------------------------
@@ -218,10 +239,11 @@ class TrainingStep:
         if hyper is None:
             self._without_rule.add(layer)
             return False
+        self.allocate_states()
         others = self._pending[layer] or self._expected[layer]
         self._completing = not rule.accumulating and not others
         if not self._completing and not self.has_gradients:
-            self._sink.expect_more()
+            self.gradients.expect_more()
         self._states[layer] = LayerState.RUNNING
         self._keeps = rule.keep_gradients
         if self._completing and not self._keeps:
@@ -235,7 +257,7 @@ class TrainingStep:
         assert self._states[layer] is LayerState.RUNNING
         with self._forgotten_if_not_finite():
             hyper = self._updated_with.get(layer)
-            self._sink.add(layer, wave, dw, hyper, more=not self._completing)
+            self.gradients.add(layer, wave, dw, hyper, more=not self._completing)
 
     def end_backward(self, layer_pass: LayerPass) -> None:
         """After the last wave of a layer's backward."""
@@ -249,12 +271,12 @@ class TrainingStep:
 
     def _complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
         with self._forgotten_if_not_finite():
-            self._sink.complete_layer(layer, counts, hyper)
+            self.gradients.complete_layer(layer, counts, hyper)
         self._states[layer] = LayerState.COMPLETE if hyper is None else LayerState.UPDATED
 
     @contextmanager
     def _forgotten_if_not_finite(self) -> Iterator[None]:
-        """A sink that raises NonFiniteError has updated nothing: the step starts over."""
+        """After NonFiniteError nothing was updated: the step starts over."""
         try:
             yield
         except NonFiniteError:
@@ -285,10 +307,10 @@ class TrainingStep:
                 hyper = rule.hyper(layer)
                 if state is LayerState.PARTIAL:
                     # a graph was freed, or every backward ran under accumulate()
-                    self._sink.complete_layer(layer, None, None if self._keeps else hyper)
+                    self.gradients.complete_layer(layer, None, None if self._keeps else hyper)
                 if hyper is not None and (self._keeps or state is LayerState.COMPLETE):
                     kept[layer] = hyper
-            self._sink.end_step(kept)
+            self.gradients.end_step(kept)
         self._forget()
         self._used.update(states)
         for layer in states:
@@ -317,7 +339,7 @@ class TrainingStep:
         if self._states[layer] is LayerState.RUNNING:
             remedy = (
                 "some experts were updated during backward already: load the last checkpoint"
-                if self._sink.has_updated
+                if self.gradients.has_updated
                 else "call opt.zero_grad() to drop the gradients"
             )
             raise OrderError(f"a backward failed inside MoE layer {layer}; {remedy}")
@@ -345,7 +367,7 @@ class TrainingStep:
     @_exclusive
     def gradient_squares(self) -> float:
         """Sum of squares of all expert gradients of this step; waits for them."""
-        return self._sink.sum_of_squares()
+        return self.gradients.sum_of_squares()
 
     def waiting_norm(self, layer: int) -> float | None:
         """None for a layer without a gradient. The lowest of the others has the norm of all
@@ -359,7 +381,7 @@ class TrainingStep:
     @_exclusive
     def discard(self) -> None:
         """Drops the gradients of this step; the experts stay as they are."""
-        self._sink.discard()
+        self.gradients.discard()
         self._forget()
 
     def weights_loaded(self, layer: int) -> None:
@@ -369,7 +391,7 @@ class TrainingStep:
 
     def _is_ahead(self) -> bool:
         """Whether this step has updated experts, but not the rest of the model."""
-        return self._sink.has_updated or LayerState.STEPPING in self._states
+        return self.gradients.has_updated or LayerState.STEPPING in self._states
 
     def _give_up(self) -> None:
         """Drops this step, also if it has updated experts: then their weights must be loaded."""
@@ -381,7 +403,7 @@ class TrainingStep:
     def restart(self) -> bool:
         """Optimizer states were loaded: a step that failed, or that has updated experts, is given
         up; whether there was one."""
-        started = self._sink.has_updated or any(state in _FAILED for state in self._states)
+        started = self.gradients.has_updated or any(state in _FAILED for state in self._states)
         if started:
             self._give_up()
         return started
@@ -405,14 +427,14 @@ class TrainingStep:
                 self._check_droppable()
             except OrderError:
                 # model.zero_grad() has dropped other gradients before: there is no way back
-                if self._sink.has_updated:
+                if self.gradients.has_updated:
                     self._ahead.update(range(len(self._states)))
                 raise
-            self._sink.discard(layer)
+            self.gradients.discard(layer)
             self._states[layer] = LayerState.EMPTY
 
     def _check_droppable(self) -> None:
-        if LayerState.STEPPING in self._states or self._sink.has_updated:
+        if LayerState.STEPPING in self._states or self.gradients.has_updated:
             for layer in range(len(self._states)):
                 self._check_finished(layer)
             raise OrderError(
@@ -434,7 +456,7 @@ class TrainingStep:
         self._check_ahead()
         if LayerState.STEPPING in self._states:
             self._check_finished(self._states.index(LayerState.STEPPING))
-        if self._sink.has_updated:
+        if self.gradients.has_updated:
             raise OrderError(
                 f"the model cannot be {what} between backward and step(): its experts were updated "
                 "during backward, the rest was not; call opt.step() first"

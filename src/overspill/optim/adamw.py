@@ -22,7 +22,10 @@ from overspill.tiers.layout import RecordLayout
 class ExpertTraining(Protocol):
     """The training step as the optimizer uses it."""
 
-    def attach(self, rule: "AdamW", state_dtype: torch.dtype) -> bool: ...
+    @property
+    def has_states(self) -> bool: ...
+    def attach(self, rule: "AdamW", trained: bool) -> bool: ...
+    def allocate_states(self) -> None: ...
     def check_joins(self, layers: Iterable[int]) -> None: ...
     def check_between_steps(self, what: str) -> None: ...
     def is_fresh(self, layer: int) -> bool: ...
@@ -70,10 +73,11 @@ class AdamW(torch.optim.Optimizer):
     """Exact AdamW for dense parameters and offloaded experts.
 
     `params` is a model, parameters or parameter groups. The experts of a layer belong to the group
-    of its placeholder. bf16 parameters have an fp32 master. Without `max_grad_norm` an expert is
-    updated during backward, as soon as its gradient is complete. With it, updates start in
-    `step()`, when the global norm is known, and overlap the next forward. `state_dtype` is the
-    dtype of the moments; the default is the one that `offload` planned.
+    of its placeholder; if all are frozen, they have no states until they are trained. bf16
+    parameters have an fp32 master. Without `max_grad_norm` an expert is updated during backward, as
+    soon as its gradient is complete. With it, updates start in `step()`, when the global norm is
+    known, and overlap the next forward. `state_dtype` is the dtype of the moments; the default is
+    the one that `offload` planned.
     """
 
     def __init__(
@@ -131,7 +135,8 @@ class AdamW(torch.optim.Optimizer):
             self.state_dtype = self._given_state_dtype or engine.layout.state_dtype
             self._engine = engine  # `keep_gradients` depends on it
             try:
-                dropped = engine.training.attach(self, self.state_dtype)
+                trained = any(p.requires_grad for p, _ in placeholders)
+                dropped = engine.training.attach(self, trained)
             except BaseException:
                 self._engine = None
                 raise
@@ -298,10 +303,15 @@ class AdamW(torch.optim.Optimizer):
         return [self._engine.training.steps(layer) for layer in range(self._engine.n_layers)]
 
     def expert_sections(self) -> list[tuple[str, torch.dtype]]:
-        """Name and dtype of each optimizer state of an expert."""
-        if self._engine is None:
+        """Name and dtype of each optimizer state of an expert; frozen experts have none."""
+        if self._engine is None or not self._engine.training.has_states:
             return []
         return [(section.name, section.dtype) for section in self._engine.layout.sections]
+
+    def allocate_expert_states(self) -> None:
+        """Before they are loaded, also for frozen experts."""
+        if self._engine is not None:
+            self._engine.training.allocate_states()
 
     def read_expert_state(self, expert: ExpertId, name: str, out: Tensor) -> None:
         assert self._engine is not None
@@ -407,6 +417,7 @@ class AdamW(torch.optim.Optimizer):
         training, records = self._engine.training, self._engine.records
         if entry["step"] == 0 and training.is_fresh(layer):
             return
+        training.allocate_states()
         training.set_steps(layer, int(entry["step"]))
         for name, _ in self.expert_sections():
             stack = entry.get(name, torch.zeros(()).expand(self._engine.n_experts))

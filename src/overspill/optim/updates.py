@@ -66,7 +66,7 @@ class Updates:
         inject: Inject | None,
     ) -> None:
         self._store = store
-        self._ring = ring
+        self.ring = ring
         self._squares = squares
         self._added_squares = added_squares
         cores = min(threads, max(1, store.layout.shape.numel // _PER_CORE))
@@ -179,14 +179,14 @@ class Updates:
             if update.accumulate or update.use_kept:
                 kept = layout.weights(self._store.host(entry, Part.GRADS))
             if update.buffer is not None:
-                arrived = layout.weights(self._ring.buffers[update.buffer])
+                arrived = layout.weights(self.ring.buffers[update.buffer])
             if update.hyper is not None:
                 self._adam(entry, kept, arrived, update.hyper)
             elif kept is not None and arrived is not None:
                 total = accumulate_(kept, arrived, self._threads)
                 self._squares[entry.number] = total
         if update.buffer is not None:
-            self._ring.give(update.buffer)
+            self.ring.give(update.buffer)
         self._finish(update)
 
     def _adam(

@@ -68,9 +68,7 @@ class ExpertStore(WorkerSync):
         assert self.disk_slots == 0 or (disk is not None and cache_slots >= 1)
         super().__init__(watchdog_seconds)
         self.entries = self._number_entries(count)
-        self._cached: set[Entry] = set()  # experts on disk that have a host slot
-        self._free_slots = list(range(self.home_slots, self.host_slots))
-        self._free_records = list(range(on_disk, self.disk_slots))  # disk slots
+        self.recount_slots()
         self._uses = 0
         self.lifetime = Lifetime()
         self._on_change: Callable[[], None] | None = None
@@ -311,7 +309,7 @@ class ExpertStore(WorkerSync):
         self._cached.remove(entry)
 
     def recount_slots(self) -> None:
-        """After an interrupt: the entries say which slots are free."""
+        """At the beginning and after an interrupt: the entries say which slots are free."""
         with self.lock:
             for layer, count in enumerate(self.homes):
                 for entry in self.layer_entries(layer)[:count]:
@@ -320,6 +318,7 @@ class ExpertStore(WorkerSync):
             in_host = [entry for entry in self.entries if entry.host_slot is not None]
             on_disk = [entry for entry in self.entries if entry.disk_slot is not None]
             held = {entry.host_slot for entry in in_host}
+            # experts on disk that have a host slot
             self._cached = {entry for entry in in_host if entry.disk_slot is not None}
             self._free_slots = [slot for slot in range(self.host_slots) if slot not in held]
             stored = {entry.disk_slot for entry in on_disk}
@@ -361,7 +360,7 @@ class ExpertStore(WorkerSync):
         with self.lock:
             layer = entry.id.layer
             assert self.position(entry) == self.homes[layer] - 1
-            if self._spare_host_slot():
+            if len(self._free_slots) > self._least_cache:  # those on disk need some
                 slot = self._free_slots[-1]
                 for part, fill in fills.items():
                     fill(self.slabs[part][slot])
@@ -411,10 +410,6 @@ class ExpertStore(WorkerSync):
             self.maps[layer] = new
             home.id, streamed.id = streamed.id, home.id
 
-    def _spare_host_slot(self) -> bool:
-        """Whether an expert can get a host slot for good: those on disk need some."""
-        return len(self._free_slots) > self._least_cache
-
     def empty_cache(self) -> None:
         """Takes experts on disk out of their host slots. While nothing is transferred."""
         with self.lock:
@@ -456,7 +451,8 @@ class ExpertStore(WorkerSync):
         """Lets `fill` change the bytes of `part` in place."""
         with self.lock:
             # held throughout: the old bytes must not be read and the slot must not be reused
-            self.wait(lambda: not entry.io, f"disk transfers of expert {_name(entry)}")
+            name = f"{entry.id.layer}.{entry.id.index}"
+            self.wait(lambda: not entry.io, f"disk transfers of expert {name}")
             if entry.host_slot is not None and entry.valid & part:
                 fill(self.host(entry, part))
                 if entry.disk_slot is not None:
@@ -507,7 +503,3 @@ class ExpertStore(WorkerSync):
             file.close()
         for slab in self.slabs.values():
             slab.close()
-
-
-def _name(entry: Entry) -> str:
-    return f"{entry.id.layer}.{entry.id.index}"

@@ -66,7 +66,10 @@ class WorkerSync:
         self._watchdog_seconds = watchdog_seconds
         self.error: BaseException | None = None
         self.device_busy: Callable[[], bool] = lambda: False
-        """Whether the compute device has work that has not ended."""
+
+    def watch_device(self, busy: Callable[[], bool]) -> None:
+        """`busy` says whether the compute device has work that has not ended."""
+        self.device_busy = busy
 
     def watchdog(self, what: str) -> Watchdog:
         """For one wait; `what` says what is waited for, and which thread should signal it."""

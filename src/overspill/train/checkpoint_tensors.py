@@ -107,6 +107,8 @@ def read_optimizer(path: Path, engine: Engine, optimizer: AdamW) -> None:
     with StreamReader(path, advice=_advice(path)) as reader:
         # The file says which dense states there are: an optimizer without a step has none.
         dense = {name: spec for name, spec in reader.specs.items() if name.startswith(_DENSE)}
+        if len(dense) < len(reader.specs):  # experts may have been frozen since
+            optimizer.allocate_expert_states()
         _check_specs(path, reader, {**dense, **expert_state_specs(engine, optimizer)})
         optimizer.load_dense_state_dict(
             {name.removeprefix(_DENSE): reader.read(name) for name in dense}

@@ -138,6 +138,8 @@ class TrainerAdamW(AdamW):
 
     def _check_file(self, engine: Engine, where: dict[str, Any]) -> None:
         with StreamReader(self._find(where)) as reader:
+            if reader.specs:  # experts may have been frozen since
+                self.allocate_expert_states()
             if reader.specs != expert_state_specs(engine, self):
                 raise CheckpointError(
                     f"{reader.path} belongs to a model with other experts or another state_dtype; "

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import Phase
 from overspill.core.lifetime import Lifetime
 from overspill.moe.compute import ExpertCompute
@@ -20,15 +19,13 @@ class HomeCompute(ExpertCompute):
 
     def __init__(
         self,
-        experts: ExpertMap,
         homes: DeviceHomes,
         lifetime: Lifetime,
         dispatcher: Dispatcher,
         max_rows: int,
         grouped: bool,
     ) -> None:
-        shape, device = homes.layout.shape, homes.device
-        super().__init__(len(homes), experts, shape, device, dispatcher, max_rows)
+        super().__init__(homes.device, dispatcher, max_rows)
         self._homes = homes
         self._lifetime = lifetime
         self._grouped = grouped

@@ -22,10 +22,8 @@ class LayerRecords:
 
     @property
     def nbytes(self) -> int:
-        tensors = [self.weights, *self.states.values()]
-        return sum(tensor.nbytes for tensor in tensors) + (
-            0 if self.grads is None else self.grads.nbytes
-        )
+        tensors = [self.weights, *self.states.values(), self.grads]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def record(self, experts: slice, elements: slice) -> RecordState:
         """Some elements of the records of some experts, as rows."""
@@ -136,17 +134,14 @@ class DeviceHomes:
             records.states[name] = self._resized(state, count)
 
     def _resized(self, tensor: Tensor, count: int) -> Tensor:
-        self._release_cached()
+        if self.device.type == "cuda":
+            # gives unused memory back, so that the next allocation gets memory of just its size: in
+            # a part of a larger piece it would make the rest useless for anything as large
+            torch.cuda.empty_cache()
         new = self._zeros(count, tensor.dtype)
         common = min(count, len(tensor))
         new[:common] = tensor[:common]
         return new
-
-    def _release_cached(self) -> None:
-        """Gives unused memory back, so that the next allocation gets memory of just its size: in a
-        part of a larger piece it would make the rest useless for anything as large."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     @property
     def nbytes(self) -> int:

@@ -49,10 +49,8 @@ class StreamingCompute(ExpertCompute):
         costs: ExpertCosts | None,
     ) -> None:
         """`slab` is the memory of the GPU slots."""
-        dispatcher = LocalDispatcher(store.maps, device)
-        shape = store.layout.shape
         max_rows = settings.max_rows or placement.max_rows
-        super().__init__(store.n_layers, store.experts, shape, device, dispatcher, max_rows)
+        super().__init__(device, LocalDispatcher(store.maps, device), max_rows)
         self._store = store
         self._settings = settings
         self._recorder = recorder
@@ -67,7 +65,7 @@ class StreamingCompute(ExpertCompute):
         self._cpu: CpuExperts | None = None
         self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
         self.uploader, self._waves = self._start_uploads(settings.uploader)
-        store.device_busy = self._device_busy
+        store.watch_device(self._device_busy)
 
     def _device_busy(self) -> bool:
         upload = self._upload_stream.stream

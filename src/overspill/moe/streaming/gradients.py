@@ -2,6 +2,7 @@
 update, or into the expert's own host slot, where they wait for more or for the global norm."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,15 @@ from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent, recor
 
 _ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slots, more with many
 _RING_WHEN_KEPT = 8  # where gradients are kept, ring buffers only serve to accumulate
+
+
+class _Gradient(NamedTuple):
+    """The gradient of an expert on the device."""
+
+    entry: Entry
+    parts: Sequence[Tensor]
+    square: Tensor  # the sum of its squares
+    made: StreamEvent  # when it is complete
 
 
 class StreamingGradients:
@@ -71,7 +81,6 @@ class StreamingGradients:
         self._squares = torch.zeros(count, pin_memory=device.type == "cuda")
         self._added_squares = torch.zeros(count, pin_memory=device.type == "cuda")
         self.on_device = DeviceGradients(store.layout, device)
-        self._ring: GradientRing | None = None
         self._updates: Updates | None = None
         self._awaited: Entry | None = None  # its gradient waits for a host slot
         # experts whose host slot holds part of this step's gradient, and when it has arrived
@@ -86,21 +95,15 @@ class StreamingGradients:
     def attach(self, keep: bool) -> None:
         if keep:
             self._allocate_kept()
-        if self._ring is None:
+        if self._updates is None:
             count = self._placement.ring
             count = min(_RING_WHEN_KEPT, count) if keep else count
             size = self._store.layout.weight_bytes
             pinned = self._store.pinned
             slab = HostSlab("gradient buffers", count, size, pinned, self._progress)
-            self._ring = GradientRing(self._store, slab)
+            ring, squares = GradientRing(self._store, slab), (self._squares, self._added_squares)
             self._updates = Updates(
-                self._store,
-                self._squares,
-                self._added_squares,
-                self._ring,
-                self._threads,
-                self._recorder,
-                self._inject,
+                self._store, *squares, ring, self._threads, self._recorder, self._inject
             )
 
     def _allocate_kept(self) -> None:
@@ -126,17 +129,13 @@ class StreamingGradients:
 
     def host_bytes(self) -> int:
         """Host memory of all slabs."""
-        return self._store.host_bytes() + (0 if self._ring is None else self._ring.buffers.nbytes)
+        ring = 0 if self._updates is None else self._updates.ring.buffers.nbytes
+        return self._store.host_bytes() + ring
 
     @property
     def updates(self) -> Updates:
         assert self._updates is not None, "no optimizer is attached"
         return self._updates
-
-    @property
-    def ring(self) -> GradientRing:
-        assert self._ring is not None, "no optimizer is attached"
-        return self._ring
 
     def waiting(self) -> list[tuple[Entry, Part]]:
         """Under the lock: the expert whose gradient waits for a host slot, then experts whose
@@ -169,10 +168,10 @@ class StreamingGradients:
         made = record_event(self._device)  # the gradients are complete on the compute stream here
         finished: list[int] = []
         for offset, entry in offsets.items():
-            gradient = [part[offset] for part in dw]
+            parts = [part[offset] for part in dw]
             in_host = entry.number in self._kept
-            if not (more and not in_host and self.on_device.add(entry.number, gradient)):
-                self._send(entry, gradient, squares[offset], made, hyper)
+            if not (more and not in_host and self.on_device.add(entry.number, parts)):
+                self._send(_Gradient(entry, parts, squares[offset], made), hyper)
             finished.append(self._store.position(entry))
             if entry.disk_slot is not None:  # the next expert may wait for its host slot
                 self._finish(finished)
@@ -187,57 +186,41 @@ class StreamingGradients:
         """Sums on the device that nothing more will be added to become kept gradients in host
         memory."""
         for number in self.on_device.numbers(numbers):
-            gradient = self.on_device.take(number)
-            (square,) = expert_squares([part[None] for part in gradient])
-            entry = self._store.entries[number]
-            self._send(entry, gradient, square, record_event(self._device), None)
+            parts = self.on_device.take(number)
+            (square,) = expert_squares([part[None] for part in parts])
+            made = record_event(self._device)
+            self._send(_Gradient(self._store.entries[number], parts, square, made), None)
 
-    def _send(
-        self,
-        entry: Entry,
-        gradient: Sequence[Tensor],
-        square: Tensor,
-        made: StreamEvent,
-        hyper: AdamHyper | None,
-    ) -> None:
+    def _send(self, gradient: _Gradient, hyper: AdamHyper | None) -> None:
+        entry = gradient.entry
         kept = entry.number in self._kept
         if hyper is not None:
-            buffer, arrived = self._to_ring(entry, gradient, square, made, kept)
+            buffer, arrived = self._to_ring(gradient, kept)
             self._submit(Update(entry, arrived, buffer, accumulate=kept, hyper=hyper))
             self._kept.pop(entry.number, None)  # it is used now
             return
         self._allocate_kept()
         if kept:
-            buffer, arrived = self._to_ring(entry, gradient, square, made, kept)
+            buffer, arrived = self._to_ring(gradient, kept)
             self.updates.submit(Update(entry, arrived, buffer, accumulate=True))
         elif entry.disk_slot is None:  # its host slot is its own
-            memory = self._store.host(entry, Part.GRADS)
-            arrived = self._download(entry, gradient, square, memory, made)
+            arrived = self._download(gradient, self._store.host(entry, Part.GRADS))
         else:
-            arrived = self._to_host_slot(entry, gradient, square, made)
+            arrived = self._to_host_slot(gradient)
         self._kept[entry.number] = arrived
 
-    def _to_ring(
-        self,
-        entry: Entry,
-        gradient: Sequence[Tensor],
-        square: Tensor,
-        made: StreamEvent,
-        is_added: bool,
-    ) -> tuple[int, StreamEvent]:
+    def _to_ring(self, gradient: _Gradient, is_added: bool) -> tuple[int, StreamEvent]:
         """`is_added`: to the gradient in the expert's host slot."""
-        buffer = self.ring.take()
+        ring = self.updates.ring
+        buffer = ring.take()
         try:
-            memory = self.ring.buffers[buffer]
-            return buffer, self._download(entry, gradient, square, memory, made, is_added)
+            return buffer, self._download(gradient, ring.buffers[buffer], is_added)
         except BaseException:
-            self.ring.give(buffer)
+            ring.give(buffer)
             raise
 
-    def _to_host_slot(
-        self, entry: Entry, gradient: Sequence[Tensor], square: Tensor, made: StreamEvent
-    ) -> StreamEvent:
-        store = self._store
+    def _to_host_slot(self, gradient: _Gradient) -> StreamEvent:
+        store, entry = self._store, gradient.entry
         with store.lock:
             # first: the GPU may hold more experts than the host, and those of this wave that were
             # delivered before must make room
@@ -251,30 +234,24 @@ class StreamingGradients:
             memory = store.host(entry, Part.GRADS)
             store.keep_gradient(entry)
         try:
-            arrived = self._download(entry, gradient, square, memory, made)
+            arrived = self._download(gradient, memory)
             self.updates.submit(Update(entry, arrived))  # holds the slot until it has arrived
             return arrived
         finally:
             store.release(entry)
 
-    def _download(
-        self,
-        entry: Entry,
-        gradient: Sequence[Tensor],
-        square: Tensor,
-        memory: Tensor,
-        made: StreamEvent,
-        is_added: bool = False,
-    ) -> StreamEvent:
+    def _download(self, gradient: _Gradient, memory: Tensor, is_added: bool = False) -> StreamEvent:
+        entry = gradient.entry
         flat = self._store.layout.weights(memory)
         starts = self._store.layout.shape.starts
         pairs = [
             (flat[start : start + part.numel()], part.reshape(-1))
-            for start, part in zip(starts, gradient, strict=True)
+            for start, part in zip(starts, gradient.parts, strict=True)
         ]
         squares = self._added_squares if is_added else self._squares
-        pairs.append((squares[entry.number], square))
-        return self._downloads.send(pairs, f"expert {entry.id.layer}.{entry.id.index}", made)
+        pairs.append((squares[entry.number], gradient.square))
+        label = f"expert {entry.id.layer}.{entry.id.index}"
+        return self._downloads.send(pairs, label, gradient.made)
 
     # -- a layer, a step --------------------------------------------------------------------
 
@@ -331,7 +308,7 @@ class StreamingGradients:
         self._forget_added()
         self._has_updated = False
         if not self._settings.overlap_updates:
-            self.updates.wait_idle()
+            self.wait()
         self._check_finite()
 
     def _check_finite(self) -> None:
@@ -368,8 +345,8 @@ class StreamingGradients:
         if not self._kept:
             self._forget_added()
         if layer is None:
-            if self._ring is not None:
-                self._ring.reset()  # an interrupted backward may have left buffers
+            if self._updates is not None:
+                self._updates.ring.reset()  # an interrupted backward may have left buffers
             self._has_updated = False
 
     def _forget_added(self) -> None:
@@ -394,16 +371,15 @@ class StreamingGradients:
 
     def check_conserved(self) -> None:
         self.on_device.check_conserved()
-        if self._ring is not None:
-            self._ring.check_conserved()
+        if self._updates is not None:
+            self._updates.ring.check_conserved()
 
     def close(self) -> None:
         self.on_device.close()
         self.of_homes.close()
         if self._updates is not None:
             self._updates.close()
-        if self._ring is not None:
-            self._ring.buffers.close()
+            self._updates.ring.buffers.close()
 
 
 def _zero(memory: Tensor) -> None:

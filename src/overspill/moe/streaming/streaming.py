@@ -113,7 +113,6 @@ class Streaming:
         return updates_idle and stager_idle and self.compute.uploader.idle()
 
     def check_conserved(self) -> None:
-        self._store.check_conserved()
         self.compute.plan.check_conserved()
         if self.gradients is not None:
             self.gradients.check_conserved()

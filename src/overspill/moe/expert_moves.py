@@ -1,0 +1,266 @@
+"""Moves experts to the compute device and away from it: as the user asks, to use its memory and to
+make room there, and as experts are used."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from overspill.core.errors import BudgetError, ConfigError, OrderError
+from overspill.core.interrupt import DeferredInterrupt
+from overspill.core.sizes import format_size
+from overspill.moe.device_memory import DeviceMemory
+from overspill.moe.homes.memory import DeviceHomes
+from overspill.moe.layer_pass import LayerPass
+from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryUser
+from overspill.moe.records import ExpertRecords
+from overspill.moe.residency import BytesEach, Residency
+from overspill.moe.streaming.streaming import Streaming
+from overspill.moe.training_step import TrainingStep
+from overspill.plan.budget import Placement
+from overspill.plan.homes import DeviceShare, spread_homes
+from overspill.plan.usage import Exchange
+from overspill.tiers.store import ExpertStore
+
+_log = logging.getLogger("overspill")
+_EXCHANGED_BYTES = 1 << 30  # of experts that exchange places before one pass
+
+
+class ExpertMoves:
+    """Changes which experts have their home on the device, between steps. Its methods are called
+    under the engine's lock."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        homes: DeviceHomes,
+        records: ExpertRecords,
+        placement: Placement,
+        training: TrainingStep | None,
+        new_streaming: Callable[[], Streaming],
+        user: MemoryUser,
+    ) -> None:
+        """`user` is the model among those that share the device."""
+        self._store = store
+        self._homes = homes
+        self._records = records
+        self._placement = placement
+        self._training = training
+        self._gradients = None if training is None else training.gradients
+        self._new_streaming = new_streaming
+        self._user = user
+        self._residency: Residency | None = None
+        self.total = len(store.entries)
+        self.streaming: Streaming | None = None
+        """None if all experts have been at home on the device from the beginning."""
+        self._stream_if_needed(sum(store.homes))
+
+    def _stream_if_needed(self, at_home: int) -> None:
+        """Experts that are not at home on the device need slots and threads."""
+        if self.streaming is not None or at_home == self.total:
+            return
+        streaming = self._new_streaming()
+        try:
+            keep = None if self._gradients is None else self._gradients.keep
+            if keep is not None and streaming.gradients is not None:
+                streaming.gradients.attach(keep)
+        except BaseException:
+            streaming.close()
+            raise
+        self.streaming = streaming
+
+    def wait(self) -> None:
+        """Waits until every transfer and update has ended."""
+        if self.streaming is not None:
+            self.streaming.wait()
+        self._homes.wait()
+
+    # -- as the user asks -----------------------------------------------------------------------
+
+    def set_homes(self, counts: Sequence[int]) -> None:
+        """Sets how many experts of each layer have their home on the device. Raises BudgetError if
+        host memory and disk have no room for those that leave it."""
+        counts, n_local = list(counts), self._store.experts.n_local
+        if len(counts) != self._store.n_layers or not all(0 <= n <= n_local for n in counts):
+            raise ConfigError(
+                f"homes={counts} must be {self._store.n_layers} numbers from 0 to {n_local}"
+            )
+        with self._change():
+            before = list(self._store.homes)
+            if self._gradients is not None:
+                self._gradients.of_homes.homes_changed()
+            self._stream_if_needed(sum(counts))
+            leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
+            if leaving:
+                self._store.empty_cache()
+                self._extend_host(self._store.missing_slots(leaving))
+            for layer, count in enumerate(counts):  # first those that leave: they make room
+                if count < before[layer]:
+                    self._records.move_to_host(layer, count)
+            for layer, count in enumerate(counts):
+                if count > before[layer]:
+                    self._records.move_to_device(layer, count)
+
+    def exchange(self, exchanges: Sequence[Exchange]) -> None:
+        """Lets experts at home on the device and streamed ones of the same layer exchange their
+        places, before experts have optimizer states."""
+        if not exchanges:
+            return
+        with self._change():
+            self._check_exchanges(exchanges)
+            assert self.streaming is not None
+            for exchange in exchanges:
+                self._records.exchange(*exchange)
+                with self._store.lock:
+                    self.streaming.compute.cursor.exchange(*exchange)
+
+    def _check_exchanges(self, exchanges: Sequence[Exchange]) -> None:
+        if self._homes.has_states:
+            raise OrderError("experts with optimizer states cannot exchange places; use set_homes")
+        homes, n_local = self._store.homes, self._store.experts.n_local
+        for layer, home, streamed in exchanges:
+            known = 0 <= layer < len(homes)
+            if not known or not 0 <= home < homes[layer] <= streamed < n_local:
+                raise ConfigError(
+                    f"positions {home} and {streamed} of layer {layer} cannot exchange experts: "
+                    f"of {n_local} positions the first {homes} of each layer are at home"
+                )
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        # what is allocated here outlives an inference mode of the caller
+        with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
+            if self._training is not None:
+                self._training.check_no_gradients("the homes of experts cannot be changed")
+            if self.streaming is not None:
+                self.streaming.stop_uploads()
+            self.wait()
+            try:
+                yield
+            finally:  # also after an interrupt
+                self._store.recount_slots()
+                self._homes.wait()  # the next pass may use another stream
+                if self.streaming is not None:
+                    self.streaming.homes_changed()
+
+    def _extend_host(self, missing: int) -> None:
+        if missing == 0:
+            return
+        size = sum(map(self._store.part_bytes, self._store.slabs))
+        need = missing * size + self.host_bytes + self._placement.reserved
+        if need > self._placement.host_memory:
+            raise BudgetError(
+                f"{missing} experts that leave {self._homes.device} need --host-memory "
+                f"{format_size(need, up=True)}, it is {format_size(self._placement.host_memory)}; "
+                f"raise it{'' if self._store.disk_slots else ', or give a --disk folder'}"
+            )
+        self._store.extend(missing)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the experts and of what streams them."""
+        streaming = self.streaming
+        return self._store.host_bytes() if streaming is None else streaming.host_bytes
+
+    # -- to use the memory of the device ----------------------------------------------------------
+
+    def fill_memory(self, memory: DeviceMemory, budget: int) -> None:
+        """From now on lets as many experts live on the device as `budget` allows."""
+        planned = sum(self._store.homes) == self._placement.homes  # with their states
+        if self._gradients is not None:
+            self._gradients.allow_host()
+        size = self._home_bytes(self._placement.training, False) if planned else 0
+        self._residency = Residency(memory, budget, self, size)
+
+    @property
+    def fills_memory(self) -> bool:
+        return self._residency is not None
+
+    def give_way(self) -> None:
+        """Another model gets memory: experts that are too many leave the device, if not in the
+        middle of a step."""
+        in_step = self._training is not None and self._training.has_gradients
+        if self._residency is not None and not in_step:
+            self._residency.give_way()
+
+    def make_room(self, keep: bool) -> None:
+        """Experts at home will need memory for states, and with `keep` for kept gradients."""
+        if self._residency is None or self._training is None or self._training.has_gradients:
+            return
+        gradients = self._training.gradients
+        keep = keep or gradients.are_kept
+        on_device = keep and not gradients.uses_host(keep)
+        self._residency.make_room(self._home_bytes(states=True, keep=on_device))
+
+    @property
+    def share(self) -> DeviceShare:
+        """Experts at home on the device, and gradients there."""
+        gradients = 0 if self._gradients is None else self._gradients.on_device
+        return DeviceShare(sum(self._store.homes), gradients)
+
+    def set_share(self, share: DeviceShare) -> None:
+        # the memory outlives an inference mode of the caller
+        with MEMORY_LIMITS.moving(self._user), torch.inference_mode(False):
+            if self._gradients is not None and self._gradients.on_device != share.gradients:
+                self._gradients.set_on_device(0)  # first: it makes room
+            if share.experts != sum(self._store.homes):
+                n_layers, n_local = self._store.n_layers, self._store.experts.n_local
+                self.set_homes(spread_homes(share.experts, n_layers, n_local))
+            if self._gradients is not None:
+                self._gradients.set_on_device(share.gradients)
+
+    def bytes_each(self) -> BytesEach:
+        weights, gradients = self._store.layout.weight_bytes, self._gradients
+        if gradients is None:
+            return BytesEach(self._home_bytes(self._homes.has_states, False))
+        in_host = gradients.uses_host(gradients.are_kept)
+        return BytesEach(
+            self._home_bytes(self._homes.has_states, gradients.are_kept and not in_host),
+            weights if gradients.accumulates else 0,
+            weights if in_host else 0,
+        )
+
+    def _home_bytes(self, states: bool, keep: bool) -> int:
+        """What an expert needs that lives on the device: its record, its kept gradient, and its
+        share of the gradients of a layer while they are made."""
+        layout = self._store.layout
+        weights = layout.weight_bytes
+        if not states:
+            return weights
+        kept = weights if keep else 0
+        return weights + layout.state_bytes + kept + -(-2 * weights // self._store.n_layers)
+
+    # -- before a pass ----------------------------------------------------------------------------
+
+    def before_pass(self, layer_pass: LayerPass, tokens: int, follow_usage: bool) -> None:
+        """A pass through the model begins. Between two steps this is the time to move experts."""
+        training = self._training
+        if training is not None:
+            # the memory of the optimizer is not allocated yet
+            expected = layer_pass.trained and not training.has_states
+            if expected or training.has_gradients:
+                return
+        if self._residency is not None:
+            self._residency.before_pass(tokens, layer_pass.training)
+        # trained experts are all used in every step, by the optimizer
+        trained = training is not None and layer_pass.trained
+        if follow_usage and not trained and not self._homes.has_states:
+            self._follow_usage()
+
+    def _follow_usage(self) -> None:
+        """Lets the most used experts live on the device."""
+        if self.streaming is None:
+            return
+        with self._store.lock:
+            usage = self.streaming.compute.cursor.usage
+            most = max(1, _EXCHANGED_BYTES // self._store.layout.weight_bytes)
+            exchanges = usage.decide(self._store.homes, most)
+        if not exchanges:
+            return
+        try:
+            self.exchange(exchanges)
+        except torch.OutOfMemoryError:  # two records need memory meanwhile; others stay in place
+            _log.info("there is no GPU memory left to exchange experts by their usage")
+        else:
+            _log.info("%d experts moved to the GPU in place of less used ones", len(exchanges))

@@ -1,0 +1,165 @@
+"""Frozen experts have no optimizer states until they are trained or their states are loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import overspill
+from overspill.models.gpt import GPTMoE
+from overspill.moe.settings import Settings
+from overspill.simulate import ReplayedRouting, routed_by
+from overspill.train.checkpoint_tensors import read_optimizer, write_optimizer
+from tests.moe.fake_memory import FakeMemory
+from tests.moe.oracle import (
+    ONE_OF_EACH,
+    Run,
+    Task,
+    adamw,
+    assert_follows,
+    loss_of,
+    spilled,
+    train,
+    weights_of,
+)
+from tests.pairs import all_pairs
+
+
+def set_frozen(model: GPTMoE, frozen: bool) -> None:
+    """All experts, offloaded or not."""
+    for moe in model.moe_layers():
+        for name, parameter in moe.named_parameters():
+            if not name.startswith("router"):
+                parameter.requires_grad_(not frozen)
+
+
+def unfreezing_run(
+    model: GPTMoE, optimizer: torch.optim.Optimizer, task: Task, trained_from: int
+) -> Run:
+    """Training whose experts are frozen before step `trained_from`."""
+    run = Run()
+    for step, (tokens,) in enumerate(task.batches()):
+        set_frozen(model, step < trained_from)
+        loss = loss_of(model, tokens)
+        loss.backward()
+        if task.clip is not None and not isinstance(optimizer, overspill.AdamW):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+    run.weights = weights_of(model)
+    return run
+
+
+def plain_unfreezing_run(task: Task, trained_from: int) -> Run:
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+    return unfreezing_run(model, optimizer, task, trained_from)
+
+
+@pytest.mark.parametrize(
+    ("where", "clip", "checkpoint", "overlap"),
+    all_pairs(ONE_OF_EACH, [None, 0.5], [False, True], [True, False]),
+)
+def test_states_are_allocated_when_experts_are_unfrozen(
+    where: str, clip: float | None, checkpoint: bool, overlap: bool, tmp_path: Path
+) -> None:
+    task = Task(steps=4, clip=clip, checkpoint=checkpoint)
+    model = task.model()
+    with spilled(model, where, tmp_path, Settings(overlap_updates=overlap)) as engine:
+        set_frozen(model, True)
+        before = engine.bytes_by_tier()
+        optimizer = adamw(model, task)
+        loss_of(model, next(task.batches())[0]).backward()
+        optimizer.zero_grad()
+        assert engine.bytes_by_tier() == before
+        run = unfreezing_run(model, optimizer, task, trained_from=2)
+        more = sum(engine.bytes_by_tier().values()) - sum(before.values())
+        assert more >= 8 * engine.expert_parameters
+    assert_follows(run, plain_unfreezing_run(task, trained_from=2))
+
+
+def test_experts_that_fill_the_device_make_room_for_states_when_they_are_unfrozen(
+    tmp_path: Path,
+) -> None:
+    task = Task(steps=12)
+    model = task.model()
+    with spilled(model, "host with 2 slots", tmp_path, host_memory="2GiB") as engine:
+        set_frozen(model, True)
+        memory = FakeMemory(engine, other=1 << 16)
+        budget = int((memory.peak() + 12.5 * engine.layout.weight_bytes) / 0.98)
+        engine.fill_memory(memory, budget)
+        homes = []
+
+        def note(*_: object) -> None:
+            homes.append(sum(engine.homes))
+            assert memory.peak() <= budget
+
+        model.register_forward_hook(note)
+        run = unfreezing_run(model, adamw(model, task), task, trained_from=7)
+        assert memory.peak() <= budget
+        assert homes[6] == 12
+        assert 0 < sum(engine.homes) <= 4
+    assert_follows(run, plain_unfreezing_run(task, trained_from=7))
+
+
+def test_homes_follow_usage_while_an_optimizer_has_frozen_experts(tmp_path: Path) -> None:
+    task = Task(n_layers=1, steps=40)
+    model = task.model()
+    with spilled(model, "host, 7 at home", tmp_path, gpu_experts=2) as engine:
+        set_frozen(model, True)
+        optimizer = adamw(model, task)
+        with routed_by(model, ReplayedRouting(torch.tensor([[[3, 4]]]), engine.n_experts)):
+            train(model, optimizer, task)
+            assert engine.at_home == [(3, 4)]
+            set_frozen(model, False)
+            train(model, optimizer, task, first=36)
+        assert engine.at_home == [(3, 4)]
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_states_of_frozen_experts_are_loaded_if_there_are_some(where: str, tmp_path: Path) -> None:
+    """As in torch: those of a state dict, and those of a checkpoint."""
+    task = Task(n_layers=2, steps=2)
+    model, file = task.model(), tmp_path / "optimizer"
+    with spilled(model, where, tmp_path) as engine:
+        optimizer = adamw(model, task)
+        train(model, optimizer, task)
+        trained = optimizer.state_dict()
+        write_optimizer(file, engine, optimizer)
+    for load in ("state dict", "checkpoint"):
+        model = task.model()
+        with spilled(model, where, tmp_path) as engine:
+            set_frozen(model, True)
+            optimizer = adamw(model, task)
+            if load == "checkpoint":
+                read_optimizer(file, engine, optimizer)
+            else:
+                optimizer.load_state_dict(trained)
+            loaded = optimizer.state_dict()["state"]
+        assert loaded.keys() == trained["state"].keys()
+        for number, entry in trained["state"].items():
+            assert all(torch.equal(entry[n], loaded[number][n]) for n in ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("where", ONE_OF_EACH)
+def test_frozen_experts_are_saved_and_loaded_without_states(where: str, tmp_path: Path) -> None:
+    task = Task(n_layers=2, steps=2)
+    file = tmp_path / "optimizer"
+    model = task.model()
+    with spilled(model, where, tmp_path) as engine:
+        set_frozen(model, True)
+        optimizer = adamw(model, task)
+        train(model, optimizer, task)
+        experts = [n for n, p in enumerate(model.parameters()) if hasattr(p, "engine")]
+        saved = optimizer.state_dict()
+        assert saved["state"]
+        assert not saved["state"].keys() & set(experts)
+        write_optimizer(file, engine, optimizer)
+        before = engine.bytes_by_tier()
+        read_optimizer(file, engine, optimizer)
+        optimizer.load_state_dict(saved)
+        optimizer = None  # type: ignore[assignment]
+        optimizer = adamw(model, task)  # which starts from zero
+        train(model, optimizer, task)
+        assert engine.bytes_by_tier() == before
