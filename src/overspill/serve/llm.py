@@ -132,9 +132,9 @@ class LLM:
             "uploaded_bytes": engine.recorder.counters().get("upload", 0),
         }
 
-    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> Prompt:
+    def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The prompt of a chat (`[{"role": "user", "content": "..."}]`) by the model's chat
-        template; plain text if it has none."""
+        template; without one, the lines of the chat as plain text."""
         tokenizer = getattr(self._source.codec, "tokenizer", None)
         if tokenizer is not None and tokenizer.chat_template is not None:
             try:
@@ -144,7 +144,9 @@ class LLM:
             except Exception as error:  # jinja and templates raise any type
                 raise ConfigError(f"the chat template refuses this chat: {error}") from error
             return [int(token) for token in ids]
-        return "".join(message["content"] for message in messages)
+        if self._source.codec is None:
+            raise ConfigError("this model has no tokenizer; a chat needs one")
+        return self._source.codec.encode("\n".join(message["content"] for message in messages))
 
     def close(self) -> None:
         """Frees the model if it was loaded here; a given model can be used otherwise again."""
