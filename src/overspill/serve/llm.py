@@ -73,7 +73,7 @@ class LLM:
         else:
             runner = SequentialRunner(source.model, self.device)
         pool = BlockPool(source.n_blocks, _BLOCK, share=paged)
-        scheduler = Scheduler(pool, max_batch, _CHUNK if paged else source.context)
+        scheduler = Scheduler(pool, max_batch, _CHUNK if paged else source.context, paged)
         self._loop = ServingLoop(runner, scheduler, source.ends)
 
     def generate(
