@@ -26,7 +26,7 @@ def byte_level() -> TransformersCodec:
     """Byte pairs: some tokens hold parts of several characters."""
     byte_of = bytes_to_letters()
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    parts = ["a".encode(), "€".encode(), "😀".encode(), "é".encode()]
+    parts = [b"a", "€".encode(), "😀".encode(), "é".encode()]
     merges = [tuple(byte_of[b] for b in part[:2]) for part in parts if len(part) > 1]
     merges.append((byte_of[ord("b")], byte_of["€".encode()[0]]))  # a letter, and a third of another
     tokens = [*letters, *("".join(pair) for pair in merges), "<end>"]

@@ -107,10 +107,10 @@ class LLM:
         self._loop.add(request)
         try:
             while True:
-                self._check_open()
                 self._loop.run_until(lambda: not request.pieces.empty())
                 piece = request.pieces.get()
-                _raise(request)
+                if piece.finish_reason == "error":
+                    _raise(request)
                 yield piece
                 if piece.finish_reason is not None:
                     return

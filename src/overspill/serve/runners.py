@@ -90,6 +90,8 @@ class SequentialRunner(Runner):
         self._caches: dict[Request, tuple[Any, int]] = {}
 
     def run(self, batch: Sequence[Work]) -> Tensor:
+        # some requests may have to be computed again
+        self._caches = {r: cache for r, cache in self._caches.items() if r.computed}
         return torch.cat([self._run(*work) for work in batch])
 
     def _run(self, request: Request, count: int) -> Tensor:
