@@ -129,9 +129,7 @@ def test_tokens_that_were_generated_are_shared_with_the_next_prompt(tmp_path: Pa
         (first,) = tokens_of(llm, [PROMPTS[0]], SamplingParams(max_tokens=24, ignore_eos=True))
         before = llm.stats()["prompt_tokens"]
         following = [*PROMPTS[0], *first, 5, 6, 7]
-        assert tokens_of(llm, [following]) == [
-            plain_generate(plain_model("mixtral")[0], following)
-        ]
+        assert tokens_of(llm, [following]) == [plain_generate(plain_model("mixtral")[0], following)]
         assert llm.stats()["prompt_tokens"] - before == len(following) - 32
 
 
