@@ -9,8 +9,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from overspill.core.errors import OrderError
+
 ATTENTION = "overspill"
 """Its name for `set_attn_implementation`."""
+IN_USE = "this model is being served; close its LLM to use it otherwise"
 
 
 class AttentionOptions(NamedTuple):
@@ -70,7 +73,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The interface of transformers: [1, heads, T, width] to [1, T, heads, width]."""
     cache = current_cache()
-    assert cache is not None, "this model is being served; close its LLM to use it otherwise"
+    if cache is None:
+        raise OrderError(IN_USE)
     options = AttentionOptions(scaling, sliding_window, s_aux, softcap)
     layer: Any = module.layer_idx
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

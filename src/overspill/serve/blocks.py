@@ -38,6 +38,8 @@ class BlockPool:
         key = self._keys.pop(block, None)
         if key is not None:
             del self._found[key]
+        self._last_number += 1
+        self._numbers[block] = self._last_number
         self._users[block] = 1
         return block
 
@@ -63,13 +65,9 @@ class BlockPool:
         if not self._share:
             return
         key = (_ROOT if before is None else self._numbers[before], tuple(tokens))
-        if block in self._keys or key in self._found:
-            # the next block cannot be found through this one: its number is still the root's
-            if block not in self._keys:
-                self._numbers[block] = self._numbers[self._found[key]]
+        if key in self._found:  # the next block is found after either
+            self._numbers[block] = self._numbers[self._found[key]]
             return
-        self._last_number += 1
-        self._numbers[block] = self._last_number
         self._found[key] = block
         self._keys[block] = key
 

@@ -1,7 +1,7 @@
 """`overspill.LLM`: text and tokens from a model whose experts are on any tier."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -59,6 +59,13 @@ class LLM:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
         budgets = Budgets(gpu_memory, host_memory, disk, device, _MODES[mode], slots, host_slots)
+        if not isinstance(model, str | os.PathLike):
+            given = {
+                "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
+                "mode": None if mode == "auto" else mode, "slots": slots,
+                "host_slots": host_slots, "device": device, "dtype": dtype,
+            }  # fmt: skip
+            _check_not_given(given)
         asked = CacheRequest(context, max_batch, _BLOCK)
         self._source = source = open_source(model, budgets, asked, dtype)
         self._closed = False
@@ -73,7 +80,7 @@ class LLM:
         else:
             runner = SequentialRunner(source.model, self.device)
         pool = BlockPool(source.n_blocks, _BLOCK, share=paged)
-        scheduler = Scheduler(pool, max_batch, _CHUNK if paged else source.context)
+        scheduler = Scheduler(pool, max_batch, _CHUNK if paged else source.context, paged)
         self._loop = ServingLoop(runner, scheduler, source.ends)
 
     def generate(
@@ -100,17 +107,17 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """The text of one prompt while it is made."""
-        request = self._request(prompt, params or SamplingParams())
-        return self._stream(request)
+        (checked,) = _each(params, [prompt])
+        return self._stream(self._request(prompt, checked))
 
     def _stream(self, request: Request) -> Iterator[Piece]:
         self._loop.add(request)
         try:
             while True:
-                self._check_open()
                 self._loop.run_until(lambda: not request.pieces.empty())
                 piece = request.pieces.get()
-                _raise(request)
+                if piece.finish_reason == "error":
+                    _raise(request)
                 yield piece
                 if piece.finish_reason is not None:
                     return
@@ -175,7 +182,7 @@ class LLM:
                 raise ConfigError("this model has no tokenizer; give token ids instead of text")
             tokens = codec.encode(prompt)
         else:
-            tokens = list(prompt)
+            tokens = list(_check_prompt(prompt))
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one token")
         for token in tokens:
@@ -197,16 +204,27 @@ class LLM:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
 
+def _check_not_given(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value!r} is for a model that is loaded here; give it to overspill.load"
+            )
+
+
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    listed: list[Any] = list(prompts)
+    listed: list[Any] = list(_check_prompt(prompts))
     if listed and all(isinstance(each, int) for each in listed):
         return [listed]
-    for each in listed:
-        if isinstance(each, os.PathLike) or not isinstance(each, str | Sequence):
-            raise ConfigError(f"{each!r} is no prompt; give texts or lists of token ids")
-    return listed
+    return [each if isinstance(each, str) else _check_prompt(each) for each in listed]
+
+
+def _check_prompt(prompt: Any) -> Any:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+        raise ConfigError(f"{prompt!r} is no prompt; give texts or lists of token ids")
+    return prompt
 
 
 def _each(
@@ -214,6 +232,9 @@ def _each(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
+    for each in params if isinstance(params, list | tuple) else [params]:
+        if not isinstance(each, SamplingParams):
+            raise ConfigError(f"{each!r} is not SamplingParams; give overspill.SamplingParams(...)")
     if len(params) != len(prompts):
         raise ConfigError(f"{len(params)} params for {len(prompts)} prompts; give one for each")
     return list(params)

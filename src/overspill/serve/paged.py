@@ -64,6 +64,7 @@ class _Single:
         read = torch.zeros(len(slots), longest, dtype=torch.long)
         for row, each in zip(read, slots, strict=True):
             row[: len(each)] = each
+            row[len(each) :] = each[0]  # not another's: what is NaN there would be NaN here
         self.read = read.to(device)
         self.positions = (lengths - 1)[:, None].to(device)
 

@@ -1,10 +1,12 @@
 """How tokens are chosen, and what a request gives back."""
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from overspill.core.errors import ConfigError
+
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, 1)
         _whole("top_k", self.top_k, 0)
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= _LARGEST:
             raise ConfigError(
                 f"temperature={self.temperature!r} must be a finite number of at least 0; 0 takes "
                 "the likeliest token"
@@ -40,9 +42,11 @@ class SamplingParams:
             _whole("seed", self.seed, -(2**63))
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0)
-        for text in self.stops:
-            if not isinstance(text, str) or not text:
-                raise ConfigError(f"stop={self.stop!r} must be a string or several, none empty")
+        several = self.stop is None or isinstance(self.stop, str | list | tuple)
+        if not several or not all(isinstance(text, str) and text for text in self.stops):
+            raise ConfigError(f"stop={self.stop!r} must be a string or several, none empty")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -57,7 +61,9 @@ def _is_number(value: object) -> bool:
 
 def _whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
-        raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+        raise ConfigError(
+            f"{name}={value!r} must be a whole number of at least {least} and below 2**63"
+        )
 
 
 @dataclass

@@ -66,12 +66,14 @@ class Request:
         if logprobs is not None:
             self.logprobs.append(logprobs)
         text, stopped = ("", False) if end else self._text.add(token)
+        last = len(self.tokens) - self.prompt_tokens >= self.max_tokens
+        if (end or last) and not stopped:
+            held, stopped = self._text.end()
+            text += held
         if end or stopped:
             self.finish_reason = "stop"
-        elif len(self.tokens) - self.prompt_tokens >= self.max_tokens:
+        elif last:
             self.finish_reason = "length"
-        if self.finish_reason is not None and not stopped:
-            text += self._text.end()
         self.pieces.put(Piece(text, [token], self.finish_reason))
 
     def fail(self, error: BaseException) -> None:

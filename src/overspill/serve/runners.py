@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.core.errors import OrderError
 from overspill.models.attention_cache import (
     ATTENTION,
+    IN_USE,
     attention_cache,
     register_attention,
 )
@@ -49,6 +51,8 @@ class PagedRunner(Runner):
         if not isinstance(model, GPTMoE):
             register_attention()
             self._before = model.config._attn_implementation
+            if self._before == ATTENTION:
+                raise OrderError(IN_USE)
             model.set_attn_implementation(ATTENTION)
 
     def run(self, batch: Sequence[Work]) -> Tensor:
@@ -90,6 +94,8 @@ class SequentialRunner(Runner):
         self._caches: dict[Request, tuple[Any, int]] = {}
 
     def run(self, batch: Sequence[Work]) -> Tensor:
+        # some requests may have to be computed again
+        self._caches = {r: cache for r, cache in self._caches.items() if r.computed}
         return torch.cat([self._run(*work) for work in batch])
 
     def _run(self, request: Request, count: int) -> Tensor:

@@ -5,43 +5,54 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from overspill.core.errors import NonFiniteError
 from overspill.serve.params import SamplingParams
+
+_COLDEST, _HOTTEST = 1e-30, 1e30
+"""Temperatures beyond these differ in nothing, but are not numbers of float32."""
 
 
 def choose(
     logits_NV: Tensor,
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator | None],
-) -> tuple[list[int], list[dict[int, float] | None]]:
-    """The token of each row, and the logarithms of probabilities for those that ask for them. A
-    request draws with a generator of its own: what runs beside it changes nothing."""
+) -> tuple[list[int | None], list[dict[int, float] | None]]:
+    """The token of each row, None if its logits are NaN or infinite, and the logarithms of
+    probabilities for those that ask for them. A request draws with a generator of its own: what
+    runs beside it changes nothing."""
     logits_NV = logits_NV.float()
-    likeliest = logits_NV.argmax(-1)
-    drawn = [row for row, each in enumerate(params) if each.temperature > 0]
-    for row in drawn:
-        likeliest[row] = _draw(logits_NV[row], params[row], generators[row])
-    tokens: list[int] = likeliest.tolist()
-    if not bool(torch.isfinite(logits_NV.gather(1, likeliest[:, None])).all()):
-        raise NonFiniteError("the model's output is NaN or infinite; check its weights")
+    highest_N, chosen_N = logits_NV.max(-1)
+    for row, each in enumerate(params):
+        if each.temperature > 0:
+            chosen_N[row] = _draw(logits_NV[row] - highest_N[row], each, generators[row])
+    # a maximum is NaN if one of the values is; one copy from the device for both
+    found = torch.where(highest_N.isfinite(), chosen_N, -1).tolist()
+    tokens = [None if token < 0 else token for token in found]
     return tokens, [
-        None if each.logprobs is None else _logprobs(logits_NV[row], tokens[row], each.logprobs)
-        for row, each in enumerate(params)
+        None if token is None or each.logprobs is None else _logprobs(row_V, token, each.logprobs)
+        for row_V, token, each in zip(logits_NV, tokens, params, strict=True)
     ]
 
 
 def _draw(logits_V: Tensor, params: SamplingParams, generator: torch.Generator | None) -> Tensor:
-    probabilities = (logits_V / params.temperature).softmax(-1)
-    if params.top_k or params.top_p < 1:
-        ordered, ids = probabilities.sort(descending=True)
-        if params.top_k:
-            ordered[params.top_k :] = 0
-        if params.top_p < 1:
-            total = ordered.sum()
-            # a token is left out if those before it are enough
-            ordered[ordered.cumsum(-1) - ordered >= params.top_p * total] = 0
-        return ids[torch.multinomial(ordered, 1, generator=generator)[0]]
-    return torch.multinomial(probabilities, 1, generator=generator)[0]
+    """One token; the highest of `logits` is 0."""
+    temperature = min(max(params.temperature, _COLDEST), _HOTTEST)
+    probabilities = (logits_V / temperature).softmax(-1)
+    if not params.top_k and params.top_p == 1:
+        return _multinomial(probabilities, generator)
+    ordered, ids = probabilities.sort(descending=True)
+    if params.top_k:
+        ordered[params.top_k :] = 0
+    if params.top_p < 1:
+        # a token is left out if those before it are enough
+        before = ordered.cumsum(-1) - ordered
+        ordered[1:][before[1:] >= params.top_p * ordered.sum()] = 0
+    return ids[_multinomial(ordered, generator)]
+
+
+def _multinomial(weights_V: Tensor, generator: torch.Generator | None) -> Tensor:
+    """As torch.multinomial, which makes the host wait for the device, and raises for NaN."""
+    noise = torch.empty_like(weights_V).exponential_(generator=generator)
+    return (weights_V / noise.clamp_min_(_COLDEST)).argmax(-1)  # 0 / 0 would be chosen
 
 
 def _logprobs(logits_V: Tensor, token: int, count: int) -> dict[int, float]:

@@ -20,11 +20,13 @@ class Scheduler:
     running requests continue meanwhile. If there are no blocks left, the request that came last
     gives its own back and is computed again later."""
 
-    def __init__(self, pool: BlockPool, max_batch: int, chunk: int) -> None:
-        """At most `max_batch` requests run; a batch has at most `chunk` tokens of prompts."""
+    def __init__(self, pool: BlockPool, max_batch: int, chunk: int, split: bool = True) -> None:
+        """At most `max_batch` requests run; a batch has at most `chunk` tokens of prompts. Without
+        `split` a prompt is computed at once, and `chunk` must have room for the longest."""
         self._pool = pool
         self._max_batch = max_batch
         self._chunk = chunk
+        self._split = split
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -47,26 +49,30 @@ class Scheduler:
                 batch.append(Work(request, 1))
         left = self._chunk
         for request in list(self.running):
-            if request.pending > 1 and left > 0:
-                count = min(request.pending, left)
-                if self._reserve(request, count):
-                    batch.append(Work(request, count))
-                    left -= count
+            count = self._part(request, left)
+            if request.pending > 1 and count and self._reserve(request, count):
+                batch.append(Work(request, count))
+                left -= count
+        # a request may have given its blocks back after it was chosen
+        batch = [work for work in batch if work.request in self.running]
         while self.waiting and left > 0 and len(self.running) < self._max_batch:
             request = self.waiting[0]
             if not request.blocks:
                 request.blocks = self._pool.share(request.tokens)
                 request.computed = len(request.blocks) * self._pool.size
-            count = min(request.pending, left)
-            if not self._has_room(request, count):
+            count = self._part(request, left)
+            if not count or not self._has_room(request, count):
                 self._free(request)
                 break
             self.running.append(self.waiting.popleft())
             self._reserve(request, count)
             batch.append(Work(request, count))
             left -= count
-        # a request may have given its blocks back after it was chosen
-        return [work for work in batch if work.request in self.running]
+        return batch
+
+    def _part(self, request: Request, left: int) -> int:
+        """How many tokens of a request are computed if there is room for `left`."""
+        return min(request.pending, left) if self._split or request.pending <= left else 0
 
     def computed(self, work: Work) -> None:
         """The keys and values of these tokens are in the cache."""

@@ -14,6 +14,7 @@ from overspill.models.budgets import Budgets
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.folder import find_folder, read_config
 from overspill.models.huggingface.load import load_within
+from overspill.models.huggingface.skeleton import model_class
 from overspill.serve.text import Codec, TransformersCodec
 from overspill.train.trained import is_run, load_trained, read_trained
 
@@ -67,6 +68,11 @@ def open_source(
     path = Path(model).expanduser()
     if is_run(path):
         trained = read_trained(path)
+        if dtype not in (None, "auto", trained.dtype, str(trained.dtype).removeprefix("torch.")):
+            raise ConfigError(
+                f"dtype={dtype} is for checkpoints of Hugging Face; {path} was trained in "
+                f"{trained.dtype} and is served in it; leave it out, or use overspill export"
+            )
         asked = _within(asked, trained.shape.max_seq)
         token_bytes = 2 * trained.shape.n_layers * trained.shape.d_model * trained.dtype.itemsize
         budgets, n_blocks = _reserve(budgets, asked, token_bytes)
@@ -80,6 +86,7 @@ def open_source(
     asked = _within(asked, _positions(config))
     token_bytes = _token_bytes(config, dtype)
     budgets, n_blocks = _reserve(budgets, asked, token_bytes)
+    _check_generates(model_class(config))
     loaded = load_within(folder, budgets, dtype, False, True, True, {})
     _use_all(loaded, budgets, n_blocks * asked.block_size * token_bytes)
     codec = find_codec(folder)
@@ -93,6 +100,7 @@ def _given(model: Any, asked: CacheRequest) -> Source:
             "overspill.load(..., train=False) or overspill.offload"
         )
     engine = model.overspill
+    engine.check_open()
     if engine.can_train:
         raise ConfigError(
             "this model was loaded for training; load it with overspill.load(..., train=False), or "
@@ -105,6 +113,7 @@ def _given(model: Any, asked: CacheRequest) -> Source:
         ends: frozenset[int] = frozenset()
     else:
         _check_decoder(model.config, model.config.name_or_path)
+        _check_generates(type(model))
         token_bytes = _token_bytes(model.config, engine.dtype)
         asked = _within(asked, _positions(model.config))
         folder = Path(model.config.name_or_path or "/nowhere")
@@ -153,6 +162,11 @@ def _check_decoder(config: Any, where: object) -> None:
             f"{where or 'this model'} has an encoder and a decoder ({config.model_type}); only "
             "decoder-only language models can be served; use model.generate"
         )
+
+
+def _check_generates(kind: Any) -> None:
+    if not kind.can_generate():
+        raise ConfigError(f"{kind.__name__} does not generate text; give a language model")
 
 
 def _token_bytes(config: Any, dtype: torch.dtype | str | None) -> int:

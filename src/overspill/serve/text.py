@@ -56,16 +56,15 @@ class TextStream:
         self._tokens.append(token)
         return self._give(self._decoded())
 
-    def end(self) -> str:
-        """The text that was held back; there are no more tokens."""
+    def end(self) -> tuple[str, bool]:
+        """The text that was held back, and whether it ended with a stop string; there are no more
+        tokens."""
         if self._codec is None:
-            return ""
+            return "", False
         text, stopped = self._give(self._decoded(final=True))
-        if not stopped:
-            text += self._held
-            self.text += self._held
-        self._held = ""
-        return text
+        held, self._held = self._held, ""
+        self.text += held
+        return text + held, stopped
 
     def _decoded(self, final: bool = False) -> str:
         """The text of tokens that were not read yet, if their characters are complete. A token is
