@@ -1,4 +1,4 @@
-"""Overspill: train Mixture-of-Experts models that are larger than the GPU.
+"""Overspill: train and serve Mixture-of-Experts models that are larger than the GPU.
 
 Names are imported on first use, so that `import overspill` and the command line's help are quick.
 """
@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from overspill.models.offload import offload
     from overspill.moe.settings import Settings
     from overspill.optim.adamw import AdamW
+    from overspill.serve.llm import LLM
+    from overspill.serve.params import SamplingParams
     from overspill.train.hf_trainer import for_trainer
 
 __version__ = "0.1.0"
 __all__ = [
+    "LLM",
     "AdamW",
     "GPTMoE",
     "OverspillError",
+    "SamplingParams",
     "Settings",
     "__version__",
     "for_trainer",
@@ -33,7 +37,9 @@ __all__ = [
 _HOMES = {
     "AdamW": "overspill.optim.adamw",
     "GPTMoE": "overspill.models.gpt",
+    "LLM": "overspill.serve.llm",
     "OverspillError": "overspill.core.errors",
+    "SamplingParams": "overspill.serve.params",
     "Settings": "overspill.moe.settings",
     "for_trainer": "overspill.train.hf_trainer",
     "from_config": "overspill.models.huggingface.load",

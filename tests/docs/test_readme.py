@@ -1,5 +1,6 @@
 """README and docs: code and commands run; links, flags and tables are correct."""
 
+import io
 import re
 import runpy
 import shlex
@@ -37,6 +38,19 @@ def test_the_fine_tuning_commands_run(tmp_path: Path, monkeypatch: pytest.Monkey
             assert app(words) == 0
     assert (tmp_path / "runs/full/final/model.safetensors.index.json").is_file()
     assert (tmp_path / "runs/lora/final/adapter_model.safetensors").is_file()
+
+
+def test_the_serving_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = README.split("## Serve")[1]
+    (block,) = re.findall(r"```bash\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a question\n"))
+    for line in block.replace("--steps 20", "--steps 1").strip().splitlines():
+        program, *words = shlex.split(line)
+        assert program == "overspill"
+        assert app(words) == 0
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)
+    exec(compile(code, "docs/serving.md", "exec"), {})
 
 
 def test_all_links_exist() -> None:

@@ -17,6 +17,11 @@ def test_the_end_of_a_run_in_words() -> None:
     ]
 
 
+def test_a_trained_model_can_be_tried() -> None:
+    saved = replace(DONE, checkpoint="runs/a/checkpoints/step-00000007")
+    assert saved.lines()[-1] == "to try it: overspill chat runs/a"
+
+
 def test_an_interrupted_run_says_how_to_continue() -> None:
     stopped = replace(DONE, interrupted=True, eval_loss=2.0, gpu_peak=2**31)
     first, second, *_, last = stopped.lines()

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -25,7 +25,7 @@ def with_flags(
     keyword = inspect.Parameter.KEYWORD_ONLY
     as_json = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")]
     parameters = [
-        inspect.Parameter(name, keyword, default=None, annotation=annotation)
+        inspect.Parameter(name, keyword, default=_default(annotation), annotation=annotation)
         for name, annotation in arguments.items()
     ]
     parameters += [_flag(setting) for setting in settings]
@@ -33,6 +33,12 @@ def with_flags(
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {item.name: item.annotation for item in parameters}
     return run
+
+
+def _default(annotation: Any) -> Any:
+    """None for an argument that may be omitted."""
+    kind = get_args(annotation)[0]
+    return None if type(None) in get_args(kind) else inspect.Parameter.empty
 
 
 def _flag(setting: Setting) -> inspect.Parameter:

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli import export, finetune, probe, train
+from overspill.cli import export, finetune, generate, probe, train
 from overspill.core.errors import OverspillError
 
 commands = typer.Typer(
     name="overspill",
-    help="Train and fine-tune Mixture-of-Experts models that are larger than the GPU.",
+    help="Train, fine-tune and serve Mixture-of-Experts models that are larger than the GPU.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -20,6 +20,7 @@ commands = typer.Typer(
 )
 train.add_to(commands)
 finetune.add_to(commands)
+generate.add_to(commands)
 export.add_to(commands)
 probe.add_to(commands)
 

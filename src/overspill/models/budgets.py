@@ -1,5 +1,6 @@
 """What a model may use of the machine: budgets, and the settings that override them."""
 
+import dataclasses
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,9 @@ class Budgets:
         for size, flag in ((self.gpu_memory, "--gpu-memory"), (self.host_memory, "--host-memory")):
             if size is not None:
                 parse_size(size, flag)
+
+    def with_gpu_memory(self, size: int) -> "Budgets":
+        return dataclasses.replace(self, gpu_memory=size)
 
     @property
     def compute_device(self) -> torch.device:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from overspill.core.errors import ConfigError
+from overspill.models.attention_cache import AttentionOptions, current_cache
 from overspill.models.config import GPTConfig
 from overspill.models.loss import fused_linear_cross_entropy
 from overspill.models.rotary import rotate_packed
@@ -72,14 +73,23 @@ class GPTMoE(nn.Module):
             std = out_std(self.config.n_layers) if name.endswith("out.weight") else STD
             parameter.normal_(0.0, std, generator=generator)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, pieces: int = 1) -> GPTOutput:
-        """Loss with targets [B, S] (-100 is ignored), logits without.
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        pieces: int = 1,
+        positions: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> GPTOutput:
+        """Loss with targets [B, S] (-100 is ignored), logits without, of `rows` of the sequences or
+        of all.
 
         With `pieces` > 1 the batch consists of that many micro-batches that are routed together:
         loss and gradients are those of accumulating them, and attention runs on one at a time.
+        `positions` [S] are those of the tokens in their sequences (`attention_cache`).
         """
         n_sequences, length = tokens.shape
-        if length > self.config.max_seq:
+        if positions is None and length > self.config.max_seq:
             raise ConfigError(
                 f"{length} tokens are more than max_seq={self.config.max_seq}; "
                 "cut the sequence or raise max_seq"
@@ -90,7 +100,7 @@ class GPTMoE(nn.Module):
                 "give a batch that is a multiple of it"
             )
         x_BSD = self.embedding(tokens)
-        cos, sin = self.rope(length)
+        cos, sin = self.rope(length, positions)
         balances: list[Tensor] = []
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
         for block in self.blocks:
@@ -100,7 +110,7 @@ class GPTMoE(nn.Module):
                 x_BSD, balance = block(x_BSD, cos, sin, pieces, recompute)
             if balance is not None:
                 balances.append(balance)
-        x_BSD = self.norm(x_BSD)
+        x_BSD = self.norm(x_BSD if rows is None else x_BSD[:, rows])
         head = self.embedding.weight if self.head is None else self.head.weight
         balance_sum = torch.stack(balances).sum()
         balance_mean = balance_sum.detach() / len(balances)
@@ -111,6 +121,10 @@ class GPTMoE(nn.Module):
         )
         loss = ce + self.config.balance_coef * balance_sum
         return GPTOutput(loss, None, ce.detach(), balance_mean)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embeddings; the name is that of transformers."""
+        return self.embedding
 
     def get_output_embeddings(self) -> nn.Module:
         """The module whose weight is the output head; the name is that of transformers."""
@@ -159,7 +173,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6, **where)
-        self.attention = Attention(config, **where)
+        self.attention = Attention(config, layer, **where)
         self.feed_norm = nn.RMSNorm(config.d_model, eps=1e-6, **where)
         self.moe: MoE | None = None
         self.dense: FeedForward | None = None
@@ -220,8 +234,9 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal multi-head attention with rotary embeddings, packed q, k and v, no biases."""
 
-    def __init__(self, config: GPTConfig, **where: Any) -> None:
+    def __init__(self, config: GPTConfig, layer: int, **where: Any) -> None:
         super().__init__()
+        self.layer = layer
         self.n_heads = config.n_heads
         d = config.d_model
         self.qkv = nn.Linear(d, 3 * d, bias=False, **where)
@@ -230,9 +245,14 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, d_model = x_BSD.shape
         qkv = self.qkv(x_BSD).view(batch, length, 3, self.n_heads, -1)
-        q, k, v = (part.transpose(1, 2) for part in rotate_packed(qkv, cos, sin))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, d_model))
+        packed = rotate_packed(qkv, cos, sin)
+        if (cache := current_cache()) is not None:
+            q, k, v = (part[0] for part in packed)
+            y = cache.attend(self.layer, q, k, v, AttentionOptions())
+        else:
+            q, k, v = (part.transpose(1, 2) for part in packed)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        out: Tensor = self.out(y.reshape(batch, length, d_model))
         return out
 
 
@@ -274,6 +294,8 @@ class Rope(nn.Module):
         self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
         self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """Tables [S, width / 2] for `rotate_packed`."""
+    def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Tables [S, width / 2] for `rotate_packed`; positions are 0, 1, ... by default."""
+        if positions is not None:
+            return self.cos[positions], self.sin[positions]
         return self.cos[:length], self.sin[:length]

@@ -17,15 +17,11 @@ from overspill.models.huggingface.from_gpt import (
     mixtral_config,
     mixtral_tensors,
 )
-from overspill.models.presets import get_preset
 from overspill.tiers.aside import folder_aside
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 from overspill.train import checkpoint
-from overspill.train.checkpoint import TrainState
-from overspill.train.config import TrainConfig
 from overspill.train.export_tokenizer import TokenizerFiles, tokenizer_files
-from overspill.train.run_folder import RunFolder
-from overspill.train.train_spec import shape_of
+from overspill.train.trained import find_checkpoint, find_shape
 
 _SHARD_BYTES = 5 * 10**9  # as in save_pretrained
 
@@ -56,9 +52,9 @@ def export(
     `tokenizer` replaces that of the run, for example if it was moved.
     """
     _check_free(out)
-    config, path = _find_checkpoint(run)
+    config, path = find_checkpoint(run)
     state = checkpoint.read_state(path)
-    shape = _shape(config, state, path)
+    shape = find_shape(config, state, path)
     check_exportable(shape)
     files = tokenizer_files(tokenizer or config.data.tokenizer, shape)
     tensors = mixtral_tensors(shape)
@@ -82,32 +78,6 @@ def export(
 def _check_free(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"OUT {out} already exists; give the name of a new folder")
-
-
-def _find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
-    folder = RunFolder(run)
-    if not folder.config.is_file():
-        raise ConfigError(
-            f"RUN {run} is not the folder of a run (it has no {folder.config.name}); give the "
-            "--out of overspill train"
-        )
-    newest = checkpoint.newest(folder.checkpoints)
-    if newest is None:
-        raise ConfigError(
-            f"RUN {run} has no checkpoint yet; continue with overspill train --resume --out {run}"
-        )
-    return TrainConfig.make(TrainConfig.read_file(folder.config)), newest
-
-
-def _shape(config: TrainConfig, state: TrainState, path: Path) -> GPTConfig:
-    try:
-        seq_len = int(state.facts["seq_len"] or 0)
-        return shape_of(state.facts, max(get_preset(config.model.preset).max_seq, seq_len))
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} does not describe its model ({error}); use the version of overspill that "
-            "wrote it"
-        ) from error
 
 
 def _specs(reader: StreamReader, tensors: Mapping[str, Piece]) -> dict[str, TensorSpec]:

@@ -44,4 +44,6 @@ class Summary:
         ]
         if self.interrupted:
             lines.append(f"to continue: {resume_command(self.out, self.command)}")
+        elif self.command == "train" and self.checkpoint is not None:
+            lines.append(f"to try it: overspill chat {self.out}")
         return lines

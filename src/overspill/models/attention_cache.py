@@ -1,0 +1,81 @@
+"""Attention that reads keys and values of earlier tokens from a cache, for models whose attention
+can be replaced: GPT-MoE, and those of transformers that use its attention interface."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import OrderError
+
+ATTENTION = "overspill"
+"""Its name for `set_attn_implementation`."""
+IN_USE = "this model is being served; close its LLM to use it otherwise"
+
+
+class AttentionOptions(NamedTuple):
+    """What differs between models and layers."""
+
+    scale: float | None = None  # None: one over the square root of the width
+    window: int | None = None  # a token sees so many, itself included
+    sinks: Tensor | None = None  # a logit of each head that takes a share of the softmax
+    softcap: float | None = None
+
+
+class AttentionCache(Protocol):
+    """Keys and values of all sequences of a batch whose tokens are one row after another."""
+
+    def attend(
+        self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Stores keys and values of the batch's tokens; attention of each token to those before it
+        in its sequence, [T, h, d]."""
+
+
+_CURRENT: ContextVar[AttentionCache | None] = ContextVar("attention_cache", default=None)
+
+
+@contextmanager
+def attention_cache(cache: AttentionCache) -> Iterator[None]:
+    """Forward passes inside use `cache`; a batch is [1, T] tokens of several sequences."""
+    token = _CURRENT.set(cache)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_cache() -> AttentionCache | None:
+    return _CURRENT.get()
+
+
+def register_attention() -> None:
+    """Makes `ATTENTION` known to transformers. Without a registered mask no mask is made."""
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attend)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The interface of transformers: [1, heads, T, width] to [1, T, heads, width]."""
+    cache = current_cache()
+    if cache is None:
+        raise OrderError(IN_USE)
+    options = AttentionOptions(scaling, sliding_window, s_aux, softcap)
+    layer: Any = module.layer_idx
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return cache.attend(int(layer), q, k, v, options)[None], None

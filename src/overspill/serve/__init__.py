@@ -1,0 +1,1 @@
+"""Serving: prompts in, tokens out, with experts on any tier."""

@@ -1,0 +1,95 @@
+"""The settings of `overspill generate` and `overspill chat`."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
+
+if TYPE_CHECKING:
+    from overspill.serve.llm import LLM
+    from overspill.serve.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Memory"""
+
+    gpu_memory: SizeText | None = None
+    """GPU memory to use, such as 8GiB; default: all that is free."""
+    host_memory: SizeText | None = None
+    """Host memory to use, such as 96GiB; default: 95% of what is free."""
+    disk: str | None = None
+    """Folder on an SSD for experts that do not fit in host memory."""
+    device: str | None = None
+    """cuda or cpu; default: the GPU if there is one."""
+    dtype: Literal["bf16", "fp32"] | None = None
+    """Data type of the weights: bf16 or fp32; default: that of the checkpoint."""
+    mode: Literal["auto", "gpu-only"] = "auto"
+    """auto: experts are kept where the budgets allow; gpu-only: all of them on the GPU."""
+    slots: Count | None = None
+    """Number of experts that fit on the compute device; overrides --gpu-memory."""
+    host_slots: Count | None = None
+    """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
+    context: Count = 4096
+    """Tokens of a prompt with its answer at most."""
+
+
+@dataclass(frozen=True)
+class SamplingSection:
+    """Sampling"""
+
+    max_tokens: Count = 256
+    """Tokens of an answer at most."""
+    temperature: NotNegative = 0.7
+    """0 takes the likeliest token; higher values vary more."""
+    top_p: Share = 1.0
+    """Choose among the likeliest tokens that have this share of the probability."""
+    top_k: NotNegativeInt = 0
+    """Choose among so many of the likeliest tokens; 0: all."""
+    seed: NotNegativeInt | None = None
+    """Gives the same answer again."""
+    stop: str | None = None
+    """End the answer before this text."""
+
+
+@dataclass(frozen=True)
+class ServeConfig(Config):
+    """All settings of `overspill generate` and `overspill chat`."""
+
+    command: ClassVar[str] = "generate"
+    model: ModelSection = field(default_factory=ModelSection)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+
+    def open(self, model: str) -> "LLM":
+        # Importing torch takes seconds: only after the flags are checked.
+        import torch
+
+        from overspill.serve.llm import LLM
+
+        section = self.model
+        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
+        return LLM(
+            model,
+            section.gpu_memory,
+            section.host_memory,
+            section.disk,
+            section.mode,
+            section.slots,
+            section.host_slots,
+            section.context,
+            device=section.device,
+            dtype=dtypes[section.dtype],
+        )
+
+    def params(self) -> "SamplingParams":
+        from overspill.serve.params import SamplingParams
+
+        section = self.sampling
+        return SamplingParams(
+            section.max_tokens,
+            section.temperature,
+            section.top_p,
+            section.top_k,
+            section.seed,
+            section.stop,
+        )

@@ -1,0 +1,153 @@
+"""Keys and values in blocks, and attention over them.
+
+Shapes: T tokens of a batch, N sequences, L tokens of a sequence with those before, h heads, k heads
+of keys and values, d width of a head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overspill.models.attention_cache import AttentionOptions
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of one sequence that a batch computes."""
+
+    blocks: Sequence[int]
+    before: int
+    """Tokens whose keys and values are in the blocks."""
+    count: int
+
+
+class Layout:
+    """Where the tokens of a batch are: one sequence after another."""
+
+    def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
+        self.spans = spans
+        slots = [_slots(span, block_size) for span in spans]
+        self.positions = torch.cat(
+            [torch.arange(span.before, span.before + span.count) for span in spans]
+        ).to(device)
+        self.write = torch.cat([each[s.before :] for each, s in zip(slots, spans, strict=True)]).to(
+            device
+        )
+        ends = torch.tensor([span.count for span in spans]).cumsum(0)
+        self.last = (ends - 1).to(device)
+        """The row of the last token of each sequence."""
+        starts = (ends - torch.tensor([span.count for span in spans])).tolist()
+        single = [number for number, span in enumerate(spans) if span.count == 1]
+        self.single = _Single(
+            torch.tensor([starts[number] for number in single]),
+            [slots[number] for number in single],
+            device,
+        )
+        """Sequences with one new token: they attend together."""
+        self.several = [
+            (slice(starts[n], starts[n] + spans[n].count), slots[n].to(device))
+            for n in range(len(spans))
+            if spans[n].count > 1
+        ]
+
+
+class _Single:
+    """Rows of sequences with one token, and the slots of their keys, padded to the longest."""
+
+    def __init__(self, rows: Tensor, slots: Sequence[Tensor], device: torch.device) -> None:
+        self.rows = rows.to(device)
+        lengths = torch.tensor([len(each) for each in slots])
+        longest = int(lengths.max()) if len(slots) else 0
+        read = torch.zeros(len(slots), longest, dtype=torch.long)
+        for row, each in zip(read, slots, strict=True):
+            row[: len(each)] = each
+            row[len(each) :] = each[0]  # not another's: what is NaN there would be NaN here
+        self.read = read.to(device)
+        self.positions = (lengths - 1)[:, None].to(device)
+
+
+def _slots(span: Span, block_size: int) -> Tensor:
+    """The slot of each token of a sequence, with the new ones."""
+    positions = torch.arange(span.before + span.count)
+    blocks = torch.tensor(list(span.blocks), dtype=torch.long)
+    return blocks[positions // block_size] * block_size + positions % block_size
+
+
+class PagedCache:
+    """Keys and values of all layers in slots, `block_size` in a block. The memory of a layer is
+    allocated when its first keys arrive: layers may differ."""
+
+    def __init__(self, n_slots: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._n_slots = n_slots
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layout: Layout | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(k.nbytes + v.nbytes for k, v in self._layers.values())
+
+    def begin(self, layout: Layout) -> None:
+        """The next forward pass computes this batch."""
+        self._layout = layout
+
+    def attend(
+        self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        layout = self._layout
+        assert layout is not None
+        keys, values = self._memory(layer, k_Tkd, v_Tkd)
+        keys[layout.write] = k_Tkd
+        values[layout.write] = v_Tkd
+        out = q_Thd.new_empty(*q_Thd.shape[:2], v_Tkd.shape[-1])
+        single = layout.single
+        if len(single.rows):
+            q_Nh1d = q_Thd[single.rows].unsqueeze(2)
+            k_NkLd, v_NkLd = (each[single.read].transpose(1, 2) for each in (keys, values))
+            y = _attention(q_Nh1d, k_NkLd, v_NkLd, single.positions, options)
+            out[single.rows] = y.squeeze(2)
+        for rows, slots in layout.several:
+            q_1hTd = q_Thd[rows].transpose(0, 1)[None]
+            k_1kLd, v_1kLd = (each[slots].transpose(0, 1)[None] for each in (keys, values))
+            y = _attention(q_1hTd, k_1kLd, v_1kLd, layout.positions[rows][None], options)
+            out[rows] = y[0].transpose(0, 1)
+        return out
+
+    def _memory(self, layer: int, k_Tkd: Tensor, v_Tkd: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self._layers:
+            with torch.inference_mode(False):  # it outlives the pass
+                keys, values = (t.new_zeros(self._n_slots, *t.shape[1:]) for t in (k_Tkd, v_Tkd))
+            self._layers[layer] = keys, values
+        return self._layers[layer]
+
+
+def _attention(
+    q_NhTd: Tensor, k_NkLd: Tensor, v_NkLd: Tensor, positions_NT: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attention of tokens at `positions` to the keys at 0, 1, ... up to themselves."""
+    key_positions = torch.arange(k_NkLd.shape[2], device=q_NhTd.device)
+    sees = key_positions <= positions_NT[..., None]
+    if options.window is not None:
+        sees &= key_positions > positions_NT[..., None] - options.window
+    sees = sees[:, None]
+    groups = q_NhTd.shape[1] // k_NkLd.shape[1]
+    if options.sinks is None and options.softcap is None:
+        return F.scaled_dot_product_attention(
+            q_NhTd, k_NkLd, v_NkLd, attn_mask=sees, scale=options.scale, enable_gqa=groups > 1
+        )
+    k_NhLd, v_NhLd = (t.repeat_interleave(groups, dim=1) for t in (k_NkLd, v_NkLd))
+    scale = q_NhTd.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = q_NhTd @ k_NhLd.transpose(2, 3) * scale
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(~sees, torch.finfo(scores.dtype).min)
+    if options.sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(q_NhTd.dtype) @ v_NhLd
+    sinks = options.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+    scores = torch.cat((scores, sinks), dim=-1)
+    scores = scores - scores.amax(-1, keepdim=True)
+    shares = scores.softmax(-1)[..., :-1]
+    return shares.to(v_NhLd.dtype) @ v_NhLd

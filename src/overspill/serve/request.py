@@ -1,0 +1,91 @@
+"""One request: its tokens, and what of them has been computed."""
+
+import queue
+import time
+from collections.abc import Sequence
+
+import torch
+
+from overspill.serve.params import Piece, Result, SamplingParams
+from overspill.serve.text import TextStream
+
+
+class Request:
+    """A prompt and the tokens that were made for it. Only the serving loop changes it; `pieces`
+    are for the thread that asked."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        text: TextStream,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        """`max_tokens` is that of `params`, or less if the context ends before."""
+        self.tokens = list(prompt)
+        self.prompt_tokens = len(prompt)
+        self.params = params
+        self.max_tokens = max_tokens
+        self.computed = 0
+        """Tokens whose keys and values are in the cache."""
+        self.blocks: list[int] = []
+        self.logprobs: list[dict[int, float]] = []
+        self.finish_reason: str | None = None
+        self.error: BaseException | None = None
+        self.pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self.asked_at = time.perf_counter()
+        self.first_token_at: float | None = None
+        self.generator: torch.Generator | None = None
+        if params.temperature > 0:
+            self.generator = torch.Generator(device)
+            if params.seed is None:
+                self.generator.seed()
+            else:
+                self.generator.manual_seed(params.seed)
+        self._text = text
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def pending(self) -> int:
+        """Tokens that have to be computed before the next one can be chosen."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    def append(self, token: int, logprobs: dict[int, float] | None, end: bool) -> None:
+        """The next token was chosen; `end` if it ends the text."""
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        self.tokens.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        text, stopped = ("", False) if end else self._text.add(token)
+        last = len(self.tokens) - self.prompt_tokens >= self.max_tokens
+        if (end or last) and not stopped:
+            held, stopped = self._text.end()
+            text += held
+        if end or stopped:
+            self.finish_reason = "stop"
+        elif last:
+            self.finish_reason = "length"
+        self.pieces.put(Piece(text, [token], self.finish_reason))
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.pieces.put(Piece("", [], "error"))
+
+    def result(self) -> Result:
+        assert self.finish_reason is not None
+        return Result(
+            self._text.text,
+            self.new_tokens,
+            self.finish_reason,
+            self.prompt_tokens,
+            self.logprobs if self.params.logprobs is not None else None,
+        )

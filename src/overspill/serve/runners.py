@@ -1,0 +1,119 @@
+"""Forward passes of a model over the tokens of several requests."""
+
+import abc
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import OrderError
+from overspill.models.attention_cache import (
+    ATTENTION,
+    IN_USE,
+    attention_cache,
+    register_attention,
+)
+from overspill.models.gpt import GPTMoE
+from overspill.serve.paged import Layout, PagedCache, Span
+from overspill.serve.request import Request
+from overspill.serve.scheduler import Work
+
+
+class Runner(abc.ABC):
+    """Computes tokens of requests with the keys and values of those before them."""
+
+    @abc.abstractmethod
+    def run(self, batch: Sequence[Work]) -> Tensor:
+        """Logits [N, V] after the last token of each request of the batch."""
+
+    def forget(self, request: Request) -> None:  # noqa: B027
+        """The request has ended, or will be computed again."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of keys and values."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027
+        """The model is used otherwise from now on."""
+
+
+class PagedRunner(Runner):
+    """All tokens of a batch in one pass; keys and values are in blocks that requests share."""
+
+    def __init__(self, model: Any, device: torch.device, n_blocks: int, block_size: int) -> None:
+        self._model = model
+        self._device = device
+        self._cache = PagedCache(n_blocks * block_size, block_size)
+        self._before: Any = None
+        if not isinstance(model, GPTMoE):
+            register_attention()
+            self._before = model.config._attn_implementation
+            if self._before == ATTENTION:
+                raise OrderError(IN_USE)
+            model.set_attn_implementation(ATTENTION)
+
+    def run(self, batch: Sequence[Work]) -> Tensor:
+        spans = [Span(r.blocks, r.computed, count) for r, count in batch]
+        layout = Layout(spans, self._cache.block_size, self._device)
+        rows = (r.tokens[r.computed : r.computed + count] for r, count in batch)
+        tokens = torch.tensor([list(itertools.chain.from_iterable(rows))], device=self._device)
+        self._cache.begin(layout)
+        with attention_cache(self._cache):
+            logits: Tensor
+            if isinstance(self._model, GPTMoE):
+                out = self._model(tokens, positions=layout.positions, rows=layout.last)
+                logits = out.logits
+            else:
+                logits = self._model(
+                    input_ids=tokens,
+                    position_ids=layout.positions[None],
+                    use_cache=False,
+                    logits_to_keep=layout.last,
+                ).logits
+        return logits[0]
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.nbytes
+
+    def close(self) -> None:
+        if self._before is not None:
+            self._model.set_attn_implementation(self._before)
+
+
+class SequentialRunner(Runner):
+    """One request after another, each with a cache of transformers: for models with other states
+    than keys and values, or attention of their own."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._caches: dict[Request, tuple[Any, int]] = {}
+
+    def run(self, batch: Sequence[Work]) -> Tensor:
+        # some requests may have to be computed again
+        self._caches = {r: cache for r, cache in self._caches.items() if r.computed}
+        return torch.cat([self._run(*work) for work in batch])
+
+    def _run(self, request: Request, count: int) -> Tensor:
+        cache, length = self._caches.pop(request, (None, 0))
+        if length != request.computed:  # an interrupted pass has changed it
+            cache, length = None, 0
+        end = request.computed + count
+        tokens = torch.tensor([request.tokens[length:end]], device=self._device)
+        out = self._model(
+            input_ids=tokens,
+            attention_mask=torch.ones(1, end, dtype=torch.long, device=self._device),
+            position_ids=torch.arange(length, end, device=self._device)[None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        self._caches[request] = out.past_key_values, end
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    def forget(self, request: Request) -> None:
+        self._caches.pop(request, None)

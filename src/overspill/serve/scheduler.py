@@ -1,0 +1,117 @@
+"""Which tokens are computed next: requests join and leave between two batches."""
+
+from collections import deque
+from typing import NamedTuple
+
+from overspill.serve.blocks import BlockPool
+from overspill.serve.request import Request
+
+
+class Work(NamedTuple):
+    """The next tokens of a request."""
+
+    request: Request
+    n_tokens: int
+
+
+class Scheduler:
+    """Requests that wait, and those that run. A running request that has its next token computes
+    one row; the rest of a batch goes to prompts, in order of arrival, in pieces if they are long:
+    running requests continue meanwhile. If there are no blocks left, the request that came last
+    gives its own back and is computed again later."""
+
+    def __init__(self, pool: BlockPool, max_batch: int, chunk: int, split: bool = True) -> None:
+        """At most `max_batch` requests run; a batch has at most `chunk` tokens of prompts. Without
+        `split` a prompt is computed at once, and `chunk` must have room for the longest."""
+        self._pool = pool
+        self._max_batch = max_batch
+        self._chunk = chunk
+        self._split = split
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """A request has ended, or is not wanted any more; no-op if it is not here."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        self._free(request)
+
+    def next_batch(self) -> list[Work]:
+        """What is computed next; empty if there is nothing to do."""
+        batch: list[Work] = []
+        for request in list(self.running):
+            if request.pending == 1 and self._reserve(request, 1):
+                batch.append(Work(request, 1))
+        left = self._chunk
+        for request in list(self.running):
+            count = self._part(request, left)
+            if request.pending > 1 and count and self._reserve(request, count):
+                batch.append(Work(request, count))
+                left -= count
+        # a request may have given its blocks back after it was chosen
+        batch = [work for work in batch if work.request in self.running]
+        while self.waiting and left > 0 and len(self.running) < self._max_batch:
+            request = self.waiting[0]
+            if not request.blocks:
+                request.blocks = self._pool.share(request.tokens)
+                request.computed = len(request.blocks) * self._pool.size
+            count = self._part(request, left)
+            if not count or not self._has_room(request, count):
+                self._free(request)
+                break
+            self.running.append(self.waiting.popleft())
+            self._reserve(request, count)
+            batch.append(Work(request, count))
+            left -= count
+        return batch
+
+    def _part(self, request: Request, left: int) -> int:
+        """How many tokens of a request are computed if there is room for `left`."""
+        return min(request.pending, left) if self._split or request.pending <= left else 0
+
+    def computed(self, work: Work) -> None:
+        """The keys and values of these tokens are in the cache."""
+        request, size = work.request, self._pool.size
+        full = request.computed // size
+        request.computed += work.n_tokens
+        for number in range(full, request.computed // size):
+            before = request.blocks[number - 1] if number else None
+            tokens = request.tokens[number * size : (number + 1) * size]
+            self._pool.fill(request.blocks[number], before, tokens)
+
+    def _missing(self, request: Request, count: int) -> int:
+        """Blocks that a request needs for so many more tokens."""
+        return -(-(request.computed + count) // self._pool.size) - len(request.blocks)
+
+    def _has_room(self, request: Request, count: int) -> bool:
+        return self._missing(request, count) <= self._pool.n_free
+
+    def _reserve(self, request: Request, count: int) -> bool:
+        """Blocks for so many more tokens; False if the request had to give its own back."""
+        if request not in self.running:
+            return False
+        while not self._has_room(request, count):
+            last = self.running[-1]
+            self._put_back(last)
+            if last is request:
+                return False
+        for _ in range(self._missing(request, count)):
+            block = self._pool.take()
+            assert block is not None
+            request.blocks.append(block)
+        return True
+
+    def _put_back(self, request: Request) -> None:
+        self.running.remove(request)
+        self._free(request)
+        self.waiting.appendleft(request)
+
+    def _free(self, request: Request) -> None:
+        self._pool.release(request.blocks)
+        request.blocks = []
+        request.computed = 0

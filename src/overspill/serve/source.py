@@ -1,0 +1,207 @@
+"""What is served: a checkpoint, the folder of a run, or a model that is loaded already."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overspill.core.errors import BudgetError, ConfigError
+from overspill.core.sizes import format_size, parse_size
+from overspill.hardware.machine import available_memory
+from overspill.models.budgets import Budgets
+from overspill.models.gpt import GPTMoE
+from overspill.models.huggingface.folder import find_folder, read_config
+from overspill.models.huggingface.load import load_within
+from overspill.models.huggingface.skeleton import model_class
+from overspill.serve.text import Codec, TransformersCodec
+from overspill.train.trained import is_run, load_trained, read_trained
+
+_TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "tokenizer_config.json",
+)  # fmt: skip
+_CACHE_SHARE = 0.25
+"""Share of the GPU's budget, or of free host memory, that keys and values get at most."""
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """What keys and values are needed for."""
+
+    context: int
+    max_batch: int
+    block_size: int
+
+    def blocks(self, token_bytes: int, memory: int) -> int:
+        """Blocks for `max_batch` requests of `context` tokens, or as many as fit into `memory`."""
+        each = -(-self.context // self.block_size)
+        fit = memory // (token_bytes * self.block_size)
+        if fit < each:
+            need = format_size(each * self.block_size * token_bytes, up=True)
+            raise BudgetError(
+                f"the keys and values of {self.context} tokens need {need}, a quarter of the "
+                f"memory is {format_size(memory)}; lower context= (--context), or give more memory"
+            )
+        return min(self.max_batch * each, fit)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model for inference, and what serving has to know of it."""
+
+    model: Any
+    codec: Codec | None
+    ends: frozenset[int]
+    context: int
+    """Tokens of the longest sequence."""
+    n_blocks: int
+    owned: bool
+    """The model was loaded here."""
+
+
+def open_source(
+    model: Any, budgets: Budgets, asked: CacheRequest, dtype: torch.dtype | str | None
+) -> Source:
+    if not isinstance(model, str | os.PathLike):
+        return _given(model, asked)
+    path = Path(model).expanduser()
+    if is_run(path):
+        trained = read_trained(path)
+        if dtype not in (None, "auto", trained.dtype, str(trained.dtype).removeprefix("torch.")):
+            raise ConfigError(
+                f"dtype={dtype} is for checkpoints of Hugging Face; {path} was trained in "
+                f"{trained.dtype} and is served in it; leave it out, or use overspill export"
+            )
+        asked = _within(asked, trained.shape.max_seq)
+        token_bytes = 2 * trained.shape.n_layers * trained.shape.d_model * trained.dtype.itemsize
+        budgets, n_blocks = _reserve(budgets, asked, token_bytes)
+        run_model = load_trained(trained, budgets)
+        _use_all(run_model, budgets, n_blocks * asked.block_size * token_bytes)
+        ends = trained.codec.ends
+        return Source(run_model, trained.codec, ends, asked.context, n_blocks, owned=True)
+    folder = find_folder(model)
+    config = read_config(folder)
+    _check_decoder(config, folder)
+    asked = _within(asked, _positions(config))
+    token_bytes = _token_bytes(config, dtype)
+    budgets, n_blocks = _reserve(budgets, asked, token_bytes)
+    _check_generates(model_class(config))
+    loaded = load_within(folder, budgets, dtype, False, True, True, {})
+    _use_all(loaded, budgets, n_blocks * asked.block_size * token_bytes)
+    codec = find_codec(folder)
+    return Source(loaded, codec, _ends(loaded, codec), asked.context, n_blocks, owned=True)
+
+
+def _given(model: Any, asked: CacheRequest) -> Source:
+    if not hasattr(model, "overspill"):
+        raise ConfigError(
+            f"{type(model).__name__} is not offloaded; give a path, or a model from "
+            "overspill.load(..., train=False) or overspill.offload"
+        )
+    engine = model.overspill
+    engine.check_open()
+    if engine.can_train:
+        raise ConfigError(
+            "this model was loaded for training; load it with overspill.load(..., train=False), or "
+            "call model.eval() before overspill.offload"
+        )
+    if isinstance(model, GPTMoE):
+        config = model.config
+        token_bytes = 2 * config.n_layers * config.d_model * engine.dtype.itemsize
+        asked, codec = _within(asked, config.max_seq), None
+        ends: frozenset[int] = frozenset()
+    else:
+        _check_decoder(model.config, model.config.name_or_path)
+        _check_generates(type(model))
+        token_bytes = _token_bytes(model.config, engine.dtype)
+        asked = _within(asked, _positions(model.config))
+        folder = Path(model.config.name_or_path or "/nowhere")
+        codec = find_codec(folder) if folder.is_dir() else None
+        ends = _ends(model, codec)
+    use = engine.gpu_use()
+    free = available_memory() if use is None else use["budget"]
+    n_blocks = asked.blocks(token_bytes, int(_CACHE_SHARE * free))
+    return Source(model, codec, ends, asked.context, n_blocks, owned=False)
+
+
+def _reserve(budgets: Budgets, asked: CacheRequest, token_bytes: int) -> tuple[Budgets, int]:
+    """The budgets without the memory of keys and values, and the number of their blocks."""
+    if budgets.compute_device.type != "cuda":
+        return budgets, asked.blocks(token_bytes, int(_CACHE_SHARE * available_memory()))
+    device = budgets.compute_device
+    given = budgets.gpu_memory
+    total = (
+        torch.cuda.mem_get_info(device)[0] if given is None else parse_size(given, "--gpu-memory")
+    )
+    n_blocks = asked.blocks(token_bytes, int(_CACHE_SHARE * total))
+    left = total - n_blocks * asked.block_size * token_bytes
+    return budgets.with_gpu_memory(left), n_blocks
+
+
+def _use_all(model: Any, budgets: Budgets, cache_bytes: int) -> None:
+    """Keys and values are allocated with the first pass: from now on they are in the budget."""
+    if budgets.compute_device.type == "cuda":
+        assert isinstance(budgets.gpu_memory, int)
+        model.overspill.limit_memory(budgets.gpu_memory + cache_bytes)
+
+
+def _within(asked: CacheRequest, positions: int | None) -> CacheRequest:
+    if positions is None or asked.context <= positions:
+        return asked
+    return CacheRequest(positions, asked.max_batch, asked.block_size)
+
+
+def _positions(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _check_decoder(config: Any, where: object) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{where or 'this model'} has an encoder and a decoder ({config.model_type}); only "
+            "decoder-only language models can be served; use model.generate"
+        )
+
+
+def _check_generates(kind: Any) -> None:
+    if not kind.can_generate():
+        raise ConfigError(f"{kind.__name__} does not generate text; give a language model")
+
+
+def _token_bytes(config: Any, dtype: torch.dtype | str | None) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    text = config.get_text_config()
+    kind = dtype if dtype not in (None, "auto") else getattr(text, "dtype", None)
+    if isinstance(kind, str):
+        kind = getattr(torch, kind, None)
+    size = kind.itemsize if isinstance(kind, torch.dtype) else 4
+    heads = text.num_attention_heads
+    if getattr(text, "kv_lora_rank", None):  # latent attention keeps all heads
+        width = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
+        return int(text.num_hidden_layers * heads * width * size)
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    return int(text.num_hidden_layers * 2 * kv_heads * width * size)
+
+
+def find_codec(folder: Path) -> Codec | None:
+    """The tokenizer in a checkpoint's folder; None if there is none."""
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return TransformersCodec(AutoTokenizer.from_pretrained(folder))
+    except Exception as error:  # transformers raises many types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"the tokenizer in {folder} cannot be read ({reason})") from error
+
+
+def _ends(model: Any, codec: Codec | None) -> frozenset[int]:
+    """Tokens that end a text, as in `generate`: those of the generation config, or else of the
+    tokenizer."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        return frozenset() if codec is None else codec.ends
+    return frozenset(found if isinstance(found, list | tuple) else [found])

@@ -1,0 +1,99 @@
+"""Tokens to text, piece by piece."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+_INCOMPLETE = "\ufffd"  # a character whose bytes are not all there
+
+
+class Codec(Protocol):
+    """Text to tokens and back."""
+
+    ends: frozenset[int]
+    """Tokens that end a text."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+class TransformersCodec:
+    """A tokenizer of transformers; special tokens are left out of the text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        end = tokenizer.eos_token_id
+        self.ends = frozenset(() if end is None else (end,))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text)["input_ids"])
+
+    def decode(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class TextStream:
+    """The text of the tokens so far. What may still change, or may begin a stop string, is held
+    back until it is decided. Without a codec there is no text."""
+
+    def __init__(self, codec: Codec | None, stops: Sequence[str] = ()) -> None:
+        self.text = ""
+        """All text that was given out."""
+        self._codec = codec
+        self._stops = stops
+        self._tokens: list[int] = []
+        self._start = 0  # tokens before it do not change the text of later ones
+        self._read = 0  # tokens whose text is in `text` or `_held`
+        self._held = ""
+
+    def add(self, token: int) -> tuple[str, bool]:
+        """New text, and whether a stop string ended it."""
+        if self._codec is None:
+            return "", False
+        self._tokens.append(token)
+        return self._give(self._decoded())
+
+    def end(self) -> tuple[str, bool]:
+        """The text that was held back, and whether it ended with a stop string; there are no more
+        tokens."""
+        if self._codec is None:
+            return "", False
+        text, stopped = self._give(self._decoded(final=True))
+        held, self._held = self._held, ""
+        self.text += held
+        return text + held, stopped
+
+    def _decoded(self, final: bool = False) -> str:
+        """The text of tokens that were not read yet, if their characters are complete. A token is
+        decoded with those before it: spaces between words belong to neither."""
+        assert self._codec is not None
+        before = self._codec.decode(self._tokens[self._start : self._read])
+        text = self._codec.decode(self._tokens[self._start :])
+        if len(text) <= len(before) or (text.endswith(_INCOMPLETE) and not final):
+            return ""
+        self._start, self._read = self._read, len(self._tokens)
+        return text[len(before) :]
+
+    def _give(self, new: str) -> tuple[str, bool]:
+        self._held += new
+        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            text, self._held = self._held[: min(found)], ""
+            self.text += text
+            return text, True
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        self.text += text
+        return text, False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of the text may begin `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

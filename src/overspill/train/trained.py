@@ -1,0 +1,101 @@
+"""The model of a run, for inference."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overspill.core.errors import CheckpointError, ConfigError
+from overspill.models.budgets import Budgets
+from overspill.models.config import GPTConfig
+from overspill.models.gpt import GPTMoE
+from overspill.models.offload import offload_within
+from overspill.models.presets import get_preset
+from overspill.train import checkpoint
+from overspill.train.checkpoint import TrainState
+from overspill.train.checkpoint_tensors import read_model
+from overspill.train.config import TrainConfig
+from overspill.train.run_folder import RunFolder
+from overspill.train.tokenizer import Tokenizer, load_tokenizer
+from overspill.train.train_spec import shape_of
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is the folder of a run, not of a checkpoint of Hugging Face."""
+    return RunFolder(path).checkpoints.is_dir()
+
+
+def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
+    """The settings of a run and its newest checkpoint."""
+    folder = RunFolder(run)
+    if not folder.config.is_file():
+        raise ConfigError(
+            f"RUN {run} is not the folder of a run (it has no {folder.config.name}); give the "
+            "--out of overspill train"
+        )
+    newest = checkpoint.newest(folder.checkpoints)
+    if newest is None:
+        raise ConfigError(
+            f"RUN {run} has no checkpoint yet; continue with overspill train --resume --out {run}"
+        )
+    return TrainConfig.make(TrainConfig.read_file(folder.config)), newest
+
+
+def find_shape(config: TrainConfig, state: TrainState, path: Path) -> GPTConfig:
+    """The shape of the model of a checkpoint."""
+    try:
+        seq_len = int(state.facts["seq_len"] or 0)
+        return shape_of(state.facts, max(get_preset(config.model.preset).max_seq, seq_len))
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} does not describe its model ({error}); use the version of overspill that "
+            "wrote it"
+        ) from error
+
+
+class RunCodec:
+    """The tokenizer of a run."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        separator = tokenizer.separator
+        self.ends = frozenset(() if separator is None else (separator,))
+
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(text)]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has trained."""
+
+    path: Path
+    shape: GPTConfig
+    dtype: torch.dtype
+    codec: RunCodec
+
+
+def read_trained(run: Path) -> Trained:
+    config, path = find_checkpoint(run)
+    state = checkpoint.read_state(path)
+    shape = find_shape(config, state, path)
+    dtype = getattr(torch, str(state.facts["dtype"]))
+    return Trained(path, shape, dtype, RunCodec(load_tokenizer(config.data.tokenizer)))
+
+
+def load_trained(trained: Trained, budgets: Budgets) -> Any:
+    model: Any = GPTMoE(
+        trained.shape,
+        checkpoint=False,
+        meta_experts=True,
+        device=budgets.compute_device,
+        dtype=trained.dtype,
+    )
+    model.requires_grad_(False).eval()
+    offload_within(model, budgets, quiet=True)
+    read_model(trained.path / "model.safetensors", model, model.overspill)
+    return model

@@ -1,0 +1,164 @@
+"""Greedy tokens against transformers' `generate`, for any model, tier and batch."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+import overspill
+from overspill import LLM, SamplingParams, Settings
+from tests.models.huggingface.families import FAMILIES, Family, cases, make_model
+from tests.models.huggingface.oracle import MODES
+from tests.moe.oracle import delays
+from tests.serve.models import (
+    GREEDY,
+    N_NEW,
+    PROMPTS,
+    gpt_tokens,
+    plain_generate,
+    plain_model,
+    served,
+    served_gpt,
+    tokens_of,
+)
+
+REFUSED = {"aria_text"}  # its experts do not use transformers' interface
+DECODERS = [
+    family
+    for family in FAMILIES
+    if family.auto == "AutoModelForCausalLM" and family.name not in REFUSED
+]
+# grouped attention, sinks and windows, shared experts, recurrent states
+FOUR = ["mixtral", "gpt_oss", "qwen2_moe", "jamba"]
+
+
+@pytest.mark.parametrize("family", cases(DECODERS))
+def test_tokens_are_those_of_transformers(family: Family) -> None:
+    model = make_model(family).eval()
+    expected = [plain_generate(model, prompt) for prompt in PROMPTS]
+    overspill.offload(model, device="cpu", mode="host", slots=4, quiet=True)
+    with LLM(model, context=64, max_batch=3) as llm:
+        assert tokens_of(llm, PROMPTS) == expected
+    model.overspill.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FOUR)
+def test_tokens_do_not_depend_on_tier_batch_and_delays(
+    name: str, mode: str, tmp_path: Path
+) -> None:
+    _, expected = plain_model(name)
+    late = Settings(inject=delays(seed=5, longest=5e-4))
+    with served(name, mode, tmp_path, late) as llm:
+        assert tokens_of(llm, PROMPTS) == expected, "together"
+        assert [tokens_of(llm, [prompt])[0] for prompt in PROMPTS] == expected, "alone"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gpt_moe_generates_its_own_tokens(mode: str, tmp_path: Path) -> None:
+    prompts = [[3, 1, 4, 1, 5], [9], list(range(2, 30))]
+    with served_gpt(mode, tmp_path, Settings(inject=delays(seed=5, longest=5e-4))) as llm:
+        params = SamplingParams(max_tokens=10)
+        assert tokens_of(llm, prompts, params) == [gpt_tokens(prompt, 10) for prompt in prompts]
+
+
+RECURRENT = ["jamba", "qwen3_next", "granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h"]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_long_prompts_beside_each_other_are_not_split_for_recurrent_states(
+    name: str, tmp_path: Path
+) -> None:
+    """Together they are longer than the context."""
+    model, _ = plain_model(name)
+    prompts = [[(7 * n) % 90 + 3 for n in range(length)] for length in (40, 41, 30)]
+    expected = [plain_generate(model, prompt, 3) for prompt in prompts]
+    with served(name, "host", tmp_path) as llm:
+        assert tokens_of(llm, prompts, SamplingParams(max_tokens=3, ignore_eos=True)) == expected
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_a_prompt_in_parts_gives_the_tokens_of_the_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.serve.llm._CHUNK", 7)
+    _, expected = plain_model(name)
+    with served(name, "host", tmp_path) as llm:
+        assert tokens_of(llm, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("name", ["mixtral", "jamba"])
+def test_requests_that_give_their_blocks_back_get_the_same_tokens(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for one context: three requests that grow do not fit."""
+    monkeypatch.setattr("overspill.serve.source.CacheRequest.blocks", lambda *_: 4)
+    monkeypatch.setattr("overspill.serve.llm._BLOCK", 4)
+    model, _ = plain_model(name)
+    prompts = [[4, 5, 6], [7, 8], [9, 3, 11, 40]]
+    expected = [plain_generate(model, prompt, 9) for prompt in prompts]
+    with served(name, "host", tmp_path, context=16) as llm:
+        put_back = _count_calls(llm, monkeypatch)
+        assert tokens_of(llm, prompts, SamplingParams(max_tokens=9, ignore_eos=True)) == expected
+        assert put_back
+
+
+def _count_calls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    scheduler, calls = llm._loop.scheduler, []
+    put_back = scheduler._put_back
+    monkeypatch.setattr(
+        scheduler, "_put_back", lambda request: (calls.append(request), put_back(request))
+    )
+    return calls
+
+
+def test_a_shared_beginning_is_computed_once_and_gives_the_same_tokens(tmp_path: Path) -> None:
+    _, expected = plain_model("mixtral")
+    with served("mixtral", "host", tmp_path) as llm:
+        assert tokens_of(llm, [PROMPTS[2]]) == [expected[2]]
+        assert llm.stats()["prompt_tokens"] == 20
+        assert tokens_of(llm, [PROMPTS[3]]) == [expected[3]]
+        assert llm.stats()["prompt_tokens"] == 20 + 19 - 16
+        assert tokens_of(llm, [PROMPTS[2]]) == [expected[2]]
+        assert llm.stats()["prompt_tokens"] == 23 + 20 - 16
+
+
+def test_tokens_that_were_generated_are_shared_with_the_next_prompt(tmp_path: Path) -> None:
+    """As in a chat."""
+    with served("mixtral", "host", tmp_path) as llm:
+        (first,) = tokens_of(llm, [PROMPTS[0]], SamplingParams(max_tokens=24, ignore_eos=True))
+        before = llm.stats()["prompt_tokens"]
+        following = [*PROMPTS[0], *first, 5, 6, 7]
+        assert tokens_of(llm, [following]) == [plain_generate(plain_model("mixtral")[0], following)]
+        assert llm.stats()["prompt_tokens"] - before == len(following) - 32
+
+
+def test_a_given_model_works_as_before_after_close(tmp_path: Path) -> None:
+    for name in ("mixtral", "jamba"):
+        model, expected = plain_model(name)
+        twin = overspill.offload(copy.deepcopy(model), device="cpu", mode="gpu", quiet=True)
+        with LLM(twin, context=64) as llm:
+            assert tokens_of(llm, PROMPTS) == expected
+        assert twin.config._attn_implementation == model.config._attn_implementation
+        assert [plain_generate(twin, prompt) for prompt in PROMPTS] == expected
+        with LLM(twin, context=64) as llm:  # and can be served again
+            assert tokens_of(llm, PROMPTS) == expected
+        twin.overspill.close()
+
+
+def test_the_end_of_the_text_ends_a_request_as_in_transformers(tmp_path: Path) -> None:
+    _, expected = plain_model("mixtral")
+    with served("mixtral", "gpu", tmp_path) as llm:
+        end = expected[0][3]
+        llm.model.generation_config.eos_token_id = [95, end]
+        with LLM(copy_of_given(llm), context=64) as other:
+            result = other.generate(PROMPTS[0], SamplingParams(max_tokens=N_NEW))[0]
+            until = expected[0][: expected[0].index(end) + 1]
+            assert (result.token_ids, result.finish_reason) == (until, "stop")
+            again = other.generate(PROMPTS[0], GREEDY)[0]
+            assert (again.token_ids, again.finish_reason) == (expected[0], "length")
+
+
+def copy_of_given(llm: LLM) -> object:
+    llm.close()
+    return llm.model

@@ -1,0 +1,58 @@
+"""Sampling parameters: each invalid value has one clear error."""
+
+from typing import Any
+
+import pytest
+
+from overspill import SamplingParams
+from overspill.core.errors import ConfigError
+
+INVALID: list[tuple[str, Any, str]] = [
+    ("max_tokens", 0, "max_tokens=0 must be a whole number of at least 1"),
+    ("max_tokens", -1, "max_tokens=-1 must be"),
+    ("max_tokens", 1.5, "max_tokens=1.5 must be"),
+    ("max_tokens", True, "max_tokens=True must be"),
+    ("max_tokens", None, "max_tokens=None must be"),
+    ("max_tokens", 2**63, "max_tokens=9223372036854775808 must be .* below 2\\*\\*63"),
+    ("temperature", -0.1, "temperature=-0.1 must be a finite number of at least 0"),
+    ("temperature", float("nan"), "temperature=nan must be"),
+    ("temperature", float("inf"), "temperature=inf must be"),
+    ("temperature", "1", "temperature='1' must be"),
+    ("temperature", None, "temperature=None must be"),
+    ("temperature", 10**400, "temperature=1000.* must be"),
+    ("top_p", 0, "top_p=0 must be above 0 and at most 1"),
+    ("top_p", 1.01, "top_p=1.01 must be"),
+    ("top_p", float("nan"), "top_p=nan must be"),
+    ("top_p", True, "top_p=True must be"),
+    ("top_k", -1, "top_k=-1 must be a whole number of at least 0"),
+    ("top_k", 0.5, "top_k=0.5 must be"),
+    ("seed", "7", "seed='7' must be a whole number"),
+    ("seed", 2**64, "seed=18446744073709551616 must be .* below 2\\*\\*63"),
+    ("seed", -(2**63) - 1, "seed=-9223372036854775809 must be"),
+    ("stop", "", "stop='' must be a string or several, none empty"),
+    ("stop", ["a", ""], "stop=\\['a', ''\\] must be"),
+    ("stop", ["a", 5], "stop=\\['a', 5\\] must be"),
+    ("stop", 5, "stop=5 must be"),
+    ("stop", b"end", "stop=b'end' must be"),
+    ("stop", (text for text in "ab"), "stop=<generator.* must be"),
+    ("logprobs", -1, "logprobs=-1 must be a whole number of at least 0"),
+    ("logprobs", True, "logprobs=True must be"),
+    ("ignore_eos", "no", "ignore_eos='no' must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), INVALID, ids=lambda value: repr(value)[:30])
+def test_an_invalid_value_is_named(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        SamplingParams(**{name: value})
+
+
+def test_limits_are_valid() -> None:
+    SamplingParams(max_tokens=1, temperature=0, top_p=1, top_k=0, seed=-(2**63), logprobs=0)
+    SamplingParams(temperature=1e-300, top_p=1e-300, seed=2**63 - 1, stop=[])
+
+
+def test_stop_strings_are_one_or_several() -> None:
+    assert SamplingParams().stops == ()
+    assert SamplingParams(stop="ab").stops == ("ab",)
+    assert SamplingParams(stop=["a", "b"]).stops == SamplingParams(stop=("a", "b")).stops

@@ -1,0 +1,154 @@
+"""The scheduler: every request ends, shares what it can, and none waits for a long prompt."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.serve.requests import Simulated, make_request
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
+CONTEXT = 24  # of the longest prompt and four tokens
+STEPS = 3000  # far more than any of these need
+
+
+def run_all(simulated: Simulated) -> None:
+    for _ in range(STEPS):
+        if not simulated.requests:
+            return
+        assert simulated.step(), "requests wait, but nothing is computed"
+    raise AssertionError("requests do not end")
+
+
+@given(
+    size=st.integers(1, 5),
+    more_blocks=st.integers(0, 6),
+    max_batch=st.integers(1, 5),
+    chunk=st.integers(1, 12),
+    actions=st.lists(
+        st.one_of(
+            PROMPTS,
+            st.sampled_from(["step", "step", "interrupted step", "remove"]),
+        ),
+        max_size=30,
+    ),
+)
+def test_every_request_ends_if_one_context_fits(
+    size: int,
+    more_blocks: int,
+    max_batch: int,
+    chunk: int,
+    actions: list[list[int] | str],
+) -> None:
+    """`Simulated` checks each batch: what it reads, what it writes, and how large it is."""
+    n_blocks = -(-CONTEXT // size) + more_blocks
+    simulated = Simulated(n_blocks, size, max_batch, chunk)
+    added, removed = [], []
+    for action in actions:
+        if isinstance(action, list):
+            added.append(make_request(action))
+            simulated.scheduler.add(added[-1])
+        elif action == "remove" and simulated.requests:
+            removed.append(simulated.requests[0])
+            simulated.scheduler.remove(removed[-1])
+        elif simulated.requests:
+            simulated.step(interrupted=action == "interrupted step")
+    run_all(simulated)
+    assert simulated.pool.n_free == n_blocks
+    for request in added:
+        assert request.finished or request in removed
+        tokens = list(request.tokens[: request.prompt_tokens])
+        for token in request.new_tokens:  # those of a request that runs alone
+            assert token == sum(tokens) % 3
+            tokens.append(token)
+
+
+@given(
+    prompts=st.lists(PROMPTS, min_size=1, max_size=6),
+    more_blocks=st.integers(0, 6),
+    max_batch=st.integers(1, 4),
+)
+def test_without_splitting_a_prompt_is_computed_in_one_pass(
+    prompts: list[list[int]], more_blocks: int, max_batch: int
+) -> None:
+    """As models need whose states cannot continue with several tokens."""
+    simulated = Simulated(6 + more_blocks, 4, max_batch, chunk=CONTEXT, split=False)
+    for prompt in prompts:
+        simulated.scheduler.add(make_request(prompt))
+    for _ in range(STEPS):
+        if not simulated.requests:
+            return
+        pending = {request: request.pending for request in simulated.requests}
+        for request, count in simulated.step():
+            assert count == pending[request]
+    raise AssertionError("requests do not end")
+
+
+def test_running_requests_get_a_token_with_each_part_of_a_long_prompt() -> None:
+    simulated = Simulated(64, 4, chunk=8)
+    running = [make_request([1, 2], max_tokens=40), make_request([3], max_tokens=40)]
+    for request in running:
+        simulated.scheduler.add(request)
+    simulated.step()
+    long = make_request([5] * 50)
+    simulated.scheduler.add(long)
+    steps = 0
+    while not long.new_tokens:
+        before = [len(request.new_tokens) for request in running]
+        simulated.step()
+        assert [len(request.new_tokens) for request in running] == [n + 1 for n in before]
+        steps += 1
+    assert steps == 7, "50 tokens in parts of 8"
+
+
+def test_a_short_prompt_starts_beside_the_last_part_of_a_long_one() -> None:
+    simulated = Simulated(64, 4, chunk=8)
+    long, short = make_request([5] * 12), make_request([6, 7])
+    for request in (long, short):
+        simulated.scheduler.add(request)
+    assert [count for _, count in simulated.step()] == [8]
+    assert simulated.step() == [(long, 4), (short, 2)]
+
+
+def test_no_more_requests_run_than_max_batch() -> None:
+    simulated = Simulated(64, 4, max_batch=2)
+    for number in range(5):
+        simulated.scheduler.add(make_request([number]))
+    simulated.step()
+    assert (len(simulated.scheduler.running), len(simulated.scheduler.waiting)) == (2, 3)
+    run_all(simulated)
+
+
+def test_equal_prompts_compute_their_beginning_once() -> None:
+    simulated = Simulated(64, 4, chunk=64)
+    prompt = list(range(20))
+    simulated.scheduler.add(make_request(prompt, max_tokens=1))
+    run_all(simulated)
+    assert simulated.computed == 20
+    simulated.scheduler.add(make_request(prompt, max_tokens=1))
+    run_all(simulated)
+    assert simulated.computed == 24, "the last block is computed again"
+
+
+def test_the_request_that_came_last_gives_its_blocks_back() -> None:
+    simulated = Simulated(4, 4, chunk=64)
+    first, last = make_request([1] * 8, max_tokens=8), make_request([2] * 7, max_tokens=8)
+    for request in (first, last):
+        simulated.scheduler.add(request)
+    simulated.step()
+    assert simulated.scheduler.running == [first, last]
+    while last in simulated.scheduler.running:
+        simulated.step()
+    assert list(simulated.scheduler.waiting) == [last]
+    run_all(simulated)
+    assert len(first.new_tokens) == len(last.new_tokens) == 8
+
+
+def test_requests_that_gave_their_blocks_back_continue_in_their_order() -> None:
+    simulated = Simulated(6, 4, chunk=64)
+    requests = [make_request([number] * 7, max_tokens=14) for number in range(3)]
+    for request in requests:
+        simulated.scheduler.add(request)
+    ended = []
+    while simulated.requests:
+        simulated.step()
+        ended += [each for each in requests if each.finished and each not in ended]
+    assert ended == requests
