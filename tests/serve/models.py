@@ -89,8 +89,14 @@ def plain_gpt() -> GPTMoE:
 
 
 def gpt_tokens(prompt: Sequence[int], n: int) -> list[int]:
+    """Its own greedy tokens."""
+    return list(_gpt_tokens(tuple(prompt), n))
+
+
+@functools.cache
+def _gpt_tokens(prompt: tuple[int, ...], n: int) -> tuple[int, ...]:
     out = plain_gpt().generate(torch.tensor([prompt]), n, temperature=0)
-    return [int(token) for token in out[0, len(prompt) :]]
+    return tuple(out[0, len(prompt) :].tolist())
 
 
 @contextmanager

@@ -246,4 +246,4 @@ def _raise(request: Request) -> None:
         return
     if isinstance(error, OverspillError):
         raise error
-    raise OverspillError(f"a batch failed: {error}") from error
+    raise OverspillError(f"a batch failed: {type(error).__name__}: {error}") from error

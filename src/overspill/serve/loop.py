@@ -62,7 +62,7 @@ class ServingLoop:
                 if taken[0] and not done():
                     self._step()
             finally:
-                if any(taken):
+                if taken and taken[0]:  # no call: Ctrl-C comes after calls
                     self._turn.release()
                     with self._waiting:
                         self._turn_ended.notify_all()
