@@ -22,6 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torch
 
+    # Tests kill processes, not machines: what a process has written outlives it.
+    os.fsync = lambda descriptor: None
+
     # Tiny tensors gain nothing from threads: on busy cores two took five times as long as one.
     torch.set_num_threads(1)
 

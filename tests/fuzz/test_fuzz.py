@@ -13,10 +13,10 @@ from tests.fuzz.execute import execute
 from tests.fuzz.program import Case, Op, Program, program_of
 from tests.fuzz.run import fuzz, shrink
 
-SECONDS = 15.0
+SECONDS = 30.0
 
 
-@pytest.mark.parametrize("first", [100_000, 200_000, 300_000, 400_000])
+@pytest.mark.parametrize("first", [100_000, 300_000])
 def test_random_programs_give_the_results_of_plain_pytorch(first: int) -> None:
     report = fuzz(first, SECONDS)
     print(report)

@@ -1,4 +1,6 @@
-"""Commands without their pictures: drawing one takes longer than training a tiny model."""
+"""Commands without what takes longer than training a tiny model."""
+
+import contextlib
 
 import pytest
 
@@ -10,6 +12,8 @@ def pictures() -> None:
 
 @pytest.fixture(autouse=True)
 def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    # it counts the objects of all imported modules, which tests/conftest.py has frozen
+    monkeypatch.setattr("overspill.train.loop.short_collections", contextlib.nullcontext)
     if "pictures" not in request.fixturenames:
         for draw in ("overspill.train.loop.draw_loss", "overspill.probe.picture.draw_costs"):
             monkeypatch.setattr(draw, lambda *args: None)

@@ -47,7 +47,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, build: Builder) -
 def test_the_timeline_of_an_offloaded_run_opens(tmp_path: Path) -> None:
     from tests.trace.reader import read_perfetto
 
-    _train(tiny_settings(tmp_path, trace_steps=1), Watcher(), build_session)
+    _train(tiny_settings(tmp_path, trace_steps=2), Watcher(), build_session)
     rows = {span.row for span in read_perfetto(tmp_path / "run" / "timeline.json.gz")}
     assert {"upload", "optimizer"} <= rows
     assert (tmp_path / "run" / "timeline.png").exists()
