@@ -16,6 +16,7 @@ import pytest
 
 from overspill import LLM, SamplingParams, Settings
 from overspill.core.errors import OrderError
+from overspill.serve.request import Request
 from tests.interrupts import spread
 from tests.moe.oracle import delays
 from tests.serve.models import gpt_tokens, served, served_gpt, tokens_of
@@ -146,6 +147,22 @@ def test_close_beside_new_requests_never_hangs(tmp_path: Path) -> None:
             llm.close()
             for thread in threads:
                 assert thread.join() >= 0
+
+
+def test_a_request_that_arrives_with_close_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made before, and is added after: the model computes otherwise by then."""
+    with served("mixtral", "gpu", tmp_path) as llm:
+        add = llm._loop.add
+
+        def close_first(request: Request) -> None:
+            llm.close()
+            add(request)
+
+        monkeypatch.setattr(llm._loop, "add", close_first)
+        with pytest.raises(OrderError, match="closed"):
+            llm.generate([[1, 2, 3], [4]], SHORT)
 
 
 def test_a_model_is_free_when_close_returns(tmp_path: Path) -> None:
