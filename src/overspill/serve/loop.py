@@ -132,7 +132,7 @@ class Stats:
         self.new_tokens = 0
         self.decode_seconds = 0.0
         self.decode_tokens = 0
-        self.waits: list[float] = []  # until the first token
+        self.waits: deque[float] = deque(maxlen=1000)  # until the first token, the last ones
 
     def count(self, batch: list[Work], seconds: float) -> None:
         """Called before the tokens of the batch are counted as computed."""
