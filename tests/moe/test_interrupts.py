@@ -216,7 +216,7 @@ def test_a_failed_download_leaks_no_buffer(
     with spilled(model, where, tmp_path, Settings(inject=fail)) as engine:
         optimizer = adamw(model, task)
         (tokens,) = next(task.batches())
-        for _ in range(40):
+        for _ in range(16):
             failures = 1
             with pytest.raises(error):
                 loss_of(model, tokens).backward()

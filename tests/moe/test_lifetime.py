@@ -32,6 +32,7 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.pairs import all_pairs
 
 CONFIG = GPTConfig(
     vocab=32, n_layers=2, d_model=16, d_hidden=16, n_heads=2, n_experts=8, top_k=2, max_seq=16
@@ -42,9 +43,7 @@ def batch() -> torch.Tensor:
     return torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("host_slots", [2, 4])
-@pytest.mark.parametrize("slots", [2, 16])
+@pytest.mark.parametrize(("slots", "host_slots", "clip"), all_pairs([2, 16], [2, 4], [None, 0.5]))
 def test_a_bank_may_be_longer_than_the_cache_of_host_slots(
     slots: int, host_slots: int, clip: float | None, tmp_path: Path
 ) -> None:
