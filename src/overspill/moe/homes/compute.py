@@ -46,6 +46,9 @@ class HomeCompute(ExpertCompute):
     def enter_backward(self, layer_pass: LayerPass) -> None:
         self._lifetime.check()
         self.follow_exchanges(layer_pass)
+        if layer_pass.on_cpu:  # in forward: the last experts have moved to the device since
+            layer_pass.on_cpu = frozenset()
+            self.dispatcher.sort(layer_pass.rows, last=frozenset())
 
     def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
         return home_waves(self._homes, layer_pass, self.max_rows, self._grouped)
