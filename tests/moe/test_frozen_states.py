@@ -64,7 +64,7 @@ def plain_unfreezing_run(task: Task, trained_from: int) -> Run:
 def test_states_are_allocated_when_experts_are_unfrozen(
     where: str, clip: float | None, checkpoint: bool, overlap: bool, tmp_path: Path
 ) -> None:
-    task = Task(steps=4, clip=clip, checkpoint=checkpoint)
+    task = Task(n_layers=2, steps=4, clip=clip, checkpoint=checkpoint)
     model = task.model()
     with spilled(model, where, tmp_path, Settings(overlap_updates=overlap)) as engine:
         set_frozen(model, True)

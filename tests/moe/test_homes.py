@@ -117,7 +117,7 @@ def test_experts_in_every_tier_train_as_in_one(task: Task, where: str, tmp_path:
 def test_delayed_transfers_do_not_disturb_a_change_of_homes(where: str, tmp_path: Path) -> None:
     task = Task(steps=5)
     settings = Settings(inject=delays(seed=3, longest=2e-3))
-    assert_same_bits(moving_run(task, where, tmp_path, settings), moving_run(task, where, tmp_path))
+    assert_same_bits(moving_run(task, where, tmp_path, settings), streamed_run(task))
 
 
 def states_of(optimizer: overspill.AdamW) -> dict[int, dict[str, torch.Tensor]]:

@@ -33,6 +33,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.moe.streaming.frozen import SmallTask
+from tests.pairs import all_pairs
 
 WHERE = ["host, 7 at home", "disk, 5 at home"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -70,9 +71,7 @@ def tune(model: GPTMoE, task: Task, engine: Engine | None = None) -> Run:
     return run
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize(("where", "dtype", "checkpoint"), all_pairs(WHERE, DTYPES, [False, True]))
 def test_exchanges_between_passes_change_no_bit_of_fine_tuning(
     where: str, dtype: torch.dtype, checkpoint: bool, tmp_path: Path
 ) -> None:
@@ -86,9 +85,9 @@ def test_exchanges_between_passes_change_no_bit_of_fine_tuning(
         assert_follows(run, tune(task.model(), task))
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("uploader", ["thread", "native"])
+@pytest.mark.parametrize(
+    ("where", "dtype", "uploader"), all_pairs(WHERE, DTYPES, ["thread", "native"])
+)
 def test_exchanges_between_passes_change_no_bit_of_inference(
     where: str, dtype: torch.dtype, uploader: str, tmp_path: Path
 ) -> None:
