@@ -79,12 +79,13 @@ def test_states_are_allocated_when_experts_are_unfrozen(
     assert_follows(run, plain_unfreezing_run(task, trained_from=2))
 
 
+@pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 host slots"])
 def test_experts_that_fill_the_device_make_room_for_states_when_they_are_unfrozen(
-    tmp_path: Path,
+    where: str, tmp_path: Path
 ) -> None:
     task = Task(steps=12)
     model = task.model()
-    with spilled(model, "host with 2 slots", tmp_path, host_memory="2GiB") as engine:
+    with spilled(model, where, tmp_path, host_memory="2GiB") as engine:
         set_frozen(model, True)
         memory = FakeMemory(engine, other=1 << 16)
         budget = int((memory.peak() + 12.5 * engine.layout.weight_bytes) / 0.98)

@@ -200,8 +200,7 @@ class ExpertMoves:
         return DeviceShare(sum(self._store.homes), gradients)
 
     def set_share(self, share: DeviceShare) -> None:
-        # the memory outlives an inference mode of the caller
-        with MEMORY_LIMITS.moving(self._user), torch.inference_mode(False):
+        with MEMORY_LIMITS.moving(self._user), torch.inference_mode(False):  # memory outlives it
             if self._gradients is not None and self._gradients.on_device != share.gradients:
                 self._gradients.set_on_device(0)  # first: it makes room
             if share.experts != sum(self._store.homes):

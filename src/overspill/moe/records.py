@@ -198,6 +198,8 @@ class ExpertRecords:
             if part == Part.WEIGHTS:
                 self.layout.weights(memory).copy_(records.weights[row])
                 return
+            if not records.states:  # there were no optimizer states until now
+                memory.zero_()
             for name, state in records.states.items():
                 self.layout.state(memory, name).copy_(state[row])
 

@@ -79,8 +79,7 @@ class Residency:
         self._limit = budget  # of the last pass: what of the budget is available
         self._experts = experts
         self._margin = _MARGIN
-        # for each expert at home
-        self._planned_bytes = max(planned_bytes, experts.bytes_each().expert)
+        self._planned_bytes = max(planned_bytes, experts.bytes_each().expert)  # for each at home
         self._passes = 0  # since experts were moved
         self._idle = 0  # bytes in use before a pass
         self._activations = 0  # the most beside them since experts were moved

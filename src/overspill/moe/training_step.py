@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import NonFiniteError, OrderError
+from overspill.core.interrupt import DeferredInterrupt
 from overspill.moe.gradients import ExpertGradients
 from overspill.moe.layer_pass import LayerPass, PendingBackward, Wave
 from overspill.moe.records import ExpertRecords
@@ -140,11 +141,12 @@ class TrainingStep:
     def allocate_states(self) -> None:
         """Allocates memory for the optimizer, once: experts that were frozen will be trained, or
         their states are loaded."""
-        if not self.has_states:
-            rule = self.rule
-            assert rule is not None
-            self.gradients.attach(rule.state_dtype, rule.keep_gradients)
-            self._has_memory = True
+        rule = self.rule
+        assert rule is not None
+        if not self._has_memory:
+            with DeferredInterrupt():  # while threads are started
+                self.gradients.attach(rule.state_dtype, rule.keep_gradients)
+                self._has_memory = True
 
     @property
     def has_states(self) -> bool:

@@ -107,8 +107,7 @@ class DeviceHomes:
             self.layout = RecordLayout(self.layout.shape, self.layout.dtype, state_dtype)
             for layer in self._layers:
                 for section in self.layout.sections:
-                    count = len(layer.weights)
-                    layer.states[section.name] = self._zeros(count, section.dtype)
+                    layer.states[section.name] = self._zeros(len(layer.weights), section.dtype)
             self.has_states = True
 
     def grads(self, layer: int, count: int) -> Tensor:
