@@ -1,6 +1,7 @@
 """Ctrl-C at a chosen instruction: Python looks for signals after calls, so an interrupt comes after
 one of them. Counting calls makes that repeatable, where a timer would hit the long ones only."""
 
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -55,10 +56,15 @@ def calls_of(job: Callable[[], object]) -> int:
 def interrupted(job: Callable[[], object], at: int) -> bool:
     """Runs `job` and interrupts it after its call number `at`. Whether it was interrupted: there
     may be fewer calls, and an interrupt of a finalizer is ignored."""
+    handler = signal.getsignal(signal.SIGINT)
     try:
         _profiled(job, _Counter(at))
     except KeyboardInterrupt:
         return True
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            # not a signal, so DeferredInterrupt did not defer it, and may not have ended
+            signal.signal(signal.SIGINT, handler)
     return False
 
 
