@@ -87,9 +87,9 @@ def open_source(
     token_bytes = _token_bytes(config, dtype)
     budgets, n_blocks = _reserve(budgets, asked, token_bytes)
     _check_generates(model_class(config))
+    codec = find_codec(folder)  # first: an error leaves no model behind
     loaded = load_within(folder, budgets, dtype, False, True, True, {})
     _use_all(loaded, budgets, n_blocks * asked.block_size * token_bytes)
-    codec = find_codec(folder)
     return Source(loaded, codec, _ends(loaded, codec), asked.context, n_blocks, owned=True)
 
 
