@@ -11,7 +11,8 @@ from tests.models.huggingface.families import FAMILIES, make_model
 pytestmark = pytest.mark.gpu
 GREEDY = overspill.SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 9, 33, 7, 12, 80, 41, 3], [4], list(range(20, 50)), [5, 9, 33, 7, 12, 80, 41, 3]]
-SERVED = [family for family in FAMILIES if family.name in ("mixtral", "gpt_oss", "qwen3_next")]
+_NAMES = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next")
+SERVED = [family for family in FAMILIES if family.name in _NAMES]
 
 
 @pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)

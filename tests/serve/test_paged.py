@@ -23,7 +23,7 @@ def packed(seed: int, heads: int, lengths: list[int]) -> list[Tensor]:
 
 def attend(counts: list[int], window: int | None, poison: bool = False) -> list[Tensor]:
     """The sequences in passes: all but the last `counts` tokens first, then those."""
-    cache = PagedCache(8 * SIZE, SIZE)
+    cache = PagedCache(8, SIZE)
     q, k, v = packed(0, 4, LENGTHS), packed(1, 2, LENGTHS), packed(2, 2, LENGTHS)
     options = AttentionOptions(window=window)
     first = [length - count for length, count in zip(LENGTHS, counts, strict=True)]

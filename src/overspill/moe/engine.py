@@ -189,6 +189,23 @@ class Engine:
         pairs = zip(self._store.maps, self._store.homes, strict=True)
         return [experts.local_ids[:count] for experts, count in pairs]
 
+    @property
+    def n_moves(self) -> int:
+        """How often experts have moved; where they are has not changed if this has not."""
+        return self._moves.count
+
+    def device_addresses(self) -> list[list[int | None]]:
+        """The address of the weights of each expert at home on the compute device, by its id; None
+        for the others. Valid until experts move."""
+        found: list[list[int | None]] = []
+        for layer, ids in enumerate(self.at_home):
+            weights = self._homes[layer].weights
+            row: list[int | None] = [None] * self.n_experts
+            for position, expert in enumerate(ids):
+                row[expert] = weights[position].data_ptr()
+            found.append(row)
+        return found
+
     def set_homes(self, counts: Sequence[int]) -> None:
         """Changes how many experts of each layer have their home on the compute device, between
         steps. Raises BudgetError if host memory and disk have no room for those that leave it."""

@@ -52,6 +52,8 @@ class ExpertMoves:
         self._user = user
         self._residency: Residency | None = None
         self.total = len(store.entries)
+        self.count = 0
+        """How often experts have moved."""
         self.streaming: Streaming | None = None
         """None if all experts have been at home on the device from the beginning."""
         self._stream_if_needed(sum(store.homes))
@@ -139,6 +141,7 @@ class ExpertMoves:
             try:
                 yield
             finally:  # also after an interrupt
+                self.count += 1
                 self._store.recount_slots()
                 self._homes.wait()  # the next pass may use another stream
                 if self.streaming is not None:

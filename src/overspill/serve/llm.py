@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 
 from overspill.core.errors import ConfigError, OrderError, OverspillError
+from overspill.hardware.native import has_triton
 from overspill.models.budgets import Budgets, Size
 from overspill.serve.blocks import BlockPool
 from overspill.serve.loop import ServingLoop
@@ -76,7 +77,9 @@ class LLM:
         paged = can_page(source.model)
         runner: Runner
         if paged:
-            runner = PagedRunner(source.model, self.device, source.n_blocks, _BLOCK)
+            fused = self.device.type == "cuda" and has_triton("fused decoding")
+            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
+            runner = PagedRunner(source.model, self.device, *limits)
         else:
             runner = SequentialRunner(source.model, self.device)
         pool = BlockPool(source.n_blocks, _BLOCK, share=paged)

@@ -77,12 +77,14 @@ def _slots(span: Span, block_size: int) -> Tensor:
 
 
 class PagedCache:
-    """Keys and values of all layers in slots, `block_size` in a block. The memory of a layer is
-    allocated when its first keys arrive: layers may differ."""
+    """Keys and values of all layers in `n_blocks` blocks of `block_size` slots, and one block more
+    for what nobody reads. The memory of a layer is allocated when its first keys arrive: layers may
+    differ."""
 
-    def __init__(self, n_slots: int, block_size: int) -> None:
+    def __init__(self, n_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self._n_slots = n_slots
+        self.spare_block = n_blocks
+        self._n_slots = (n_blocks + 1) * block_size
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._layout: Layout | None = None
 
@@ -99,7 +101,7 @@ class PagedCache:
     ) -> Tensor:
         layout = self._layout
         assert layout is not None
-        keys, values = self._memory(layer, k_Tkd, v_Tkd)
+        keys, values = self.memory(layer, k_Tkd, v_Tkd)
         keys[layout.write] = k_Tkd
         values[layout.write] = v_Tkd
         out = q_Thd.new_empty(*q_Thd.shape[:2], v_Tkd.shape[-1])
@@ -116,7 +118,8 @@ class PagedCache:
             out[rows] = y[0].transpose(0, 1)
         return out
 
-    def _memory(self, layer: int, k_Tkd: Tensor, v_Tkd: Tensor) -> tuple[Tensor, Tensor]:
+    def memory(self, layer: int, k_Tkd: Tensor, v_Tkd: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of a layer, [slots, k, d], for such as these."""
         if layer not in self._layers:
             with torch.inference_mode(False):  # it outlives the pass
                 keys, values = (t.new_zeros(self._n_slots, *t.shape[1:]) for t in (k_Tkd, v_Tkd))

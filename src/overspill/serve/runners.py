@@ -3,7 +3,7 @@
 import abc
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from overspill.models.gpt import GPTMoE
 from overspill.serve.paged import Layout, PagedCache, Span
 from overspill.serve.request import Request
 from overspill.serve.scheduler import Work
+
+if TYPE_CHECKING:  # it needs Triton
+    from overspill.serve.decode.decode import Decode
 
 
 class Runner(abc.ABC):
@@ -43,10 +46,26 @@ class Runner(abc.ABC):
 class PagedRunner(Runner):
     """All tokens of a batch in one pass; keys and values are in blocks that requests share."""
 
-    def __init__(self, model: Any, device: torch.device, n_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        n_blocks: int,
+        block_size: int,
+        context: int,
+        max_batch: int,
+        fused: bool,
+    ) -> None:
+        """`fused`: one new token of each request is computed by kernels for that, if the model has
+        the common structure."""
         self._model = model
         self._device = device
-        self._cache = PagedCache(n_blocks * block_size, block_size)
+        self._cache = PagedCache(n_blocks, block_size)
+        self._decode: Decode | None = None
+        if fused:
+            from overspill.serve.decode.decode import Decode
+
+            self._decode = Decode.of(model, self._cache, context, max_batch)
         self._before: Any = None
         if not isinstance(model, GPTMoE):
             register_attention()
@@ -57,23 +76,26 @@ class PagedRunner(Runner):
 
     def run(self, batch: Sequence[Work]) -> Tensor:
         spans = [Span(r.blocks, r.computed, count) for r, count in batch]
+        if self._decode is not None and all(count == 1 for _, count in batch):
+            logits = self._decode.run([r.tokens[r.computed] for r, _ in batch], spans)
+            if logits is not None:
+                return logits
         layout = Layout(spans, self._cache.block_size, self._device)
         rows = (r.tokens[r.computed : r.computed + count] for r, count in batch)
         tokens = torch.tensor([list(itertools.chain.from_iterable(rows))], device=self._device)
         self._cache.begin(layout)
         with attention_cache(self._cache):
-            logits: Tensor
             if isinstance(self._model, GPTMoE):
                 out = self._model(tokens, positions=layout.positions, rows=layout.last)
-                logits = out.logits
             else:
-                logits = self._model(
+                out = self._model(
                     input_ids=tokens,
                     position_ids=layout.positions[None],
                     use_cache=False,
                     logits_to_keep=layout.last,
-                ).logits
-        return logits[0]
+                )
+        chosen: Tensor = out.logits[0]
+        return chosen
 
     @property
     def cache_bytes(self) -> int:

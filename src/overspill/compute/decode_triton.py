@@ -1,0 +1,464 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""Kernels of a decoding step: one new token of each sequence. A kernel reads weights once and does
+as much as it can with them, because launches and gaps take longer than arithmetic.
+
+Sums are float32. Nothing here waits for the host, so a whole step can be one CUDA graph.
+
+Shapes: B sequences, D model, H hidden, E experts, K top-k, h heads, k heads of keys and values, d
+width of a head. Keys and values are [slots, k, d]; the slot of a token is found in `blocks` [B, n],
+the blocks of each sequence.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ABSENT = -(1 << 62)
+"""In a table of experts: not on the device."""
+SILU, GELU, CLAMPED = 0, 1, 2
+"""Activations: SiLU(gate) * up, GELU, and that of GPT-OSS with interleaved gates."""
+_PROGRAMS = 528
+"""Enough to fill all GPUs of today; a program with fewer rows does not read faster."""
+
+
+def _power(n: int) -> int:
+    return triton.next_power_of_2(n)
+
+
+# -- norms ----------------------------------------------------------------------------------------
+
+
+def add_norm(residual_BD: Tensor, parts: list[Tensor], weight_D: Tensor, eps: float) -> Tensor:
+    """Adds up to three parts [B, D] to the residual, in place; returns its RMS norm."""
+    n_rows, width = residual_BD.shape
+    out = torch.empty_like(residual_BD)
+    a, b, c = (*parts, *([residual_BD] * (3 - len(parts))))
+    _add_norm_kernel[(n_rows,)](
+        residual_BD, a, b, c, weight_D, out, width, eps, len(parts), _power(width), num_warps=8
+    )
+    return out
+
+
+@triton.jit
+def _add_norm_kernel(
+    residual, a, b, c, weight, out, width, eps, N_PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    at = tl.program_id(0).to(tl.int64) * width + columns
+    x = tl.load(residual + at, mask=inside, other=0.0)
+    if N_PARTS > 0:
+        total = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
+        if N_PARTS > 1:
+            total += tl.load(b + at, mask=inside, other=0.0).to(tl.float32)
+        if N_PARTS > 2:
+            total += tl.load(c + at, mask=inside, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) + total).to(residual.dtype.element_ty)
+        tl.store(residual + at, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (w * (wide * scale)).to(out.dtype.element_ty), mask=inside)
+
+
+# -- dense products -------------------------------------------------------------------------------
+
+
+def linear(
+    x_BK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x @ w^T + bias, for very few rows."""
+    n_rows, width = x_BK.shape
+    n = w_NK.shape[0]
+    out = torch.empty(n_rows, n, dtype=dtype or x_BK.dtype, device=x_BK.device)
+    rows = 16
+    while rows > 1 and n_rows * n < rows * _PROGRAMS:
+        rows //= 2
+    block = min(512 if rows > 4 else 1024, _power(width))
+    _linear_kernel[(triton.cdiv(n, rows), n_rows)](
+        x_BK, w_NK, x_BK if bias_N is None else bias_N, out, n, width,
+        bias_N is not None, rows, block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _linear_kernel(
+    x, w, bias, out, n, width, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    batch = tl.program_id(1)
+    there = rows < n
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    first = w + rows.to(tl.int64)[:, None] * width
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        value = tl.load(x + batch * width + columns, mask=inside, other=0.0)
+        weights = tl.load(
+            first + columns[None, :], mask=there[:, None] & inside[None, :], other=0.0
+        )
+        total += weights.to(tl.float32) * value.to(tl.float32)[None, :]
+    result = tl.sum(total, 1)
+    if BIAS:
+        result += tl.load(bias + rows, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + batch * n + rows, result.to(out.dtype.element_ty), mask=there)
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    tables: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    positions_B: Tensor,
+    blocks_Bn: Tensor,
+    block_size: int,
+    cache: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Norms and rotates queries and keys of packed rows [B, (h + 2k) d], stores keys and values,
+    and returns the queries [B, h, d]. The tables are [positions, d / 2], norms [d] each."""
+    keys, values = cache
+    batch = qkv.shape[0]
+    kv_heads, width = keys.shape[1:]
+    heads = qkv.shape[1] // width - 2 * kv_heads
+    q_Bhd = torch.empty(batch, heads, width, dtype=qkv.dtype, device=qkv.device)
+    q_norm, k_norm = (qkv, qkv) if norms is None else norms
+    _rotate_kernel[(batch, heads + 2 * kv_heads)](
+        qkv, *tables, q_norm, k_norm, positions_B, blocks_Bn, q_Bhd, keys, values, eps,
+        blocks_Bn.stride(0), heads, kv_heads, block_size, width // 2, _power(width // 2),
+        norms is not None, num_warps=1,
+    )  # fmt: skip
+    return q_Bhd
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv, cosines, sines, q_norm, k_norm, positions, blocks, q_out, keys, values, eps, n_blocks,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr,
+    LANES: tl.constexpr, NORMS: tl.constexpr,
+):  # fmt: skip
+    batch, head = tl.program_id(0), tl.program_id(1)
+    lanes = tl.arange(0, LANES)
+    own = lanes < HALF
+    source = qkv + (batch * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF
+    first = tl.load(source + lanes, mask=own, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + lanes, mask=own, other=0.0).to(tl.float32)
+    position = tl.load(positions + batch)
+    block = tl.load(blocks + batch * n_blocks + position // BLOCK_SIZE).to(tl.int64)
+    slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+    if head >= HEADS + KV_HEADS:
+        to = values + (slot * KV_HEADS + head - HEADS - KV_HEADS) * 2 * HALF
+        tl.store(to + lanes, first.to(values.dtype.element_ty), mask=own)
+        tl.store(to + HALF + lanes, second.to(values.dtype.element_ty), mask=own)
+        return
+    if NORMS:
+        scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
+        weight = k_norm
+        if head < HEADS:
+            weight = q_norm
+        first *= scale * tl.load(weight + lanes, mask=own, other=0.0).to(tl.float32)
+        second *= scale * tl.load(weight + HALF + lanes, mask=own, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + position * HALF + lanes, mask=own, other=0.0).to(tl.float32)
+    sine = tl.load(sines + position * HALF + lanes, mask=own, other=0.0).to(tl.float32)
+    to = keys + (slot * KV_HEADS + head - HEADS) * 2 * HALF
+    if head < HEADS:
+        to = q_out + (batch * HEADS + head) * 2 * HALF
+    kind = keys.dtype.element_ty
+    tl.store(to + lanes, (first * cosine - second * sine).to(kind), mask=own)
+    tl.store(to + HALF + lanes, (second * cosine + first * sine).to(kind), mask=own)
+
+
+def attend(
+    q_Bhd: Tensor,
+    cache: tuple[Tensor, Tensor],
+    positions_B: Tensor,
+    blocks_Bn: Tensor,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+    sinks_h: Tensor | None = None,
+) -> Tensor:
+    """Attention of one token of each sequence to those up to its position, [B, h * d]. A sequence
+    is divided over several programs; what each has found is combined."""
+    keys, values = cache
+    batch, heads, width = q_Bhd.shape
+    kv_heads = keys.shape[1]
+    longest = blocks_Bn.shape[1] * block_size
+    part = max(64, _power(triton.cdiv(longest, 64)))
+    parts = triton.cdiv(longest, part)
+    where = {"dtype": torch.float32, "device": q_Bhd.device}
+    sums = torch.empty(batch, heads, parts, width, **where)
+    stats = torch.empty(batch, heads, parts, 2, **where)
+    group = heads // kv_heads
+    _attend_kernel[(batch, kv_heads, parts)](
+        q_Bhd, keys, values, positions_B, blocks_Bn, sums, stats, scale, blocks_Bn.stride(0),
+        parts, window or 0, group, kv_heads, block_size, width, max(16, _power(width)), part,
+        min(64, part), max(16, _power(group)), num_warps=4,
+    )  # fmt: skip
+    out = torch.empty(batch, heads * width, dtype=q_Bhd.dtype, device=q_Bhd.device)
+    _combine_kernel[(batch, heads)](
+        sums, stats, out if sinks_h is None else sinks_h, out, positions_B, parts, part,
+        sinks_h is not None, _power(parts), width, _power(width), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _attend_kernel(
+    q, keys, values, positions, blocks, sums, stats, scale, n_blocks, parts, window,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    batch, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + batch)
+    begin = part * PART
+    if begin > position:
+        return
+    rows, lanes = tl.arange(0, ROWS), tl.arange(0, LANES)
+    own, real = rows < GROUP, lanes[None, :] < WIDTH
+    head = (batch * KV_HEADS + kv_head) * GROUP + rows
+    query = tl.load(
+        q + head[:, None] * WIDTH + lanes[None, :], mask=own[:, None] & real, other=0.0
+    )
+    highest = tl.full((ROWS,), -1e30, tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, LANES), tl.float32)
+    stop = tl.minimum(begin + PART, position + 1)
+    for start in range(begin, stop, TILE):
+        tokens = start + tl.arange(0, TILE)
+        sees = tokens < stop
+        if window > 0:
+            sees = sees & (tokens > position - window)
+        block = tl.load(blocks + batch * n_blocks + tokens // BLOCK_SIZE, mask=sees, other=0)
+        slots = block.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
+        at = (slots * KV_HEADS + kv_head)[:, None] * WIDTH + lanes[None, :]
+        key = tl.load(keys + at, mask=sees[:, None] & real, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where(sees[None, :], scores, -1e30)
+        new = tl.maximum(highest, tl.max(scores, 1))
+        shares = tl.where(sees[None, :], tl.exp(scores - new[:, None]), 0.0)
+        shrink = tl.exp(highest - new)
+        value = tl.load(values + at, mask=sees[:, None] & real, other=0.0)
+        product = tl.dot(shares.to(value.dtype), value, input_precision="ieee")
+        total = total * shrink[:, None] + product
+        weight = weight * shrink + tl.sum(shares, 1)
+        highest = new
+    to = head * parts + part
+    tl.store(sums + to[:, None] * WIDTH + lanes[None, :], total, mask=own[:, None] & real)
+    tl.store(stats + to * 2, highest, mask=own)
+    tl.store(stats + to * 2 + 1, weight, mask=own)
+
+
+@triton.jit
+def _combine_kernel(
+    sums, stats, sinks, out, positions, parts, part, SINKS: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    batch, head = tl.program_id(0), tl.program_id(1)
+    row = batch * tl.num_programs(1) + head
+    each, lanes = tl.arange(0, PARTS), tl.arange(0, LANES)
+    real = lanes < WIDTH
+    done = each * part <= tl.load(positions + batch)
+    at = row * parts + each
+    highest = tl.load(stats + at * 2, mask=done, other=-1e30)
+    weight = tl.load(stats + at * 2 + 1, mask=done, other=0.0)
+    most = tl.max(highest, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        most = tl.maximum(most, sink)
+    factor = tl.exp(highest - most)
+    divisor = tl.sum(weight * factor, 0)
+    if SINKS:
+        divisor += tl.exp(sink - most)
+    total = tl.load(
+        sums + at[:, None] * WIDTH + lanes[None, :], mask=done[:, None] & real[None, :], other=0.0
+    )
+    result = tl.sum(total * factor[:, None], 0) / divisor
+    tl.store(out + row * WIDTH + lanes, result.to(out.dtype.element_ty), mask=real)
+
+
+# -- experts --------------------------------------------------------------------------------------
+
+
+def route(
+    logits_BE: Tensor, top_k: int, softmax_first: bool, normalize: bool, table_E: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The experts of each token, their weights, and where they are by `table_E`; [B, K] each."""
+    batch, n_experts = logits_BE.shape
+    device = logits_BE.device
+    ids = torch.empty(batch, top_k, dtype=torch.int32, device=device)
+    weights = torch.empty(batch, top_k, dtype=torch.float32, device=device)
+    offsets = torch.empty(batch, top_k, dtype=torch.int64, device=device)
+    _route_kernel[(batch,)](
+        logits_BE, table_E, ids, weights, offsets, n_experts, top_k, _power(top_k),
+        _power(n_experts), softmax_first, normalize, num_warps=1,
+    )  # fmt: skip
+    return ids, weights, offsets
+
+
+@triton.jit
+def _route_kernel(
+    logits, table, ids, weights, offsets, n_experts, TOP_K: tl.constexpr, KS: tl.constexpr,
+    BLOCK: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(0)
+    experts, ks = tl.arange(0, BLOCK), tl.arange(0, KS)
+    inside = experts < n_experts
+    x = tl.load(logits + batch * n_experts + experts, mask=inside, other=float("-inf"))
+    x = x.to(tl.float32)
+    if SOFTMAX_FIRST:
+        x = tl.exp(x - tl.max(x, 0))
+        x = tl.where(inside, x / tl.sum(x, 0), float("-inf"))
+    chosen = tl.zeros((KS,), tl.int32)
+    value = tl.full((KS,), float("-inf"), tl.float32)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(x, 0)
+        found = tl.min(tl.where(x == best, experts, BLOCK), 0)
+        found = tl.minimum(found, n_experts - 1)  # all are NaN
+        chosen = tl.where(ks == k, found, chosen)
+        value = tl.where(ks == k, best, value)
+        x = tl.where(experts == found, float("-inf"), x)
+    real = ks < TOP_K
+    if not SOFTMAX_FIRST:
+        value = tl.exp(value - tl.max(value, 0))
+    if NORMALIZE or not SOFTMAX_FIRST:
+        value = value / tl.sum(tl.where(real, value, 0.0), 0)
+    to = batch * TOP_K + ks
+    tl.store(ids + to, chosen, mask=real)
+    tl.store(weights + to, value, mask=real)
+    tl.store(offsets + to, tl.load(table + chosen, mask=real, other=0), mask=real)
+
+
+def experts(
+    x_BD: Tensor,
+    weights_BK: Tensor,
+    offsets_BK: Tensor,
+    base: Tensor,
+    d_hidden: int,
+    activation: int,
+    bias: bool,
+    transposed: bool,
+) -> Tensor:
+    """The weighted sum over the experts of each token that are on the device, [B, D], float32. The
+    record of an expert begins at `base` plus its offset, in elements."""
+    batch, width = x_BD.shape
+    top_k = offsets_BK.shape[1]
+    hidden = torch.empty(batch * top_k, d_hidden, dtype=x_BD.dtype, device=x_BD.device)
+    n_in = d_hidden if activation == GELU else 2 * d_hidden
+    numel = n_in * width + width * d_hidden + (n_in + width if bias else 0)
+    align = 16 if numel % 16 == 0 else 1  # of records, in elements
+    rows = 16
+    while rows > 4 and batch * top_k * d_hidden < rows * _PROGRAMS:
+        rows //= 2
+    if transposed:  # rows of the result are adjacent in memory
+        rows, block = 64, 32
+    else:
+        block = min(256, _power(width))
+    _expert_in_kernel[(triton.cdiv(d_hidden, rows), batch * top_k)](
+        x_BD, base, offsets_BK, hidden, width, d_hidden, n_in, top_k, activation, bias, transposed,
+        align, rows, block, num_warps=4,
+    )  # fmt: skip
+    out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
+    rows = 8
+    while rows > 2 and batch * width < rows * _PROGRAMS:
+        rows //= 2
+    block = min(512, _power(d_hidden))
+    if d_hidden % 256 == 0 and d_hidden % block:
+        block = 256
+    if transposed:
+        rows, block = 32, 64
+    _expert_out_kernel[(triton.cdiv(width, rows), batch)](
+        hidden, base, offsets_BK, weights_BK, out, width, d_hidden, n_in, top_k, bias, transposed,
+        align, rows, block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _expert_in_kernel(
+    x, base, offsets, out, width, hidden, n_in, top_k, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)
+    offset = tl.load(offsets + pair)
+    if offset == -(1 << 62):
+        return
+    record = base + tl.multiple_of(offset, ALIGN)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < hidden
+    gate, up = rows, rows + hidden
+    if ACTIVATION == 2:
+        gate, up = 2 * rows, 2 * rows + 1
+    token = x + pair // top_k * width
+    first = tl.zeros((ROWS, BLOCK), tl.float32)
+    second = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        value = tl.load(token + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        mask = there[:, None] & inside[None, :]
+        at = gate[:, None] * width + columns[None, :]
+        if TRANSPOSED:
+            at = columns[None, :] * n_in + gate[:, None]
+        first += tl.load(record + at, mask=mask, other=0.0).to(tl.float32) * value
+        if ACTIVATION != 1:
+            at = up[:, None] * width + columns[None, :]
+            if TRANSPOSED:
+                at = columns[None, :] * n_in + up[:, None]
+            second += tl.load(record + at, mask=mask, other=0.0).to(tl.float32) * value
+    g, u = tl.sum(first, 1), tl.sum(second, 1)
+    kind = out.dtype.element_ty
+    if BIAS:
+        biases = record + n_in * width + width * hidden
+        g += tl.load(biases + gate, mask=there, other=0.0).to(tl.float32)
+        if ACTIVATION != 1:
+            u += tl.load(biases + up, mask=there, other=0.0).to(tl.float32)
+    g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)
+    if ACTIVATION == 0:
+        result = g * tl.sigmoid(g) * u
+    elif ACTIVATION == 1:
+        result = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    else:
+        g = tl.minimum(g, 7.0)
+        u = tl.minimum(tl.maximum(u, -7.0), 7.0)
+        result = (u + 1.0) * g * tl.sigmoid(g * 1.702)
+    tl.store(out + pair * hidden + rows, result.to(kind), mask=there)
+
+
+@triton.jit
+def _expert_out_kernel(
+    a, base, offsets, weights, out, width, hidden, n_in, top_k, BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    batch = tl.program_id(1)
+    there = rows < width
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    biases = tl.zeros((ROWS,), tl.float32)
+    for k in range(top_k):
+        pair = batch * top_k + k
+        offset = tl.load(offsets + pair)
+        if offset != -(1 << 62):
+            record = base + tl.multiple_of(offset, ALIGN) + n_in * width
+            share = tl.load(weights + pair)
+            for start in range(0, hidden, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                inside = columns < hidden
+                value = tl.load(a + pair * hidden + columns, mask=inside, other=0.0)
+                value = value.to(tl.float32) * share
+                at = rows[:, None] * hidden + columns[None, :]
+                if TRANSPOSED:
+                    at = columns[None, :] * width + rows[:, None]
+                w = tl.load(record + at, mask=there[:, None] & inside[None, :], other=0.0)
+                total += w.to(tl.float32) * value[None, :]
+            if BIAS:
+                b = tl.load(record + width * hidden + n_in + rows, mask=there, other=0.0)
+                biases += share * b.to(tl.float32)
+    tl.store(out + batch * width + rows, tl.sum(total, 1) + biases, mask=there)

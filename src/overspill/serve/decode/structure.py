@@ -1,0 +1,231 @@
+"""The common structure of decoders, read from a model: what a decoding step computes.
+
+RMS norms, rotary attention with grouped heads, experts chosen by a softmax, perhaps an expert for
+all tokens beside them. Models that differ run through their own modules.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.compute.activation import Fused
+from overspill.compute.decode_triton import CLAMPED, GELU, SILU
+from overspill.models.gpt import GPTMoE
+from overspill.models.huggingface.experts import PLACEHOLDER
+from overspill.moe.placeholder import ExpertPlaceholder
+
+_TYPES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"})
+"""Model types of transformers whose modules are known to compute what is read here."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Weights of packed queries, keys and values [(h + 2k) d, D], and of the output."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    heads: int
+    kv_heads: int
+    width: int
+    head_norms: tuple[Norm, Norm] | None  # of each head of queries and keys
+    row_norms: tuple[Norm, Norm] | None  # of all heads together
+    clip: float | None
+    scale: float
+    window: int | None
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A router and its experts."""
+
+    router: Tensor
+    router_bias: Tensor | None
+    wide_router: bool  # logits are float32
+    top_k: int
+    softmax_first: bool
+    normalize: bool
+    placeholder: ExpertPlaceholder
+    activation: int
+    shared: Callable[[Tensor], Tensor] | None  # for all tokens
+
+
+@dataclass(frozen=True)
+class Layer:
+    attention_norm: Norm
+    attention: Attention
+    feed_norm: Norm
+    feed: Experts | Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Norm
+    head: Tensor
+    head_bias: Tensor | None
+    cosines: Tensor  # [positions, width / 2]
+    sines: Tensor
+
+
+def read_decoder(model: Any, context: int) -> Decoder | None:
+    """The structure of a model for sequences of `context` tokens; None if it differs. The weights
+    of queries, keys and values become parts of one tensor."""
+    if isinstance(model, GPTMoE):
+        return _read_gpt(model)
+    config = model.config.get_text_config()
+    if config.model_type not in _TYPES or model.config is not config:
+        return None
+    inner = model.model
+    if not hasattr(inner, "rotary_emb") or any(_quirks(model)):
+        return None
+    layers = [_read_layer(config, layer) for layer in inner.layers]
+    width = layers[0].attention.width
+    positions = torch.arange(context, device=model.device)[None]
+    like = inner.embed_tokens.weight.new_empty(1)
+    with torch.no_grad():
+        cosines, sines = (each[0, :, : width // 2] for each in inner.rotary_emb(like, positions))
+    if cosines.shape[1] != width // 2:
+        return None
+    head = model.lm_head
+    return Decoder(
+        inner.embed_tokens.weight.data, layers, _norm(inner.norm), head.weight.data,
+        _data(head.bias), cosines.contiguous(), sines.contiguous(),
+    )  # fmt: skip
+
+
+def _quirks(model: Any) -> Iterator[bool]:
+    """What a user may have changed in a model: such a model is computed by its own modules."""
+    for module in model.modules():
+        yield bool(module._forward_hooks or module._forward_pre_hooks)
+        yield "forward" in vars(module)
+        linear = isinstance(module, torch.nn.Linear)
+        yield linear and type(module) is not torch.nn.Linear  # LoRA, quantized
+    for parameter in model.parameters():
+        yield isinstance(parameter, ExpertPlaceholder) and parameter.source is not None
+
+
+def _read_layer(config: Any, layer: Any) -> Layer:
+    mlp = layer.mlp
+    feed: Experts | Callable[[Tensor], Tensor] = mlp
+    experts = getattr(mlp, "experts", None)
+    if experts is not None:
+        feed = _read_experts(config, mlp, getattr(experts, PLACEHOLDER))
+    return Layer(
+        _norm(layer.input_layernorm), _read_attention(config, layer.self_attn),
+        _norm(layer.post_attention_layernorm), feed,
+    )  # fmt: skip
+
+
+def _read_experts(config: Any, mlp: Any, placeholder: ExpertPlaceholder) -> Experts:
+    oss = config.model_type == "gpt_oss"
+    router = mlp.router if oss else mlp.gate
+    activation = CLAMPED
+    if isinstance(placeholder.activation, Fused):
+        activation = SILU if placeholder.activation.gated else GELU
+    shared = None
+    if hasattr(mlp, "shared_expert"):
+
+        def shared(x: Tensor) -> Tensor:
+            share: Tensor = torch.sigmoid(mlp.shared_expert_gate(x)) * mlp.shared_expert(x)
+            return share
+
+    return Experts(
+        router.weight.data, _data(getattr(router, "bias", None)), False, router.top_k, not oss,
+        bool(getattr(router, "norm_topk_prob", True)), placeholder, activation, shared,
+    )  # fmt: skip
+
+
+def _read_attention(config: Any, attention: Any) -> Attention:
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    weight = _join([each.weight for each in projections])
+    bias = None
+    if projections[0].bias is not None:
+        bias = _join([each.bias for each in projections])
+    width = attention.head_dim
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = _norm(attention.q_norm), _norm(attention.k_norm)
+    by_head = norms is not None and norms[0].weight.numel() == width
+    return Attention(
+        weight,
+        bias,
+        attention.o_proj.weight.data,
+        _data(attention.o_proj.bias),
+        projections[0].out_features // width,
+        projections[1].out_features // width,
+        width,
+        norms if by_head else None,
+        None if by_head else norms,
+        getattr(config, "clip_qkv", None),
+        attention.scaling,
+        _window(config, attention),
+        _data(getattr(attention, "sinks", None)),
+    )
+
+
+def _window(config: Any, attention: Any) -> int | None:
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[attention.layer_idx] != "sliding_attention":
+        return None
+    return window
+
+
+def _norm(module: Any) -> Norm:
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return Norm(module.weight.data, eps)
+
+
+def _data(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.data
+
+
+def _join(parameters: list[Tensor]) -> Tensor:
+    """One tensor of which the parameters become parts."""
+    whole = torch.cat([parameter.data for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = whole[start : start + len(parameter)]
+        start += len(parameter)
+    return whole
+
+
+def _read_gpt(model: GPTMoE) -> Decoder | None:
+    config = model.config
+    width = config.d_model // config.n_heads
+    if any(_quirks(model)):
+        return None
+    layers = []
+    for block in model.blocks:
+        own: Any = block
+        attention = Attention(
+            own.attention.qkv.weight.data, None, own.attention.out.weight.data, None,
+            config.n_heads, config.n_heads, width, None, None, None, width**-0.5, None, None,
+        )  # fmt: skip
+        feed: Experts | Callable[[Tensor], Tensor] = own.dense
+        if own.moe is not None:
+            router = own.moe.router
+            feed = Experts(
+                router.weight.data, None, True, router.top_k, True, router.normalize,
+                own.moe.experts, SILU if config.gated else GELU, None,
+            )  # fmt: skip
+        layers.append(Layer(_norm(own.attention_norm), attention, _norm(own.feed_norm), feed))
+    head = model.get_output_embeddings().weight
+    assert isinstance(head, Tensor)
+    return Decoder(
+        model.embedding.weight.data, layers, _norm(model.norm), head.data, None,
+        model.rope.cos, model.rope.sin,
+    )  # fmt: skip

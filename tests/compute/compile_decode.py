@@ -1,0 +1,69 @@
+"""Compiles the decoding kernels without a GPU: capability.
+
+PYTHONPATH=src python3 tests/compute/compile_decode.py 90
+"""
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from overspill.compute import decode_triton as kernels
+
+NUMBERS = {"eps": "fp32", "scale": "fp32"}
+WIDE = {"positions", "blocks", "offsets", "table"}
+FLOAT = {"sums", "stats", "weights"}
+LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
+ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
+ATTEND = {
+    "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128, "LANES": 128, "PART": 64,
+    "TILE": 64, "ROWS": 16,
+}  # fmt: skip
+ROUTE = {"TOP_K": 8, "KS": 8, "BLOCK": 128, "SOFTMAX_FIRST": True, "NORMALIZE": True}
+IN = {"ACTIVATION": 0, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8, "BLOCK": 256}
+OUT = {"BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 4, "BLOCK": 256}
+CASES = [
+    ("_add_norm_kernel", {"N_PARTS": 2, "BLOCK": 2048}, {}),
+    ("_linear_kernel", LINEAR, {}),
+    ("_rotate_kernel", ROTATE, {}),
+    ("_attend_kernel", ATTEND, {}),
+    ("_combine_kernel", {"SINKS": True, "PARTS": 64, "WIDTH": 128, "LANES": 128}, {}),
+    ("_route_kernel", ROUTE, {"ids": "*i32"}),
+    ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, {"ids": "*i32"}),
+    ("_expert_in_kernel", IN, {}),
+    ("_expert_in_kernel", IN | {"ACTIVATION": 1}, {}),
+    ("_expert_in_kernel", IN | {"ACTIVATION": 2, "BIAS": True, "TRANSPOSED": True}, {}),
+    ("_expert_out_kernel", OUT, {"out": "*fp32"}),
+    ("_expert_out_kernel", OUT | {"BIAS": True, "TRANSPOSED": True}, {"out": "*fp32"}),
+]
+SIZES = {
+    "width", "n", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in", "top_k",
+}  # fmt: skip
+
+
+def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str], to: int) -> None:
+    kernel = getattr(kernels, name)
+    signature = {}
+    for arg in kernel.arg_names:
+        if arg in constants:
+            signature[arg] = "constexpr"
+        elif arg in types:
+            signature[arg] = types[arg]
+        elif arg in SIZES:
+            signature[arg] = "i32"
+        elif arg in NUMBERS:
+            signature[arg] = NUMBERS[arg]
+        else:
+            signature[arg] = "*i64" if arg in WIDE else "*fp32" if arg in FLOAT else "*bf16"
+    triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", to, 32))
+
+
+def main() -> None:
+    for name, constants, types in CASES:
+        compile_kernel(name, constants, types, int(sys.argv[1]))
+        print(name, constants)
+
+
+if __name__ == "__main__":
+    main()
