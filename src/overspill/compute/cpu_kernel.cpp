@@ -11,35 +11,10 @@
 // Sums are float32 and rounded where compute/experts.py rounds. The order of a sum depends only on
 // the sizes of an expert, never on the threads or on the other experts of the group.
 
-#include "cpu_amx_tasks.h"
-#include "cpu_runner.h"
+#include "cpu_misses.h"
+#include "cpu_requests.h"
 
 namespace {
-
-int best_isa() {
-#if HAVE_AMX
-    static const int best = best_vector_isa() == AVX512 && has_tiles() ? AMX : best_vector_isa();
-#else
-    static const int best = best_vector_isa();
-#endif
-    return best;
-}
-
-template <class T>
-TaskFunction vector_function(int isa) {
-#if HAVE_X86
-    if (isa >= AVX512) return vector_task<T, Avx512<T>>;
-    if (isa == AVX2) return vector_task<T, Avx2<T>>;
-#endif
-    return vector_task<T, Generic<T>>;
-}
-
-TaskFunction task_function(int isa, bool bf16) {
-#if HAVE_AMX
-    if (isa == AMX && bf16) return amx_task;
-#endif
-    return bf16 ? vector_function<uint16_t>(isa) : vector_function<float>(isa);
-}
 
 uint64_t read_words(const uint64_t* from, int64_t count) {
 #if HAVE_X86
@@ -47,25 +22,6 @@ uint64_t read_words(const uint64_t* from, int64_t count) {
     if (best_isa() == AVX2) return Avx2<float>::read(from, count);
 #endif
     return Generic<float>::read(from, count);
-}
-
-std::unique_ptr<Request> make_request(const GroupArgs& args) {
-    auto request = std::make_unique<Request>();
-    Group& group = request->group;
-    static_cast<GroupArgs&>(group) = args;
-    group.weight_bytes = args.bf16 ? 2 : 4;
-    const int isa = args.isa < 0 ? best_isa() : args.isa;
-    const bool tiles = isa == AMX && args.bf16 && args.d % STEP == 0 && args.h % STEP == 0;
-    request->function = task_function(isa, args.bf16);
-    for (int64_t i = 0; i < args.count; ++i) {
-        const int64_t rows = args.stops[i] - args.starts[i];
-        const bool packed = tiles && (args.backward || rows > MAX_VECTOR_ROWS);
-        if (rows > 0) request->experts.push_back({args.records[i], args.starts[i], rows, packed});
-    }
-    group.hidden_per_task =
-        task_height(*request, group.h, group.d * group.weight_bytes, group.gates());
-    group.output_per_task = task_height(*request, group.d, group.h * group.weight_bytes, 1);
-    return request;
 }
 
 // Of the calling thread, for calls without a runner.
@@ -107,6 +63,36 @@ void overspill_runner_submit(Runner* runner, const GroupArgs* args, const uint32
 int overspill_runner_wait(Runner* runner, const uint32_t* done, uint32_t number, double seconds,
                           int64_t* progress) {
     return runner->wait(*reinterpret_cast<const Flag*>(done), number, seconds, progress);
+}
+
+MissRunner* overspill_misses_new(const GroupArgs* args, const MissMemory* memory,
+                                 const MissSizes* sizes, void (*inject)()) {
+    return new MissRunner(*args, *memory, *sizes, inject);
+}
+
+void overspill_misses_close(MissRunner* runner) { runner->close(); }
+
+// After close(), when no thread is in a call with this runner.
+void overspill_misses_free(MissRunner* runner) { delete runner; }
+
+void overspill_misses_set_records(MissRunner* runner, int64_t layer, const void* const* addresses) {
+    runner->set_records(layer, addresses);
+}
+
+void overspill_misses_pause(MissRunner* runner) { runner->pause(); }
+
+void overspill_misses_resume(MissRunner* runner) { runner->resume(); }
+
+// Copies the first failure since the last call to `message` as a string of at most `size` bytes.
+void overspill_misses_failure(MissRunner* runner, char* message, int64_t size) {
+    const std::string failure = runner->take_failure();
+    message[failure.copy(message, size - 1)] = 0;
+}
+
+void overspill_misses_counts(MissRunner* runner, MissCounts* counts) { *counts = runner->counts(); }
+
+int64_t overspill_misses_spans(MissRunner* runner, MissSpan* spans) {
+    return runner->take_spans(spans);
 }
 
 // Reads `count` words once with all threads, to measure the bandwidth.

@@ -214,6 +214,15 @@ def cpu_library() -> ctypes.CDLL | None:
         "runner_close": (None, [pointer]),
         "runner_free": (None, [pointer]),
         "runner_submit": (None, [pointer, args, pointer, pointer, number, times, pointer]),
+        "misses_new": (pointer, [args, pointer, pointer, pointer]),
+        "misses_close": (None, [pointer]),
+        "misses_free": (None, [pointer]),
+        "misses_set_records": (None, [pointer, ctypes.c_int64, pointer]),
+        "misses_pause": (None, [pointer]),
+        "misses_resume": (None, [pointer]),
+        "misses_failure": (None, [pointer, pointer, ctypes.c_int64]),
+        "misses_counts": (None, [pointer, pointer]),
+        "misses_spans": (ctypes.c_int64, [pointer, pointer]),
         "runner_wait": (ctypes.c_int, [pointer, pointer, number, ctypes.c_double, times]),
     }
     for name, (result, arguments) in signatures.items():

@@ -63,11 +63,13 @@ int64_t task_height(const Request& request, int64_t height, int64_t row_bytes, i
 // Computes requests with a thread pool and scratch memory of its own, one at a time.
 class Executor {
   public:
+    explicit Executor(int64_t idle_spin_ns = IDLE_SPIN_NS) : pool(idle_spin_ns) {}
+
     // Returns false, without results, if `closed` became true before the token rows were ready.
     bool execute(Request& request, const std::atomic<bool>& closed) {
         for (size_t next = 0; next < request.experts.size();) {
-            std::vector<ExpertRows> part = take_part(request, next);
-            Tasks tasks(request, part, next == request.experts.size());
+            take_part(request, next);
+            Tasks tasks(request, part, ranges, next == request.experts.size());
             const std::function<void()> work = [&] { tasks.work(); };
             const int threads = int(least(request.group.threads, tasks.total));
             // Before the rows are ready: waking up the workers takes as long as the transfer.
@@ -86,10 +88,11 @@ class Executor {
     ThreadPool pool;
 
   private:
-    // The experts from `next` on that fit the scratch memory, at least one; advances `next`.
-    std::vector<ExpertRows> take_part(const Request& request, size_t& next) {
-        std::vector<ExpertRows> part;
+    // Makes `part` the experts from `next` on that fit the scratch memory, at least one; advances
+    // `next`.
+    void take_part(const Request& request, size_t& next) {
         int64_t bytes = 0;
+        part.clear();
         for (; next < request.experts.size(); ++next) {
             ExpertRows own = request.experts[next];
             char* size = nullptr;
@@ -101,7 +104,6 @@ class Executor {
         }
         char* at = scratch.take(bytes);
         for (ExpertRows& own : part) assign_scratch(request.group, own, at);
-        return part;
     }
 
     static bool await_rows(Request& request, const std::atomic<bool>& closed) {
@@ -114,6 +116,8 @@ class Executor {
     }
 
     Scratch scratch;
+    std::vector<ExpertRows> part;  // kept, as the next, so that a call seldom allocates
+    std::vector<Tasks::Range> ranges;
 };
 
 // A thread that executes requests one after another, each as soon as its token rows are ready. It

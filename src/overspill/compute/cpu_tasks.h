@@ -37,13 +37,26 @@ struct Request {
 // earlier in this order, so one thread can always proceed.
 class Tasks {
   public:
-    Tasks(Request& request, const std::vector<ExpertRows>& experts, bool last)
+    // The tasks of one phase of one expert.
+    struct Range {
+        int phase = 0;
+        const ExpertRows* expert = nullptr;
+        int64_t first = 0;
+        const Range* before = nullptr;               // must be finished first
+        alignas(LINE) std::atomic<int64_t> left{0};  // apart from the fields that are only read
+    };
+
+    // `memory` is replaced if it is too small.
+    Tasks(Request& request, const std::vector<ExpertRows>& experts, std::vector<Range>& memory,
+          bool last)
         : request(request),
           group(request.group),
           last(last),
-          ranges(PHASES * experts.size()),
+          range_count(PHASES * experts.size()),
           state(request.ready ? WAITING : READY) {
-        for (size_t i = 0; i < ranges.size(); ++i) {
+        if (memory.size() < range_count) memory = std::vector<Range>(range_count);
+        ranges = memory.data();
+        for (size_t i = 0; i < range_count; ++i) {
             Range& range = ranges[i];
             range.phase = int(i / experts.size());
             range.expert = &experts[i % experts.size()];
@@ -60,7 +73,7 @@ class Tasks {
     // computed anything, and timed_out() is true.
     void work() {
         int64_t task = next.fetch_add(1);
-        Range* range = range_of(ranges.data(), task);
+        Range* range = range_of(ranges, task);
         if (!await_rows(task < total ? weights_of(*range, task) : Prefetch())) return;
         const FlushDenormals flush;
         while (task < total) {
@@ -93,15 +106,6 @@ class Tasks {
     enum { WAITING, READY, LATE };
     static constexpr int64_t READY_TIMEOUT_NS = 4 * IDLE_SPIN_NS;
     static constexpr int64_t LINES_PER_CHECK = 32;
-
-    // The tasks of one phase of one expert.
-    struct Range {
-        int phase = 0;
-        const ExpertRows* expert = nullptr;
-        int64_t first = 0;
-        const Range* before = nullptr;               // must be finished first
-        alignas(LINE) std::atomic<int64_t> left{0};  // apart from the fields that are only read
-    };
 
     // All threads must get the same answer, or few threads would do all the work.
     bool await_rows(Prefetch weights) {
@@ -138,8 +142,8 @@ class Tasks {
 
     // Searches from `from` on: most tasks come later than the previous one.
     Range* range_of(Range* from, int64_t task) {
-        const Range* const end = ranges.data() + ranges.size();
-        if (task < from->first) from = ranges.data();
+        const Range* const end = ranges + range_count;
+        if (task < from->first) from = ranges;
         while (from + 1 < end && from[1].first <= task) ++from;
         return from;
     }
@@ -151,7 +155,8 @@ class Tasks {
     Request& request;
     const Group& group;
     const bool last;  // of the request
-    std::vector<Range> ranges;
+    const size_t range_count;
+    Range* ranges;
     const int64_t deadline = now_ns() + READY_TIMEOUT_NS;
     alignas(LINE) std::atomic<int64_t> next{0};
     alignas(LINE) std::atomic<int64_t> unfinished{0};  // ranges

@@ -28,7 +28,7 @@ int64_t now_ns() {
 }
 
 constexpr int64_t SPIN_NS = 20000;       // then a waiting thread yields: it may block another one
-constexpr int64_t IDLE_SPIN_NS = 50000;  // that an idle worker waits for a call before it sleeps
+constexpr int64_t IDLE_SPIN_NS = 50000;  // of a pool's workers, unless calls are known to follow
 
 // One iteration of a wait loop that began at `since`.
 INLINE void relax(int64_t since) {
@@ -72,10 +72,12 @@ class WakeSignal {
 };
 
 // Workers that run a function together with the caller; one caller at a time. After a call they
-// spin briefly and then sleep: OpenMP's threads would spin for milliseconds and slow down the
-// thread that drives the GPU. No locks.
+// spin for `idle_spin_ns` and then sleep: OpenMP's threads would spin for milliseconds and slow
+// down the thread that drives the GPU. No locks.
 class ThreadPool {
   public:
+    explicit ThreadPool(int64_t idle_spin_ns) : idle_spin_ns(idle_spin_ns) {}
+
     // Runs `body` in the calling thread and in up to `threads - 1` workers, and returns when all of
     // them have left it. A worker that wakes up after the caller has left it does not run it.
     void run(int threads, const std::function<void()>& body) {
@@ -147,7 +149,7 @@ class ThreadPool {
             return call != seen && index < wanted_by(call);
         };
         for (;;) {
-            const int64_t until = now_ns() + IDLE_SPIN_NS;
+            const int64_t until = now_ns() + idle_spin_ns;
             spin_until([&] { return called() || now_ns() >= until; });
             if (called()) return call;
             const uint32_t count = wake.count();
@@ -160,6 +162,7 @@ class ThreadPool {
     alignas(LINE) std::atomic<uint64_t> current{NONE};
     alignas(LINE) WakeSignal wake;
     alignas(LINE) const std::function<void()>* function = nullptr;
+    const int64_t idle_spin_ns;  // that a worker waits for a call before it sleeps
     std::vector<std::unique_ptr<Worker>> workers;
     uint64_t calls = 0;
     pid_t process = getpid();

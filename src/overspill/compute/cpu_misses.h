@@ -1,0 +1,316 @@
+// A thread that computes the experts which a decoding step on the GPU does not find there.
+//
+// A step of a model is one CUDA graph. In a layer with missing experts, a kernel writes the token
+// rows and the missing (row, expert, weight) to pinned memory and then sets the layer's `ready`.
+// The graph continues with the experts that are on the GPU and then waits for the layer's `done`.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "cpu_requests.h"
+
+namespace {
+
+constexpr int64_t ACTIVE_NS = 2000000;    // after a request: until then threads spin for the next
+constexpr int64_t NAP_NS = 40000;         // between two looks at the flags after that
+constexpr int64_t PAUSED_NS = 10000000;   // the same while paused
+constexpr int64_t MIN_PARALLEL_ROWS = 8;  // copied or summed; one thread is as fast below
+constexpr size_t SPANS = 4096;            // the latest ones are kept
+
+// Memory that the GPU and the thread share, in the order of `MissBuffers` in misses.py. A layer uses the
+// rows after the layer before is done, so all layers share them.
+struct MissMemory {
+    Flag *ready, *done;         // [layers]
+    const int32_t* count;       // missing pairs of a row and an expert
+    const int32_t* n_rows;      // token rows of the batch
+    const int32_t *row, *expert;  // of each pair
+    const float* weight;
+    const void* x;  // [rows, D]
+    float* out;     // [rows, D]: the weighted sum over a row's missing experts
+};
+
+struct MissSizes {
+    int64_t layers, experts, rows, top_k;
+};
+
+struct MissSpan {
+    int64_t layer, begin, end, experts;
+};
+
+struct MissCounts {
+    int64_t experts, ns;  // computed so far, and the time it took
+};
+
+class MissRunner {
+  public:
+    // `args` has the sizes of an expert, the type of its weights and the number of threads.
+    // `inject` as in Request.
+    MissRunner(const GroupArgs& args, const MissMemory& memory, const MissSizes& sizes,
+               void (*inject)())
+        : args(args), memory(memory), sizes(sizes), records(sizes.layers * sizes.experts) {
+        const int64_t pairs = sizes.rows * sizes.top_k;
+        request.inject = inject;
+        row_bytes = args.d * (args.bf16 ? 2 : 4);
+        x = x_memory.take(pairs * row_bytes);
+        y = y_memory.take(pairs * row_bytes);
+        std::memset(x, 0, pairs * row_bytes);  // now, and not in the first steps: page faults
+        std::memset(y, 0, pairs * row_bytes);
+        position.resize(pairs);
+        place.resize(sizes.experts, -1);
+        group_records.resize(sizes.experts);
+        starts.resize(sizes.experts);
+        stops.resize(sizes.experts);
+        spans.reserve(SPANS);
+        this->args.records = group_records.data();
+        this->args.starts = starts.data();
+        this->args.stops = stops.data();
+        thread = std::thread(&MissRunner::work, this);
+    }
+
+    ~MissRunner() { close(); }
+
+    // Addresses of the records of a layer's experts; null where one is not in host memory.
+    void set_records(int64_t layer, const void* const* addresses) {
+        for (int64_t i = 0; i < sizes.experts; ++i)
+            records[layer * sizes.experts + i].store(addresses[i], std::memory_order_release);
+    }
+
+    // No step runs: threads sleep. A request is computed nevertheless, with a delay.
+    void pause() { paused = true; }
+
+    // A step begins.
+    void resume() {
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            paused = false;
+            ++resumes;
+        }
+        changed.notify_one();
+    }
+
+    // The first failure since the last call, or an empty string.
+    std::string take_failure() {
+        const std::lock_guard<std::mutex> guard(lock);
+        return std::exchange(failure, {});
+    }
+
+    MissCounts counts() {
+        const std::lock_guard<std::mutex> guard(lock);
+        return total;
+    }
+
+    // Moves the kept spans, at most SPANS, to `to` and returns their number.
+    int64_t take_spans(MissSpan* to) {
+        const std::lock_guard<std::mutex> guard(lock);
+        const int64_t count = int64_t(spans.size());
+        for (int64_t i = 0; i < count; ++i) to[i] = spans[(oldest + i) % count];
+        spans.clear();
+        oldest = 0;
+        return count;
+    }
+
+    // Ends the thread when no flag is set.
+    void close() {
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            closed = true;
+        }
+        changed.notify_one();
+        if (thread.joinable()) thread.join();
+    }
+
+  private:
+    void work() {
+#if defined(__linux__)
+        prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; the default of 50000 would prolong short sleeps
+#endif
+        int64_t layer = 0, idle_since = now_ns();
+        for (uint32_t seen = 0;;) {
+            const int64_t found = next_ready(layer);
+            if (found >= 0) {
+                serve(found);
+                layer = found + 1;
+                idle_since = now_ns();
+            } else if (closed) {
+                return;
+            } else if (resumes != seen) {
+                // Workers that sleep would need longer to wake up than to compute: they spin now.
+                seen = resumes;
+                guarded([&] { executor.pool.run(int(args.threads), [] {}); });
+                idle_since = now_ns();
+            } else if (paused) {
+                std::unique_lock<std::mutex> guard(lock);
+                changed.wait_for(guard, std::chrono::nanoseconds(PAUSED_NS),
+                                 [&] { return closed || resumes != seen; });
+            } else if (now_ns() < idle_since + ACTIVE_NS) {
+                relax(now_ns());
+            } else {
+                std::this_thread::sleep_for(std::chrono::nanoseconds(NAP_NS));
+            }
+        }
+    }
+
+    // The first layer from `first` on, and then from 0 on, that is ready; -1 if none is.
+    int64_t next_ready(int64_t first) const {
+        for (int64_t i = 0; i < sizes.layers; ++i) {
+            const int64_t layer = (first + i) % sizes.layers;
+            if (memory.ready[layer].load(std::memory_order_acquire)) return layer;
+        }
+        return -1;
+    }
+
+    // Always ends with `done`: the GPU waits for it.
+    void serve(int64_t layer) {
+        MissSpan span{layer, now_ns(), 0, 0};
+        memory.ready[layer].store(0, std::memory_order_relaxed);
+        const bool computed = guarded([&] {
+            if (request.inject) request.inject();
+            span.experts = compute(layer);
+        });
+        if (!computed) std::memset(memory.out, 0, sizes.rows * args.d * 4);
+        span.end = now_ns();
+        // Before the lock is taken: its holder may be preempted.
+        memory.done[layer].store(1, std::memory_order_release);
+        const std::lock_guard<std::mutex> guard(lock);
+        total.experts += span.experts;
+        total.ns += span.end - span.begin;
+        if (spans.size() < SPANS)
+            spans.push_back(span);
+        else
+            spans[std::exchange(oldest, (oldest + 1) % SPANS)] = span;
+    }
+
+    // Whether `body` succeeds; its failure is stored.
+    template <class Body>
+    bool guarded(const Body& body) {
+        try {
+            body();
+            return true;
+        } catch (const std::exception& error) {
+            const std::lock_guard<std::mutex> guard(lock);
+            if (failure.empty()) failure = error.what();
+            return false;
+        }
+    }
+
+    // Returns the number of experts.
+    int64_t compute(int64_t layer) {
+        const int64_t pairs = *memory.count, rows = *memory.n_rows;
+        check(layer, pairs, rows);
+        group_pairs(layer, pairs);
+        // One token row needs no copies: every expert reads it.
+        args.x = rows == 1 ? memory.x : x;
+        args.x_stride = rows == 1 ? 0 : args.d;
+        args.out = y;
+        args.out_stride = args.d;
+        const char* from = static_cast<const char*>(memory.x);
+        if (rows > 1)
+            for_each(pairs, [&](int64_t i) {
+                std::memcpy(x + position[i] * row_bytes, from + memory.row[i] * row_bytes,
+                            row_bytes);
+            });
+        if (pairs > 0) {
+            fill_request(request, args);
+            executor.execute(request, never);
+        }
+        for_each(rows, [&](int64_t row) {
+            args.bf16 ? sum_row<uint16_t>(row, pairs) : sum_row<float>(row, pairs);
+        });
+        return args.count;
+    }
+
+    void check(int64_t layer, int64_t pairs, int64_t rows) const {
+        const std::string where = "layer " + std::to_string(layer) + ": ";
+        if (rows < 0 || rows > sizes.rows)
+            throw std::runtime_error(where + std::to_string(rows) + " token rows, at most " +
+                                     std::to_string(sizes.rows) + " are possible");
+        if (pairs < 0 || pairs > rows * sizes.top_k)
+            throw std::runtime_error(where + std::to_string(pairs) + " missing experts of " +
+                                     std::to_string(rows) + " token rows");
+        for (int64_t i = 0; i < pairs; ++i) {
+            const int32_t row = memory.row[i], expert = memory.expert[i];
+            if (row < 0 || row >= rows || expert < 0 || expert >= sizes.experts)
+                throw std::runtime_error(where + "no token row " + std::to_string(row) +
+                                         " or no expert " + std::to_string(expert));
+            if (!record(layer, expert))
+                throw std::runtime_error(where + "expert " + std::to_string(expert) +
+                                         " is not in host memory");
+        }
+    }
+
+    const void* record(int64_t layer, int64_t expert) const {
+        return records[layer * sizes.experts + expert].load(std::memory_order_acquire);
+    }
+
+    // Orders the pairs by expert: sets the experts of `args` and the position of each pair.
+    void group_pairs(int64_t layer, int64_t pairs) {
+        args.count = 0;
+        for (int64_t i = 0; i < pairs; ++i) {
+            int32_t& own = place[memory.expert[i]];
+            if (own < 0) {
+                own = int32_t(args.count++);
+                group_records[own] = record(layer, memory.expert[i]);
+                stops[own] = 0;
+            }
+            ++stops[own];
+        }
+        for (int64_t i = 0, at = 0; i < args.count; ++i) {
+            starts[i] = at;
+            at += std::exchange(stops[i], at);
+        }
+        for (int64_t i = 0; i < pairs; ++i) position[i] = stops[place[memory.expert[i]]]++;
+        for (int64_t i = 0; i < pairs; ++i) place[memory.expert[i]] = -1;
+    }
+
+    template <class T>
+    void sum_row(int64_t row, int64_t pairs) const {
+        float* __restrict to = memory.out + row * args.d;
+        std::memset(to, 0, args.d * 4);
+        for (int64_t i = 0; i < pairs; ++i) {
+            if (memory.row[i] != row) continue;
+            const T* __restrict from = reinterpret_cast<const T*>(y + position[i] * row_bytes);
+            const float weight = memory.weight[i];
+#pragma omp simd
+            for (int64_t at = 0; at < args.d; ++at) to[at] += weight * load(from + at);
+        }
+    }
+
+    template <class Body>
+    void for_each(int64_t count, const Body& body) {
+        std::atomic<int64_t> next{0};
+        const auto share = [&] {
+            for (int64_t i; (i = next.fetch_add(1)) < count;) body(i);
+        };
+        // std::ref: a copy of the lambda would be allocated
+        executor.pool.run(count < MIN_PARALLEL_ROWS ? 1 : args.threads, std::ref(share));
+    }
+
+    GroupArgs args;
+    const MissMemory memory;
+    const MissSizes sizes;
+    std::vector<std::atomic<const void*>> records;  // [layers, experts]
+    int64_t row_bytes;
+    Request request;
+    Executor executor{ACTIVE_NS};
+    Scratch x_memory, y_memory;
+    char *x, *y;                    // ordered by expert
+    std::vector<int64_t> position;  // of each pair among them
+    std::vector<int32_t> place;     // of each expert in the group, -1 without pairs
+    std::vector<const void*> group_records;
+    std::vector<int64_t> starts, stops;
+    const std::atomic<bool> never{false};
+
+    std::mutex lock;  // guards what follows
+    std::condition_variable changed;
+    std::atomic<bool> closed{false}, paused{true};  // also read without the lock, as the next
+    std::atomic<uint32_t> resumes{0};
+    std::string failure;
+    MissCounts total{};
+    std::vector<MissSpan> spans;  // a ring
+    size_t oldest = 0;
+    std::thread thread;
+};
+
+}  // namespace

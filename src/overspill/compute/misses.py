@@ -1,0 +1,244 @@
+"""A native thread that computes the experts which a decoding step on the GPU does not find there.
+
+A step of a model is one CUDA graph, so the host takes no part in it. In a layer with missing
+experts, a kernel writes the token rows and the missing (row, expert, weight) to pinned memory,
+fences, and sets `ready[layer]`. The graph continues with the experts that are on the GPU, then
+waits until `done[layer]` is 1. The next kernel adds `out` to its sums and resets `done[layer]`.
+If no expert is missing, the first kernel sets `done[layer]` itself.
+
+Shapes: R token rows of the batch, P missing pairs of a row and an expert, L layers, E experts,
+D model.
+"""
+
+import ctypes
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overspill.compute.activation import Activation
+from overspill.compute.cpu_kernel import group_args, loaded_library, why_unsupported
+from overspill.core.errors import ConfigError, EngineError
+from overspill.core.experts import ExpertShape
+from overspill.core.sizes import round_up
+from overspill.tiers.layout import ALIGN
+from overspill.tiers.slab import HostSlab
+from overspill.tiers.worker_sync import WorkerSync
+
+_CALLBACK = ctypes.CFUNCTYPE(None)
+_CACHE_LINE = 64
+_MAX_SPANS = 4096  # as in cpu_misses.h
+
+
+@dataclass(frozen=True)
+class MissBuffers:
+    """The memory that the GPU and the thread share, as seen by the host or by the device. All
+    layers use the same rows: each waits for its results."""
+
+    ready_L: Tensor
+    """int32, 1: the request of a layer is complete. The thread resets it."""
+    done_L: Tensor
+    """int32, 1: the results are complete. The GPU resets it."""
+    count: Tensor
+    """int32 [1]: missing pairs."""
+    n_rows: Tensor
+    """int32 [1]: token rows of the batch; `out_RD` is written for all of them."""
+    rows_P: Tensor
+    """int32: the token row of each pair."""
+    experts_P: Tensor
+    """int32: its expert."""
+    weights_P: Tensor
+    """float32: its routing weight."""
+    x_RD: Tensor
+    out_RD: Tensor
+    """float32: the weighted sum over the missing experts of each row; zero for rows without."""
+
+
+class MissSpan(NamedTuple):
+    """One request: begin and end as time.perf_counter_ns()."""
+
+    layer: int
+    begin: int
+    end: int
+    n_experts: int
+
+
+class MissRunner:
+    """The thread and its buffers. It spins while requests come, looks at the flags every 40 µs
+    after 2 ms without one, and sleeps while it is paused, as it is at first.
+
+    `inject("cpu")` is for fault-injection tests. Native threads call it at the start of each
+    request and before each task; it may sleep. An exception that it raises is stored.
+    """
+
+    _handle: int | None = None  # of an object whose __init__ has failed
+
+    def __init__(
+        self,
+        shape: ExpertShape,
+        dtype: torch.dtype,
+        n_layers: int,
+        n_experts: int,
+        max_rows: int,
+        top_k: int,
+        threads: int,
+        pinned: bool,
+        inject: Callable[[str], object] | None = None,
+        sync: WorkerSync | None = None,
+        activation: Activation | None = None,
+    ) -> None:
+        """`threads` includes the runner's own. `check` also raises failures of `sync`."""
+        reason = why_unsupported(dtype, shape, activation)
+        if reason is not None:
+            raise ConfigError(f"the CPU cannot compute missing experts: {reason}")
+        self._process = os.getpid()
+        self._closed = False
+        self._library = loaded_library()
+        self._sync = sync
+        self._failures: list[BaseException] = []
+        assert min(n_layers, n_experts, max_rows, top_k) >= 1
+        pairs = max_rows * top_k
+        self._parts: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
+            ((n_layers,), torch.int32),
+            ((n_layers,), torch.int32),
+            ((1,), torch.int32),
+            ((1,), torch.int32),
+            ((pairs,), torch.int32),
+            ((pairs,), torch.int32),
+            ((pairs,), torch.float32),
+            ((max_rows, shape.d_model), dtype),
+            ((max_rows, shape.d_model), torch.float32),
+        )
+        self._n_layers, self._n_experts = n_layers, n_experts
+        size = sum(_line_bytes(*part) for part in self._parts)
+        self._slab = HostSlab("missing experts", 1, round_up(size, ALIGN), pinned)
+        self.memory = self._slab[0]
+        """The bytes of all buffers."""
+        self.host = self.view(self.memory)
+        """The buffers, for the host."""
+        # Kept here: the native threads call it until close(). It must not refer to this object.
+        self._callback = (
+            None if inject is None else _CALLBACK(partial(_call, inject, self._failures))
+        )
+        tensors = [getattr(self.host, field.name) for field in fields(MissBuffers)]
+        addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+        sizes = (ctypes.c_int64 * 4)(n_layers, n_experts, max_rows, top_k)
+        args = group_args(self.host.x_RD, self.host.x_RD, [], shape, threads)
+        self._handle = self._library.overspill_misses_new(args, addresses, sizes, self._callback)
+
+    @property
+    def nbytes(self) -> int:
+        return self._slab.nbytes
+
+    def view(self, memory: Tensor) -> MissBuffers:
+        """The buffers in `memory`; `on_device(runner.memory, device)` gives those for the device.
+        They are valid until close()."""
+        tensors, at = [], 0
+        for shape, dtype in self._parts:
+            size = math.prod(shape) * dtype.itemsize
+            tensors.append(memory[at : at + size].view(dtype).view(shape))
+            at += _line_bytes(shape, dtype)
+        return MissBuffers(*tensors)
+
+    def set_records(self, layer: int, addresses: Sequence[int]) -> None:
+        """Says where the records of a layer's experts are; 0 for an expert that is not in host
+        memory. Only while no step runs. The caller keeps the memory."""
+        if not 0 <= layer < self._n_layers or len(addresses) != self._n_experts:
+            raise ValueError(
+                f"{len(addresses)} addresses for layer {layer}; the model has {self._n_layers} "
+                f"layers of {self._n_experts} experts"
+            )
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._library.overspill_misses_set_records(self._open(), layer, pointers)
+
+    def resume(self) -> None:
+        """Call it before each step: the thread is awake when the step needs it."""
+        self._library.overspill_misses_resume(self._open())
+
+    def pause(self) -> None:
+        """No step follows for a while: the threads sleep. A request would still be computed, 10 ms
+        late."""
+        self._library.overspill_misses_pause(self._own())
+
+    def check(self) -> None:
+        """Raises a stored failure, once. Its request is done, but its results may be zeros."""
+        if self._sync is not None:
+            with self._sync.lock:
+                self._sync.raise_error()
+        message = ctypes.create_string_buffer(256)
+        self._library.overspill_misses_failure(self._own(), message, len(message))
+        if self._failures:
+            failure = self._failures[0]
+            self._failures.clear()
+            raise failure
+        if message.value:
+            raise EngineError(
+                f"the CPU could not compute missing experts: {message.value.decode()}. Please "
+                "report this as a bug"
+            )
+
+    @property
+    def n_misses(self) -> int:
+        """Experts computed so far; one with several token rows of a step counts once."""
+        return self._counts()[0]
+
+    @property
+    def seconds(self) -> float:
+        """Time spent computing them."""
+        return self._counts()[1] / 1e9
+
+    def take_spans(self) -> list[MissSpan]:
+        """The requests since the last call, the latest 4096 at most. One that has just set its
+        flag may not be among them yet."""
+        numbers = (ctypes.c_int64 * (len(MissSpan._fields) * _MAX_SPANS))()
+        count = self._library.overspill_misses_spans(self._own(), numbers)
+        flat = iter(numbers[: len(MissSpan._fields) * count])
+        return [MissSpan(*span) for span in zip(flat, flat, flat, flat, strict=True)]
+
+    def close(self) -> None:
+        """Ends the thread after the requests that are ready, and releases the buffers: no step may
+        run, and none may follow."""
+        if not self._closed and os.getpid() == self._process:
+            self._closed = True
+            self._library.overspill_misses_close(self._handle)
+            self._slab.close()
+
+    def __del__(self) -> None:
+        # here and not in close(): another thread may still use the native object
+        if self._handle is not None and os.getpid() == self._process:
+            self.close()
+            self._library.overspill_misses_free(self._handle)
+
+    def _counts(self) -> tuple[int, int]:
+        counts = (ctypes.c_int64 * 2)()
+        self._library.overspill_misses_counts(self._own(), counts)
+        n_experts, ns = counts
+        return n_experts, ns
+
+    def _own(self) -> int | None:
+        """A forked child does not have the thread, which may have held the lock."""
+        if os.getpid() != self._process:
+            raise EngineError("missing experts are computed in another process; load the model")
+        return self._handle
+
+    def _open(self) -> int | None:
+        if self._closed:
+            raise EngineError("the thread for missing experts was closed; load the model again")
+        return self._own()
+
+
+def _line_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor, in whole cache lines."""
+    return round_up(math.prod(shape) * dtype.itemsize, _CACHE_LINE)
+
+
+def _call(inject: Callable[[str], object], failures: list[BaseException]) -> None:
+    try:
+        inject("cpu")
+    except BaseException as error:
+        failures.append(error)
