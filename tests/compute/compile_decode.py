@@ -20,17 +20,22 @@ ATTEND = {
     "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128, "LANES": 128, "PART": 64,
     "TILE": 64, "ROWS": 16,
 }  # fmt: skip
-ROUTE = {"TOP_K": 8, "KS": 8, "BLOCK": 128, "SOFTMAX_FIRST": True, "NORMALIZE": True}
+HOST = dict.fromkeys(("ids", "missed", "host_experts", "host_count", "host_rows"), "*i32")
+HOST |= {"host": "*fp32", "host_weights": "*fp32"}
+ROUTE = {
+    "TOP_K": 8, "KS": 8, "BLOCK": 128, "WIDTH": 2048, "SOFTMAX_FIRST": True, "NORMALIZE": True,
+    "MISSES": True,
+}  # fmt: skip
 IN = {"ACTIVATION": 0, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8, "BLOCK": 256}
-OUT = {"BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 4, "BLOCK": 256}
+OUT = {"BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "KS": 8, "ROWS": 2, "BLOCK": 1024}
 CASES = [
-    ("_add_norm_kernel", {"N_PARTS": 2, "BLOCK": 2048}, {}),
+    ("_add_norm_kernel", {"N_PARTS": 2, "HOST": True, "BLOCK": 2048}, HOST),
     ("_linear_kernel", LINEAR, {}),
     ("_rotate_kernel", ROTATE, {}),
     ("_attend_kernel", ATTEND, {}),
     ("_combine_kernel", {"SINKS": True, "PARTS": 64, "WIDTH": 128, "LANES": 128}, {}),
-    ("_route_kernel", ROUTE, {"ids": "*i32"}),
-    ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, {"ids": "*i32"}),
+    ("_route_kernel", ROUTE, HOST),
+    ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, HOST),
     ("_expert_in_kernel", IN, {}),
     ("_expert_in_kernel", IN | {"ACTIVATION": 1}, {}),
     ("_expert_in_kernel", IN | {"ACTIVATION": 2, "BIAS": True, "TRANSPOSED": True}, {}),
@@ -44,8 +49,8 @@ SIZES = {
 
 def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str], to: int) -> None:
     kernel = getattr(kernels, name)
-    signature = {}
-    for arg in kernel.arg_names:
+    signature, aligned = {}, {}
+    for position, arg in enumerate(kernel.arg_names):
         if arg in constants:
             signature[arg] = "constexpr"
         elif arg in types:
@@ -56,7 +61,13 @@ def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str
             signature[arg] = NUMBERS[arg]
         else:
             signature[arg] = "*i64" if arg in WIDE else "*fp32" if arg in FLOAT else "*bf16"
-    triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", to, 32))
+        if arg in SIZES or signature[arg].startswith("*"):
+            aligned[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", to, 32))
+    # weights are read 16 bytes at a time
+    if "linear" in name or ("expert" in name and not constants["TRANSPOSED"]):
+        assert "ld.global.v4.b32" in compiled.asm["ptx"], name
 
 
 def main() -> None:

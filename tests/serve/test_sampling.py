@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from overspill import SamplingParams
-from overspill.serve.sampling import choose
+from overspill.serve.sampling import Choice
 
 LOGITS = [1.0, -0.5, 2.0, 0.3, 1.9, -math.inf]
 DRAWS = 2000
+
+
+def choose(logits: Tensor, params: Any, generators: Any) -> tuple[Any, Any]:
+    """The token of each row, and the logarithms of probabilities."""
+    choice = Choice(logits, params, generators)
+    tokens = choice.tokens()
+    return tokens, choice.logprobs(tokens)
 
 
 def naive(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:

@@ -23,12 +23,17 @@ constexpr size_t SPANS = 4096;            // the latest ones are kept
 // rows after the layer before is done, so all layers share them.
 struct MissMemory {
     Flag *ready, *done;         // [layers]
-    const int32_t* count;       // missing pairs of a row and an expert
-    const int32_t* n_rows;      // token rows of the batch
-    const int32_t *row, *expert;  // of each pair
+    const int32_t* count;         // listed pairs of a row and an expert
+    const int32_t* n_rows;        // token rows of the batch
+    const int32_t *row, *expert;  // of each pair; an expert of -1 is on the device
     const float* weight;
     const void* x;  // [rows, D]
     float* out;     // [rows, D]: the weighted sum over a row's missing experts
+};
+
+struct Pair {
+    int32_t row, expert;
+    float weight;
 };
 
 struct MissSizes {
@@ -58,6 +63,7 @@ class MissRunner {
         std::memset(x, 0, pairs * row_bytes);  // now, and not in the first steps: page faults
         std::memset(y, 0, pairs * row_bytes);
         position.resize(pairs);
+        missing.resize(sizes.rows * sizes.top_k);
         place.resize(sizes.experts, -1);
         group_records.resize(sizes.experts);
         starts.resize(sizes.experts);
@@ -197,8 +203,7 @@ class MissRunner {
 
     // Returns the number of experts.
     int64_t compute(int64_t layer) {
-        const int64_t pairs = *memory.count, rows = *memory.n_rows;
-        check(layer, pairs, rows);
+        const int64_t rows = *memory.n_rows, pairs = take_pairs(layer, *memory.count, rows);
         group_pairs(layer, pairs);
         // One token row needs no copies: every expert reads it.
         args.x = rows == 1 ? memory.x : x;
@@ -208,7 +213,7 @@ class MissRunner {
         const char* from = static_cast<const char*>(memory.x);
         if (rows > 1)
             for_each(pairs, [&](int64_t i) {
-                std::memcpy(x + position[i] * row_bytes, from + memory.row[i] * row_bytes,
+                std::memcpy(x + position[i] * row_bytes, from + missing[i].row * row_bytes,
                             row_bytes);
             });
         if (pairs > 0) {
@@ -221,23 +226,28 @@ class MissRunner {
         return args.count;
     }
 
-    void check(int64_t layer, int64_t pairs, int64_t rows) const {
+    // Copies the pairs whose expert is missing; returns their number.
+    int64_t take_pairs(int64_t layer, int64_t listed, int64_t rows) {
         const std::string where = "layer " + std::to_string(layer) + ": ";
         if (rows < 0 || rows > sizes.rows)
             throw std::runtime_error(where + std::to_string(rows) + " token rows, at most " +
                                      std::to_string(sizes.rows) + " are possible");
-        if (pairs < 0 || pairs > rows * sizes.top_k)
-            throw std::runtime_error(where + std::to_string(pairs) + " missing experts of " +
+        if (listed < 0 || listed > rows * sizes.top_k)
+            throw std::runtime_error(where + std::to_string(listed) + " experts of " +
                                      std::to_string(rows) + " token rows");
-        for (int64_t i = 0; i < pairs; ++i) {
-            const int32_t row = memory.row[i], expert = memory.expert[i];
-            if (row < 0 || row >= rows || expert < 0 || expert >= sizes.experts)
-                throw std::runtime_error(where + "no token row " + std::to_string(row) +
-                                         " or no expert " + std::to_string(expert));
-            if (!record(layer, expert))
-                throw std::runtime_error(where + "expert " + std::to_string(expert) +
+        int64_t pairs = 0;
+        for (int64_t i = 0; i < listed; ++i) {
+            const Pair pair = {memory.row[i], memory.expert[i], memory.weight[i]};
+            if (pair.expert < 0) continue;  // it is on the device
+            if (pair.row < 0 || pair.row >= rows || pair.expert >= sizes.experts)
+                throw std::runtime_error(where + "no token row " + std::to_string(pair.row) +
+                                         " or no expert " + std::to_string(pair.expert));
+            if (!record(layer, pair.expert))
+                throw std::runtime_error(where + "expert " + std::to_string(pair.expert) +
                                          " is not in host memory");
+            missing[pairs++] = pair;
         }
+        return pairs;
     }
 
     const void* record(int64_t layer, int64_t expert) const {
@@ -248,10 +258,10 @@ class MissRunner {
     void group_pairs(int64_t layer, int64_t pairs) {
         args.count = 0;
         for (int64_t i = 0; i < pairs; ++i) {
-            int32_t& own = place[memory.expert[i]];
+            int32_t& own = place[missing[i].expert];
             if (own < 0) {
                 own = int32_t(args.count++);
-                group_records[own] = record(layer, memory.expert[i]);
+                group_records[own] = record(layer, missing[i].expert);
                 stops[own] = 0;
             }
             ++stops[own];
@@ -260,8 +270,8 @@ class MissRunner {
             starts[i] = at;
             at += std::exchange(stops[i], at);
         }
-        for (int64_t i = 0; i < pairs; ++i) position[i] = stops[place[memory.expert[i]]]++;
-        for (int64_t i = 0; i < pairs; ++i) place[memory.expert[i]] = -1;
+        for (int64_t i = 0; i < pairs; ++i) position[i] = stops[place[missing[i].expert]]++;
+        for (int64_t i = 0; i < pairs; ++i) place[missing[i].expert] = -1;
     }
 
     template <class T>
@@ -269,9 +279,9 @@ class MissRunner {
         float* __restrict to = memory.out + row * args.d;
         std::memset(to, 0, args.d * 4);
         for (int64_t i = 0; i < pairs; ++i) {
-            if (memory.row[i] != row) continue;
+            if (missing[i].row != row) continue;
             const T* __restrict from = reinterpret_cast<const T*>(y + position[i] * row_bytes);
-            const float weight = memory.weight[i];
+            const float weight = missing[i].weight;
 #pragma omp simd
             for (int64_t at = 0; at < args.d; ++at) to[at] += weight * load(from + at);
         }
@@ -296,6 +306,7 @@ class MissRunner {
     Executor executor{ACTIVE_NS};
     Scratch x_memory, y_memory;
     char *x, *y;                    // ordered by expert
+    std::vector<Pair> missing;      // of this request
     std::vector<int64_t> position;  // of each pair among them
     std::vector<int32_t> place;     // of each expert in the group, -1 without pairs
     std::vector<const void*> group_records;

@@ -12,56 +12,92 @@ width of a head. Keys and values are [slots, k, d]; the slot of a token is found
 the blocks of each sequence.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.misses import MissBuffers
+
 ABSENT = -(1 << 62)
 """In a table of experts: not on the device."""
 SILU, GELU, CLAMPED = 0, 1, 2
 """Activations: SiLU(gate) * up, GELU, and that of GPT-OSS with interleaved gates."""
-_PROGRAMS = 528
-"""Enough to fill all GPUs of today; a program with fewer rows does not read faster."""
+
+
+class Tile(NamedTuple):
+    """The weights that a program reads at once, and its warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+LARGE = 1 << 15
+"""Rows of a matrix from which programs read in larger pieces."""
+LARGE_TILE, SMALL_TILE = Tile(8, 512, 4), Tile(2, 2048, 4)
+EXPERT_IN_TILE, EXPERT_OUT_TILE = Tile(2, 2048, 4), Tile(2, 1024, 8)
+"""Fastest on an H200. A tile of EXPERT_OUT_TILE is of each expert of a token."""
 
 
 def _power(n: int) -> int:
-    return triton.next_power_of_2(n)
+    return int(triton.next_power_of_2(n))
 
 
 # -- norms ----------------------------------------------------------------------------------------
 
 
-def add_norm(residual_BD: Tensor, parts: list[Tensor], weight_D: Tensor, eps: float) -> Tensor:
-    """Adds up to three parts [B, D] to the residual, in place; returns its RMS norm."""
+class HostRows(NamedTuple):
+    """What the CPU adds to some rows: float32 in pinned memory, where `missed_B` is not 0."""
+
+    out_BD: Tensor
+    missed_B: Tensor
+
+
+def add_norm(
+    residual_BD: Tensor,
+    parts: list[Tensor],
+    weight_D: Tensor,
+    eps: float,
+    host: HostRows | None = None,
+) -> Tensor:
+    """Adds up to two parts [B, D] and the rows of the CPU to the residual, in place; returns its
+    RMS norm."""
     n_rows, width = residual_BD.shape
     out = torch.empty_like(residual_BD)
-    a, b, c = (*parts, *([residual_BD] * (3 - len(parts))))
+    a, b = (*parts, *([residual_BD] * (2 - len(parts))))
+    rows = (residual_BD, residual_BD) if host is None else host
     _add_norm_kernel[(n_rows,)](
-        residual_BD, a, b, c, weight_D, out, width, eps, len(parts), _power(width), num_warps=8
-    )
+        residual_BD, a, b, *rows, weight_D, out, width, eps, len(parts), host is not None,
+        _power(width), num_warps=8,
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def _add_norm_kernel(
-    residual, a, b, c, weight, out, width, eps, N_PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
+    residual, a, b, host, missed, weight, out, width, eps, N_PARTS: tl.constexpr,
+    HOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    at = tl.program_id(0).to(tl.int64) * width + columns
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    at = row * width + columns
     x = tl.load(residual + at, mask=inside, other=0.0)
     if N_PARTS > 0:
         total = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
         if N_PARTS > 1:
             total += tl.load(b + at, mask=inside, other=0.0).to(tl.float32)
-        if N_PARTS > 2:
-            total += tl.load(c + at, mask=inside, other=0.0).to(tl.float32)
+        if HOST:
+            own = inside & (tl.load(missed + row) != 0)
+            total += tl.load(host + at, mask=own, other=0.0, cache_modifier=".cv")
         x = (x.to(tl.float32) + total).to(residual.dtype.element_ty)
         tl.store(residual + at, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, (w * (wide * scale)).to(out.dtype.element_ty), mask=inside)
 
 
@@ -75,34 +111,33 @@ def linear(
     n_rows, width = x_BK.shape
     n = w_NK.shape[0]
     out = torch.empty(n_rows, n, dtype=dtype or x_BK.dtype, device=x_BK.device)
-    rows = 16
-    while rows > 1 and n_rows * n < rows * _PROGRAMS:
-        rows //= 2
-    block = min(512 if rows > 4 else 1024, _power(width))
-    _linear_kernel[(triton.cdiv(n, rows), n_rows)](
+    tile = LARGE_TILE if n * n_rows >= LARGE else SMALL_TILE
+    block = min(tile.block, _power(width))
+    _linear_kernel[(triton.cdiv(n, tile.rows), n_rows)](
         x_BK, w_NK, x_BK if bias_N is None else bias_N, out, n, width,
-        bias_N is not None, rows, block, num_warps=4,
+        bias_N is not None, tile.rows, block, num_warps=tile.warps,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _linear_kernel(
-    x, w, bias, out, n, width, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, w, bias, out, n, width, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     batch = tl.program_id(1)
     there = rows < n
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    first = w + rows.to(tl.int64)[:, None] * width
+    columns = tl.arange(0, BLOCK)
+    first = w + rows.to(tl.int64)[:, None] * width + columns[None, :]
+    weights = tl.load(first, mask=there[:, None] & (columns < width)[None, :], other=0.0)
     for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < width
-        value = tl.load(x + batch * width + columns, mask=inside, other=0.0)
-        weights = tl.load(
-            first + columns[None, :], mask=there[:, None] & inside[None, :], other=0.0
+        value = tl.load(
+            x + batch * width + start + columns, mask=columns < width - start, other=0.0
         )
         total += weights.to(tl.float32) * value.to(tl.float32)[None, :]
+        inside = columns < width - start - BLOCK
+        weights = tl.load(first + start + BLOCK, mask=there[:, None] & inside[None, :], other=0.0)
     result = tl.sum(total, 1)
     if BIAS:
         result += tl.load(bias + rows, mask=there, other=0.0).to(tl.float32)
@@ -193,9 +228,8 @@ def attend(
     longest = blocks_Bn.shape[1] * block_size
     part = max(64, _power(triton.cdiv(longest, 64)))
     parts = triton.cdiv(longest, part)
-    where = {"dtype": torch.float32, "device": q_Bhd.device}
-    sums = torch.empty(batch, heads, parts, width, **where)
-    stats = torch.empty(batch, heads, parts, 2, **where)
+    sums = torch.empty(batch, heads, parts, width, dtype=torch.float32, device=q_Bhd.device)
+    stats = torch.empty(batch, heads, parts, 2, dtype=torch.float32, device=q_Bhd.device)
     group = heads // kv_heads
     _attend_kernel[(batch, kv_heads, parts)](
         q_Bhd, keys, values, positions_B, blocks_Bn, sums, stats, scale, blocks_Bn.stride(0),
@@ -224,9 +258,7 @@ def _attend_kernel(
     rows, lanes = tl.arange(0, ROWS), tl.arange(0, LANES)
     own, real = rows < GROUP, lanes[None, :] < WIDTH
     head = (batch * KV_HEADS + kv_head) * GROUP + rows
-    query = tl.load(
-        q + head[:, None] * WIDTH + lanes[None, :], mask=own[:, None] & real, other=0.0
-    )
+    query = tl.load(q + head[:, None] * WIDTH + lanes[None, :], mask=own[:, None] & real, other=0.0)
     highest = tl.full((ROWS,), -1e30, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, LANES), tl.float32)
@@ -287,44 +319,70 @@ def _combine_kernel(
 # -- experts --------------------------------------------------------------------------------------
 
 
+class Routed(NamedTuple):
+    """The experts of each token, [B, K]."""
+
+    ids: Tensor
+    weights: Tensor
+    offsets: Tensor  # where they are
+    missed_B: Tensor | None  # how many of each token are not on the device
+
+
 def route(
-    logits_BE: Tensor, top_k: int, softmax_first: bool, normalize: bool, table_E: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The experts of each token, their weights, and where they are by `table_E`; [B, K] each."""
+    logits_BE: Tensor,
+    top_k: int,
+    softmax_first: bool,
+    normalize: bool,
+    table_E: Tensor,
+    x_BD: Tensor,
+    misses: MissBuffers | None = None,
+) -> Routed:
+    """Chooses experts and looks up where they are. With `misses`, those that are not on the device
+    are written there with their token rows: -1 stands for an expert that is on the device."""
     batch, n_experts = logits_BE.shape
     device = logits_BE.device
     ids = torch.empty(batch, top_k, dtype=torch.int32, device=device)
     weights = torch.empty(batch, top_k, dtype=torch.float32, device=device)
     offsets = torch.empty(batch, top_k, dtype=torch.int64, device=device)
+    missed = None
+    out: tuple[Tensor, ...] = (ids,) * 6
+    if misses is not None:
+        missed = torch.empty(batch, dtype=torch.int32, device=device)
+        to = misses.experts_P, misses.weights_P, misses.x_RD, misses.count, misses.n_rows
+        out = missed, *to
+    width = x_BD.shape[1]
     _route_kernel[(batch,)](
-        logits_BE, table_E, ids, weights, offsets, n_experts, top_k, _power(top_k),
-        _power(n_experts), softmax_first, normalize, num_warps=1,
+        logits_BE, table_E, x_BD, ids, weights, offsets, *out, n_experts, width, top_k,
+        _power(top_k), _power(n_experts), _power(width), softmax_first, normalize,
+        misses is not None, num_warps=1,
     )  # fmt: skip
-    return ids, weights, offsets
+    return Routed(ids, weights, offsets, missed)
 
 
 @triton.jit
 def _route_kernel(
-    logits, table, ids, weights, offsets, n_experts, TOP_K: tl.constexpr, KS: tl.constexpr,
-    BLOCK: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
+    logits, table, x, ids, weights, offsets, missed, host_experts, host_weights, host_x, host_count,
+    host_rows, n_experts, width, TOP_K: tl.constexpr, KS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
+    MISSES: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0)
     experts, ks = tl.arange(0, BLOCK), tl.arange(0, KS)
     inside = experts < n_experts
-    x = tl.load(logits + batch * n_experts + experts, mask=inside, other=float("-inf"))
-    x = x.to(tl.float32)
+    score = tl.load(logits + batch * n_experts + experts, mask=inside, other=float("-inf"))
+    score = score.to(tl.float32)
     if SOFTMAX_FIRST:
-        x = tl.exp(x - tl.max(x, 0))
-        x = tl.where(inside, x / tl.sum(x, 0), float("-inf"))
+        score = tl.exp(score - tl.max(score, 0))
+        score = tl.where(inside, score / tl.sum(score, 0), float("-inf"))
     chosen = tl.zeros((KS,), tl.int32)
     value = tl.full((KS,), float("-inf"), tl.float32)
     for k in tl.static_range(TOP_K):
-        best = tl.max(x, 0)
-        found = tl.min(tl.where(x == best, experts, BLOCK), 0)
+        best = tl.max(score, 0)
+        found = tl.min(tl.where(score == best, experts, BLOCK), 0)
         found = tl.minimum(found, n_experts - 1)  # all are NaN
         chosen = tl.where(ks == k, found, chosen)
         value = tl.where(ks == k, best, value)
-        x = tl.where(experts == found, float("-inf"), x)
+        score = tl.where(experts == found, float("-inf"), score)
     real = ks < TOP_K
     if not SOFTMAX_FIRST:
         value = tl.exp(value - tl.max(value, 0))
@@ -333,7 +391,21 @@ def _route_kernel(
     to = batch * TOP_K + ks
     tl.store(ids + to, chosen, mask=real)
     tl.store(weights + to, value, mask=real)
-    tl.store(offsets + to, tl.load(table + chosen, mask=real, other=0), mask=real)
+    offset = tl.load(table + chosen, mask=real, other=0)
+    tl.store(offsets + to, offset, mask=real)
+    if MISSES:
+        absent = real & (offset == -(1 << 62))
+        count = tl.sum(absent.to(tl.int32), 0)
+        tl.store(missed + batch, count)
+        tl.store(host_experts + to, tl.where(absent, chosen, -1), mask=real)
+        tl.store(host_weights + to, value, mask=real)
+        if batch == 0:
+            tl.store(host_count, tl.num_programs(0) * TOP_K)
+            tl.store(host_rows, tl.num_programs(0))
+        columns = tl.arange(0, WIDTH)
+        needed = (columns < width) & (count > 0)
+        at = batch * width + columns
+        tl.store(host_x + at, tl.load(x + at, mask=needed, other=0.0), mask=needed)
 
 
 def experts(
@@ -354,29 +426,22 @@ def experts(
     n_in = d_hidden if activation == GELU else 2 * d_hidden
     numel = n_in * width + width * d_hidden + (n_in + width if bias else 0)
     align = 16 if numel % 16 == 0 else 1  # of records, in elements
-    rows = 16
-    while rows > 4 and batch * top_k * d_hidden < rows * _PROGRAMS:
-        rows //= 2
+    rows, block, warps = EXPERT_IN_TILE
+    block = min(block, _power(width))
     if transposed:  # rows of the result are adjacent in memory
         rows, block = 64, 32
-    else:
-        block = min(256, _power(width))
     _expert_in_kernel[(triton.cdiv(d_hidden, rows), batch * top_k)](
         x_BD, base, offsets_BK, hidden, width, d_hidden, n_in, top_k, activation, bias, transposed,
-        align, rows, block, num_warps=4,
+        align, rows, block, num_warps=warps,
     )  # fmt: skip
     out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
-    rows = 8
-    while rows > 2 and batch * width < rows * _PROGRAMS:
-        rows //= 2
-    block = min(512, _power(d_hidden))
-    if d_hidden % 256 == 0 and d_hidden % block:
-        block = 256
+    rows, block, warps = EXPERT_OUT_TILE
+    block = min(block, _power(d_hidden))
     if transposed:
-        rows, block = 32, 64
+        rows, block = 32, 32
     _expert_out_kernel[(triton.cdiv(width, rows), batch)](
         hidden, base, offsets_BK, weights_BK, out, width, d_hidden, n_in, top_k, bias, transposed,
-        align, rows, block, num_warps=4,
+        align, _power(top_k), rows, block, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -435,30 +500,32 @@ def _expert_in_kernel(
 @triton.jit
 def _expert_out_kernel(
     a, base, offsets, weights, out, width, hidden, n_in, top_k, BIAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, KS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    batch = tl.program_id(1)
-    there = rows < width
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    biases = tl.zeros((ROWS,), tl.float32)
-    for k in range(top_k):
-        pair = batch * top_k + k
-        offset = tl.load(offsets + pair)
-        if offset != -(1 << 62):
-            record = base + tl.multiple_of(offset, ALIGN) + n_in * width
-            share = tl.load(weights + pair)
-            for start in range(0, hidden, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                inside = columns < hidden
-                value = tl.load(a + pair * hidden + columns, mask=inside, other=0.0)
-                value = value.to(tl.float32) * share
-                at = rows[:, None] * hidden + columns[None, :]
-                if TRANSPOSED:
-                    at = columns[None, :] * width + rows[:, None]
-                w = tl.load(record + at, mask=there[:, None] & inside[None, :], other=0.0)
-                total += w.to(tl.float32) * value[None, :]
-            if BIAS:
-                b = tl.load(record + width * hidden + n_in + rows, mask=there, other=0.0)
-                biases += share * b.to(tl.float32)
-    tl.store(out + batch * width + rows, tl.sum(total, 1) + biases, mask=there)
+    ks = tl.arange(0, KS)[:, None, None]
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :, None]
+    columns = tl.arange(0, BLOCK)[None, None, :]
+    pairs = tl.program_id(1) * top_k + ks
+    offset = tl.load(offsets + pairs, mask=ks < top_k, other=-(1 << 62))
+    here = offset != -(1 << 62)
+    record = base + tl.multiple_of(offset, (ALIGN, ALIGN, ALIGN)) + n_in * width
+    mask = here & (rows < width)
+    at = rows * hidden + columns
+    if TRANSPOSED:
+        at = columns * width + rows
+    w = tl.load(record + at, mask=mask & (columns < hidden), other=0.0)
+    share = tl.load(weights + pairs, mask=here, other=0.0)
+    total = tl.zeros((KS, ROWS, BLOCK), tl.float32)
+    for start in range(0, hidden, BLOCK):
+        inside = columns < hidden - start
+        value = tl.load(a + pairs * hidden + start + columns, mask=here & inside, other=0.0)
+        total += w.to(tl.float32) * (value.to(tl.float32) * share)
+        step = (start + BLOCK) * width if TRANSPOSED else start + BLOCK
+        w = tl.load(record + at + step, mask=mask & (columns < hidden - start - BLOCK), other=0.0)
+    result = tl.sum(tl.sum(total, 2), 0)
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if BIAS:
+        b = tl.load(record + width * hidden + n_in + rows, mask=mask, other=0.0)
+        result += tl.sum(tl.sum(b.to(tl.float32) * share, 2), 0)
+    tl.store(out + tl.program_id(1) * width + own, result, mask=own < width)

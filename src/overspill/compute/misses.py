@@ -1,10 +1,9 @@
 """A native thread that computes the experts which a decoding step on the GPU does not find there.
 
-A step of a model is one CUDA graph, so the host takes no part in it. In a layer with missing
-experts, a kernel writes the token rows and the missing (row, expert, weight) to pinned memory,
-fences, and sets `ready[layer]`. The graph continues with the experts that are on the GPU, then
-waits until `done[layer]` is 1. The next kernel adds `out` to its sums and resets `done[layer]`.
-If no expert is missing, the first kernel sets `done[layer]` itself.
+A step of a model is one CUDA graph, so the host takes no part in it. In each layer a kernel writes
+the token rows and the missing (row, expert, weight) to pinned memory; then the stream sets
+`ready[layer]`. The graph continues with the experts that are on the GPU, then waits until
+`done[layer]` is 1, and resets it. The next kernel adds `out` to its sums.
 
 Shapes: R token rows of the batch, P missing pairs of a row and an expert, L layers, E experts,
 D model.
@@ -45,13 +44,13 @@ class MissBuffers:
     done_L: Tensor
     """int32, 1: the results are complete. The GPU resets it."""
     count: Tensor
-    """int32 [1]: missing pairs."""
+    """int32 [1]: pairs that are listed."""
     n_rows: Tensor
     """int32 [1]: token rows of the batch; `out_RD` is written for all of them."""
     rows_P: Tensor
     """int32: the token row of each pair."""
     experts_P: Tensor
-    """int32: its expert."""
+    """int32: its expert, if that is missing; -1: it is on the device."""
     weights_P: Tensor
     """float32: its routing weight."""
     x_RD: Tensor

@@ -38,6 +38,7 @@ from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
 from overspill.plan.homes import DeviceShare, spread_homes
 from overspill.plan.usage import Exchange
+from overspill.tiers.entry import Part
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
@@ -205,6 +206,25 @@ class Engine:
                 row[expert] = weights[position].data_ptr()
             found.append(row)
         return found
+
+    def host_addresses(self) -> list[list[int]]:
+        """The address of the weights of each expert in host memory, by its id; 0 for the others.
+        Valid until experts move. Experts of a model with some on disk change their places at any
+        time."""
+        found = []
+        for layer, experts in enumerate(self._store.maps):
+            row = [0] * self.n_experts
+            for expert, entry in zip(
+                experts.local_ids, self._store.layer_entries(layer), strict=True
+            ):
+                if entry.host_slot is not None:
+                    row[expert] = self._store.host(entry, Part.WEIGHTS).data_ptr()
+            found.append(row)
+        return found
+
+    @property
+    def uses_disk(self) -> bool:
+        return self._store.disk_slots > 0
 
     def set_homes(self, counts: Sequence[int]) -> None:
         """Changes how many experts of each layer have their home on the compute device, between

@@ -4,22 +4,39 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from overspill.core.errors import NonFiniteError, OrderError
 from overspill.core.interrupt import Condition, DeferredInterrupt
 from overspill.serve.request import Request
 from overspill.serve.runners import Runner
-from overspill.serve.sampling import choose
+from overspill.serve.sampling import Choice
 from overspill.serve.scheduler import Scheduler, Work
+
+
+@dataclass
+class Pass:
+    """A batch that is being computed."""
+
+    batch: list[Work]
+    requests: list[Request]
+    """Those that get a token."""
+    choice: Choice | None
+    """Their tokens; None if there are none."""
+    began: float
 
 
 class ServingLoop:
     """Computes batches. Any thread that waits for a request computes the next one, one at a time,
     and all requests of all threads are in it. What a batch changes is changed when it has
-    succeeded, and not interrupted: Ctrl-C in one thread loses nothing of another's."""
+    succeeded, and not interrupted: Ctrl-C in one thread loses nothing of another's.
+
+    Where the runner can, the next batch begins on the device before the host has read the tokens of
+    this one; a request that ends with them is computed once too often."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, ends: Collection[int]) -> None:
         """`ends` are the tokens that end a text."""
@@ -31,6 +48,8 @@ class ServingLoop:
         self._waiting = threading.RLock()
         self._turn_ended = Condition(self._waiting)
         self._closed = False
+        self._ahead: Pass | None = None  # the batch after the last one that has ended
+        self._last_end = 0.0
         self.stats = Stats()
 
     def add(self, request: Request) -> None:
@@ -75,16 +94,26 @@ class ServingLoop:
             while self._inbox:
                 self._inbox.popleft()()
             if self._closed:
+                self._ahead = None
                 requests = [*self.scheduler.running, *self.scheduler.waiting]
                 self._fail(requests, OrderError("this LLM was closed; make a new one"))
                 return
-            batch = self.scheduler.next_batch()
+            now = self._ahead
+            batch = self.scheduler.next_batch() if now is None else now.batch
         assert batch, "a request waits, but nothing can be computed"
         try:
             with torch.inference_mode():
-                self._compute(batch)
+                began = time.perf_counter()
+                logits = self.runner.run(batch) if now is None else None
+                with DeferredInterrupt():
+                    if logits is not None:
+                        now = self._choose(batch, logits, began)
+                    assert now is not None
+                    self._ahead = self._begin_next(now)
+                    self._end(now)
         except Exception as error:  # a model may raise anything
             with DeferredInterrupt():
+                self._ahead = None
                 self._fail([work.request for work in batch], error)
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
@@ -93,23 +122,49 @@ class ServingLoop:
             if not request.finished:
                 request.fail(error)
 
-    def _compute(self, batch: list[Work]) -> None:
-        began = time.perf_counter()
-        logits = self.runner.run(batch)
-        with DeferredInterrupt():
-            ready = [n for n, work in enumerate(batch) if work.n_tokens == work.request.pending]
-            requests = [batch[number].request for number in ready]
-            tokens: list[int | None] = []
-            logprobs: list[dict[int, float] | None] = []
-            if ready:
-                chosen = logits if len(ready) == len(batch) else logits[ready]
-                params, generators = [r.params for r in requests], [r.generator for r in requests]
-                tokens, logprobs = choose(chosen, params, generators)
-            self.stats.count(batch, time.perf_counter() - began)
-            for work in batch:
-                self.scheduler.computed(work)
-            for request, token, logs in zip(requests, tokens, logprobs, strict=True):
+    def _choose(self, batch: list[Work], logits: Tensor, began: float) -> Pass:
+        ready = [n for n, work in enumerate(batch) if work.n_tokens == work.request.pending]
+        requests = [batch[number].request for number in ready]
+        if not ready:
+            return Pass(batch, requests, None, began)
+        chosen = logits if len(ready) == len(batch) else logits[ready]
+        return Pass(batch, requests, _choose(chosen, requests), began)
+
+    def _begin_next(self, now: Pass) -> Pass | None:
+        """Begins the batch after `now`, if it has the same requests."""
+        choice, scheduler = now.choice, self.scheduler
+        if choice is None or choice.needs_logits or self._inbox or scheduler.waiting:
+            return None
+        alive = [request for request in now.requests if not request.finished]
+        if alive != scheduler.running or len(alive) != len(now.batch):
+            return None
+        if any(request.is_last for request in alive) or not scheduler.reserve_next(alive):
+            return None
+        logits = self.runner.continue_with(now.batch, choice.tokens_N)
+        if logits is None:
+            return None
+        return Pass(now.batch, alive, _choose(logits, alive), time.perf_counter())
+
+    def _end(self, now: Pass) -> None:
+        tokens: list[int | None] = []
+        logprobs: list[dict[int, float] | None] = []
+        if now.choice is not None:
+            tokens = now.choice.tokens()
+            logprobs = now.choice.logprobs(tokens)
+        # some may have ended, or are not wanted any more, since the batch began
+        batch = [work for work in now.batch if work.request in self.scheduler.running]
+        end = time.perf_counter()
+        self.stats.count(batch, end - max(now.began, self._last_end))
+        self._last_end = end
+        for work in batch:
+            self.scheduler.computed(work)
+        for request, token, logs in zip(now.requests, tokens, logprobs, strict=True):
+            if request in self.scheduler.running:
                 self._append(request, token, logs)
+        if not self.scheduler.running:
+            self._ahead = None
+            if not self.scheduler.waiting:
+                self.runner.pause()
 
     def _append(self, request: Request, token: int | None, logs: dict[int, float] | None) -> None:
         if token is None:
@@ -121,6 +176,10 @@ class ServingLoop:
         if request.finished:
             self._remove(request)
             self.stats.finish(request)
+
+
+def _choose(logits: Tensor, requests: list[Request]) -> Choice:
+    return Choice(logits, [r.params for r in requests], [r.generator for r in requests])
 
 
 class Stats:

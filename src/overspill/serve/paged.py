@@ -101,7 +101,7 @@ class PagedCache:
     ) -> Tensor:
         layout = self._layout
         assert layout is not None
-        keys, values = self.memory(layer, k_Tkd, v_Tkd)
+        keys, values = self._memory(layer, k_Tkd, v_Tkd)
         keys[layout.write] = k_Tkd
         values[layout.write] = v_Tkd
         out = q_Thd.new_empty(*q_Thd.shape[:2], v_Tkd.shape[-1])
@@ -118,8 +118,14 @@ class PagedCache:
             out[rows] = y[0].transpose(0, 1)
         return out
 
-    def memory(self, layer: int, k_Tkd: Tensor, v_Tkd: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer, [slots, k, d], for such as these."""
+    def allocate(self, n_layers: int, like_kd: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Allocates the memory of all layers as one, for keys and values of one shape."""
+        with torch.inference_mode(False):
+            whole = like_kd.new_zeros(n_layers, 2, self._n_slots, *like_kd.shape)
+        self._layers = {layer: (keys, values) for layer, (keys, values) in enumerate(whole)}
+        return list(self._layers.values())
+
+    def _memory(self, layer: int, k_Tkd: Tensor, v_Tkd: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self._layers:
             with torch.inference_mode(False):  # it outlives the pass
                 keys, values = (t.new_zeros(self._n_slots, *t.shape[1:]) for t in (k_Tkd, v_Tkd))

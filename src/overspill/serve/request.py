@@ -55,6 +55,11 @@ class Request:
         return len(self.tokens) - self.computed
 
     @property
+    def is_last(self) -> bool:
+        """Whether the next token is the last one that was asked for."""
+        return len(self.tokens) + 1 - self.prompt_tokens >= self.max_tokens
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 

@@ -31,8 +31,16 @@ class Runner(abc.ABC):
     def run(self, batch: Sequence[Work]) -> Tensor:
         """Logits [N, V] after the last token of each request of the batch."""
 
+    def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
+        """Logits after one more token of each request, before the host knows which: `tokens_N` are
+        on the device. None if the model cannot be computed without the host."""
+        return None
+
     def forget(self, request: Request) -> None:  # noqa: B027
         """The request has ended, or will be computed again."""
+
+    def pause(self) -> None:  # noqa: B027
+        """Nothing is computed for a while."""
 
     @property
     def cache_bytes(self) -> int:
@@ -63,9 +71,9 @@ class PagedRunner(Runner):
         self._cache = PagedCache(n_blocks, block_size)
         self._decode: Decode | None = None
         if fused:
-            from overspill.serve.decode.decode import Decode
+            from overspill.serve.decode import decode
 
-            self._decode = Decode.of(model, self._cache, context, max_batch)
+            self._decode = decode.Decode.of(model, self._cache, context, max_batch)
         self._before: Any = None
         if not isinstance(model, GPTMoE):
             register_attention()
@@ -97,11 +105,22 @@ class PagedRunner(Runner):
         chosen: Tensor = out.logits[0]
         return chosen
 
+    def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
+        if self._decode is None or any(count != 1 for _, count in batch):
+            return None
+        return self._decode.run(tokens_N, [Span(r.blocks, r.computed + 1, 1) for r, _ in batch])
+
     @property
     def cache_bytes(self) -> int:
         return self._cache.nbytes
 
+    def pause(self) -> None:
+        if self._decode is not None:
+            self._decode.pause()
+
     def close(self) -> None:
+        if self._decode is not None:
+            self._decode.close()
         if self._before is not None:
             self._model.set_attn_implementation(self._before)
 

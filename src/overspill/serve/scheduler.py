@@ -1,6 +1,7 @@
 """Which tokens are computed next: requests join and leave between two batches."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from overspill.serve.blocks import BlockPool
@@ -84,6 +85,15 @@ class Scheduler:
             tokens = request.tokens[number * size : (number + 1) * size]
             self._pool.fill(request.blocks[number], before, tokens)
 
+    def reserve_next(self, requests: Sequence[Request]) -> bool:
+        """Blocks for the token after the one that is being computed, if there are enough."""
+        missing = [self._missing(request, 2) for request in requests]
+        if sum(missing) > self._pool.n_free:
+            return False
+        for request, count in zip(requests, missing, strict=True):
+            self._take(request, count)
+        return True
+
     def _missing(self, request: Request, count: int) -> int:
         """Blocks that a request needs for so many more tokens."""
         return -(-(request.computed + count) // self._pool.size) - len(request.blocks)
@@ -100,11 +110,14 @@ class Scheduler:
             self._put_back(last)
             if last is request:
                 return False
-        for _ in range(self._missing(request, count)):
+        self._take(request, self._missing(request, count))
+        return True
+
+    def _take(self, request: Request, count: int) -> None:
+        for _ in range(count):
             block = self._pool.take()
             assert block is not None
             request.blocks.append(block)
-        return True
 
     def _put_back(self, request: Request) -> None:
         self.running.remove(request)

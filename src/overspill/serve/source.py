@@ -45,6 +45,10 @@ class CacheRequest:
             )
         return min(self.max_batch * each, fit)
 
+    def bytes(self, n_blocks: int, token_bytes: int) -> int:
+        """Memory of so many blocks, and of the one that nobody reads."""
+        return (n_blocks + 1) * self.block_size * token_bytes
+
 
 @dataclass(frozen=True)
 class Source:
@@ -77,7 +81,7 @@ def open_source(
         token_bytes = 2 * trained.shape.n_layers * trained.shape.d_model * trained.dtype.itemsize
         budgets, n_blocks = _reserve(budgets, asked, token_bytes)
         run_model = load_trained(trained, budgets)
-        _use_all(run_model, budgets, n_blocks * asked.block_size * token_bytes)
+        _use_all(run_model, budgets, asked.bytes(n_blocks, token_bytes))
         ends = trained.codec.ends
         return Source(run_model, trained.codec, ends, asked.context, n_blocks, owned=True)
     folder = find_folder(model)
@@ -89,7 +93,7 @@ def open_source(
     _check_generates(model_class(config))
     codec = find_codec(folder)  # first: an error leaves no model behind
     loaded = load_within(folder, budgets, dtype, False, True, True, {})
-    _use_all(loaded, budgets, n_blocks * asked.block_size * token_bytes)
+    _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
     return Source(loaded, codec, _ends(loaded, codec), asked.context, n_blocks, owned=True)
 
 
@@ -135,7 +139,7 @@ def _reserve(budgets: Budgets, asked: CacheRequest, token_bytes: int) -> tuple[B
         torch.cuda.mem_get_info(device)[0] if given is None else parse_size(given, "--gpu-memory")
     )
     n_blocks = asked.blocks(token_bytes, int(_CACHE_SHARE * total))
-    left = total - n_blocks * asked.block_size * token_bytes
+    left = total - asked.bytes(n_blocks, token_bytes)
     return budgets.with_gpu_memory(left), n_blocks
 
 

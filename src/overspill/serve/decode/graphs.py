@@ -1,6 +1,7 @@
 """Decoding steps as CUDA graphs, one for each size of a batch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,20 +35,23 @@ class DecodeGraphs:
                 torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)
             ]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # memory that all graphs share: one runs at a time
 
-    def run(self, tokens: Sequence[int], spans: Sequence[Span]) -> Tensor:
+    def run(self, tokens: Sequence[int] | Tensor, spans: Sequence[Span]) -> Tensor:
         """The logits [N, V] after the next token of each sequence; valid until the next call."""
+        known = not isinstance(tokens, Tensor)
         size = 1 << (len(spans) - 1).bit_length()
         self._hosts.reverse()
         host = self._hosts[0]
         rows = host.numpy()
-        for number, (token, span) in enumerate(zip(tokens, spans, strict=True)):
-            rows[number, :2] = token, span.before
+        for number, span in enumerate(spans):
+            rows[number, :2] = tokens[number] if known else 0, span.before
             rows[number, 2 : 2 + len(span.blocks)] = span.blocks
         rows[len(spans) : size, :2] = 0
         rows[len(spans) : size, 2] = self._spare
         self._rows[:size].copy_(host[:size], non_blocking=True)
+        if isinstance(tokens, Tensor):
+            self._rows[: len(spans), 0] = tokens
         return self._replay(size)[: len(spans)]
 
     def _replay(self, size: int) -> Tensor:
