@@ -1,7 +1,9 @@
 // Forward and backward of a group of experts on the CPU: several experts, each with its token rows.
 //
-// Plain C ABI, called through ctypes (which releases the GIL during a call). With few token rows,
-// reading the weights takes longest, so they are read once and in long contiguous runs.
+// Plain C ABI, called through ctypes (which releases the GIL during a call): a group now, in a
+// thread that waits for its token rows (cpu_runner.h), or when a GPU asks for it (cpu_misses.h).
+// With few token rows, reading the weights takes longest, so they are read once and in long
+// contiguous runs.
 //
 // Names: D model, H hidden, R token rows. A record holds w_in [H or 2H, D], then w_out [D, H]. T is
 // the type of a weight: float, or uint16_t for bf16. The matrix products exist twice: with compiler
@@ -65,6 +67,7 @@ int overspill_runner_wait(Runner* runner, const uint32_t* done, uint32_t number,
     return runner->wait(*reinterpret_cast<const Flag*>(done), number, seconds, progress);
 }
 
+// `inject` as above; the others as in MissRunner.
 MissRunner* overspill_misses_new(const GroupArgs* args, const MissMemory* memory,
                                  const MissSizes* sizes, void (*inject)()) {
     return new MissRunner(*args, *memory, *sizes, inject);

@@ -19,10 +19,10 @@ constexpr int64_t PAUSED_NS = 10000000;   // the same while paused
 constexpr int64_t MIN_PARALLEL_ROWS = 8;  // copied or summed; one thread is as fast below
 constexpr size_t SPANS = 4096;            // the latest ones are kept
 
-// Memory that the GPU and the thread share, in the order of `MissBuffers` in misses.py. A layer uses the
-// rows after the layer before is done, so all layers share them.
+// Memory that the GPU and the thread share, in the order of `MissBuffers` in misses.py. A layer
+// uses the rows after the layer before is done, so all layers share them.
 struct MissMemory {
-    Flag *ready, *done;         // [layers]
+    Flag *ready, *done;           // [layers]
     const int32_t* count;         // listed pairs of a row and an expert
     const int32_t* n_rows;        // token rows of the batch
     const int32_t *row, *expert;  // of each pair; an expert of -1 is on the device
@@ -151,7 +151,7 @@ class MissRunner {
                 changed.wait_for(guard, std::chrono::nanoseconds(PAUSED_NS),
                                  [&] { return closed || resumes != seen; });
             } else if (now_ns() < idle_since + ACTIVE_NS) {
-                relax(now_ns());
+                pause_core();  // and no yield, which may cost milliseconds while the GPU waits
             } else {
                 std::this_thread::sleep_for(std::chrono::nanoseconds(NAP_NS));
             }
@@ -160,10 +160,13 @@ class MissRunner {
 
     // The first layer from `first` on, and then from 0 on, that is ready; -1 if none is.
     int64_t next_ready(int64_t first) const {
-        for (int64_t i = 0; i < sizes.layers; ++i) {
-            const int64_t layer = (first + i) % sizes.layers;
-            if (memory.ready[layer].load(std::memory_order_acquire)) return layer;
-        }
+        const auto ready = [&](int64_t layer) {
+            return memory.ready[layer].load(std::memory_order_acquire) != 0;
+        };
+        for (int64_t layer = first; layer < sizes.layers; ++layer)
+            if (ready(layer)) return layer;
+        for (int64_t layer = 0; layer < first; ++layer)
+            if (ready(layer)) return layer;
         return -1;
     }
 

@@ -1,4 +1,4 @@
-// Fills a request from the arguments of a call: the instruction set, and which experts use AMX tiles.
+// Fills a request from the arguments of a call; chooses the instruction set.
 #pragma once
 
 #include "cpu_amx_tasks.h"

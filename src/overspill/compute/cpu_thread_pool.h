@@ -30,12 +30,18 @@ int64_t now_ns() {
 constexpr int64_t SPIN_NS = 20000;       // then a waiting thread yields: it may block another one
 constexpr int64_t IDLE_SPIN_NS = 50000;  // of a pool's workers, unless calls are known to follow
 
+// Tells the core that this thread waits.
+INLINE void pause_core() {
+#if HAVE_X86
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
 // One iteration of a wait loop that began at `since`.
 INLINE void relax(int64_t since) {
-#if HAVE_X86
-    if (now_ns() < since + SPIN_NS) return __builtin_ia32_pause();
-#endif
-    std::this_thread::yield();
+    now_ns() < since + SPIN_NS ? pause_core() : std::this_thread::yield();
 }
 
 template <class Done>
