@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 from overspill.compute import decode_triton as kernels
 
 NUMBERS = {"eps": "fp32", "scale": "fp32"}
-WIDE = {"positions", "blocks", "offsets", "table"}
+WIDE = {"positions", "blocks", "offsets", "table", "is_real"}
 FLOAT = {"sums", "stats", "weights"}
 LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
 ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
@@ -24,7 +24,7 @@ HOST = dict.fromkeys(("ids", "missed", "host_experts", "host_count", "host_rows"
 HOST |= {"host": "*fp32", "host_weights": "*fp32"}
 ROUTE = {
     "TOP_K": 8, "KS": 8, "BLOCK": 128, "WIDTH": 2048, "SOFTMAX_FIRST": True, "NORMALIZE": True,
-    "MISSES": True,
+    "MISSES": True, "GIVEN": False,
 }  # fmt: skip
 IN = {"ACTIVATION": 0, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8, "BLOCK": 256}
 OUT = {"BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "KS": 8, "ROWS": 2, "BLOCK": 1024}

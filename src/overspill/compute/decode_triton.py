@@ -322,7 +322,6 @@ def _combine_kernel(
 class Routed(NamedTuple):
     """The experts of each token, [B, K]."""
 
-    ids: Tensor
     weights: Tensor
     offsets: Tensor  # where they are
     missed_B: Tensor | None  # how many of each token are not on the device
@@ -334,37 +333,41 @@ def route(
     softmax_first: bool,
     normalize: bool,
     table_E: Tensor,
+    real_B: Tensor,
     x_BD: Tensor,
+    ids_BK: Tensor,
     misses: MissBuffers | None = None,
+    given: bool = False,
 ) -> Routed:
-    """Chooses experts and looks up where they are. With `misses`, those that are not on the device
-    are written there with their token rows: -1 stands for an expert that is on the device."""
+    """Chooses experts, writes their ids to `ids_BK` and looks up where they are. With `given` the
+    ids are there already, and only the weights are those of the chosen ones. With `misses`,
+    those that are not on the device are written there with their token rows: -1 stands for an
+    expert that is on the device. Rows that are not real have no experts."""
     batch, n_experts = logits_BE.shape
     device = logits_BE.device
-    ids = torch.empty(batch, top_k, dtype=torch.int32, device=device)
     weights = torch.empty(batch, top_k, dtype=torch.float32, device=device)
     offsets = torch.empty(batch, top_k, dtype=torch.int64, device=device)
     missed = None
-    out: tuple[Tensor, ...] = (ids,) * 6
+    out: tuple[Tensor, ...] = (ids_BK,) * 6
     if misses is not None:
         missed = torch.empty(batch, dtype=torch.int32, device=device)
         to = misses.experts_P, misses.weights_P, misses.x_RD, misses.count, misses.n_rows
         out = missed, *to
     width = x_BD.shape[1]
     _route_kernel[(batch,)](
-        logits_BE, table_E, x_BD, ids, weights, offsets, *out, n_experts, width, top_k,
+        logits_BE, table_E, real_B, x_BD, ids_BK, weights, offsets, *out, n_experts, width, top_k,
         _power(top_k), _power(n_experts), _power(width), softmax_first, normalize,
-        misses is not None, num_warps=1,
+        misses is not None, given, num_warps=1,
     )  # fmt: skip
-    return Routed(ids, weights, offsets, missed)
+    return Routed(weights, offsets, missed)
 
 
 @triton.jit
 def _route_kernel(
-    logits, table, x, ids, weights, offsets, missed, host_experts, host_weights, host_x, host_count,
-    host_rows, n_experts, width, TOP_K: tl.constexpr, KS: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
-    MISSES: tl.constexpr,
+    logits, table, is_real, x, ids, weights, offsets, missed, host_experts, host_weights, host_x,
+    host_count, host_rows, n_experts, width, TOP_K: tl.constexpr, KS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
+    MISSES: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0)
     experts, ks = tl.arange(0, BLOCK), tl.arange(0, KS)
@@ -389,12 +392,16 @@ def _route_kernel(
     if NORMALIZE or not SOFTMAX_FIRST:
         value = value / tl.sum(tl.where(real, value, 0.0), 0)
     to = batch * TOP_K + ks
-    tl.store(ids + to, chosen, mask=real)
+    if GIVEN:
+        chosen = tl.load(ids + to, mask=real, other=0)
+    else:
+        tl.store(ids + to, chosen, mask=real)
     tl.store(weights + to, value, mask=real)
-    offset = tl.load(table + chosen, mask=real, other=0)
+    used = real & (tl.load(is_real + batch) != 0)
+    offset = tl.load(table + chosen, mask=used, other=-(1 << 62))
     tl.store(offsets + to, offset, mask=real)
     if MISSES:
-        absent = real & (offset == -(1 << 62))
+        absent = used & (offset == -(1 << 62))
         count = tl.sum(absent.to(tl.int32), 0)
         tl.store(missed + batch, count)
         tl.store(host_experts + to, tl.where(absent, chosen, -1), mask=real)

@@ -222,6 +222,12 @@ class Engine:
             found.append(row)
         return found
 
+    def host_weights(self, layer: int, expert: int) -> Tensor:
+        """The flat weights of an expert in host memory."""
+        position = self._store.maps[layer].position(expert)
+        entry = self._store.at(layer, position)
+        return self.layout.weights(self._store.host(entry, Part.WEIGHTS))
+
     @property
     def uses_disk(self) -> bool:
         return self._store.disk_slots > 0

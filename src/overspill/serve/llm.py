@@ -140,6 +140,7 @@ class LLM:
             "cache_bytes": self._loop.runner.cache_bytes,
             "bytes": engine.bytes_by_tier(),
             "uploaded_bytes": engine.recorder.counters().get("upload", 0),
+            **self._loop.runner.stats(),
         }
 
     def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:

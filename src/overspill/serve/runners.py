@@ -42,6 +42,10 @@ class Runner(abc.ABC):
     def pause(self) -> None:  # noqa: B027
         """Nothing is computed for a while."""
 
+    def stats(self) -> dict[str, Any]:
+        """What was found where, if that is known."""
+        return {}
+
     @property
     def cache_bytes(self) -> int:
         """Memory of keys and values."""
@@ -63,9 +67,11 @@ class PagedRunner(Runner):
         context: int,
         max_batch: int,
         fused: bool,
+        slots: int | None = None,
     ) -> None:
         """`fused`: one new token of each request is computed by kernels for that, if the model has
-        the common structure."""
+        the common structure; `slots` experts of host memory get a copy on the device for it (None:
+        as many as fit)."""
         self._model = model
         self._device = device
         self._cache = PagedCache(n_blocks, block_size)
@@ -73,7 +79,7 @@ class PagedRunner(Runner):
         if fused:
             from overspill.serve.decode import decode
 
-            self._decode = decode.Decode.of(model, self._cache, context, max_batch)
+            self._decode = decode.Decode.of(model, self._cache, context, max_batch, slots)
         self._before: Any = None
         if not isinstance(model, GPTMoE):
             register_attention()
@@ -83,6 +89,14 @@ class PagedRunner(Runner):
             model.set_attn_implementation(ATTENTION)
 
     def run(self, batch: Sequence[Work]) -> Tensor:
+        while True:
+            try:
+                return self._run(batch)
+            except torch.OutOfMemoryError:
+                if self._decode is None or not self._decode.give_memory():
+                    raise
+
+    def _run(self, batch: Sequence[Work]) -> Tensor:
         spans = [Span(r.blocks, r.computed, count) for r, count in batch]
         if self._decode is not None and all(count == 1 for _, count in batch):
             logits = self._decode.run([r.tokens[r.computed] for r, _ in batch], spans)
@@ -117,6 +131,9 @@ class PagedRunner(Runner):
     def pause(self) -> None:
         if self._decode is not None:
             self._decode.pause()
+
+    def stats(self) -> dict[str, Any]:
+        return {} if self._decode is None else self._decode.stats()
 
     def close(self) -> None:
         if self._decode is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from overspill.core.errors import BudgetError, ConfigError
-from overspill.core.sizes import format_size, parse_size
+from overspill.core.sizes import format_size, parse_size, round_up
 from overspill.hardware.machine import available_memory
 from overspill.models.budgets import Budgets
 from overspill.models.gpt import GPTMoE
@@ -21,6 +21,7 @@ from overspill.train.trained import is_run, load_trained, read_trained
 _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "tokenizer_config.json",
 )  # fmt: skip
+_SEGMENT = 2 << 20
 _CACHE_SHARE = 0.25
 """Share of the GPU's budget, or of free host memory, that keys and values get at most."""
 
@@ -46,8 +47,9 @@ class CacheRequest:
         return min(self.max_batch * each, fit)
 
     def bytes(self, n_blocks: int, token_bytes: int) -> int:
-        """Memory of so many blocks, and of the one that nobody reads."""
-        return (n_blocks + 1) * self.block_size * token_bytes
+        """Memory of so many blocks, and of the one that nobody reads, as the allocator of a GPU
+        divides it."""
+        return round_up((n_blocks + 1) * self.block_size * token_bytes, _SEGMENT)
 
 
 @dataclass(frozen=True)

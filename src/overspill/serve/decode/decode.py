@@ -8,84 +8,145 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import ConfigError
+from overspill.core.routing import RoutingSource
+from overspill.moe.engine import Engine
+from overspill.serve.decode.cache import ExpertCache
 from overspill.serve.decode.graphs import DecodeGraphs
 from overspill.serve.decode.host_experts import HostExperts
-from overspill.serve.decode.step import DecodeStep, ExpertTable
-from overspill.serve.decode.structure import Decoder, Experts, read_decoder
+from overspill.serve.decode.step import DecodeStep
+from overspill.serve.decode.structure import Decoder, read_decoder
+from overspill.serve.decode.table import ExpertTable
 from overspill.serve.paged import PagedCache, Span
 
 _log = logging.getLogger("overspill")
 
 
+_CACHE_SHARE = 0.75
+"""Share of the free GPU memory that experts get; the rest is for longer prompts."""
+
+
 class Decode:
     """Computes one token of each sequence of a batch. Experts that are not on the device are
-    computed by the CPU."""
+    computed by the CPU; those that are used most get a copy on the device."""
 
     def __init__(
-        self, decoder: Decoder, engine: Any, cache: PagedCache, context: int, max_batch: int
+        self,
+        decoder: Decoder,
+        engine: Engine,
+        cache: PagedCache,
+        context: int,
+        max_batch: int,
+        slots: int | None = None,
     ) -> None:
+        """`slots` are the GPU slots of experts; None: as many as fit into the budget."""
         self._engine = engine
         self._decoder = decoder
         self._max_batch = max_batch
         self._max_blocks = -(-context // cache.block_size)
         self._cache = cache
+        self._slots = slots
         self._table = ExpertTable(engine)
+        self._n_moves = -1  # of experts, as the table has them
         first = decoder.layers[0].attention
         like = decoder.embedding.new_empty(first.kv_heads, first.width)
         self._memory = cache.allocate(len(decoder.layers), like)
         self._host: HostExperts | None = None
         self._refused = False  # the CPU cannot compute these experts
-        self._graphs: dict[bool, DecodeGraphs] = {}  # with experts on the host, and without
+        self._experts: ExpertCache | None = None
+        # with experts on the host or without, by what chooses experts instead of the routers
+        self._graphs: dict[tuple[bool, tuple[RoutingSource, ...]], DecodeGraphs] = {}
 
     @classmethod
-    def of(cls, model: Any, cache: PagedCache, context: int, max_batch: int) -> Self | None:
-        """None if the model has another structure."""
+    def of(cls, model: Any, *args: Any) -> Self | None:
+        """None if the model has another structure. `args` are those after `engine`."""
         with torch.inference_mode(False):
-            decoder = read_decoder(model, context)
-            if decoder is None:
-                return None
-            return cls(decoder, model.overspill, cache, context, max_batch)
+            decoder = read_decoder(model, args[1])
+            return None if decoder is None else cls(decoder, model.overspill, *args)
 
     def run(self, tokens: Sequence[int] | Tensor, spans: Sequence[Span]) -> Tensor | None:
         """The logits after the tokens, which may be on the device; None if some experts are where
         a step cannot find them. Valid until the next call."""
         engine = self._engine
-        moved = self._table.update()
         complete = all(count == engine.n_experts for count in engine.homes)
-        if not complete:
-            if not self._has_host():
-                return None
-            assert self._host is not None
-            if moved:
-                self._host.update()
-            self._host.resume()
-        if complete not in self._graphs:
-            self._graphs[complete] = self._new_graphs(None if complete else self._host)
-        return self._graphs[complete].run(tokens, spans)
+        if not complete and not self._has_host():
+            return None
+        self._follow_moves()
+        if complete:
+            self._table.apply()
+            return self._graphs_of(None).run(tokens, spans).logits_BV
+        assert self._host is not None
+        assert self._experts is not None
+        self._host.resume()
+        self._experts.before_step()
+        logits, ids = self._graphs_of(self._host).run(tokens, spans)
+        self._experts.after_step(ids)
+        return logits
 
-    def _new_graphs(self, host: HostExperts | None) -> DecodeGraphs:
-        step = DecodeStep(self._decoder, self._table, self._memory, self._cache.block_size, host)
-        limits = self._max_batch, self._max_blocks, self._cache.spare_block
-        return DecodeGraphs(step, *limits, self._engine.device)
+    def _follow_moves(self) -> None:
+        if self._n_moves == self._engine.n_moves:
+            return
+        self._n_moves = self._engine.n_moves
+        addresses = self._engine.device_addresses()
+        if self._experts is not None:
+            self._experts.follow_moves(addresses)
+        else:
+            self._table.set_all(addresses)
+        if self._host is not None:
+            self._host.update()
+
+    def _graphs_of(self, host: HostExperts | None) -> DecodeGraphs:
+        found = (each.placeholder.source for each in self._decoder.experts)
+        sources = tuple(source for source in found if source is not None)
+        key = host is not None, sources
+        if key not in self._graphs:
+            block_size = self._cache.block_size
+            step = DecodeStep(self._decoder, self._table, self._memory, block_size, host)
+            limits = self._max_batch, self._max_blocks, self._cache.spare_block
+            self._graphs[key] = DecodeGraphs(step, *limits, self._engine.device, sources)
+        return self._graphs[key]
 
     def _has_host(self) -> bool:
-        if self._host is None and not self._refused:
-            experts = [each.feed for each in self._decoder.layers if isinstance(each.feed, Experts)]
-            try:
-                if self._engine.uses_disk:
-                    raise ConfigError("some experts are on disk")
-                with torch.inference_mode(False):  # the buffers outlive it
-                    self._host = HostExperts(self._engine, experts[0], self._size)
-                    self._host.update()
-            except ConfigError as error:
-                self._refused = True
-                _log.info("the model's own modules compute each token: %s", error)
-        return self._host is not None
+        if self._host is not None or self._refused:
+            return not self._refused
+        size = 1 << (self._max_batch - 1).bit_length()
+        try:
+            if self._engine.uses_disk:
+                raise ConfigError("some experts are on disk")
+            with torch.inference_mode(False):  # the buffers outlive it
+                self._host = HostExperts(self._engine, self._decoder.experts[0], size)
+        except ConfigError as error:
+            self._refused = True
+            _log.info("the model's own modules compute each token: %s", error)
+            return False
+        self._n_moves = -1
+        self._experts = ExpertCache(self._engine, self._table, self._count_slots())
+        return True
 
-    @property
-    def _size(self) -> int:
-        """Rows of the largest batch: a power of two."""
-        return 1 << (self._max_batch - 1).bit_length()
+    def _count_slots(self) -> int:
+        """GPU slots within the budget, beside what is allocated: at least one prompt was computed
+        before."""
+        engine = self._engine
+        elsewhere = engine.n_layers * engine.n_experts - sum(engine.homes)
+        use = engine.gpu_use()
+        if self._slots is not None or use is None:
+            return min(self._slots or 0, elsewhere)
+        free = _CACHE_SHARE * (use["budget"] - use["reserved"])
+        return max(0, min(elsewhere, int(free // engine.layout.weight_bytes)))
+
+    def give_memory(self) -> bool:
+        """Makes GPU memory free for a prompt; False if there is none to give."""
+        return self._experts is not None and self._experts.shrink()
+
+    def stats(self) -> dict[str, Any]:
+        """What steps have found on the device."""
+        if self._experts is None or self._host is None:
+            return {}
+        hits, uses = self._experts.hits_L, self._experts.uses_L
+        return {
+            "expert_slots": self._experts.n_slots,
+            "expert_hit_rate": [float(h / max(u, 1)) for h, u in zip(hits, uses, strict=True)],
+            "experts_on_cpu": self._host.n_misses,
+        }
 
     def pause(self) -> None:
         """No step follows for a while."""

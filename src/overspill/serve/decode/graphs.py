@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.serve.decode.step import DecodeStep
+from overspill.core.routing import RoutingSource
+from overspill.serve.decode.step import Batch, Computed, DecodeStep
 from overspill.serve.paged import Span
 
+_COLUMNS = 3
+"""Of a row before its blocks: token, position, and 1 if the row is real."""
 _WARM = 2
 """Steps before a capture: they compile kernels and choose algorithms."""
 
@@ -18,15 +21,23 @@ class DecodeGraphs:
     power of two with rows whose keys go to the block `spare`."""
 
     def __init__(
-        self, step: DecodeStep, max_batch: int, max_blocks: int, spare: int, device: torch.device
+        self,
+        step: DecodeStep,
+        max_batch: int,
+        max_blocks: int,
+        spare: int,
+        device: torch.device,
+        sources: Sequence[RoutingSource] = (),
     ) -> None:
+        """`sources` choose the experts of each layer, if that are not the routers."""
         self._step = step
+        self._sources = sources
         self._spare = spare
         self._device = device
         self._size = 1
         while self._size < max_batch:
             self._size *= 2
-        shape = self._size, 2 + max_blocks
+        shape = self._size, _COLUMNS + max_blocks
         on_gpu = device.type == "cuda"
         with torch.inference_mode(False):  # they outlive it
             self._rows = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -34,42 +45,51 @@ class DecodeGraphs:
             self._hosts = [
                 torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)
             ]
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+            self._ids: Tensor | None = None
+            if sources:
+                ids = len(sources), self._size, sources[0].top_k
+                self._ids = torch.zeros(ids, dtype=torch.int32, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Computed]] = {}
         self._pool: Any = None  # memory that all graphs share: one runs at a time
 
-    def run(self, tokens: Sequence[int] | Tensor, spans: Sequence[Span]) -> Tensor:
-        """The logits [N, V] after the next token of each sequence; valid until the next call."""
+    def run(self, tokens: Sequence[int] | Tensor, spans: Sequence[Span]) -> Computed:
+        """The logits after the next token of each sequence; valid until the next call."""
         known = not isinstance(tokens, Tensor)
         size = 1 << (len(spans) - 1).bit_length()
         self._hosts.reverse()
         host = self._hosts[0]
         rows = host.numpy()
         for number, span in enumerate(spans):
-            rows[number, :2] = tokens[number] if known else 0, span.before
-            rows[number, 2 : 2 + len(span.blocks)] = span.blocks
-        rows[len(spans) : size, :2] = 0
-        rows[len(spans) : size, 2] = self._spare
+            rows[number, :_COLUMNS] = tokens[number] if known else 0, span.before, 1
+            rows[number, _COLUMNS : _COLUMNS + len(span.blocks)] = span.blocks
+        rows[len(spans) : size, :_COLUMNS] = 0
+        rows[len(spans) : size, _COLUMNS] = self._spare
         self._rows[:size].copy_(host[:size], non_blocking=True)
         if isinstance(tokens, Tensor):
             self._rows[: len(spans), 0] = tokens
-        return self._replay(size)[: len(spans)]
+        for layer, source in enumerate(self._sources):
+            assert self._ids is not None
+            self._ids[layer, : len(spans)] = source(layer, len(spans), self._device)
+        logits, ids = self._replay(size)
+        return Computed(logits[: len(spans)], ids[:, : len(spans)])
 
-    def _replay(self, size: int) -> Tensor:
+    def _replay(self, size: int) -> Computed:
         if self._device.type != "cuda":
             return self._compute(size)
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
-        graph, logits = self._graphs[size]
+        graph, computed = self._graphs[size]
         graph.replay()
-        return logits
+        return computed
 
-    def _compute(self, size: int) -> Tensor:
+    def _compute(self, size: int) -> Computed:
         rows = self._rows[:size]
         # copies: the kernels read rows that are adjacent
-        tokens, positions = rows[:, 0].contiguous(), rows[:, 1].contiguous()
-        return self._step(tokens, positions, rows[:, 2:])
+        tokens, positions, real = (rows[:, n].contiguous() for n in range(_COLUMNS))
+        ids = None if self._ids is None else self._ids[:, :size]
+        return self._step(Batch(tokens, positions, real, rows[:, _COLUMNS:], ids))
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Computed]:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -79,6 +99,6 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # other threads go on: they upload experts
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._compute(size)
+            computed = self._compute(size)
         self._pool = graph.pool()
-        return graph, logits
+        return graph, computed

@@ -32,7 +32,7 @@ class HostExperts:
             engine.n_experts,
             max_batch,
             experts.top_k,
-            usable_cores(),
+            max(1, usable_cores() - 1),  # one launches the next step
             engine.device.type == "cuda",
             inject,
             activation=experts.placeholder.activation,

@@ -8,11 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overspill.compute import decode_triton as kernels
-from overspill.moe.engine import Engine
 from overspill.serve.decode.host_experts import HostExperts
 from overspill.serve.decode.structure import Attention, Decoder, Experts, Norm
+from overspill.serve.decode.table import ExpertTable
 
 KeysValues = tuple[Tensor, Tensor]
+
+
+class Batch(NamedTuple):
+    """One token of each of B sequences, as memory of the device."""
+
+    tokens: Tensor  # [B]
+    positions: Tensor  # [B]
+    real: Tensor  # [B], 0 for a row that only fills the batch up
+    blocks: Tensor  # [B, n], of keys and values
+    ids: Tensor | None = None  # [L, B, K]: experts that are used instead of the routers'
 
 
 class Fed(NamedTuple):
@@ -22,30 +32,12 @@ class Fed(NamedTuple):
     host: kernels.HostRows | None = None
 
 
-class ExpertTable:
-    """Where the experts are: a number for each, in memory of the device, so that a step finds them
-    without the host."""
+class Computed(NamedTuple):
+    """What a step gives."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.base = torch.empty(8, dtype=engine.dtype, device=engine.device)
-        """Offsets are relative to it, in elements."""
-        self.offsets = torch.full(
-            (engine.n_layers, engine.n_experts), kernels.ABSENT, device=engine.device
-        )
-        self._changes = -1
-
-    def update(self) -> bool:
-        """Follows experts that have moved; whether some have."""
-        if self._changes == self._engine.n_moves:
-            return False
-        self._changes = self._engine.n_moves
-        self.offsets.copy_(torch.tensor([self._row(r) for r in self._engine.device_addresses()]))
-        return True
-
-    def _row(self, addresses: Sequence[int | None]) -> list[int]:
-        start, size = self.base.data_ptr(), self.base.element_size()
-        return [kernels.ABSENT if at is None else (at - start) // size for at in addresses]
+    logits_BV: Tensor
+    ids_LBK: Tensor
+    """The experts of each token."""
 
 
 class DecodeStep:
@@ -67,23 +59,31 @@ class DecodeStep:
         self._block_size = block_size
         self._host = host
 
-    def __call__(self, tokens_B: Tensor, positions_B: Tensor, blocks_Bn: Tensor) -> Tensor:
-        """The logits [B, V] after these tokens, the last of their sequences."""
+    def __call__(self, batch: Batch) -> Computed:
+        """The logits after these tokens, the last of their sequences."""
         decoder = self._decoder
-        residual = F.embedding(tokens_B, decoder.embedding)
-        fed = Fed([])
+        residual = F.embedding(batch.tokens, decoder.embedding)
+        fed, ids = Fed([]), batch.ids
+        if ids is None:
+            ids = self._new_ids(len(residual))
         for number, layer in enumerate(decoder.layers):
             x = _add_norm(residual, fed, layer.attention_norm)
-            y = self._attend(number, layer.attention, x, positions_B, blocks_Bn)
+            y = self._attend(number, layer.attention, x, batch)
             x = _add_norm(residual, Fed([y]), layer.feed_norm)
             feed = layer.feed
-            fed = self._experts(feed, x) if isinstance(feed, Experts) else Fed([feed(x)])
+            if isinstance(feed, Experts):
+                fed = self._experts(feed, x, batch, ids[feed.placeholder.layer])
+            else:
+                fed = Fed([feed(x)])
         x = _add_norm(residual, fed, decoder.norm)
-        return _linear(x, decoder.head, decoder.head_bias)
+        return Computed(_linear(x, decoder.head, decoder.head_bias), ids)
 
-    def _attend(
-        self, layer: int, own: Attention, x: Tensor, positions: Tensor, blocks: Tensor
-    ) -> Tensor:
+    def _new_ids(self, n_rows: int) -> Tensor:
+        experts = self._decoder.experts
+        shape = len(experts), n_rows, experts[0].top_k
+        return torch.empty(shape, dtype=torch.int32, device=self._table.offsets.device)
+
+    def _attend(self, layer: int, own: Attention, x: Tensor, batch: Batch) -> Tensor:
         qkv = _linear(x, own.qkv, own.qkv_bias)
         if own.row_norms is not None:
             qkv = _norm_rows(qkv, own, own.row_norms)
@@ -95,18 +95,19 @@ class DecodeStep:
             eps = own.head_norms[0].eps
         cache = self._cache[layer]
         tables = self._decoder.cosines, self._decoder.sines
-        where = positions, blocks, self._block_size
+        where = batch.positions, batch.blocks, self._block_size
         q = kernels.rotate_and_store(qkv, tables, norms, eps, *where, cache)
         y = kernels.attend(q, cache, *where, own.scale, own.window, own.sinks)
         return _linear(y, own.out, own.out_bias)
 
-    def _experts(self, own: Experts, x: Tensor) -> Fed:
+    def _experts(self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor) -> Fed:
         wide = torch.float32 if own.wide_router else x.dtype
         logits = kernels.linear(x, own.router, own.router_bias, wide)
         host, layer = self._host, own.placeholder.layer
         choice = own.top_k, own.softmax_first, own.normalize, self._table.offsets[layer]
         buffers = None if host is None else host.buffers
-        routed = kernels.route(logits, *choice, x, buffers)
+        given = batch.ids is not None
+        routed = kernels.route(logits, *choice, batch.real, x, ids_BK, buffers, given)
         if host is not None:
             host.begin(layer)
         shape = own.placeholder.engine.shape

@@ -79,6 +79,11 @@ class Decoder:
     cosines: Tensor  # [positions, width / 2]
     sines: Tensor
 
+    @property
+    def experts(self) -> list[Experts]:
+        """Of all layers that have some."""
+        return [layer.feed for layer in self.layers if isinstance(layer.feed, Experts)]
+
 
 def read_decoder(model: Any, context: int) -> Decoder | None:
     """The structure of a model for sequences of `context` tokens; None if it differs. The weights
@@ -113,8 +118,6 @@ def _quirks(model: Any) -> Iterator[bool]:
         yield "forward" in vars(module)
         linear = isinstance(module, torch.nn.Linear)
         yield linear and type(module) is not torch.nn.Linear  # LoRA, quantized
-    for parameter in model.parameters():
-        yield isinstance(parameter, ExpertPlaceholder) and parameter.source is not None
 
 
 def _read_layer(config: Any, layer: Any) -> Layer:

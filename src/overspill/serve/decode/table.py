@@ -1,0 +1,55 @@
+"""Where the experts are, for decoding steps that find them without the host."""
+
+import numpy as np
+import torch
+
+from overspill.compute.decode_triton import ABSENT
+from overspill.moe.engine import Engine
+from overspill.plan.eviction import Mask
+
+_COPIES = 4
+"""Tables in pinned memory: more than there are steps whose copy may not have ended."""
+
+
+class ExpertTable:
+    """A number for each expert in memory of the device: the offset of its weights, or `ABSENT`.
+    Changes are made on the host and take effect for the steps after `apply`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        shape = engine.n_layers, engine.n_experts
+        self.base = torch.empty(8, dtype=engine.dtype, device=engine.device)
+        """Offsets are relative to it, in elements."""
+        self.offsets = torch.full(shape, ABSENT, device=engine.device)
+        self._numbers = np.full(shape, ABSENT)
+        self._pinned = [
+            torch.empty(shape, dtype=torch.int64, pin_memory=engine.device.type == "cuda")
+            for _ in range(_COPIES)
+        ]
+        self._changed = True
+
+    @property
+    def present(self) -> Mask:
+        """Which experts are on the device, by layer and id."""
+        present: Mask = self._numbers != ABSENT
+        return present
+
+    def set(self, layer: int, expert: int, address: int | None) -> None:
+        offset = ABSENT
+        if address is not None:
+            offset = (address - self.base.data_ptr()) // self.base.element_size()
+        self._numbers[layer, expert] = offset
+        self._changed = True
+
+    def set_all(self, addresses: list[list[int | None]]) -> None:
+        for layer, row in enumerate(addresses):
+            for expert, address in enumerate(row):
+                self.set(layer, expert, address)
+
+    def apply(self) -> None:
+        """The steps that follow on the current stream see the changes."""
+        if self._changed:
+            self._pinned.append(self._pinned.pop(0))
+            self._pinned[-1].numpy()[:] = self._numbers
+            self.offsets.copy_(self._pinned[-1], non_blocking=True)
+            self._changed = False
