@@ -1,6 +1,7 @@
 """Tokens a second of one request, with experts on the GPU and in host memory.
 
-PYTHONPATH=src python3 bench/serve.py w2-gpu w2-none w2-prefill
+PYTHONPATH=src python3 bench/serve.py w2-gpu w2-none w2-prefill w2-quarter-random
+PYTHONPATH=src python3 bench/serve.py w2-quarter --routing gptoss20b_decode_experts_only.npz
 PYTHONPATH=src python3 bench/serve.py mixtral-6
 """
 
@@ -18,12 +19,15 @@ import overspill
 from overspill.compute.cpu_kernel import read_bandwidth
 from overspill.core.garbage import short_collections
 from overspill.hardware.machine import usable_cores
+from overspill.simulate import ReplayedRouting, routed_by
 
 HBM = 4.5e12
 """Bytes a second that kernels of our own have read on an H200."""
 PCIE = 55e9
 PROMPT = 512
 _READ = 4 << 30
+SLOTS = {"w2-gpu": 0, "w2-none": 0, "w2-prefill": 0, "w2-quarter-random": 384, "w2-quarter": 384}
+"""GPU slots that copies of experts may have."""
 
 
 def w2() -> Any:
@@ -82,31 +86,75 @@ def token_bytes(model: Any) -> tuple[int, int]:
     return dense, engine.n_layers * top_k * engine.layout.weight_bytes
 
 
+class Halves:
+    """Recorded routing of a model with half as many experts for each token, for twice as many
+    layers: a layer has the experts of two."""
+
+    def __init__(self, trace: ReplayedRouting, n_layers: int, n_experts: int) -> None:
+        self._trace = trace
+        self.n_layers, self.n_experts, self.top_k = n_layers, n_experts, 2 * trace.top_k
+        assert trace.n_layers >= 2 * n_layers
+        assert n_experts >= 2 * trace.n_experts
+
+    def __call__(self, layer: int, n_tokens: int, device: torch.device) -> torch.Tensor:
+        first, second = (self._trace(2 * layer + half, n_tokens, device) for half in range(2))
+        return torch.cat((first, second + self._trace.n_experts), dim=1)
+
+
+class Even:
+    """Every token has the next experts in turn: a prompt needs them all."""
+
+    def __init__(self, n_layers: int, n_experts: int, top_k: int) -> None:
+        self.n_layers, self.n_experts, self.top_k = n_layers, n_experts, top_k
+
+    def __call__(self, layer: int, n_tokens: int, device: torch.device) -> torch.Tensor:
+        ids = torch.arange(n_tokens * self.top_k, device=device) % self.n_experts
+        return ids.view(n_tokens, self.top_k)
+
+
+def measure(name: str, llm: overspill.LLM, args: argparse.Namespace) -> list[float]:
+    engine, top_k = llm.model.overspill, llm.model.config.num_experts_per_tok
+    if name == "w2-prefill":
+        with routed_by(llm.model, Even(engine.n_layers, engine.n_experts, top_k)):
+            return prefill(llm, args.rounds)
+    if name == "w2-quarter":
+        trace = ReplayedRouting.from_npz(args.routing)
+        with routed_by(llm.model, Halves(trace, engine.n_layers, engine.n_experts)):
+            decode(llm, args.tokens, 2)  # the cache learns
+            return decode(llm, args.tokens, args.rounds)
+    return decode(llm, args.tokens, args.rounds)
+
+
 def run(name: str, llm: overspill.LLM, args: argparse.Namespace, bandwidth: float) -> None:
-    engine = llm.model.overspill
-    on_gpu = name.endswith("-gpu")
-    count = engine.n_experts if on_gpu else 0
-    if engine.homes != [count] * engine.n_layers:
-        engine.set_homes([count] * engine.n_layers)
-    dense, experts = token_bytes(llm.model)
-    metrics: dict[str, Metric] = {}
+    model = llm.model
+    engine = model.overspill
+    dense, experts = token_bytes(model)
+    before = llm.stats()
     with short_collections():
-        if name.endswith("-prefill"):
-            speed = prefill(llm, args.rounds)
-            total = engine.n_layers * engine.n_experts * engine.layout.weight_bytes
-            limit = Limit(PROMPT * PCIE / total, "tokens/s", "PCIe, every expert uploaded once")
-        else:
-            speed = decode(llm, args.tokens, args.rounds)
-            limit = Limit(HBM / (dense + experts), "tokens/s", "reading all weights of a token")
-            if not on_gpu:
-                read = statistics.median(speed) * experts
-                metrics["host_read"] = metric([read / 1e9], "GB/s")
-                metrics["host_bandwidth"] = metric([bandwidth / 1e9], "GB/s")
-                limit = Limit(bandwidth / experts, "tokens/s", "reading experts from host memory")
-    metrics = {"tokens_per_second": metric(speed, "tokens/s"), **metrics}
+        speed = measure(name, llm, args)
+    stats = llm.stats()
+    metrics: dict[str, Metric] = {"tokens_per_second": metric(speed, "tokens/s")}
+    on_gpu = HBM / (dense + experts)
+    if name == "w2-gpu":
+        limit = Limit(on_gpu, "tokens/s", "reading all weights of a token")
+    elif name == "w2-prefill":
+        total = engine.n_layers * engine.n_experts * engine.layout.weight_bytes
+        limit = Limit(PROMPT * PCIE / total, "tokens/s", "PCIe, every expert uploaded once")
+    else:
+        tokens = stats["new_tokens"] - before["new_tokens"]
+        missed = stats["experts_on_cpu"] - before.get("experts_on_cpu", 0)
+        read = missed * engine.layout.weight_bytes / tokens  # a token
+        metrics["host_read"] = metric([statistics.median(speed) * read / 1e9], "GB/s")
+        metrics["host_bandwidth"] = metric([bandwidth / 1e9], "GB/s")
+        metrics["hit_rate"] = metric([100 * (1 - read / experts)], "%")
+        seconds = max(read / bandwidth, 1 / on_gpu)
+        limit = Limit(1 / seconds, "tokens/s", "reading missing experts from host memory")
     shape = "Mixtral-8x7B, 6 layers" if name.startswith("mixtral") else "W2"
-    where = "all experts on the GPU" if on_gpu else "no expert on the GPU"
-    what = f"a prompt of {PROMPT} tokens" if name.endswith("-prefill") else "one request"
+    where = {"w2-gpu": "all experts on the GPU"}.get(name, "no expert on the GPU")
+    if "quarter" in name:
+        where = f"{stats['expert_slots']} of {engine.n_layers * engine.n_experts} experts cached"
+        where += ", random weights" if "random" in name else ", routing of gpt-oss"
+    what = f"a prompt of {PROMPT} tokens" if name == "w2-prefill" else "one request"
     details = {
         "row": f"{shape}, {what}, {where}",
         "show": [key for key in metrics if key != "tokens_per_second"],
@@ -118,10 +166,10 @@ def run(name: str, llm: overspill.LLM, args: argparse.Namespace, bandwidth: floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = ("w2-gpu", "w2-none", "w2-prefill", "mixtral-6")
-    parser.add_argument("names", nargs="+", choices=names)
+    parser.add_argument("names", nargs="+", choices=(*SLOTS, "mixtral-6"))
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss, for w2-quarter")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     bandwidth = host_bandwidth()
@@ -129,11 +177,19 @@ def main() -> None:
         own = [name for name in args.names if name.startswith("mixtral") == (config is mixtral)]
         if not own:
             continue
-        model = overspill.from_config(config(), dtype=torch.bfloat16, train=False, quiet=True)
-        with overspill.LLM(model, context=4096, max_batch=16) as llm:
-            for name in own:
+        settings = overspill.Settings(residency=False, follow_usage=False)
+        model = overspill.from_config(
+            config(), dtype=torch.bfloat16, train=False, quiet=True, settings=settings
+        )
+        engine = model.overspill
+        for name in sorted(own, key=[*SLOTS, "mixtral-6"].index):
+            count = engine.n_experts if name == "w2-gpu" else 0
+            if engine.homes != [count] * engine.n_layers:
+                engine.set_homes([count] * engine.n_layers)
+            slots = SLOTS.get(name, 0)
+            with overspill.LLM(model, context=4096, max_batch=16, slots=slots) as llm:
                 run(name, llm, args, bandwidth)
-        model.overspill.close()
+        engine.close()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Greedy tokens against transformers' `generate`, for any model, tier and batch."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import overspill
 from overspill import LLM, SamplingParams, Settings
-from tests.models.huggingface.families import FAMILIES, Family, cases, make_model
+from tests.models.huggingface.families import FAMILIES, Family, cases, make_model, tiny
 from tests.models.huggingface.oracle import MODES
 from tests.moe.oracle import delays
 from tests.serve.models import (
@@ -40,6 +41,13 @@ def test_tokens_are_those_of_transformers(family: Family) -> None:
     with LLM(model, context=64, max_batch=3) as llm:
         assert tokens_of(llm, PROMPTS) == expected
     model.overspill.close()
+
+
+def test_windows_that_are_in_the_mask_only_are_followed() -> None:
+    window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    family = Family("qwen2_moe", partial(tiny, "qwen2_moe", **window))
+    assert "sliding_attention" in family.build().layer_types
+    test_tokens_are_those_of_transformers(family)
 
 
 @pytest.mark.parametrize("mode", MODES)

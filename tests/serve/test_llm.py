@@ -174,7 +174,6 @@ def test_a_model_is_served_once_at_a_time(tmp_path: Path) -> None:
         {"host_memory": "1GiB"},
         {"disk": "."},
         {"mode": "gpu-only"},
-        {"slots": 3},
         {"host_slots": 3},
         {"device": "cpu"},
         {"dtype": "bfloat16"},

@@ -75,7 +75,10 @@ def _attend(
     cache = current_cache()
     if cache is None:
         raise OrderError(IN_USE)
+    own: Any = module
+    if sliding_window is None:  # Qwen2-MoE has it in its mask only
+        sliding_window = getattr(own, "sliding_window", None)
     options = AttentionOptions(scaling, sliding_window, s_aux, softcap)
-    layer: Any = module.layer_idx
+    layer = own.layer_idx
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return cache.attend(int(layer), q, k, v, options)[None], None

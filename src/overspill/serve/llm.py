@@ -34,8 +34,9 @@ class LLM:
 
     `model` is the folder of a Hugging Face checkpoint, a repository of the hub, the folder of a run
     of `overspill train`, or a model from `overspill.load(..., train=False)`. `context` is the most
-    tokens of a prompt and its answer; `max_batch` the most requests that run at once. The other
-    arguments are those of `overspill.load`.
+    tokens of a prompt and its answer; `max_batch` the most requests that run at once. `slots` are
+    the GPU slots for copies of experts that are in host memory; without, as many as fit into
+    `gpu_memory`. The other arguments are those of `overspill.load`.
 
     Several threads may use it at once: their requests are computed together.
     """
@@ -59,12 +60,16 @@ class LLM:
         for name, value in (("context", context), ("max_batch", max_batch)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        if slots is not None and (
+            not isinstance(slots, int) or isinstance(slots, bool) or slots < 0
+        ):
+            raise ConfigError(f"slots={slots!r} must be a whole number of at least 0")
         budgets = Budgets(gpu_memory, host_memory, disk, device, _MODES[mode], slots, host_slots)
         if not isinstance(model, str | os.PathLike):
             given = {
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
-                "mode": None if mode == "auto" else mode, "slots": slots,
-                "host_slots": host_slots, "device": device, "dtype": dtype,
+                "mode": None if mode == "auto" else mode, "host_slots": host_slots,
+                "device": device, "dtype": dtype,
             }  # fmt: skip
             _check_not_given(given)
         asked = CacheRequest(context, max_batch, _BLOCK)
@@ -78,7 +83,7 @@ class LLM:
         runner: Runner
         if paged:
             fused = self.device.type == "cuda" and has_triton("fused decoding")
-            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
+            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused, slots
             runner = PagedRunner(source.model, self.device, *limits)
         else:
             runner = SequentialRunner(source.model, self.device)

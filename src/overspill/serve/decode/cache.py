@@ -5,6 +5,7 @@ and a copy is used by the steps that begin after it has arrived.
 """
 
 from collections import deque
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -68,8 +69,9 @@ class ExpertCache:
         self._stream = torch.cuda.Stream(engine.device) if on_gpu else None
         self.hits_L = np.zeros(engine.n_layers)
         self.uses_L = np.zeros(engine.n_layers)
-        while self._n_slots + self._chunk <= n_slots:
-            self._extend()
+        with suppress(torch.OutOfMemoryError):  # memory is divided into pieces that are too small
+            while self._n_slots + self._chunk <= n_slots:
+                self._extend()
 
     def _extend(self) -> None:
         shape = self._chunk, self._engine.shape.numel

@@ -1,0 +1,154 @@
+"""Copies of experts on the device during decoding: what steps find is right, whatever moves."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from overspill.moe.engine import Engine
+from overspill.plan.eviction import LRU
+from overspill.serve.decode.cache import ExpertCache
+from overspill.serve.decode.table import ExpertTable
+from tests.models.huggingface.families import FAMILIES, make_model
+from tests.models.huggingface.oracle import offloaded
+
+LAYERS, EXPERTS = 2, 4
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    (family,) = (each for each in FAMILIES if each.name == "mixtral")
+    with offloaded(make_model(family).eval(), "host", tmp_path) as model:
+        assert (model.overspill.n_layers, model.overspill.n_experts) == (LAYERS, EXPERTS)
+        yield model.overspill
+
+
+class Steps:
+    """A table and a cache as a decoding step uses them."""
+
+    def __init__(self, engine: Engine, n_slots: int) -> None:
+        self.engine = engine
+        self.table = ExpertTable(engine)
+        self.cache = ExpertCache(engine, self.table, n_slots, LRU(LAYERS, EXPERTS))
+        self.weights = {
+            (layer, expert): engine.host_weights(layer, expert).clone()
+            for layer in range(LAYERS)
+            for expert in range(EXPERTS)
+        }
+        self.follow()
+
+    def follow(self) -> None:
+        self.cache.follow_moves(self.engine.device_addresses())
+
+    def run(self, *used: tuple[int, ...]) -> set[tuple[int, int]]:
+        """A step that uses these experts of each layer; what it finds on the device."""
+        self.cache.before_step()
+        offsets = self.table.offsets.clone()
+        self.cache.after_step(torch.tensor([used] * 1, dtype=torch.int32).transpose(0, 1))
+        found = {
+            (layer, expert)
+            for layer in range(LAYERS)
+            for expert in range(EXPERTS)
+            if self.is_present(offsets, layer, expert)
+        }
+        for key in found:
+            assert torch.equal(self.read(int(offsets[key])), self.weights[key])
+        return found
+
+    @staticmethod
+    def is_present(offsets: Tensor, layer: int, expert: int) -> bool:
+        return int(offsets[layer, expert]) > -(1 << 61)
+
+    def read(self, offset: int) -> Tensor:
+        """The memory of a record, as a kernel would find it."""
+        base, numel = self.table.base, self.engine.shape.numel
+        address = base.data_ptr() + offset * base.element_size()
+        size = numel * base.element_size()
+        buffer = (np.ctypeslib.ctypes.c_char * size).from_address(address)  # type: ignore[attr-defined]
+        return torch.frombuffer(bytearray(buffer), dtype=base.dtype)
+
+
+def test_a_used_expert_is_on_the_device_two_steps_later(engine: Engine) -> None:
+    steps = Steps(engine, 4)
+    assert steps.run((0, 1), (2, 3)) == set()
+    assert steps.run((0, 1), (2, 3)) == set()  # its uploads begin with this step
+    assert steps.run((0, 1), (2, 3)) == {(0, 0), (0, 1), (1, 2), (1, 3)}
+    assert list(steps.cache.hits_L) == [0, 0]
+    steps.run((0, 1), (2, 0))
+    assert list(steps.cache.hits_L) == [2, 2]
+    steps.run((0, 1), (2, 0))
+    assert list(steps.cache.hits_L) == [4, 3]
+    assert list(steps.cache.uses_L) == [8, 8]
+
+
+def test_the_expert_with_the_lowest_score_makes_room(engine: Engine) -> None:
+    steps = Steps(engine, 2)
+    for _ in range(3):
+        steps.run((0,), (0,))
+    assert steps.run((1,), (0,)) == {(0, 0), (1, 0)}
+    for _ in range(2):  # not before its slot is needed, and not before its copy is complete
+        found = steps.run((1,), (0,))
+        assert (1, 0) in found
+        assert len(found) <= 2
+    assert steps.run((1,), (0,)) == {(0, 1), (1, 0)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_routing_finds_the_right_weights_and_uses_no_more_slots(
+    engine: Engine, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    n_slots = int(generator.integers(1, 8))
+    steps = Steps(engine, n_slots)
+    for number in range(40):
+        used = [tuple(generator.integers(0, EXPERTS, 2).tolist()) for _ in range(LAYERS)]
+        assert len(steps.run(*used)) <= n_slots
+        if number == 20 and n_slots > 1:
+            assert steps.cache.shrink()
+            assert steps.cache.n_slots < n_slots
+            n_slots = steps.cache.n_slots
+    assert steps.cache.hits_L.sum() > 0 or n_slots == 0
+
+
+def test_without_slots_nothing_is_uploaded(engine: Engine) -> None:
+    steps = Steps(engine, 0)
+    assert not steps.cache.shrink()
+    for _ in range(4):
+        assert steps.run((0, 1), (2, 3)) == set()
+
+
+def test_experts_that_move_to_the_device_free_their_slots(engine: Engine) -> None:
+    steps = Steps(engine, 4)
+    for _ in range(3):
+        steps.run((0, 1), (2, 3))
+    engine.set_homes([2, 1])
+    at_home = {(layer, e) for layer, ids in enumerate(engine.at_home) for e in ids}
+    steps.follow()
+    found = steps.run((2, 3), (0, 1))
+    assert found == at_home | {(0, 0), (0, 1), (1, 2), (1, 3)}
+    engine.set_homes([0, 0])
+    steps.follow()
+    assert steps.run((2, 3), (0, 1)) <= found - at_home
+    for _ in range(2):
+        found = steps.run((2, 3), (0, 1))
+    assert len(found) == 4
+
+
+def test_a_table_has_the_numbers_of_the_last_change(engine: Engine) -> None:
+    table = ExpertTable(engine)
+    for round_ in range(10):  # more often than there are copies
+        table.set(1, 2, table.base.data_ptr() + round_ * table.base.element_size())
+        table.apply()
+        before: Any = copy.deepcopy(table.offsets)
+        table.apply()
+        assert torch.equal(before, table.offsets)
+        assert int(table.offsets[1, 2]) == round_
+    table.set(1, 2, None)
+    assert int(table.offsets[1, 2]) == 9  # not before it is applied
+    table.apply()
+    assert not table.present.any()
