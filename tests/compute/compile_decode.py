@@ -11,14 +11,14 @@ from triton.compiler import ASTSource
 
 from overspill.compute import decode_triton as kernels
 
-NUMBERS = {"eps": "fp32", "scale": "fp32"}
+NUMBERS = {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
 WIDE = {"positions", "blocks", "offsets", "table", "is_real"}
 FLOAT = {"sums", "stats", "weights"}
 LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
 ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
 ATTEND = {
-    "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128, "LANES": 128, "PART": 64,
-    "TILE": 64, "ROWS": 16,
+    "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128, "LANES": 128,
+    "OUT_WIDTH": 128, "OUT_LANES": 128, "PART": 64, "TILE": 64, "ROWS": 16,
 }  # fmt: skip
 HOST = dict.fromkeys(("ids", "missed", "host_experts", "host_count", "host_rows"), "*i32")
 HOST |= {"host": "*fp32", "host_weights": "*fp32"}
@@ -36,6 +36,7 @@ CASES = [
     ("_combine_kernel", {"SINKS": True, "PARTS": 64, "WIDTH": 128, "LANES": 128}, {}),
     ("_route_kernel", ROUTE, HOST),
     ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, HOST),
+    ("_look_up_kernel", {"TOP_K": 8, "KS": 8, "WIDTH": 2048, "MISSES": True}, HOST),
     ("_expert_in_kernel", IN, {}),
     ("_expert_in_kernel", IN | {"ACTIVATION": 1}, {}),
     ("_expert_in_kernel", IN | {"ACTIVATION": 2, "BIAS": True, "TRANSPOSED": True}, {}),

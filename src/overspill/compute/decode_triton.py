@@ -219,36 +219,40 @@ def attend(
     scale: float,
     window: int | None = None,
     sinks_h: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Attention of one token of each sequence to those up to its position, [B, h * d]. A sequence
+    """Attention of one token of each sequence to those up to its position, [B, h * d]; values may
+    have another width than keys. A sequence
     is divided over several programs; what each has found is combined."""
     keys, values = cache
     batch, heads, width = q_Bhd.shape
-    kv_heads = keys.shape[1]
+    kv_heads, out_width = values.shape[1:]
     longest = blocks_Bn.shape[1] * block_size
     part = max(64, _power(triton.cdiv(longest, 64)))
     parts = triton.cdiv(longest, part)
-    sums = torch.empty(batch, heads, parts, width, dtype=torch.float32, device=q_Bhd.device)
+    sums = torch.empty(batch, heads, parts, out_width, dtype=torch.float32, device=q_Bhd.device)
     stats = torch.empty(batch, heads, parts, 2, dtype=torch.float32, device=q_Bhd.device)
     group = heads // kv_heads
     _attend_kernel[(batch, kv_heads, parts)](
-        q_Bhd, keys, values, positions_B, blocks_Bn, sums, stats, scale, blocks_Bn.stride(0),
-        parts, window or 0, group, kv_heads, block_size, width, max(16, _power(width)), part,
+        q_Bhd, keys, values, positions_B, blocks_Bn, sums, stats, scale, softcap or 0.0,
+        blocks_Bn.stride(0), parts, window or 0, softcap is not None, group, kv_heads, block_size,
+        width, max(16, _power(width)), out_width, max(16, _power(out_width)), part,
         min(64, part), max(16, _power(group)), num_warps=4,
     )  # fmt: skip
-    out = torch.empty(batch, heads * width, dtype=q_Bhd.dtype, device=q_Bhd.device)
+    out = torch.empty(batch, heads * out_width, dtype=q_Bhd.dtype, device=q_Bhd.device)
     _combine_kernel[(batch, heads)](
         sums, stats, out if sinks_h is None else sinks_h, out, positions_B, parts, part,
-        sinks_h is not None, _power(parts), width, _power(width), num_warps=4,
+        sinks_h is not None, _power(parts), out_width, _power(out_width), num_warps=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _attend_kernel(
-    q, keys, values, positions, blocks, sums, stats, scale, n_blocks, parts, window,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    LANES: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    q, keys, values, positions, blocks, sums, stats, scale, softcap, n_blocks, parts, window,
+    SOFTCAP: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, OUT_WIDTH: tl.constexpr, OUT_LANES: tl.constexpr,
+    PART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + batch)
@@ -257,11 +261,13 @@ def _attend_kernel(
         return
     rows, lanes = tl.arange(0, ROWS), tl.arange(0, LANES)
     own, real = rows < GROUP, lanes[None, :] < WIDTH
+    out_lanes = tl.arange(0, OUT_LANES)
+    out_real = out_lanes[None, :] < OUT_WIDTH
     head = (batch * KV_HEADS + kv_head) * GROUP + rows
     query = tl.load(q + head[:, None] * WIDTH + lanes[None, :], mask=own[:, None] & real, other=0.0)
     highest = tl.full((ROWS,), -1e30, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS, LANES), tl.float32)
+    total = tl.zeros((ROWS, OUT_LANES), tl.float32)
     stop = tl.minimum(begin + PART, position + 1)
     for start in range(begin, stop, TILE):
         tokens = start + tl.arange(0, TILE)
@@ -273,17 +279,21 @@ def _attend_kernel(
         at = (slots * KV_HEADS + kv_head)[:, None] * WIDTH + lanes[None, :]
         key = tl.load(keys + at, mask=sees[:, None] & real, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SOFTCAP:  # tanh is not available everywhere
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         scores = tl.where(sees[None, :], scores, -1e30)
         new = tl.maximum(highest, tl.max(scores, 1))
         shares = tl.where(sees[None, :], tl.exp(scores - new[:, None]), 0.0)
         shrink = tl.exp(highest - new)
-        value = tl.load(values + at, mask=sees[:, None] & real, other=0.0)
+        at = (slots * KV_HEADS + kv_head)[:, None] * OUT_WIDTH + out_lanes[None, :]
+        value = tl.load(values + at, mask=sees[:, None] & out_real, other=0.0)
         product = tl.dot(shares.to(value.dtype), value, input_precision="ieee")
         total = total * shrink[:, None] + product
         weight = weight * shrink + tl.sum(shares, 1)
         highest = new
     to = head * parts + part
-    tl.store(sums + to[:, None] * WIDTH + lanes[None, :], total, mask=own[:, None] & real)
+    at = to[:, None] * OUT_WIDTH + out_lanes[None, :]
+    tl.store(sums + at, total, mask=own[:, None] & out_real)
     tl.store(stats + to * 2, highest, mask=own)
     tl.store(stats + to * 2 + 1, weight, mask=own)
 
@@ -343,23 +353,45 @@ def route(
     ids are there already, and only the weights are those of the chosen ones. With `misses`,
     those that are not on the device are written there with their token rows: -1 stands for an
     expert that is on the device. Rows that are not real have no experts."""
-    batch, n_experts = logits_BE.shape
-    device = logits_BE.device
-    weights = torch.empty(batch, top_k, dtype=torch.float32, device=device)
-    offsets = torch.empty(batch, top_k, dtype=torch.int64, device=device)
-    missed = None
-    out: tuple[Tensor, ...] = (ids_BK,) * 6
-    if misses is not None:
-        missed = torch.empty(batch, dtype=torch.int32, device=device)
-        to = misses.experts_P, misses.weights_P, misses.x_RD, misses.count, misses.n_rows
-        out = missed, *to
-    width = x_BD.shape[1]
-    _route_kernel[(batch,)](
-        logits_BE, table_E, real_B, x_BD, ids_BK, weights, offsets, *out, n_experts, width, top_k,
+    n_experts, width = logits_BE.shape[1], x_BD.shape[1]
+    weights = torch.empty(len(x_BD), top_k, dtype=torch.float32, device=x_BD.device)
+    offsets, missed, to = _found(weights, ids_BK, misses)
+    _route_kernel[(len(x_BD),)](
+        logits_BE, table_E, real_B, x_BD, ids_BK, weights, offsets, *to, n_experts, width, top_k,
         _power(top_k), _power(n_experts), _power(width), softmax_first, normalize,
         misses is not None, given, num_warps=1,
     )  # fmt: skip
     return Routed(weights, offsets, missed)
+
+
+def look_up(
+    ids_BK: Tensor,
+    weights_BK: Tensor,
+    table_E: Tensor,
+    real_B: Tensor,
+    x_BD: Tensor,
+    misses: MissBuffers | None = None,
+) -> Routed:
+    """As `route`, for experts that are chosen already."""
+    offsets, missed, to = _found(weights_BK, ids_BK, misses)
+    top_k, width = ids_BK.shape[1], x_BD.shape[1]
+    _look_up_kernel[(len(x_BD),)](
+        ids_BK, weights_BK, table_E, real_B, x_BD, offsets, *to, width, top_k, _power(top_k),
+        _power(width), misses is not None, num_warps=1,
+    )  # fmt: skip
+    return Routed(weights_BK, offsets, missed)
+
+
+def _found(
+    weights_BK: Tensor, ids_BK: Tensor, misses: MissBuffers | None
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """Memory for offsets, for the number of misses of each token, and for lists of misses."""
+    offsets = torch.empty_like(weights_BK, dtype=torch.int64)
+    if misses is None:
+        return offsets, None, (ids_BK,) * 6
+    missed = torch.empty_like(ids_BK[:, 0])
+    to = misses.experts_P, misses.weights_P, misses.x_RD, misses.count, misses.n_rows
+    return offsets, missed, (missed, *to)
 
 
 @triton.jit
@@ -397,6 +429,37 @@ def _route_kernel(
     else:
         tl.store(ids + to, chosen, mask=real)
     tl.store(weights + to, value, mask=real)
+    _find(
+        chosen, value, ks, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
+        host_count, host_rows, width, TOP_K, WIDTH, MISSES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _look_up_kernel(
+    ids, weights, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
+    host_count, host_rows, width, TOP_K: tl.constexpr, KS: tl.constexpr, WIDTH: tl.constexpr,
+    MISSES: tl.constexpr,
+):  # fmt: skip
+    ks = tl.arange(0, KS)
+    to = tl.program_id(0) * TOP_K + ks
+    chosen = tl.load(ids + to, mask=ks < TOP_K, other=0)
+    value = tl.load(weights + to, mask=ks < TOP_K, other=0.0)
+    _find(
+        chosen, value, ks, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
+        host_count, host_rows, width, TOP_K, WIDTH, MISSES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _find(
+    chosen, value, ks, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
+    host_count, host_rows, width, TOP_K: tl.constexpr, WIDTH: tl.constexpr, MISSES: tl.constexpr,
+):  # fmt: skip
+    """Looks up the experts of one token."""
+    batch = tl.program_id(0)
+    real = ks < TOP_K
+    to = batch * TOP_K + ks
     used = real & (tl.load(is_real + batch) != 0)
     offset = tl.load(table + chosen, mask=used, other=-(1 << 62))
     tl.store(offsets + to, offset, mask=real)

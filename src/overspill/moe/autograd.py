@@ -18,6 +18,7 @@ from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
 from overspill.core.errors import OrderError
 from overspill.core.experts import Phase
 from overspill.moe.data_parallel import check_processes
+from overspill.moe.decoding import current_decoder
 from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
@@ -38,6 +39,9 @@ def routed_experts(
     )
     if not _recomputing():
         expert_ids_TK = placeholder.reroute(expert_ids_TK)
+    placeholder.top_k = expert_ids_TK.shape[1]
+    if (decoder := current_decoder()) is not None:
+        return decoder.experts(placeholder, x_TD, expert_ids_TK, weights_TK)
     with torch.autocast(x_TD.device.type, enabled=False):  # experts compute in their own dtype
         return _routed(placeholder, x_TD, expert_ids_TK, weights_TK, layer_pass)
 

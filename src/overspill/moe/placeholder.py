@@ -29,6 +29,7 @@ class ExpertPlaceholder(nn.Parameter):
     activation: Activation | None  # None: GELU or gated SiLU, by the shape of the experts
     places: "Places | None"  # locations of an expert's tensors in a Hugging Face model
     drops: bool  # whether the router may drop assignments
+    top_k: int | None  # experts for each token, as of the last forward
     is_expert_placeholder = True
     _source: RoutingSource | None
     _keeper: object
@@ -46,6 +47,7 @@ class ExpertPlaceholder(nn.Parameter):
         self = torch.Tensor._make_subclass(cls, data, True)
         self.engine, self.layer = engine, layer
         self.activation, self.places, self.drops = activation, places, drops
+        self.top_k = None
         self._source = None
         self._keeper = None
         self._shown = None

@@ -101,7 +101,7 @@ class PagedCache:
     ) -> Tensor:
         layout = self._layout
         assert layout is not None
-        keys, values = self._memory(layer, k_Tkd, v_Tkd)
+        keys, values = self.memory(layer, k_Tkd, v_Tkd)
         keys[layout.write] = k_Tkd
         values[layout.write] = v_Tkd
         out = q_Thd.new_empty(*q_Thd.shape[:2], v_Tkd.shape[-1])
@@ -125,7 +125,8 @@ class PagedCache:
         self._layers = {layer: (keys, values) for layer, (keys, values) in enumerate(whole)}
         return list(self._layers.values())
 
-    def _memory(self, layer: int, k_Tkd: Tensor, v_Tkd: Tensor) -> tuple[Tensor, Tensor]:
+    def memory(self, layer: int, k_Tkd: Tensor, v_Tkd: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of a layer, [slots, k, d], for such as these."""
         if layer not in self._layers:
             with torch.inference_mode(False):  # it outlives the pass
                 keys, values = (t.new_zeros(self._n_slots, *t.shape[1:]) for t in (k_Tkd, v_Tkd))

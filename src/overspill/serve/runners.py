@@ -79,7 +79,7 @@ class PagedRunner(Runner):
         if fused:
             from overspill.serve.decode import decode
 
-            self._decode = decode.Decode.of(model, self._cache, context, max_batch, slots)
+            self._decode = decode.Decode(model, self._cache, context, max_batch, slots)
         self._before: Any = None
         if not isinstance(model, GPTMoE):
             register_attention()

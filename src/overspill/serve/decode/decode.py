@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +10,13 @@ from torch import Tensor
 from overspill.core.errors import ConfigError
 from overspill.core.routing import RoutingSource
 from overspill.moe.engine import Engine
+from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.serve.decode.cache import ExpertCache
-from overspill.serve.decode.graphs import DecodeGraphs
+from overspill.serve.decode.graphs import CaptureError, DecodeGraphs
 from overspill.serve.decode.host_experts import HostExperts
+from overspill.serve.decode.module_step import ModuleStep, can_step
 from overspill.serve.decode.step import DecodeStep
-from overspill.serve.decode.structure import Decoder, read_decoder
+from overspill.serve.decode.structure import read_decoder
 from overspill.serve.decode.table import ExpertTable
 from overspill.serve.paged import PagedCache, Span
 
@@ -31,55 +33,64 @@ class Decode:
 
     def __init__(
         self,
-        decoder: Decoder,
-        engine: Engine,
+        model: Any,
         cache: PagedCache,
         context: int,
         max_batch: int,
         slots: int | None = None,
     ) -> None:
         """`slots` are the GPU slots of experts; None: as many as fit into the budget."""
-        self._engine = engine
-        self._decoder = decoder
+        engine = model.overspill
+        self._model = model
+        self._engine: Engine = engine
         self._max_batch = max_batch
         self._max_blocks = -(-context // cache.block_size)
         self._cache = cache
         self._slots = slots
-        self._table = ExpertTable(engine)
+        self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
+        with torch.inference_mode(False):  # what is made here outlives it
+            self._table = ExpertTable(engine)
+            self._decoder = read_decoder(model, context)
+            if self._decoder is not None:
+                first = self._decoder.layers[0].attention
+                like = self._decoder.embedding.new_empty(first.kv_heads, first.width)
+                self._memory = cache.allocate(len(self._decoder.layers), like)
         self._n_moves = -1  # of experts, as the table has them
-        first = decoder.layers[0].attention
-        like = decoder.embedding.new_empty(first.kv_heads, first.width)
-        self._memory = cache.allocate(len(decoder.layers), like)
         self._host: HostExperts | None = None
-        self._refused = False  # the CPU cannot compute these experts
         self._experts: ExpertCache | None = None
+        self._refused = False  # the model's modules compute everything
         # with experts on the host or without, by what chooses experts instead of the routers
         self._graphs: dict[tuple[bool, tuple[RoutingSource, ...]], DecodeGraphs] = {}
-
-    @classmethod
-    def of(cls, model: Any, *args: Any) -> Self | None:
-        """None if the model has another structure. `args` are those after `engine`."""
-        with torch.inference_mode(False):
-            decoder = read_decoder(model, args[1])
-            return None if decoder is None else cls(decoder, model.overspill, *args)
 
     def run(self, tokens: Sequence[int] | Tensor, spans: Sequence[Span]) -> Tensor | None:
         """The logits after the tokens, which may be on the device; None if some experts are where
         a step cannot find them. Valid until the next call."""
         engine = self._engine
         complete = all(count == engine.n_experts for count in engine.homes)
-        if not complete and not self._has_host():
+        if not self._can_step() or not (complete or self._has_host()):
             return None
         self._follow_moves()
         if complete:
             self._table.apply()
-            return self._graphs_of(None).run(tokens, spans).logits_BV
+            return self._step(None, tokens, spans)
         assert self._host is not None
         assert self._experts is not None
         self._host.resume()
         self._experts.before_step()
-        logits, ids = self._graphs_of(self._host).run(tokens, spans)
-        self._experts.after_step(ids)
+        return self._step(self._host, tokens, spans)
+
+    def _step(
+        self, host: HostExperts | None, tokens: Sequence[int] | Tensor, spans: Sequence[Span]
+    ) -> Tensor | None:
+        try:
+            logits, ids = self._graphs_of(host).run(tokens, spans)
+        except CaptureError as error:
+            if self._decoder is not None:
+                raise
+            self._refuse(f"they cannot be a CUDA graph: {error}")
+            return None
+        if host is not None and self._experts is not None:
+            self._experts.after_step(ids)
         return logits
 
     def _follow_moves(self) -> None:
@@ -94,29 +105,45 @@ class Decode:
         if self._host is not None:
             self._host.update()
 
+    def _can_step(self) -> bool:
+        """Whether steps can compute this model, as it is now."""
+        if self._decoder is not None or self._refused:
+            return not self._refused
+        # routing may be replaced for a while
+        return can_step(self._placeholders)
+
+    def _refuse(self, reason: object) -> None:
+        self._refused = True
+        _log.info("the model's own modules compute each token: %s", reason)
+
     def _graphs_of(self, host: HostExperts | None) -> DecodeGraphs:
-        found = (each.placeholder.source for each in self._decoder.experts)
+        found = (each.source for each in self._placeholders)
         sources = tuple(source for source in found if source is not None)
         key = host is not None, sources
         if key not in self._graphs:
-            block_size = self._cache.block_size
-            step = DecodeStep(self._decoder, self._table, self._memory, block_size, host)
+            step: DecodeStep | ModuleStep
+            if self._decoder is None:
+                step = ModuleStep(self._model, self._table, self._cache, host)
+            else:
+                size = self._cache.block_size
+                step = DecodeStep(self._decoder, self._table, self._memory, size, host)
             limits = self._max_batch, self._max_blocks, self._cache.spare_block
             self._graphs[key] = DecodeGraphs(step, *limits, self._engine.device, sources)
         return self._graphs[key]
 
     def _has_host(self) -> bool:
-        if self._host is not None or self._refused:
-            return not self._refused
+        if self._host is not None:
+            return True
+        first = self._placeholders[0]
         size = 1 << (self._max_batch - 1).bit_length()
         try:
             if self._engine.uses_disk:
                 raise ConfigError("some experts are on disk")
+            assert first.top_k is not None
             with torch.inference_mode(False):  # the buffers outlive it
-                self._host = HostExperts(self._engine, self._decoder.experts[0], size)
+                self._host = HostExperts(self._engine, first.activation, first.top_k, size)
         except ConfigError as error:
-            self._refused = True
-            _log.info("the model's own modules compute each token: %s", error)
+            self._refuse(error)
             return False
         self._n_moves = -1
         self._experts = ExpertCache(self._engine, self._table, self._count_slots())

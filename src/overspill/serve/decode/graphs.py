@@ -1,13 +1,13 @@
 """Decoding steps as CUDA graphs, one for each size of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from overspill.core.routing import RoutingSource
-from overspill.serve.decode.step import Batch, Computed, DecodeStep
+from overspill.serve.decode.step import Batch, Computed
 from overspill.serve.paged import Span
 
 _COLUMNS = 3
@@ -16,13 +16,17 @@ _WARM = 2
 """Steps before a capture: they compile kernels and choose algorithms."""
 
 
+class CaptureError(Exception):
+    """A step did something that a CUDA graph cannot contain."""
+
+
 class DecodeGraphs:
     """Replays a step for batches of any size up to `max_batch`. A batch is filled up to the next
     power of two with rows whose keys go to the block `spare`."""
 
     def __init__(
         self,
-        step: DecodeStep,
+        step: Callable[[Batch], Computed],
         max_batch: int,
         max_blocks: int,
         spare: int,
@@ -97,8 +101,13 @@ class DecodeGraphs:
                 self._compute(size)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # other threads go on: they upload experts
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            computed = self._compute(size)
+        try:
+            # other threads go on: they upload experts
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                computed = self._compute(size)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CaptureError(str(error).splitlines()[0]) from error
         self._pool = graph.pool()
         return graph, computed

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import torch
 
+from overspill.compute.activation import Activation
 from overspill.compute.misses import MissRunner
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import usable_cores
 from overspill.moe.engine import Engine
-from overspill.serve.decode.structure import Experts
 from overspill.transfer.driver import await_signal, can_signal, signal
 from overspill.transfer.mapped import on_device
 
@@ -20,7 +20,8 @@ class HostExperts:
     def __init__(
         self,
         engine: Engine,
-        experts: Experts,
+        activation: Activation | None,
+        top_k: int,
         max_batch: int,
         inject: Callable[[str], object] | None = None,
     ) -> None:
@@ -31,11 +32,11 @@ class HostExperts:
             engine.n_layers,
             engine.n_experts,
             max_batch,
-            experts.top_k,
+            top_k,
             max(1, usable_cores() - 1),  # one launches the next step
             engine.device.type == "cuda",
             inject,
-            activation=experts.placeholder.activation,
+            activation=activation,
         )
         try:
             self._on_gpu = engine.device.type == "cuda"
@@ -46,7 +47,7 @@ class HostExperts:
             self.buffers = self._runner.view(on_device(self._runner.memory, engine.device))
             # the pairs of all rows are listed: that of a row and its k-th expert is always the same
             pairs = torch.arange(len(host.rows_P), dtype=torch.int32)
-            host.rows_P.copy_(pairs // experts.top_k)
+            host.rows_P.copy_(pairs // top_k)
         except BaseException:
             self._runner.close()
             raise

@@ -1,0 +1,40 @@
+"""Decoding steps that compute experts in their own way, without the engine's passes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from torch import Tensor
+
+from overspill.moe.placeholder import ExpertPlaceholder
+
+
+class ExpertDecoder(Protocol):
+    """Computes the experts of a few tokens."""
+
+    def experts(
+        self,
+        placeholder: ExpertPlaceholder,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> Tensor:
+        """Each token's weighted sum over its experts, [T, D]."""
+
+
+_CURRENT: ContextVar[ExpertDecoder | None] = ContextVar("expert_decoder", default=None)
+
+
+@contextmanager
+def decoding(decoder: ExpertDecoder) -> Iterator[None]:
+    """Forward passes inside compute their experts with `decoder`."""
+    token = _CURRENT.set(decoder)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_decoder() -> ExpertDecoder | None:
+    return _CURRENT.get()

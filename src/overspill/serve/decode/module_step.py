@@ -1,0 +1,101 @@
+"""A decoding step of any model of transformers whose attention can be replaced: its own modules,
+with the experts and the attention of the fused steps."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.compute import decode_triton as kernels
+from overspill.compute.activation import Fused
+from overspill.models.attention_cache import AttentionOptions, attention_cache
+from overspill.moe.decoding import decoding
+from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.serve.decode.host_experts import HostExperts
+from overspill.serve.decode.step import Batch, Computed
+from overspill.serve.decode.table import ExpertTable
+from overspill.serve.paged import PagedCache
+
+
+def can_step(placeholders: list[ExpertPlaceholder]) -> bool:
+    """Whether the kernels compute these experts, and the host has no part in choosing them."""
+    return all(
+        isinstance(each.activation, Fused) and not each.drops and each.source is None
+        for each in placeholders
+    )
+
+
+class ModuleStep:
+    """Computes logits with the modules of the model."""
+
+    def __init__(
+        self, model: Any, table: ExpertTable, cache: PagedCache, host: HostExperts | None
+    ) -> None:
+        self._model = model
+        self._table = table
+        self._cache = cache
+        self._host = host
+        self._batch: Batch | None = None
+        self._ids: Tensor | None = None
+
+    def __call__(self, batch: Batch) -> Computed:
+        self._batch, self._ids = batch, None
+        with attention_cache(self), decoding(self):
+            logits = self._model(
+                input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False
+            ).logits
+        assert self._ids is not None
+        return Computed(logits[0], self._ids)
+
+    def attend(
+        self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        batch, size = self._batch, self._cache.block_size
+        assert batch is not None
+        keys, values = memory = self._cache.memory(layer, k_Tkd, v_Tkd)
+        rows = torch.arange(len(q_Thd), device=q_Thd.device)
+        blocks = batch.blocks[rows, batch.positions // size]
+        slots = blocks * size + batch.positions % size
+        keys[slots] = k_Tkd
+        values[slots] = v_Tkd
+        scale = q_Thd.shape[-1] ** -0.5 if options.scale is None else options.scale
+        where = batch.positions, batch.blocks, size
+        q_Thd = q_Thd.contiguous()
+        masks = options.window, options.sinks, options.softcap
+        y = kernels.attend(q_Thd, memory, *where, float(scale), *masks)
+        return y.view(*q_Thd.shape[:2], -1)
+
+    def experts(
+        self,
+        placeholder: ExpertPlaceholder,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> Tensor:
+        batch, host, layer = self._batch, self._host, placeholder.layer
+        assert batch is not None
+        engine = placeholder.engine
+        if self._ids is None:
+            shape = engine.n_layers, *expert_ids_TK.shape
+            self._ids = torch.empty(shape, dtype=torch.int32, device=x_TD.device)
+        ids = self._ids[layer]
+        ids.copy_(expert_ids_TK)
+        buffers = None if host is None else host.buffers
+        weights = weights_TK.float().contiguous()
+        x_TD = x_TD.contiguous()
+        routed = kernels.look_up(
+            ids, weights, self._table.offsets[layer], batch.real, x_TD, buffers
+        )
+        if host is not None:
+            host.begin(layer)
+        assert isinstance(placeholder.activation, Fused)
+        activation = kernels.SILU if placeholder.activation.gated else kernels.GELU
+        y = kernels.experts(
+            x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden, activation,
+            engine.shape.bias, engine.shape.transposed,
+        )  # fmt: skip
+        if host is not None and routed.missed_B is not None:
+            host.end(layer)
+            rows = host.buffers.out_RD[: len(y)]
+            y += torch.where(routed.missed_B[:, None] > 0, rows, 0.0)
+        return y.to(x_TD.dtype)
