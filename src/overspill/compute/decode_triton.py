@@ -39,6 +39,7 @@ LARGE = 1 << 15
 """Rows of a matrix from which programs read in larger pieces."""
 LARGE_TILE, SMALL_TILE = Tile(8, 512, 4), Tile(2, 2048, 4)
 EXPERT_IN_TILE, EXPERT_OUT_TILE = Tile(2, 2048, 4), Tile(2, 1024, 8)
+GROUP_TILE = Tile(32, 128, 4)
 """Fastest on an H200. A tile of EXPERT_OUT_TILE is of each expert of a token."""
 
 
@@ -496,23 +497,55 @@ def experts(
     n_in = d_hidden if activation == GELU else 2 * d_hidden
     numel = n_in * width + width * d_hidden + (n_in + width if bias else 0)
     align = 16 if numel % 16 == 0 else 1  # of records, in elements
+    sizes = width, d_hidden, n_in, top_k
+    kind = activation, bias, transposed, align
+    if batch > 1:
+        return _experts_of_several(x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind)
     rows, block, warps = EXPERT_IN_TILE
     block = min(block, _power(width))
     if transposed:  # rows of the result are adjacent in memory
         rows, block = 64, 32
-    _expert_in_kernel[(triton.cdiv(d_hidden, rows), batch * top_k)](
-        x_BD, base, offsets_BK, hidden, width, d_hidden, n_in, top_k, activation, bias, transposed,
-        align, rows, block, num_warps=warps,
-    )  # fmt: skip
+    _expert_in_kernel[(triton.cdiv(d_hidden, rows), top_k)](
+        x_BD, base, offsets_BK, hidden, *sizes, *kind, rows, block, num_warps=warps
+    )
     out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
     rows, block, warps = EXPERT_OUT_TILE
     block = min(block, _power(d_hidden))
     if transposed:
         rows, block = 32, 32
     _expert_out_kernel[(triton.cdiv(width, rows), batch)](
-        hidden, base, offsets_BK, weights_BK, out, width, d_hidden, n_in, top_k, bias, transposed,
-        align, _power(top_k), rows, block, num_warps=warps,
+        hidden, base, offsets_BK, weights_BK, out, *sizes, *kind[1:], _power(top_k), rows, block,
+        num_warps=warps,
     )  # fmt: skip
+    return out
+
+
+def _experts_of_several(
+    x_BD: Tensor,
+    weights_BK: Tensor,
+    offsets_BK: Tensor,
+    base: Tensor,
+    hidden: Tensor,
+    sizes: tuple[int, int, int, int],
+    kind: tuple[int, bool, bool, int],
+) -> Tensor:
+    """An expert of several tokens is read once: the program of its first token computes all."""
+    (batch, width), (_, d_hidden, _, top_k) = x_BD.shape, sizes
+    tokens = max(16, _power(batch))
+    common = batch, tokens, _power(top_k), GROUP_TILE.rows, GROUP_TILE.block
+    pairs = batch * top_k
+    _group_in_kernel[(triton.cdiv(d_hidden, GROUP_TILE.rows), pairs)](
+        x_BD, base, offsets_BK, hidden, *sizes, *kind, *common, num_warps=GROUP_TILE.warps
+    )
+    parts = torch.empty(pairs, width, dtype=torch.float32, device=x_BD.device)
+    _group_out_kernel[(triton.cdiv(width, GROUP_TILE.rows), pairs)](
+        hidden, base, offsets_BK, parts, *sizes, *kind[1:], *common, num_warps=GROUP_TILE.warps
+    )
+    out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
+    block = min(1024, _power(width))
+    _sum_kernel[(triton.cdiv(width, block), batch)](
+        parts, weights_BK, offsets_BK, out, width, top_k, block, num_warps=4
+    )
     return out
 
 
@@ -555,6 +588,13 @@ def _expert_in_kernel(
         g += tl.load(biases + gate, mask=there, other=0.0).to(tl.float32)
         if ACTIVATION != 1:
             u += tl.load(biases + up, mask=there, other=0.0).to(tl.float32)
+    result = _activate(g, u, kind, ACTIVATION)
+    tl.store(out + pair * hidden + rows, result, mask=there)
+
+
+@triton.jit
+def _activate(g, u, kind: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Of what was rounded to `kind`, and rounded to it."""
     g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)
     if ACTIVATION == 0:
         result = g * tl.sigmoid(g) * u
@@ -564,7 +604,7 @@ def _expert_in_kernel(
         g = tl.minimum(g, 7.0)
         u = tl.minimum(tl.maximum(u, -7.0), 7.0)
         result = (u + 1.0) * g * tl.sigmoid(g * 1.702)
-    tl.store(out + pair * hidden + rows, result.to(kind), mask=there)
+    return result.to(kind)
 
 
 @triton.jit
@@ -599,3 +639,117 @@ def _expert_out_kernel(
         b = tl.load(record + width * hidden + n_in + rows, mask=mask, other=0.0)
         result += tl.sum(tl.sum(b.to(tl.float32) * share, 2), 0)
     tl.store(out + tl.program_id(1) * width + own, result, mask=own < width)
+
+
+@triton.jit
+def _is_first(
+    offset, offsets, top_k, pair, BATCH: tl.constexpr, TOKENS: tl.constexpr, KS: tl.constexpr
+):
+    """Whether no earlier pair has this expert; the tokens that have it, and their pairs."""
+    tokens, ks = tl.arange(0, TOKENS), tl.arange(0, KS)
+    pairs = tokens[:, None] * top_k + ks[None, :]
+    inside = (tokens[:, None] < BATCH) & (ks[None, :] < top_k)
+    same = tl.load(offsets + pairs, mask=inside, other=-(1 << 62)) == offset
+    earlier = tl.sum(tl.sum((same & (pairs < pair)).to(tl.int32), 1), 0)
+    return earlier == 0, tl.max(same.to(tl.int32), 1) > 0, tl.max(tl.where(same, pairs, 0), 1)
+
+
+@triton.jit
+def _group_in_kernel(
+    x, base, offsets, out, width, hidden, n_in, top_k, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
+    KS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)
+    offset = tl.load(offsets + pair)
+    if offset == -(1 << 62):
+        return
+    first, member, to = _is_first(offset, offsets, top_k, pair, BATCH, TOKENS, KS)
+    if not first:
+        return
+    record = base + tl.multiple_of(offset, ALIGN)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tokens = tl.arange(0, TOKENS)
+    there = rows < hidden
+    gate, up = rows, rows + hidden
+    if ACTIVATION == 2:
+        gate, up = 2 * rows, 2 * rows + 1
+    g = tl.zeros((ROWS, TOKENS), tl.float32)
+    u = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        value = tl.load(
+            x + tokens[None, :] * width + columns[:, None],
+            mask=member[None, :] & inside[:, None],
+            other=0.0,
+        )
+        mask = there[:, None] & inside[None, :]
+        at = gate[:, None] * width + columns[None, :]
+        if TRANSPOSED:
+            at = columns[None, :] * n_in + gate[:, None]
+        g = tl.dot(tl.load(record + at, mask=mask, other=0.0), value, g, input_precision="ieee")
+        if ACTIVATION != 1:
+            at = up[:, None] * width + columns[None, :]
+            if TRANSPOSED:
+                at = columns[None, :] * n_in + up[:, None]
+            u = tl.dot(tl.load(record + at, mask=mask, other=0.0), value, u, input_precision="ieee")
+    if BIAS:
+        biases = record + n_in * width + width * hidden
+        g += tl.load(biases + gate, mask=there, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION != 1:
+            u += tl.load(biases + up, mask=there, other=0.0).to(tl.float32)[:, None]
+    result = _activate(g, u, out.dtype.element_ty, ACTIVATION)
+    at = to[None, :] * hidden + rows[:, None]
+    tl.store(out + at, result, mask=member[None, :] & there[:, None])
+
+
+@triton.jit
+def _group_out_kernel(
+    a, base, offsets, parts, width, hidden, n_in, top_k, BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
+    KS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)
+    offset = tl.load(offsets + pair)
+    if offset == -(1 << 62):
+        return
+    first, member, to = _is_first(offset, offsets, top_k, pair, BATCH, TOKENS, KS)
+    if not first:
+        return
+    record = base + tl.multiple_of(offset, ALIGN) + n_in * width
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < width
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, hidden, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < hidden
+        value = tl.load(
+            a + to[None, :] * hidden + columns[:, None],
+            mask=member[None, :] & inside[:, None],
+            other=0.0,
+        )
+        at = rows[:, None] * hidden + columns[None, :]
+        if TRANSPOSED:
+            at = columns[None, :] * width + rows[:, None]
+        w = tl.load(record + at, mask=there[:, None] & inside[None, :], other=0.0)
+        total = tl.dot(w, value, total, input_precision="ieee")
+    if BIAS:
+        b = tl.load(record + width * hidden + n_in + rows, mask=there, other=0.0)
+        total += b.to(tl.float32)[:, None]
+    at = to[None, :] * width + rows[:, None]
+    tl.store(parts + at, total, mask=member[None, :] & there[:, None])
+
+
+@triton.jit
+def _sum_kernel(parts, weights, offsets, out, width, top_k, BLOCK: tl.constexpr):
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    batch = tl.program_id(1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in range(top_k):
+        pair = batch * top_k + k
+        here = inside & (tl.load(offsets + pair) != -(1 << 62))
+        part = tl.load(parts + pair * width + columns, mask=here, other=0.0)
+        total += tl.load(weights + pair) * part
+    tl.store(out + batch * width + columns, total, mask=inside)

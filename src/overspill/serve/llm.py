@@ -82,7 +82,9 @@ class LLM:
         paged = can_page(source.model)
         runner: Runner
         if paged:
-            fused = self.device.type == "cuda" and has_triton("fused decoding")
+            on_gpu = self.device.type == "cuda"
+            dense_there = not source.model.overspill.placement.dense_weights
+            fused = on_gpu and dense_there and has_triton("fused decoding")
             limits = source.n_blocks, _BLOCK, source.context, max_batch, fused, slots
             runner = PagedRunner(source.model, self.device, *limits)
         else:
