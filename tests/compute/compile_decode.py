@@ -18,7 +18,7 @@ LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
 ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
 ATTEND = {
     "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128, "LANES": 128, "PART": 64,
-    "TILE": 64, "ROWS": 16,
+    "TILE": 64, "ROWS": 16, "WIDEN": False,
 }  # fmt: skip
 HOST = dict.fromkeys(("ids", "missed", "host_experts", "host_count", "host_rows"), "*i32")
 HOST |= {"host": "*fp32", "host_weights": "*fp32"}

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.grouped_triton import WIDEN
 from overspill.compute.misses import MissBuffers
 
 ABSENT = -(1 << 62)
@@ -234,7 +235,7 @@ def attend(
     _attend_kernel[(batch, kv_heads, parts)](
         q_Bhd, keys, values, positions_B, blocks_Bn, sums, stats, scale, blocks_Bn.stride(0),
         parts, window or 0, group, kv_heads, block_size, width, max(16, _power(width)), part,
-        min(64, part), max(16, _power(group)), num_warps=4,
+        min(64, part), max(16, _power(group)), WIDEN, num_warps=4,
     )  # fmt: skip
     out = torch.empty(batch, heads * width, dtype=q_Bhd.dtype, device=q_Bhd.device)
     _combine_kernel[(batch, heads)](
@@ -249,6 +250,7 @@ def _attend_kernel(
     q, keys, values, positions, blocks, sums, stats, scale, n_blocks, parts, window,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
     LANES: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + batch)
@@ -259,6 +261,8 @@ def _attend_kernel(
     own, real = rows < GROUP, lanes[None, :] < WIDTH
     head = (batch * KV_HEADS + kv_head) * GROUP + rows
     query = tl.load(q + head[:, None] * WIDTH + lanes[None, :], mask=own[:, None] & real, other=0.0)
+    if WIDEN:
+        query = query.to(tl.float32)
     highest = tl.full((ROWS,), -1e30, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, LANES), tl.float32)
@@ -272,12 +276,14 @@ def _attend_kernel(
         slots = block.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
         at = (slots * KV_HEADS + kv_head)[:, None] * WIDTH + lanes[None, :]
         key = tl.load(keys + at, mask=sees[:, None] & real, other=0.0)
+        value = tl.load(values + at, mask=sees[:, None] & real, other=0.0)
+        if WIDEN:
+            key, value = key.to(tl.float32), value.to(tl.float32)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(sees[None, :], scores, -1e30)
         new = tl.maximum(highest, tl.max(scores, 1))
         shares = tl.where(sees[None, :], tl.exp(scores - new[:, None]), 0.0)
         shrink = tl.exp(highest - new)
-        value = tl.load(values + at, mask=sees[:, None] & real, other=0.0)
         product = tl.dot(shares.to(value.dtype), value, input_precision="ieee")
         total = total * shrink[:, None] + product
         weight = weight * shrink + tl.sum(shares, 1)
