@@ -39,6 +39,9 @@ class Runner(abc.ABC):
     def forget(self, request: Request) -> None:  # noqa: B027
         """The request has ended, or will be computed again."""
 
+    def check(self) -> None:  # noqa: B027
+        """Raises what failed beside the device in a batch whose tokens are known."""
+
     def pause(self) -> None:  # noqa: B027
         """Nothing is computed for a while."""
 
@@ -69,17 +72,18 @@ class PagedRunner(Runner):
         self._model = model
         self._device = device
         self._cache = PagedCache(n_blocks, block_size)
-        self._decode: Decode | None = None
-        if fused:
-            from overspill.serve.decode import decode
-
-            self._decode = decode.Decode.of(model, self._cache, context, max_batch)
         self._before: Any = None
         if not isinstance(model, GPTMoE):
             register_attention()
             self._before = model.config._attn_implementation
             if self._before == ATTENTION:
                 raise OrderError(IN_USE)
+        self._decode: Decode | None = None
+        if fused:
+            from overspill.serve.decode import decode
+
+            self._decode = decode.Decode.of(model, self._cache, context, max_batch)
+        if self._before is not None:
             model.set_attn_implementation(ATTENTION)
 
     def run(self, batch: Sequence[Work]) -> Tensor:
@@ -113,6 +117,10 @@ class PagedRunner(Runner):
     @property
     def cache_bytes(self) -> int:
         return self._cache.nbytes
+
+    def check(self) -> None:
+        if self._decode is not None:
+            self._decode.check()
 
     def pause(self) -> None:
         if self._decode is not None:
