@@ -59,8 +59,9 @@ class FakeRunner(Runner):
         self.asked_early += 1
         if self.asked_early in self.fail_early:
             raise self.fail_early[self.asked_early]
-        if not self._early or any(count != 1 for _, count in batch):
+        if not self._early:
             return None
+        assert all(count == 1 for _, count in batch)
         self.began_early += 1
         rows = []
         for (request, _), token in zip(batch, tokens_N.tolist(), strict=True):

@@ -189,6 +189,17 @@ def test_too_few_blocks_let_requests_wait_and_change_nothing() -> None:
     served.check_idle()
 
 
+def test_the_end_of_a_prompt_beside_a_request_without_a_free_block_changes_nothing() -> None:
+    """What the prompt has is not free for the other one."""
+    served = Served(n_blocks=8, chunk=5)
+    requests = [served.ask([0], 6)]
+    served.step()
+    requests += [served.ask([0] * length, count) for length, count in ((3, 4), (3, 3), (9, 2))]
+    expected = [greedy([0], 6), greedy([0] * 3, 4), greedy([0] * 3, 3), greedy([0] * 9, 2)]
+    assert served.finish(*requests) == expected
+    served.check_idle()
+
+
 def test_batches_begin_early_while_others_wait_for_a_place() -> None:
     served = Served(max_batch=1)
     requests = [served.ask(prompt) for prompt in PROMPTS]

@@ -146,12 +146,12 @@ class MissRunner {
                 seen = resumes;
                 guarded([&] { executor.pool.run(int(args.threads), [] {}); });
                 idle_since = now_ns();
+            } else if (now_ns() < idle_since + ACTIVE_NS) {
+                relax(now_ns());  // also while paused: a step may not have ended yet
             } else if (paused) {
                 std::unique_lock<std::mutex> guard(lock);
                 changed.wait_for(guard, std::chrono::nanoseconds(PAUSED_NS),
                                  [&] { return closed || resumes != seen; });
-            } else if (now_ns() < idle_since + ACTIVE_NS) {
-                relax(now_ns());
             } else {
                 std::this_thread::sleep_for(std::chrono::nanoseconds(NAP_NS));
             }

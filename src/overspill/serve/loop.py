@@ -151,6 +151,8 @@ class ServingLoop:
         alive = [request for request in now.requests if not request.finished]
         if alive != scheduler.running or len(alive) != len(now.batch):
             return None
+        if any(work.n_tokens != 1 for work in now.batch):
+            return None
         if any(request.is_last for request in alive) or not scheduler.reserve_next(alive):
             return None
         logits = self.runner.continue_with(now.batch, choice.tokens_N)

@@ -32,8 +32,8 @@ class Runner(abc.ABC):
         """Logits [N, V] after the last token of each request of the batch."""
 
     def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
-        """Logits after one more token of each request, before the host knows which: `tokens_N` are
-        on the device. None if the model cannot be computed without the host."""
+        """Logits after one more token of each request of a batch with one token each, before the
+        host knows which: `tokens_N` are on the device. None if the model cannot be computed without the host."""
         return None
 
     def forget(self, request: Request) -> None:  # noqa: B027
@@ -110,7 +110,7 @@ class PagedRunner(Runner):
         return chosen
 
     def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
-        if self._decode is None or any(count != 1 for _, count in batch):
+        if self._decode is None:
             return None
         return self._decode.run(tokens_N, [Span(r.blocks, r.computed + 1, 1) for r, _ in batch])
 

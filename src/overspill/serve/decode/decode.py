@@ -50,18 +50,19 @@ class Decode:
         """The logits after the tokens, which may be on the device; None if some experts are where
         a step cannot find them. Valid until the next call."""
         engine = self._engine
-        moved = self._table.update()
-        complete = all(count == engine.n_experts for count in engine.homes)
-        if not complete:
-            if not self._has_host():
-                return None
-            assert self._host is not None
-            if moved:
-                self._host.update()
-            self._host.resume()
-        if complete not in self._graphs:
-            self._graphs[complete] = self._new_graphs(None if complete else self._host)
-        return self._graphs[complete].run(tokens, spans)
+        with engine.exclusive():  # no thread moves experts before the step is on the stream
+            moved = self._table.update()
+            complete = all(count == engine.n_experts for count in engine.homes)
+            if not complete:
+                if not self._has_host():
+                    return None
+                assert self._host is not None
+                if moved:
+                    self._host.update()
+                self._host.resume()
+            if complete not in self._graphs:
+                self._graphs[complete] = self._new_graphs(None if complete else self._host)
+            return self._graphs[complete].run(tokens, spans)
 
     def _new_graphs(self, host: HostExperts | None) -> DecodeGraphs:
         step = DecodeStep(self._decoder, self._table, self._memory, self._cache.block_size, host)
@@ -75,7 +76,9 @@ class Decode:
                 if self._engine.uses_disk:
                     raise ConfigError("some experts are on disk")
                 with torch.inference_mode(False):  # the buffers outlive it
-                    self._host = HostExperts(self._engine, experts[0], self._size)
+                    self._host = HostExperts(
+                        self._engine, experts[0], self._size, self._engine.settings.inject
+                    )
                     self._host.update()
             except ConfigError as error:
                 self._refused = True
@@ -86,6 +89,11 @@ class Decode:
     def _size(self) -> int:
         """Rows of the largest batch: a power of two."""
         return 1 << (self._max_batch - 1).bit_length()
+
+    def check(self) -> None:
+        """Raises what failed in a step that has ended."""
+        if self._host is not None:
+            self._host.check()
 
     def pause(self) -> None:
         """No step follows for a while."""
