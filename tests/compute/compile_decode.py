@@ -19,6 +19,7 @@ ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64,
 ATTEND = {
     "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128, "LANES": 128,
     "OUT_WIDTH": 128, "OUT_LANES": 128, "PART": 64, "TILE": 64, "ROWS": 16,
+    "WIDEN": False,
 }  # fmt: skip
 HOST = dict.fromkeys(("ids", "missed", "host_experts", "host_count", "host_rows"), "*i32")
 HOST |= {"host": "*fp32", "host_weights": "*fp32"}
@@ -45,7 +46,7 @@ CASES = [
 ]
 GROUP = {
     "ALIGN": 16, "BATCH": 5, "TOKENS": 16, "KS": 8, "ROWS": 32, "BLOCK": 128, "BIAS": False,
-    "TRANSPOSED": False,
+    "TRANSPOSED": False, "WIDEN": False,
 }  # fmt: skip
 for turned in (False, True):
     group = GROUP | {"BIAS": turned, "TRANSPOSED": turned}

@@ -146,12 +146,14 @@ class MissRunner {
                 seen = resumes;
                 guarded([&] { executor.pool.run(int(args.threads), [] {}); });
                 idle_since = now_ns();
+            } else if (now_ns() < idle_since + ACTIVE_NS) {
+                // Also while paused: a step may not have ended yet. No yield, which may cost
+                // milliseconds while the GPU waits.
+                pause_core();
             } else if (paused) {
                 std::unique_lock<std::mutex> guard(lock);
                 changed.wait_for(guard, std::chrono::nanoseconds(PAUSED_NS),
                                  [&] { return closed || resumes != seen; });
-            } else if (now_ns() < idle_since + ACTIVE_NS) {
-                pause_core();  // and no yield, which may cost milliseconds while the GPU waits
             } else {
                 std::this_thread::sleep_for(std::chrono::nanoseconds(NAP_NS));
             }

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.grouped_triton import WIDEN
 from overspill.compute.misses import MissBuffers
 
 ABSENT = -(1 << 62)
@@ -238,7 +239,7 @@ def attend(
         q_Bhd, keys, values, positions_B, blocks_Bn, sums, stats, scale, softcap or 0.0,
         blocks_Bn.stride(0), parts, window or 0, softcap is not None, group, kv_heads, block_size,
         width, max(16, _power(width)), out_width, max(16, _power(out_width)), part,
-        min(64, part), max(16, _power(group)), num_warps=4,
+        min(64, part), max(16, _power(group)), WIDEN, num_warps=4,
     )  # fmt: skip
     out = torch.empty(batch, heads * out_width, dtype=q_Bhd.dtype, device=q_Bhd.device)
     _combine_kernel[(batch, heads)](
@@ -253,7 +254,7 @@ def _attend_kernel(
     q, keys, values, positions, blocks, sums, stats, scale, softcap, n_blocks, parts, window,
     SOFTCAP: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, LANES: tl.constexpr, OUT_WIDTH: tl.constexpr, OUT_LANES: tl.constexpr,
-    PART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    PART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + batch)
@@ -266,6 +267,8 @@ def _attend_kernel(
     out_real = out_lanes[None, :] < OUT_WIDTH
     head = (batch * KV_HEADS + kv_head) * GROUP + rows
     query = tl.load(q + head[:, None] * WIDTH + lanes[None, :], mask=own[:, None] & real, other=0.0)
+    if WIDEN:
+        query = query.to(tl.float32)
     highest = tl.full((ROWS,), -1e30, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, OUT_LANES), tl.float32)
@@ -279,6 +282,10 @@ def _attend_kernel(
         slots = block.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
         at = (slots * KV_HEADS + kv_head)[:, None] * WIDTH + lanes[None, :]
         key = tl.load(keys + at, mask=sees[:, None] & real, other=0.0)
+        at = (slots * KV_HEADS + kv_head)[:, None] * OUT_WIDTH + out_lanes[None, :]
+        value = tl.load(values + at, mask=sees[:, None] & out_real, other=0.0)
+        if WIDEN:
+            key, value = key.to(tl.float32), value.to(tl.float32)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SOFTCAP:  # tanh is not available everywhere
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -286,8 +293,6 @@ def _attend_kernel(
         new = tl.maximum(highest, tl.max(scores, 1))
         shares = tl.where(sees[None, :], tl.exp(scores - new[:, None]), 0.0)
         shrink = tl.exp(highest - new)
-        at = (slots * KV_HEADS + kv_head)[:, None] * OUT_WIDTH + out_lanes[None, :]
-        value = tl.load(values + at, mask=sees[:, None] & out_real, other=0.0)
         product = tl.dot(shares.to(value.dtype), value, input_precision="ieee")
         total = total * shrink[:, None] + product
         weight = weight * shrink + tl.sum(shares, 1)
@@ -532,7 +537,7 @@ def _experts_of_several(
     """An expert of several tokens is read once: the program of its first token computes all."""
     (batch, width), (_, d_hidden, _, top_k) = x_BD.shape, sizes
     tokens = max(16, _power(batch))
-    common = batch, tokens, _power(top_k), GROUP_TILE.rows, GROUP_TILE.block
+    common = batch, tokens, _power(top_k), GROUP_TILE.rows, GROUP_TILE.block, WIDEN
     pairs = batch * top_k
     _group_in_kernel[(triton.cdiv(d_hidden, GROUP_TILE.rows), pairs)](
         x_BD, base, offsets_BK, hidden, *sizes, *kind, *common, num_warps=GROUP_TILE.warps
@@ -658,7 +663,7 @@ def _is_first(
 def _group_in_kernel(
     x, base, offsets, out, width, hidden, n_in, top_k, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
-    KS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     offset = tl.load(offsets + pair)
@@ -688,12 +693,18 @@ def _group_in_kernel(
         at = gate[:, None] * width + columns[None, :]
         if TRANSPOSED:
             at = columns[None, :] * n_in + gate[:, None]
-        g = tl.dot(tl.load(record + at, mask=mask, other=0.0), value, g, input_precision="ieee")
+        w = tl.load(record + at, mask=mask, other=0.0)
+        if WIDEN:
+            w, value = w.to(tl.float32), value.to(tl.float32)
+        g = tl.dot(w, value, g, input_precision="ieee")
         if ACTIVATION != 1:
             at = up[:, None] * width + columns[None, :]
             if TRANSPOSED:
                 at = columns[None, :] * n_in + up[:, None]
-            u = tl.dot(tl.load(record + at, mask=mask, other=0.0), value, u, input_precision="ieee")
+            w = tl.load(record + at, mask=mask, other=0.0)
+            if WIDEN:
+                w = w.to(tl.float32)
+            u = tl.dot(w, value, u, input_precision="ieee")
     if BIAS:
         biases = record + n_in * width + width * hidden
         g += tl.load(biases + gate, mask=there, other=0.0).to(tl.float32)[:, None]
@@ -708,7 +719,7 @@ def _group_in_kernel(
 def _group_out_kernel(
     a, base, offsets, parts, width, hidden, n_in, top_k, BIAS: tl.constexpr,
     TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
-    KS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     offset = tl.load(offsets + pair)
@@ -733,6 +744,8 @@ def _group_out_kernel(
         if TRANSPOSED:
             at = columns[None, :] * width + rows[:, None]
         w = tl.load(record + at, mask=there[:, None] & inside[None, :], other=0.0)
+        if WIDEN:
+            w, value = w.to(tl.float32), value.to(tl.float32)
         total = tl.dot(w, value, total, input_precision="ieee")
     if BIAS:
         b = tl.load(record + width * hidden + n_in + rows, mask=there, other=0.0)

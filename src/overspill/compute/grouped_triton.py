@@ -62,7 +62,7 @@ _SEARCH = 128
 _ZERO_BLOCK = 4096
 _ZERO_PROGRAMS = 32
 # The interpreter, which runs the kernels in tests without a GPU, multiplies bfloat16 as integers.
-_WIDEN = triton.knobs.runtime.interpret
+WIDEN = triton.knobs.runtime.interpret
 
 
 def product_blocks(dtype: torch.dtype, rows: int, groups: int) -> Blocks:
@@ -107,7 +107,7 @@ def product(a_RK: Tensor, w_nKN: Tensor, ends: Tensor) -> Tensor:
             L2_TILES=_L2_TILES,
             SEARCH=_SEARCH,
             PRECISION=_precision(a_RK.dtype),
-            WIDEN=_WIDEN,
+            WIDEN=WIDEN,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
@@ -136,7 +136,7 @@ def weight_grad(a_RM: Tensor, b_RN: Tensor, ends: Tensor) -> Tensor:
             BLOCK_K=blocks.k,
             L2_TILES=_L2_TILES,
             PRECISION=_precision(a_RM.dtype),
-            WIDEN=_WIDEN,
+            WIDEN=WIDEN,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )

@@ -91,7 +91,9 @@ class LLM:
             runner = SequentialRunner(source.model, self.device)
         pool = BlockPool(source.n_blocks, _BLOCK, share=paged)
         scheduler = Scheduler(pool, max_batch, _CHUNK if paged else source.context, paged)
-        self._loop = ServingLoop(runner, scheduler, source.ends)
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.device) if on_gpu else None
+        self._loop = ServingLoop(runner, scheduler, source.ends, stream)
 
     def generate(
         self,

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,9 +39,19 @@ class ServingLoop:
     Where the runner can, the next batch begins on the device before the host has read the tokens of
     this one; a request that ends with them is computed once too often."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, ends: Collection[int]) -> None:
-        """`ends` are the tokens that end a text."""
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        ends: Collection[int],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """`ends` are the tokens that end a text. All batches are computed on `stream`: threads may
+        have different current ones, and a batch may begin before the last one has ended."""
         self.runner = runner
+        self._on_stream: Callable[[], AbstractContextManager[object]] = (
+            nullcontext if stream is None else partial(torch.cuda.stream, stream)
+        )
         self.scheduler = scheduler
         self._ends = frozenset(ends)
         self._turn = threading.Lock()  # of the thread that changes requests
@@ -102,15 +113,17 @@ class ServingLoop:
             batch = self.scheduler.next_batch() if now is None else now.batch
         assert batch, "a request waits, but nothing can be computed"
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._on_stream():
                 began = time.perf_counter()
                 logits = self.runner.run(batch) if now is None else None
                 with DeferredInterrupt():
                     if logits is not None:
                         now = self._choose(batch, logits, began)
                     assert now is not None
-                    self._ahead = self._begin_next(now)
+                    following = self._begin_next(now)
+                    self._ahead = None  # until the tokens of this batch are appended
                     self._end(now)
+                    self._ahead = following if self.scheduler.running else None
         except Exception as error:  # a model may raise anything
             with DeferredInterrupt():
                 self._ahead = None
@@ -133,10 +146,12 @@ class ServingLoop:
     def _begin_next(self, now: Pass) -> Pass | None:
         """Begins the batch after `now`, if it has the same requests."""
         choice, scheduler = now.choice, self.scheduler
-        if choice is None or choice.needs_logits or self._inbox or scheduler.waiting:
+        if choice is None or choice.needs_logits or self._inbox or scheduler.may_join:
             return None
         alive = [request for request in now.requests if not request.finished]
         if alive != scheduler.running or len(alive) != len(now.batch):
+            return None
+        if any(work.n_tokens != 1 for work in now.batch):
             return None
         if any(request.is_last for request in alive) or not scheduler.reserve_next(alive):
             return None
@@ -150,6 +165,7 @@ class ServingLoop:
         logprobs: list[dict[int, float] | None] = []
         if now.choice is not None:
             tokens = now.choice.tokens()
+            self.runner.check()
             logprobs = now.choice.logprobs(tokens)
         # some may have ended, or are not wanted any more, since the batch began
         batch = [work for work in now.batch if work.request in self.scheduler.running]
@@ -161,10 +177,8 @@ class ServingLoop:
         for request, token, logs in zip(now.requests, tokens, logprobs, strict=True):
             if request in self.scheduler.running:
                 self._append(request, token, logs)
-        if not self.scheduler.running:
-            self._ahead = None
-            if not self.scheduler.waiting:
-                self.runner.pause()
+        if not self.scheduler.running and not self.scheduler.waiting:
+            self.runner.pause()
 
     def _append(self, request: Request, token: int | None, logs: dict[int, float] | None) -> None:
         if token is None:

@@ -32,12 +32,15 @@ class Runner(abc.ABC):
         """Logits [N, V] after the last token of each request of the batch."""
 
     def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
-        """Logits after one more token of each request, before the host knows which: `tokens_N` are
-        on the device. None if the model cannot be computed without the host."""
+        """Logits after one more token of each request of a batch with one token each, before the
+        host knows which: `tokens_N` are on the device. None if the model cannot be computed without the host."""
         return None
 
     def forget(self, request: Request) -> None:  # noqa: B027
         """The request has ended, or will be computed again."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raises what failed beside the device in a batch whose tokens are known."""
 
     def pause(self) -> None:  # noqa: B027
         """Nothing is computed for a while."""
@@ -75,17 +78,18 @@ class PagedRunner(Runner):
         self._model = model
         self._device = device
         self._cache = PagedCache(n_blocks, block_size)
-        self._decode: Decode | None = None
-        if fused:
-            from overspill.serve.decode import decode
-
-            self._decode = decode.Decode(model, self._cache, context, max_batch, slots)
         self._before: Any = None
         if not isinstance(model, GPTMoE):
             register_attention()
             self._before = model.config._attn_implementation
             if self._before == ATTENTION:
                 raise OrderError(IN_USE)
+        self._decode: Decode | None = None
+        if fused:
+            from overspill.serve.decode import decode
+
+            self._decode = decode.Decode(model, self._cache, context, max_batch, slots)
+        if self._before is not None:
             model.set_attn_implementation(ATTENTION)
 
     def run(self, batch: Sequence[Work]) -> Tensor:
@@ -120,13 +124,17 @@ class PagedRunner(Runner):
         return chosen
 
     def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
-        if self._decode is None or any(count != 1 for _, count in batch):
+        if self._decode is None:
             return None
         return self._decode.run(tokens_N, [Span(r.blocks, r.computed + 1, 1) for r, _ in batch])
 
     @property
     def cache_bytes(self) -> int:
         return self._cache.nbytes
+
+    def check(self) -> None:
+        if self._decode is not None:
+            self._decode.check()
 
     def pause(self) -> None:
         if self._decode is not None:

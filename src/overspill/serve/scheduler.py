@@ -71,6 +71,11 @@ class Scheduler:
             left -= count
         return batch
 
+    @property
+    def may_join(self) -> bool:
+        """Whether a request that waits may be in the next batch."""
+        return bool(self.waiting) and len(self.running) < self._max_batch
+
     def _part(self, request: Request, left: int) -> int:
         """How many tokens of a request are computed if there is room for `left`."""
         return min(request.pending, left) if self._split or request.pending <= left else 0

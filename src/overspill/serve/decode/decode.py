@@ -66,18 +66,19 @@ class Decode:
         """The logits after the tokens, which may be on the device; None if some experts are where
         a step cannot find them. Valid until the next call."""
         engine = self._engine
-        complete = all(count == engine.n_experts for count in engine.homes)
-        if not self._can_step() or not (complete or self._has_host()):
-            return None
-        self._follow_moves()
-        if complete:
-            self._table.apply()
-            return self._step(None, tokens, spans)
-        assert self._host is not None
-        assert self._experts is not None
-        self._host.resume()
-        self._experts.before_step()
-        return self._step(self._host, tokens, spans)
+        with engine.exclusive():  # no thread moves experts before the step is on the stream
+            complete = all(count == engine.n_experts for count in engine.homes)
+            if not self._can_step() or not (complete or self._has_host()):
+                return None
+            self._follow_moves()
+            if complete:
+                self._table.apply()
+                return self._step(None, tokens, spans)
+            assert self._host is not None
+            assert self._experts is not None
+            self._host.resume()
+            self._experts.before_step()
+            return self._step(self._host, tokens, spans)
 
     def _step(
         self, host: HostExperts | None, tokens: Sequence[int] | Tensor, spans: Sequence[Span]
@@ -141,7 +142,9 @@ class Decode:
                 raise ConfigError("some experts are on disk")
             assert first.top_k is not None
             with torch.inference_mode(False):  # the buffers outlive it
-                self._host = HostExperts(self._engine, first.activation, first.top_k, size)
+                self._host = HostExperts(
+                    self._engine, first.activation, first.top_k, size, self._engine.settings.inject
+                )
         except ConfigError as error:
             self._refuse(error)
             return False
@@ -174,6 +177,11 @@ class Decode:
             "expert_hit_rate": [float(h / max(u, 1)) for h, u in zip(hits, uses, strict=True)],
             "experts_on_cpu": self._host.n_misses,
         }
+
+    def check(self) -> None:
+        """Raises what failed in a step that has ended."""
+        if self._host is not None:
+            self._host.check()
 
     def pause(self) -> None:
         """No step follows for a while."""

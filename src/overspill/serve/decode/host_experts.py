@@ -1,5 +1,6 @@
 """Experts in host memory during a decoding step: the CPU computes them while the GPU goes on."""
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,7 @@ class HostExperts:
         inject: Callable[[str], object] | None = None,
     ) -> None:
         self._engine = engine
+        self._on_gpu = engine.device.type == "cuda"
         self._runner = MissRunner(
             engine.shape,
             engine.dtype,
@@ -34,12 +36,11 @@ class HostExperts:
             max_batch,
             top_k,
             max(1, usable_cores() - 1),  # one launches the next step
-            engine.device.type == "cuda",
+            self._on_gpu,
             inject,
             activation=activation,
         )
         try:
-            self._on_gpu = engine.device.type == "cuda"
             host = self._runner.host
             stream = torch.cuda.current_stream(engine.device) if self._on_gpu else None
             if stream is not None and not can_signal(stream, host.done_L.data_ptr()):
@@ -58,9 +59,12 @@ class HostExperts:
             self._runner.set_records(layer, addresses)
 
     def resume(self) -> None:
-        """A step follows. Raises what failed in an earlier one."""
-        self._runner.check()
+        """A step follows."""
         self._runner.resume()
+
+    def check(self) -> None:
+        """Raises what failed in a step that has ended."""
+        self._runner.check()
 
     def pause(self) -> None:
         """No step follows for a while."""
@@ -91,4 +95,10 @@ class HostExperts:
         return self._runner.n_misses
 
     def close(self) -> None:
+        """When no step is on the device."""
         self._runner.close()
+
+    def __del__(self) -> None:
+        """A step may be on the device when its LLM is given up: it waits for the thread."""
+        if self._on_gpu and not (self._engine.lifetime.forked or sys.is_finalizing()):
+            torch.cuda.synchronize(self._engine.device)

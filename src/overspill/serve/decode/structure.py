@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from overspill.compute.activation import Fused
 from overspill.compute.decode_triton import CLAMPED, GELU, SILU
@@ -19,6 +19,13 @@ from overspill.moe.placeholder import ExpertPlaceholder
 
 _TYPES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"})
 """Model types of transformers whose modules are known to compute what is read here."""
+_PLAIN = frozenset({nn.Linear, nn.Embedding, nn.ModuleList, nn.RMSNorm})
+_FILES = frozenset({
+    *(f"transformers.models.{name}.modeling_{name}" for name in _TYPES),
+    "transformers.activations", "torch.nn.modules.activation", "overspill.models.gpt",
+    "overspill.moe.layer", "overspill.moe.router",
+})  # fmt: skip
+"""Where the classes of their modules are."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +98,9 @@ def read_decoder(model: Any, context: int) -> Decoder | None:
     if isinstance(model, GPTMoE):
         return _read_gpt(model)
     config = model.config.get_text_config()
-    if config.model_type not in _TYPES or model.config is not config:
+    if config.model_type not in _TYPES or model.config is not config or any(_quirks(model)):
         return None
     inner = model.model
-    if not hasattr(inner, "rotary_emb") or any(_quirks(model)):
-        return None
     layers = [_read_layer(config, layer) for layer in inner.layers]
     width = layers[0].attention.width
     positions = torch.arange(context, device=model.device)[None]
@@ -116,8 +121,20 @@ def _quirks(model: Any) -> Iterator[bool]:
     for module in model.modules():
         yield bool(module._forward_hooks or module._forward_pre_hooks)
         yield "forward" in vars(module)
-        linear = isinstance(module, torch.nn.Linear)
-        yield linear and type(module) is not torch.nn.Linear  # LoRA, quantized
+        kind = type(module)
+        # a subclass, LoRA, quantized weights
+        yield kind not in _PLAIN and kind.__module__ not in _FILES
+        if isinstance(getattr(module, PLACEHOLDER, None), ExpertPlaceholder):
+            yield _activation(module) is None
+
+
+def _activation(experts: Any) -> int | None:
+    """None if the kernels do not have that of an experts module of transformers."""
+    function = getattr(experts, PLACEHOLDER).activation
+    if isinstance(function, Fused):
+        return SILU if function.gated else GELU
+    clamped = getattr(experts, "alpha", None), getattr(experts, "limit", None)
+    return CLAMPED if clamped == (1.702, 7.0) else None
 
 
 def _read_layer(config: Any, layer: Any) -> Layer:
@@ -125,19 +142,18 @@ def _read_layer(config: Any, layer: Any) -> Layer:
     feed: Experts | Callable[[Tensor], Tensor] = mlp
     experts = getattr(mlp, "experts", None)
     if experts is not None:
-        feed = _read_experts(config, mlp, getattr(experts, PLACEHOLDER))
+        feed = _read_experts(config, mlp)
     return Layer(
         _norm(layer.input_layernorm), _read_attention(config, layer.self_attn),
         _norm(layer.post_attention_layernorm), feed,
     )  # fmt: skip
 
 
-def _read_experts(config: Any, mlp: Any, placeholder: ExpertPlaceholder) -> Experts:
+def _read_experts(config: Any, mlp: Any) -> Experts:
     oss = config.model_type == "gpt_oss"
     router = mlp.router if oss else mlp.gate
-    activation = CLAMPED
-    if isinstance(placeholder.activation, Fused):
-        activation = SILU if placeholder.activation.gated else GELU
+    activation = _activation(mlp.experts)
+    assert activation is not None
     shared = None
     if hasattr(mlp, "shared_expert"):
 
@@ -147,7 +163,8 @@ def _read_experts(config: Any, mlp: Any, placeholder: ExpertPlaceholder) -> Expe
 
     return Experts(
         router.weight.data, _data(getattr(router, "bias", None)), False, router.top_k, not oss,
-        bool(getattr(router, "norm_topk_prob", True)), placeholder, activation, shared,
+        bool(getattr(router, "norm_topk_prob", True)), getattr(mlp.experts, PLACEHOLDER),
+        activation, shared,
     )  # fmt: skip
 
 

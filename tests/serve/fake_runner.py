@@ -1,0 +1,86 @@
+"""A tiny deterministic model whose next batch can begin early, in plain torch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from overspill.serve.runners import Runner
+from overspill.serve.scheduler import Work
+
+VOCABULARY = 13
+_TABLE = torch.randn(101, VOCABULARY, generator=torch.Generator().manual_seed(0))
+
+
+def logits_after(tokens: Sequence[int]) -> Tensor:
+    """They depend on every token and its position."""
+    number = 7
+    for token in tokens:
+        number = (31 * number + token + 1) % len(_TABLE)
+    return _TABLE[number]
+
+
+def greedy(prompt: Sequence[int], count: int, ends: frozenset[int] = frozenset()) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        tokens.append(int(logits_after(tokens).argmax()))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeRunner(Runner):
+    """Sees only what is in the slots of a request's blocks, as attention does. `early`: batches
+    can begin before the host knows their tokens."""
+
+    def __init__(self, n_blocks: int, size: int, early: bool = True) -> None:
+        self._slots = torch.full((n_blocks, size), -1)
+        self._size = size
+        self._early = early
+        self.began_early = 0
+        self.asked_early = 0
+        self.paused = 0
+        self.closed = False
+        self.fail_early: dict[int, BaseException] = {}
+        """What the n-th call of `continue_with` raises."""
+        self.failures: list[Exception] = []
+        """What `check` raises."""
+
+    def run(self, batch: Sequence[Work]) -> Tensor:
+        rows = []
+        for request, count in batch:
+            end = request.computed + count
+            for at in range(request.computed, end):
+                self._write(request.blocks, at, request.tokens[at])
+            rows.append(self._logits(request.blocks, end))
+        return torch.stack(rows)
+
+    def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
+        self.asked_early += 1
+        if self.asked_early in self.fail_early:
+            raise self.fail_early[self.asked_early]
+        if not self._early:
+            return None
+        assert all(count == 1 for _, count in batch)
+        self.began_early += 1
+        rows = []
+        for (request, _), token in zip(batch, tokens_N.tolist(), strict=True):
+            self._write(request.blocks, request.computed + 1, token)
+            rows.append(self._logits(request.blocks, request.computed + 2))
+        return torch.stack(rows)
+
+    def _write(self, blocks: Sequence[int], at: int, token: int) -> None:
+        self._slots[blocks[at // self._size], at % self._size] = token
+
+    def _logits(self, blocks: Sequence[int], end: int) -> Tensor:
+        return logits_after(self._slots[list(blocks)].flatten()[:end].tolist())
+
+    def check(self) -> None:
+        if self.failures:
+            raise self.failures.pop()
+
+    def pause(self) -> None:
+        self.paused += 1
+
+    def close(self) -> None:
+        self.closed = True
