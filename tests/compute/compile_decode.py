@@ -52,7 +52,7 @@ for turned in (False, True):
     group = GROUP | {"BIAS": turned, "TRANSPOSED": turned}
     CASES.append(("_group_in_kernel", group | {"ACTIVATION": 2 if turned else 0}, {}))
     CASES.append(("_group_out_kernel", group, {"parts": "*fp32"}))
-CASES.append(("_sum_kernel", {"BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
+CASES.append(("_sum_kernel", {"KS": 8, "BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in", "top_k",
 }  # fmt: skip

@@ -263,6 +263,25 @@ def chosen(
     return ids, weights / weights.sum(-1, keepdim=True) if normalize else weights
 
 
+def route(
+    kernels: Any,
+    logits: Tensor,
+    top_k: int,
+    softmax_first: bool,
+    normalize: bool,
+    table: Tensor,
+    x: Tensor,
+    buffers: Any = None,
+    real: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """The ids, and what else the kernel gives."""
+    ids = torch.empty(len(x), top_k, dtype=torch.int32, device=x.device)
+    if real is None:
+        real = torch.ones(len(x), dtype=torch.int64, device=x.device)
+    got = kernels.route(logits, top_k, softmax_first, normalize, table, real, x, ids, buffers)
+    return ids.long(), got
+
+
 ROUTERS = pytest.mark.parametrize(
     ("softmax_first", "normalize"), [(True, False), (True, True), (False, True)]
 )
@@ -286,9 +305,9 @@ def test_the_experts_with_the_highest_scores_are_chosen(
     logits[2, 1:4] = 2.0
     table = torch.randperm(100, device=device)[:n_experts] * 16 - 800
     x = random(3, 20, dtype=dtype, device=device)
-    got = kernels.route(logits, top_k, softmax_first, normalize, table, x)
+    found, got = route(kernels, logits, top_k, softmax_first, normalize, table, x)
     ids, weights = chosen(logits, top_k, softmax_first, normalize)
-    assert torch.equal(got.ids.long(), ids)
+    assert torch.equal(found, ids)
     assert_near(got.weights, weights, FP32)
     assert torch.equal(got.offsets, table[ids])
     assert got.missed_B is None
@@ -307,10 +326,10 @@ def test_experts_that_are_not_on_the_device_are_listed_with_their_token_rows(
     logits[1, 1] = 4.0
     x = random(3, width, dtype=dtype, device=device)
     buffers = miss_buffers(4, top_k, width, dtype, device)
-    got = kernels.route(logits, top_k, softmax_first, normalize, table, x, buffers)
+    found, got = route(kernels, logits, top_k, softmax_first, normalize, table, x, buffers)
     ids, weights = chosen(logits, top_k, softmax_first, normalize)
     assert ids.tolist() == [[0, 1, 2], [4, 1, 2], [0, 3, 2]]
-    assert torch.equal(got.ids.long(), ids)
+    assert torch.equal(found, ids)
     assert torch.equal(got.offsets, table[ids])
     assert got.missed_B.tolist() == [1, 0, 2]
     assert buffers.experts_P.tolist() == [0, -1, -1, -1, -1, -1, 0, 3, -1, -7, -7, -7]
@@ -335,11 +354,44 @@ def test_logits_that_are_nan_or_infinite_give_valid_experts(
     table = torch.tensor([16, ABSENT, 48, 64, 80], device=device)
     x = torch.randn(6, 20, device=device)
     buffers = miss_buffers(6, 3, 20, FP32, device)
-    got = kernels.route(logits, 3, softmax_first, normalize, table, x, buffers)
-    assert ((got.ids >= 0) & (got.ids < 5)).all()
-    assert torch.equal(got.offsets, table[got.ids.long()])
+    ids, got = route(kernels, logits, 3, softmax_first, normalize, table, x, buffers)
+    assert ((ids >= 0) & (ids < 5)).all()
+    assert torch.equal(got.offsets, table[ids])
     assert ((buffers.experts_P == -1) | (buffers.experts_P == 1)).all()
-    assert got.ids[3, 0] == 1 or softmax_first  # inf - inf is NaN
+    assert ids[3, 0] == 1 or softmax_first  # inf - inf is NaN
+
+
+@every_device
+def test_rows_that_are_not_real_have_no_experts(kernels: Any, device: str) -> None:
+    logits, x = torch.randn(2, 4, device=device), torch.randn(2, 8, device=device)
+    table = torch.tensor([16, ABSENT, 48, ABSENT], device=device)
+    buffers = miss_buffers(2, 4, 8, FP32, device)
+    real = torch.tensor([1, 0], device=device)
+    ids, got = route(kernels, logits, 4, True, True, table, x, buffers, real)
+    assert got.missed_B.tolist() == [2, 0]
+    assert torch.equal(got.offsets[0], table[ids[0]])
+    assert (got.offsets[1] == ABSENT).all()
+    assert (buffers.experts_P[4:] == -1).all()
+
+
+@every_device
+def test_given_experts_are_looked_up_instead_of_the_chosen_ones(kernels: Any, device: str) -> None:
+    logits, x = torch.randn(3, 6, device=device), torch.randn(3, 8, device=device)
+    table = torch.tensor([0, 16, ABSENT, 48, ABSENT, 80], device=device)
+    real = torch.ones(3, dtype=torch.int64, device=device)
+    ids = torch.tensor([[2, 3], [5, 0], [4, 2]], dtype=torch.int32, device=device)
+    given, buffers = ids.clone(), miss_buffers(3, 2, 8, FP32, device)
+    got = kernels.route(logits, 2, True, True, table, real, x, given, buffers, given=True)
+    assert torch.equal(given, ids)
+    assert_near(got.weights, chosen(logits, 2, True, True)[1], FP32)
+    others = miss_buffers(3, 2, 8, FP32, device)
+    again = kernels.look_up(ids, got.weights, table, real, x, others)
+    for each, to in ((got, buffers), (again, others)):
+        assert torch.equal(each.offsets, table[ids.long()])
+        assert each.missed_B.tolist() == [1, 0, 2]
+        assert to.experts_P.tolist() == [2, -1, -1, -1, 4, 2]
+        assert torch.equal(to.x_RD[[0, 2]], x[[0, 2]])
+        assert torch.equal(to.weights_P, got.weights.flatten())
 
 
 LAYOUTS = {

@@ -549,7 +549,7 @@ def _experts_of_several(
     out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
     block = min(1024, _power(width))
     _sum_kernel[(triton.cdiv(width, block), batch)](
-        parts, weights_BK, offsets_BK, out, width, top_k, block, num_warps=4
+        parts, weights_BK, offsets_BK, out, width, top_k, _power(top_k), block, num_warps=4
     )
     return out
 
@@ -755,14 +755,19 @@ def _group_out_kernel(
 
 
 @triton.jit
-def _sum_kernel(parts, weights, offsets, out, width, top_k, BLOCK: tl.constexpr):
+def _sum_kernel(parts, weights, offsets, out, width, top_k, KS: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     batch = tl.program_id(1)
     total = tl.zeros((BLOCK,), tl.float32)
+    ks = tl.arange(0, KS)
+    own = tl.load(offsets + batch * top_k + ks, mask=ks < top_k, other=-(1 << 62))
     for k in range(top_k):
         pair = batch * top_k + k
-        here = inside & (tl.load(offsets + pair) != -(1 << 62))
-        part = tl.load(parts + pair * width + columns, mask=here, other=0.0)
+        offset = tl.load(offsets + pair)
+        # a token may have an expert twice: it was computed once
+        computed = batch * top_k + tl.max(tl.where(own == offset, ks, 0), 0)
+        here = inside & (offset != -(1 << 62))
+        part = tl.load(parts + computed * width + columns, mask=here, other=0.0)
         total += tl.load(weights + pair) * part
     tl.store(out + batch * width + columns, total, mask=inside)
