@@ -1,0 +1,456 @@
+"""Decoding with fused kernels, in Triton's interpreter, compared with the plain model."""
+
+import copy
+import importlib.util
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import overspill
+from overspill import Settings
+from overspill.core.errors import EngineError, OrderError, OverspillError
+from overspill.models.config import GPTConfig
+from overspill.models.gpt import GPTMoE
+from overspill.plan.usage import Exchange
+from overspill.serve.blocks import BlockPool
+from overspill.serve.loop import ServingLoop
+from overspill.serve.request import Request
+from overspill.serve.runners import PagedRunner
+from overspill.serve.scheduler import Scheduler, Work
+from overspill.simulate import DrawnRouting, routed_by
+from tests.models.huggingface.families import Family, make_model, tiny
+from tests.models.huggingface.oracle import offloaded
+from tests.moe.oracle import delays, threads_left
+from tests.serve.models import PROMPTS, plain_generate, plain_gpt, plain_model
+from tests.serve.requests import make_request
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py is for a GPU"),
+]
+CPU = torch.device("cpu")
+READ = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"]
+GATED = GPTConfig(
+    vocab=48, n_layers=2, d_model=16, d_hidden=20, n_heads=2, n_experts=4, top_k=2, gated=True,
+    moe_every=2, max_seq=64, tie_embeddings=False, normalize_weights=False,
+)  # fmt: skip
+BLOCKS, SIZE = 20, 16
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the batches that the kernels compute. Few programs: the interpreter is slow."""
+    from overspill.compute import decode_triton
+    from overspill.serve.decode.step import DecodeStep
+
+    large = decode_triton.Tile(64, 64, 4)
+    for name in ("LARGE_TILE", "SMALL_TILE", "EXPERT_IN_TILE", "EXPERT_OUT_TILE"):
+        monkeypatch.setattr(decode_triton, name, large)
+    sizes: list[int] = []
+    call = DecodeStep.__call__
+
+    def counted(self: Any, tokens_B: Tensor, *args: Any) -> Tensor:
+        sizes.append(len(tokens_B))
+        return call(self, tokens_B, *args)
+
+    monkeypatch.setattr(DecodeStep, "__call__", counted)
+    return sizes
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert not threads_left()
+
+
+class Decoding:
+    """Requests of an offloaded model, which get the likeliest tokens of the plain one."""
+
+    def __init__(self, plain: Any, model: Any, prompts: Sequence[list[int]] = PROMPTS[:3]) -> None:
+        self.plain, self.model = plain, model
+        self.runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 4, fused=True)
+        self._scheduler = Scheduler(BlockPool(BLOCKS, SIZE), 4, 64)
+        self.requests = [make_request(prompt, 30) for prompt in prompts]
+        for request in self.requests:
+            self._scheduler.add(request)
+        self.step()  # the prompts
+
+    def step(self) -> list[Work]:
+        """One batch, whose logits are those of the plain model."""
+        batch = self._scheduler.next_batch()
+        with torch.inference_mode():
+            logits = self.runner.run(batch)
+        self.check(logits)
+        self._append(batch, logits)
+        return batch
+
+    def two_steps(self) -> None:
+        """The second begins before the first one's tokens are known."""
+        batch = self._scheduler.next_batch()
+        with torch.inference_mode():
+            first = self.runner.run(batch).clone()
+            assert self._scheduler.reserve_next(self.requests)
+            second = self.runner.continue_with(batch, first.argmax(-1))
+        for logits in (first, second):
+            assert logits is not None
+            self.check(logits)
+            self._append(batch, logits)
+
+    def check(self, logits: Tensor) -> None:
+        for request, row in zip(self.requests, logits, strict=True):
+            with torch.no_grad():
+                expected = self.plain(torch.tensor([request.tokens])).logits[0, -1]
+            torch.testing.assert_close(row, expected, rtol=1e-4, atol=2e-5)
+
+    def _append(self, batch: Sequence[Work], logits: Tensor) -> None:
+        for work, row in zip(batch, logits, strict=True):
+            self._scheduler.computed(work)
+            work.request.tokens.append(int(row.argmax()))
+
+
+@contextmanager
+def decoding(
+    plain: Any,
+    folder: Path,
+    mode: str = "gpu",
+    homes: Sequence[int] | None = None,
+    prompts: Sequence[list[int]] = PROMPTS[:3],
+    settings: Settings | None = None,
+) -> Iterator[Decoding]:
+    with offloaded(plain, mode, folder, settings) as model:
+        if homes is not None:
+            model.overspill.set_homes(homes)
+        made = Decoding(plain, model, prompts)
+        try:
+            yield made
+        finally:
+            made.runner.close()
+
+
+def gpt(config: GPTConfig) -> GPTMoE:
+    """Weights are large enough that routing and tokens vary."""
+    model = GPTMoE(config, checkpoint=False, seed=1).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def small(prompts: Sequence[list[int]]) -> list[list[int]]:
+    return [[token % 48 for token in prompt] for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path, steps: list[int]) -> None:
+    plain, _ = plain_model(name)
+    with decoding(plain, tmp_path) as made:
+        made.step()
+        assert steps == [4], "a batch of three is filled up"
+    with decoding(plain, tmp_path, prompts=PROMPTS[2:3]) as made:
+        made.step()
+        assert steps == [4, 1]
+
+
+@pytest.mark.parametrize("config", [None, GATED], ids=["gelu", "gated, with dense blocks"])
+def test_logits_are_those_of_gpt_moe(
+    config: GPTConfig | None, tmp_path: Path, steps: list[int]
+) -> None:
+    plain = plain_gpt() if config is None else gpt(config)
+    with decoding(plain, tmp_path, prompts=small(PROMPTS[:3])) as made:
+        made.step()
+    with decoding(plain, tmp_path, prompts=small(PROMPTS[:1])) as made:
+        made.step()
+    assert steps == [4, 1]
+
+
+@pytest.mark.parametrize(("name", "homes"), [("mixtral", 0), ("qwen2_moe", 1), ("qwen3_moe", 3)])
+def test_experts_may_be_in_host_memory(
+    name: str, homes: int, tmp_path: Path, steps: list[int]
+) -> None:
+    plain, _ = plain_model(name)
+    late = Settings(inject=delays(seed=3, longest=5e-4, only="cpu"))
+    with decoding(plain, tmp_path, "host", [homes] * 2, PROMPTS[:1], late) as made:
+        made.two_steps()
+    assert steps == [1, 1]
+
+
+def test_several_requests_may_miss_experts(tmp_path: Path, steps: list[int]) -> None:
+    plain, _ = plain_model("mixtral")
+    with decoding(plain, tmp_path, "host", [1, 2]) as made:
+        made.step()
+    assert steps == [4]
+
+
+def test_gpt_moe_may_miss_experts(tmp_path: Path, steps: list[int]) -> None:
+    with decoding(plain_gpt(), tmp_path, "host", [0, 2, 5], small(PROMPTS[:1])) as made:
+        made.two_steps()
+    assert steps == [1, 1]
+
+
+def test_experts_may_move_between_steps(tmp_path: Path, steps: list[int]) -> None:
+    plain, _ = plain_model("mixtral")
+    with decoding(plain, tmp_path, "host", [2, 2], PROMPTS[:1]) as made:
+        engine = made.model.overspill
+        for homes in ([4, 4], [0, 3], [4, 4]):
+            made.step()
+            engine.set_homes(homes)
+        made.step()
+        engine.set_homes([2, 2])
+        engine.exchange_homes([Exchange(0, 0, 3), Exchange(1, 1, 2)])
+        made.step()
+    assert steps == [1] * 5
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_modules_compute_what_the_cpu_cannot(name: str, tmp_path: Path, steps: list[int]) -> None:
+    """Experts on disk; experts with biases."""
+    plain, _ = plain_model(name)
+    mode, homes = ("disk", None) if name == "mixtral" else ("host", [1, 1])
+    with decoding(plain, tmp_path, mode, homes, PROMPTS[:1]) as made:
+        made.step()
+        made.step()
+        assert not steps
+        if name == "gpt_oss":
+            made.model.overspill.set_homes([4, 4])
+            made.step()
+            assert steps == [1]
+
+
+# -- models that are not read ---------------------------------------------------------------------
+
+
+def is_read(model: Any) -> bool:
+    from overspill.serve.decode.structure import read_decoder
+
+    return read_decoder(model, 64) is not None
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Iterator[Any]:
+    with offloaded(plain_model("mixtral")[0], "gpu", tmp_path) as model:
+        yield model
+
+
+def test_models_with_hooks_are_not_read(mixtral: Any) -> None:
+    assert is_read(mixtral)
+    for module in (mixtral, mixtral.model.layers[0].self_attn.q_proj, mixtral.lm_head):
+        for register in (module.register_forward_hook, module.register_forward_pre_hook):
+            hook = register(lambda *_: None)
+            assert not is_read(mixtral)
+            hook.remove()
+    assert is_read(mixtral)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_models_with_other_modules_are_not_read(mixtral: Any) -> None:
+    attention, block = mixtral.model.layers[1].self_attn, mixtral.model.layers[1].mlp
+    replaced: list[tuple[Any, str, nn.Module]] = [
+        (attention, "q_proj", Scaled(32, 32, bias=False)),
+        (attention, "o_proj", nn.Sequential(attention.o_proj)),
+        (mixtral.model, "norm", nn.Identity()),
+        (mixtral, "lm_head", Scaled(32, 96, bias=False)),
+        (block, "gate", nn.Sequential(block.gate)),
+    ]
+    for owner, name, module in replaced:
+        before = getattr(owner, name)
+        setattr(owner, name, module)
+        assert not is_read(mixtral), name
+        setattr(owner, name, before)
+    attention.forward = type(attention).forward.__get__(attention)
+    assert not is_read(mixtral)
+    del attention.forward
+    assert is_read(mixtral)
+
+
+def test_models_with_adapters_are_not_read(mixtral: Any) -> None:
+    """Also if they are inside a model of the same class."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, mixtral)
+    assert not is_read(mixtral)
+
+
+def test_models_with_other_routing_are_not_read(mixtral: Any) -> None:
+    with routed_by(mixtral, DrawnRouting([[0.25] * 4] * 2, 2)):
+        assert not is_read(mixtral)
+    assert is_read(mixtral)
+
+
+class Own(GPTMoE):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        out = super().forward(*args, **options)
+        return out._replace(logits=None if out.logits is None else -out.logits)
+
+
+def test_models_of_a_class_of_the_user_are_not_read(tmp_path: Path) -> None:
+    model = Own(GATED, checkpoint=False).eval()
+    with offloaded(model, "gpu", tmp_path) as twin:
+        assert not is_read(twin)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_other_activations_are_not_read(activation: str, tmp_path: Path, steps: list[int]) -> None:
+    options = {"intermediate_size": 24, "hidden_act": activation}
+    plain = make_model(Family("mixtral", lambda: tiny("mixtral", **options))).eval()
+    with decoding(plain, tmp_path, prompts=PROMPTS[:1]) as made:
+        made.step()
+    assert not steps
+
+
+def test_another_limit_of_the_activation_is_not_read(tmp_path: Path) -> None:
+    with offloaded(plain_model("gpt_oss")[0], "gpu", tmp_path) as model:
+        assert is_read(model)
+        model.model.layers[0].mlp.experts.limit = 5.0
+        assert not is_read(model)
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "minimax_m2", "flex_olmo", "ernie4_5_moe"])
+def test_other_families_are_computed_by_their_modules(
+    name: str, tmp_path: Path, steps: list[int]
+) -> None:
+    plain, _ = plain_model(name)
+    with decoding(plain, tmp_path, prompts=PROMPTS[:1]) as made:
+        made.step()
+    assert not steps
+
+
+# -- the model beside it --------------------------------------------------------------------------
+
+
+def test_a_model_is_as_before_when_it_was_served(tmp_path: Path) -> None:
+    """Queries, keys and values have become parts of one tensor."""
+    plain, expected = plain_model("qwen2_moe")
+    with offloaded(plain, "gpu", tmp_path) as model:
+        Decoding(plain, model, PROMPTS[:1]).runner.close()
+        assert plain_generate(model, PROMPTS[0]) == expected[0]
+        for name, value in model.state_dict().items():
+            assert torch.equal(value[...], plain.state_dict()[name]), name
+        overspill.save(model, tmp_path / "saved")
+        again = type(plain).from_pretrained(tmp_path / "saved").eval()
+        assert plain_generate(again, PROMPTS[0]) == expected[0]
+        changed = copy.deepcopy(plain)
+        for each in (changed, model):
+            with torch.no_grad():
+                each.model.layers[0].self_attn.k_proj.weight.mul_(-1.5)
+        made = Decoding(changed, model, PROMPTS[:1])
+        made.step()
+        with torch.no_grad():  # while it is served
+            changed.model.layers[1].self_attn.q_proj.weight.mul_(-1.5)
+            model.model.layers[1].self_attn.q_proj.weight.mul_(-1.5)
+        made.step()
+        made.runner.close()
+
+
+def test_a_second_runner_of_a_model_is_refused_and_changes_nothing(
+    tmp_path: Path, steps: list[int]
+) -> None:
+    plain, _ = plain_model("mixtral")
+    with decoding(plain, tmp_path, prompts=PROMPTS[:1]) as made:
+        weight = made.model.model.layers[0].self_attn.q_proj.weight
+        address = weight.data_ptr()
+        with pytest.raises(OrderError, match="this model is being served"):
+            PagedRunner(made.model, CPU, BLOCKS, SIZE, 64, 4, fused=True)
+        assert weight.data_ptr() == address
+        made.step()
+    assert steps == [1]
+
+
+def test_two_runners_may_serve_one_gpt_moe(tmp_path: Path, steps: list[int]) -> None:
+    with decoding(plain_gpt(), tmp_path, "host", [2, 2, 2], small(PROMPTS[:1])) as made:
+        other = Decoding(plain_gpt(), made.model, small(PROMPTS[1:2]))
+        made.step()
+        made.model.overspill.set_homes([1, 5, 0])
+        made.step()
+        other.step()
+        made.model(torch.tensor([[1, 2, 3]]))  # and it may be used beside them
+        made.step()
+        other.runner.close()
+    assert len(steps) == 5
+
+
+def test_a_step_after_the_engine_was_closed_is_refused(tmp_path: Path) -> None:
+    for mode, homes in (("gpu", None), ("host", [1, 1])):
+        with decoding(plain_model("mixtral")[0], tmp_path, mode, homes, PROMPTS[:1]) as made:
+            made.step()
+            made.model.overspill.close()
+            with pytest.raises(OverspillError, match="closed"):
+                made.step()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads of Linux")
+def test_a_runner_that_is_given_up_ends_its_threads(tmp_path: Path) -> None:
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    with offloaded(plain_gpt(), "host", tmp_path) as model:
+        made = Decoding(plain_gpt(), model, small(PROMPTS[:1]))
+        before = threads()
+        made.step()
+        assert threads() > before
+        del made
+        assert threads() == before
+
+
+# -- through the serving loop ---------------------------------------------------------------------
+
+
+def serve(runner: PagedRunner, requests: Sequence[Request]) -> ServingLoop:
+    pool = BlockPool(BLOCKS, SIZE)
+    loop = ServingLoop(runner, Scheduler(pool, 4, 64), ends=[])
+    for request in requests:
+        loop.add(request)
+    loop.run_until(lambda: all(request.finished for request in requests))
+    pool.check_conserved()
+    assert pool.n_free == BLOCKS
+    return loop
+
+
+@pytest.mark.parametrize("homes", [[4, 4], [1, 2]], ids=["on the device", "some in host memory"])
+def test_greedy_tokens_are_those_of_transformers(
+    homes: list[int], tmp_path: Path, steps: list[int]
+) -> None:
+    plain, expected = plain_model("mixtral")
+    with offloaded(plain, "host", tmp_path) as model:
+        model.overspill.set_homes(homes)
+        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True)
+        requests = [make_request(PROMPTS[0], 4), make_request(PROMPTS[1], 2)]
+        serve(runner, requests).close()
+    assert [request.new_tokens for request in requests] == [expected[0][:4], expected[1][:2]]
+    assert sorted(set(steps)) == [1, 2]
+
+
+def test_a_failure_of_the_cpu_fails_its_requests(tmp_path: Path) -> None:
+    """Also with the last token; the next request works."""
+    calls = itertools.count()
+    fails: set[int] = set()
+
+    def inject(kind: str) -> None:
+        if kind == "cpu" and next(calls) in fails:
+            raise EngineError("injected")
+
+    plain, expected = plain_model("mixtral")
+    with offloaded(plain, "host", tmp_path, Settings(inject=inject)) as model:
+        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True)
+        made = make_request(PROMPTS[0], 2)
+        serve(runner, [made])
+        assert made.new_tokens == expected[0][:2]
+        fails.add(next(calls) + 1)
+        failed = make_request(PROMPTS[1], 2)
+        serve(runner, [failed])
+        assert str(failed.error) == "injected"
+        again = make_request(PROMPTS[1], 2)
+        serve(runner, [again])
+        assert again.new_tokens == expected[1][:2]
+        runner.close()
