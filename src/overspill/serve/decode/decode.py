@@ -21,6 +21,7 @@ from overspill.serve.decode.table import ExpertTable
 from overspill.serve.paged import PagedCache, Span
 
 _log = logging.getLogger("overspill")
+_MODULES = "the model's own modules compute each token"
 
 
 _CACHE_SHARE = 0.75
@@ -58,7 +59,8 @@ class Decode:
         self._n_moves = -1  # of experts, as the table has them
         self._host: HostExperts | None = None
         self._experts: ExpertCache | None = None
-        self._refused = False  # the model's modules compute everything
+        self._cpu_refuses = False  # experts that are not on the device
+        self._refused = False  # the model cannot be a graph
         # with experts on the host or without, by what chooses experts instead of the routers
         self._graphs: dict[tuple[bool, tuple[RoutingSource, ...]], DecodeGraphs] = {}
 
@@ -88,7 +90,8 @@ class Decode:
         except CaptureError as error:
             if self._decoder is not None:
                 raise
-            self._refuse(f"they cannot be a CUDA graph: {error}")
+            self._refused = True
+            _log.info("%s without a CUDA graph: %s", _MODULES, error)
             return None
         if host is not None and self._experts is not None:
             self._experts.after_step(ids)
@@ -113,10 +116,6 @@ class Decode:
         # routing may be replaced for a while
         return can_step(self._placeholders)
 
-    def _refuse(self, reason: object) -> None:
-        self._refused = True
-        _log.info("the model's own modules compute each token: %s", reason)
-
     def _graphs_of(self, host: HostExperts | None) -> DecodeGraphs:
         found = (each.source for each in self._placeholders)
         sources = tuple(source for source in found if source is not None)
@@ -133,8 +132,8 @@ class Decode:
         return self._graphs[key]
 
     def _has_host(self) -> bool:
-        if self._host is not None:
-            return True
+        if self._host is not None or self._cpu_refuses:
+            return not self._cpu_refuses
         first = self._placeholders[0]
         size = 1 << (self._max_batch - 1).bit_length()
         try:
@@ -146,7 +145,8 @@ class Decode:
                     self._engine, first.activation, first.top_k, size, self._engine.settings.inject
                 )
         except ConfigError as error:
-            self._refuse(error)
+            self._cpu_refuses = True
+            _log.info("%s while experts are not on the GPU: %s", _MODULES, error)
             return False
         self._n_moves = -1
         self._experts = ExpertCache(self._engine, self._table, self._count_slots())
