@@ -33,7 +33,8 @@ class Runner(abc.ABC):
 
     def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
         """Logits after one more token of each request of a batch with one token each, before the
-        host knows which: `tokens_N` are on the device. None if the model cannot be computed without the host."""
+        host knows which: `tokens_N` are on the device. None if the model cannot be computed without
+        the host."""
         return None
 
     def forget(self, request: Request) -> None:  # noqa: B027
