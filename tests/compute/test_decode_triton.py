@@ -339,6 +339,7 @@ def test_experts_that_are_not_on_the_device_are_listed_with_their_token_rows(
     assert (buffers.x_RD[[1, 3]] == -7).all(), "rows without misses are not written"
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @every_device
 @ROUTERS
 def test_logits_that_are_nan_or_infinite_give_valid_experts(

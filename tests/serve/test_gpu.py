@@ -1,18 +1,318 @@
 """Serving on a GPU: the tokens of transformers, within a budget."""
 
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import overspill
+from overspill.core.errors import OverspillError
+from overspill.models.config import GPTConfig
+from overspill.models.gpt import GPTMoE
+from overspill.serve.blocks import BlockPool
+from overspill.serve.runners import PagedRunner
+from overspill.serve.scheduler import Scheduler, Work
 from tests.models.huggingface.families import FAMILIES, make_model
+from tests.serve.models import plain_gpt
+from tests.serve.requests import make_request
 
 pytestmark = pytest.mark.gpu
 GREEDY = overspill.SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 9, 33, 7, 12, 80, 41, 3], [4], list(range(20, 50)), [5, 9, 33, 7, 12, 80, 41, 3]]
 _NAMES = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next")
 SERVED = [family for family in FAMILIES if family.name in _NAMES]
+READ = [family for family in SERVED if family.name != "qwen3_next"]
+SMALL = GPTConfig(
+    vocab=256, n_layers=4, d_model=128, d_hidden=192, n_heads=4, n_experts=4, top_k=4, gated=True,
+    max_seq=128,
+)  # fmt: skip
+LARGE = GPTConfig(
+    vocab=1000, n_layers=3, d_model=1024, d_hidden=512, n_heads=16, n_experts=32, top_k=4,
+    gated=True, max_seq=256,
+)  # fmt: skip
+every_home = pytest.mark.parametrize("homes", ["all", "some", "none"])
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the batches for which kernels were launched, or captured."""
+    from overspill.compute import decode_triton
+
+    sizes: list[int] = []
+    attend = decode_triton.attend
+
+    def counted(q_Bhd: Tensor, *args: Any) -> Tensor:
+        sizes.append(len(q_Bhd))
+        return attend(q_Bhd, *args)
+
+    monkeypatch.setattr(decode_triton, "attend", counted)
+    return sizes
+
+
+def set_homes(model: Any, homes: str) -> None:
+    engine = model.overspill
+    some = [1 + (2 * layer) % (engine.n_experts - 1) for layer in range(engine.n_layers)]
+    counts = {"all": [engine.n_experts] * engine.n_layers, "some": some, "none": [0] * len(some)}
+    engine.set_homes(counts[homes])
+
+
+@contextmanager
+def offloaded(model: Any, homes: str) -> Iterator[Any]:
+    """A copy of `model` on the GPU, with experts at home there as `homes` says."""
+    options = {"device": "cuda", "mode": "host", "slots": 8, "quiet": True, "progress": False}
+    twin = overspill.offload(copy.deepcopy(model), **options)
+    try:
+        set_homes(twin, homes)
+        yield twin
+    finally:
+        twin.overspill.close()
+
+
+def tokens_of(plain: Any, prompt: list[int], n: int) -> list[int]:
+    """Its own greedy tokens, on the GPU."""
+    ids = torch.tensor([prompt], device="cuda")
+    if isinstance(plain, GPTMoE):
+        made = plain.generate(ids, n, temperature=0)
+    else:
+        made = plain.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False,
+            eos_token_id=-1, pad_token_id=0,
+        )  # fmt: skip
+    return [int(token) for token in made[0, len(prompt) :]]
+
+
+@every_home
+@pytest.mark.parametrize("family", READ, ids=lambda family: family.name)
+def test_tokens_do_not_depend_on_where_experts_are(
+    family: Any, homes: str, fused: list[int]
+) -> None:
+    plain = make_model(family).eval().to("cuda")
+    expected = [tokens_of(plain, prompt, 12) for prompt in PROMPTS]
+    with (
+        offloaded(plain, homes) as model,
+        overspill.LLM(model, context=64, max_batch=3) as llm,
+    ):
+        for _ in range(2):
+            assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected, "together"
+            assert [llm.generate(p, GREEDY)[0].token_ids for p in PROMPTS] == expected, "alone"
+        if homes == "all" or family.name != "gpt_oss":  # the CPU cannot compute its experts
+            assert {1, 4} <= set(fused)
+        for other in ("all", "none", "some"):  # experts move between requests
+            set_homes(model, other)
+            assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected, other
+
+
+@every_home
+def test_gpt_moe_generates_its_own_tokens(homes: str, fused: list[int]) -> None:
+    plain = copy.deepcopy(plain_gpt()).to("cuda")
+    prompts = [[token % 48 for token in prompt] for prompt in PROMPTS]
+    expected = [tokens_of(plain, prompt, 12) for prompt in prompts]
+    with (
+        offloaded(plain, homes) as model,
+        overspill.LLM(model, context=64, max_batch=3) as llm,
+    ):
+        assert [r.token_ids for r in llm.generate(prompts, GREEDY)] == expected
+        assert [llm.generate(p, GREEDY)[0].token_ids for p in prompts] == expected
+        assert fused
+
+
+def gpt(config: GPTConfig, dtype: torch.dtype, device: str = "cuda") -> GPTMoE:
+    """Weights are large enough that tokens vary."""
+    model = GPTMoE(config, checkpoint=False, seed=3).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0 if parameter.dim() > 1 else 1.0)
+    return model.to(device, dtype)
+
+
+class Steps:
+    """Batches of three requests, with tokens that are given."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.scheduler = Scheduler(BlockPool(32, 16), 4, 512)
+        self._random = torch.Generator().manual_seed(0)
+        self._vocabulary = vocabulary
+        self.requests = [make_request(self._tokens(length), 90) for length in (5, 1, 30)]
+        for request in self.requests:
+            self.scheduler.add(request)
+
+    def _tokens(self, count: int) -> list[int]:
+        return torch.randint(self._vocabulary, (count,), generator=self._random).tolist()
+
+    def computed(self, batch: list[Work]) -> None:
+        for work in batch:
+            self.scheduler.computed(work)
+            work.request.tokens += self._tokens(1)
+
+
+def rms(values: list[Tensor]) -> float:
+    return float(torch.stack(values).square().mean().sqrt())
+
+
+def check_bf16_logits(homes: str, device: str, n_steps: int) -> None:
+    """Every token goes to all experts: near ties of the router do not matter."""
+    plain = gpt(SMALL, torch.bfloat16, device)
+    exact = copy.deepcopy(plain).float()
+    steps = Steps(SMALL.vocab)
+    mine: list[Tensor] = []
+    theirs: list[Tensor] = []
+    right: list[Tensor] = []
+    options = {"device": device, "mode": "host", "slots": 8, "quiet": True, "progress": False}
+    models = [overspill.offload(copy.deepcopy(plain), **options) for _ in range(2)]
+    set_homes(models[0], homes)
+    where = torch.device(device)
+    sizes = where, 32, 16, 128, 4
+    runners = [PagedRunner(models[0], *sizes, True), PagedRunner(models[1], *sizes, False)]
+    with torch.inference_mode():
+        for _ in range(n_steps):
+            batch = steps.scheduler.next_batch()
+            for logits, runner in zip((mine, theirs), runners, strict=True):
+                logits.append(runner.run(batch).float().clone())
+            whole = [
+                exact(torch.tensor([r.tokens], device=device)).logits[0, -1] for r in steps.requests
+            ]
+            right.append(torch.stack(whole))
+            steps.computed(batch)
+    for runner, model in zip(runners, models, strict=True):
+        runner.close()
+        model.overspill.close()
+    # without the first step, of the prompts
+    of_mine, of_modules = (
+        rms([a - b for a, b in zip(logits[1:], right[1:], strict=True)])
+        for logits in (mine, theirs)
+    )
+    assert of_mine <= 0.03 * rms(right)
+    assert of_mine <= 1.5 * of_modules
+
+
+@every_home
+def test_bf16_logits_are_as_near_to_float32_as_those_of_the_modules(
+    homes: str, fused: list[int]
+) -> None:
+    check_bf16_logits(homes, "cuda", 12)
+    assert fused
+
+
+@every_home
+def test_a_step_gives_the_same_bits_each_time(homes: str, fused: list[int]) -> None:
+    with offloaded(gpt(LARGE, torch.bfloat16), homes) as model:
+        runner = PagedRunner(model, torch.device("cuda"), 32, 16, 128, 4, fused=True)
+        steps = Steps(LARGE.vocab)
+        with torch.inference_mode():
+            batch = steps.scheduler.next_batch()
+            runner.run(batch)
+            steps.computed(batch)
+            for chosen in (slice(0, 3), slice(2, 3)):
+                batch = steps.scheduler.next_batch()[chosen]
+                first = runner.run(batch).clone()
+                assert first.isfinite().all()
+                for number in range(200):
+                    assert torch.equal(runner.run(batch), first), number
+        runner.close()
+        assert set(fused) == {1, 4}
+
+
+@every_home
+def test_seeds_give_the_same_tokens_beside_other_requests(homes: str) -> None:
+    params = overspill.SamplingParams(max_tokens=40, temperature=1.0, seed=7)
+    other = overspill.SamplingParams(max_tokens=25, temperature=1.0)
+    with (
+        offloaded(gpt(SMALL, torch.float32), homes) as model,
+        overspill.LLM(model, context=128, max_batch=4) as llm,
+    ):
+        expected = llm.generate([1, 2, 3], params)[0].token_ids
+        assert len(set(expected)) > 5
+        for _ in range(3):
+            prompts = [[4, 5], [1, 2, 3], [6], [7] * 20, [8]]
+            got = llm.generate(prompts, [other, params, other, other, other])
+            assert got[1].token_ids == expected
+
+
+@every_home
+def test_threads_with_streams_of_their_own_get_their_tokens(homes: str) -> None:
+    """A batch may begin on behalf of one thread while another one's is computed."""
+    plain = gpt(SMALL, torch.float32)
+    prompts = [[number + 1, 5, 7] for number in range(6)]
+    expected = [tokens_of(plain, prompt, 12) for prompt in prompts]
+    got: dict[int, list[list[int]]] = {number: [] for number in range(6)}
+    with (
+        offloaded(plain, homes) as model,
+        overspill.LLM(model, context=128, max_batch=4) as llm,
+    ):
+
+        def ask(number: int) -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(5):
+                    result = llm.generate(prompts[number], GREEDY)
+                    got[number].append(result[0].token_ids)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert got == {number: [expected[number]] * 5 for number in range(6)}
+
+
+LONG = overspill.SamplingParams(max_tokens=100, ignore_eos=True)
+
+
+@every_home
+def test_an_llm_can_be_given_up_in_the_middle_of_a_stream(homes: str) -> None:
+    """A batch has begun early, and waits for the CPU; the model works afterwards."""
+    with offloaded(gpt(LARGE, torch.float32), homes) as model:
+        tokens = []
+        for _ in range(3):
+            llm = overspill.LLM(model, context=128)
+            stream = llm.stream([1, 2, 3], LONG)
+            tokens.append([next(stream).token_ids[0] for _ in range(4)])
+            del stream, llm
+            gc.collect()
+            torch.cuda.synchronize()
+        assert tokens == [tokens[0]] * 3
+        with overspill.LLM(model, context=128) as llm:
+            stream = llm.stream([1, 2, 3], LONG)
+            assert [next(stream).token_ids[0] for _ in range(4)] == tokens[0]
+            llm.close()
+            with pytest.raises(OverspillError, match="this LLM was closed"):
+                next(stream)
+
+
+@every_home
+def test_the_engine_may_be_closed_before_the_llm(homes: str) -> None:
+    with offloaded(gpt(SMALL, torch.bfloat16), homes) as model:
+        llm = overspill.LLM(model, context=128)
+        stream = llm.stream([1, 2, 3], LONG)
+        for _ in range(4):
+            next(stream)
+        model.overspill.close()
+        with pytest.raises(OverspillError, match="closed"):
+            next(stream)
+        llm.close()
+        torch.cuda.synchronize()
+
+
+def test_experts_may_move_in_the_middle_of_a_stream() -> None:
+    """While the next batch is computed."""
+    plain = gpt(SMALL, torch.float32)
+    expected = tokens_of(plain, [1, 2, 3], 24)
+    with offloaded(plain, "some") as model, overspill.LLM(model, context=128) as llm:
+        got = []
+        for number, piece in enumerate(
+            llm.stream([1, 2, 3], overspill.SamplingParams(max_tokens=24, ignore_eos=True))
+        ):
+            got += piece.token_ids
+            set_homes(model, ("all", "none", "some")[number % 3])
+            if number % 5 == 0:
+                model(torch.tensor([[4, 5, 6]], device="cuda"))  # used beside it
+        assert got == expected
 
 
 @pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
