@@ -53,6 +53,7 @@ class DecodeGraphs:
             if sources:
                 ids = len(sources), self._size, sources[0].top_k
                 self._ids = torch.zeros(ids, dtype=torch.int32, device=device)
+        self._copied: list[torch.cuda.Event | None] = [None, None]  # what was written there
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Computed]] = {}
         self._pool: Any = None  # memory that all graphs share: one runs at a time
 
@@ -61,7 +62,10 @@ class DecodeGraphs:
         known = not isinstance(tokens, Tensor)
         size = 1 << (len(spans) - 1).bit_length()
         self._hosts.reverse()
-        host = self._hosts[0]
+        self._copied.reverse()
+        host, copied = self._hosts[0], self._copied[0]
+        if copied is not None:  # long ago, unless steps were given up
+            copied.synchronize()
         rows = host.numpy()
         for number, span in enumerate(spans):
             rows[number, :_COLUMNS] = tokens[number] if known else 0, span.before, 1
@@ -69,6 +73,9 @@ class DecodeGraphs:
         rows[len(spans) : size, :_COLUMNS] = 0
         rows[len(spans) : size, _COLUMNS] = self._spare
         self._rows[:size].copy_(host[:size], non_blocking=True)
+        if self._device.type == "cuda":
+            self._copied[0] = event = torch.cuda.Event()
+            event.record()
         if isinstance(tokens, Tensor):
             self._rows[: len(spans), 0] = tokens
         for layer, source in enumerate(self._sources):
