@@ -31,10 +31,12 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 class Steps:
     """A table and a cache as a decoding step uses them."""
 
-    def __init__(self, engine: Engine, n_slots: int) -> None:
+    def __init__(self, engine: Engine, n_slots: int, chunk: int = 8) -> None:
+        """Memory is allocated for `chunk` slots at once."""
         self.engine = engine
         self.table = ExpertTable(engine)
-        self.cache = ExpertCache(engine, self.table, n_slots, LRU(LAYERS, EXPERTS))
+        policy, size = LRU(LAYERS, EXPERTS), chunk * engine.layout.weight_bytes
+        self.cache = ExpertCache(engine, self.table, n_slots, policy, size)
         self.weights = {
             (layer, expert): engine.host_weights(layer, expert).clone()
             for layer in range(LAYERS)
@@ -104,7 +106,8 @@ def test_any_routing_finds_the_right_weights_and_uses_no_more_slots(
 ) -> None:
     generator = np.random.default_rng(seed)
     n_slots = int(generator.integers(1, 8))
-    steps = Steps(engine, n_slots)
+    steps = Steps(engine, n_slots, chunk=int(generator.integers(1, 4)))
+    assert steps.cache.n_slots == n_slots
     for number in range(40):
         used = [tuple(generator.integers(0, EXPERTS, 2).tolist()) for _ in range(LAYERS)]
         assert len(steps.run(*used)) <= n_slots
@@ -113,6 +116,18 @@ def test_any_routing_finds_the_right_weights_and_uses_no_more_slots(
             assert steps.cache.n_slots < n_slots
             n_slots = steps.cache.n_slots
     assert steps.cache.hits_L.sum() > 0 or n_slots == 0
+
+
+def test_memory_is_given_back_chunk_by_chunk(engine: Engine) -> None:
+    steps = Steps(engine, 5, chunk=2)
+    for _ in range(3):
+        steps.run((0, 1), (2, 3))
+    for left in (4, 2, 0):
+        assert steps.cache.shrink()
+        assert steps.cache.n_slots == left
+        assert steps.cache.nbytes == left * engine.shape.numel * engine.dtype.itemsize
+        assert len(steps.run((0, 1), (2, 3))) <= left
+    assert not steps.cache.shrink()
 
 
 def test_without_slots_nothing_is_uploaded(engine: Engine) -> None:

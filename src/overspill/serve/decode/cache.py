@@ -18,7 +18,6 @@ from overspill.serve.decode.table import ExpertTable
 from overspill.transfer.driver import copy_on
 
 _CHUNK = 1 << 28
-"""Bytes of GPU slots that are allocated, and given back, at once."""
 _UPLOADS = 8
 """Uploads at a time: more would take host memory's bandwidth from the CPU."""
 _MARGIN = 0.1
@@ -52,12 +51,18 @@ class ExpertCache:
     """GPU slots for any expert of any layer."""
 
     def __init__(
-        self, engine: Engine, table: ExpertTable, n_slots: int, policy: Policy | None = None
+        self,
+        engine: Engine,
+        table: ExpertTable,
+        n_slots: int,
+        policy: Policy | None = None,
+        chunk_bytes: int = _CHUNK,
     ) -> None:
+        """Memory is allocated, and given back, in chunks of about `chunk_bytes`."""
         self._engine = engine
         self._table = table
         self._policy = policy or NextUse(engine.n_layers, engine.n_experts)
-        self._chunk = max(1, min(n_slots, _CHUNK // engine.layout.weight_bytes))
+        self._chunk = max(1, chunk_bytes // engine.layout.weight_bytes)  # in slots
         self._slabs: list[Tensor] = []
         self._n_slots = 0
         self._free: list[int] = []
@@ -70,16 +75,16 @@ class ExpertCache:
         self.hits_L = np.zeros(engine.n_layers)
         self.uses_L = np.zeros(engine.n_layers)
         with suppress(torch.OutOfMemoryError):  # memory is divided into pieces that are too small
-            while self._n_slots + self._chunk <= n_slots:
-                self._extend()
+            while self._n_slots < n_slots:
+                self._extend(min(self._chunk, n_slots - self._n_slots))
 
-    def _extend(self) -> None:
-        shape = self._chunk, self._engine.shape.numel
+    def _extend(self, count: int) -> None:
+        shape = count, self._engine.shape.numel
         with torch.inference_mode(False):
             slab = torch.empty(shape, dtype=self._engine.dtype, device=self._engine.device)
         self._slabs.append(slab)
-        self._free += range(self._n_slots, self._n_slots + self._chunk)
-        self._n_slots += self._chunk
+        self._free += range(self._n_slots, self._n_slots + count)
+        self._n_slots += count
 
     @property
     def n_slots(self) -> int:
@@ -98,7 +103,7 @@ class ExpertCache:
         self._wait()
         if not self._slabs:
             return False
-        self._n_slots -= self._chunk
+        self._n_slots -= len(self._slabs[-1])
         for key, slot in list(self._slots.items()):
             if slot >= self._n_slots:
                 del self._slots[key]

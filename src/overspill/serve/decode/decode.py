@@ -1,4 +1,4 @@
-"""Decoding of models with the common structure: steps without the host."""
+"""One token of each request of a batch, computed without the host."""
 
 import logging
 from collections.abc import Sequence
@@ -22,8 +22,6 @@ from overspill.serve.paged import PagedCache, Span
 
 _log = logging.getLogger("overspill")
 _MODULES = "the model's own modules compute each token"
-
-
 _CACHE_SHARE = 0.75
 """Share of the free GPU memory that experts get; the rest is for longer prompts."""
 
