@@ -44,15 +44,6 @@ CASES = [
     ("_expert_out_kernel", OUT, {"out": "*fp32"}),
     ("_expert_out_kernel", OUT | {"BIAS": True, "TRANSPOSED": True}, {"out": "*fp32"}),
 ]
-GROUP = {
-    "ALIGN": 16, "BATCH": 5, "TOKENS": 16, "KS": 8, "ROWS": 32, "BLOCK": 128, "BIAS": False,
-    "TRANSPOSED": False, "WIDEN": False,
-}  # fmt: skip
-for turned in (False, True):
-    group = GROUP | {"BIAS": turned, "TRANSPOSED": turned}
-    CASES.append(("_group_in_kernel", group | {"ACTIVATION": 2 if turned else 0}, {}))
-    CASES.append(("_group_out_kernel", group, {"parts": "*fp32"}))
-CASES.append(("_sum_kernel", {"KS": 8, "BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in", "top_k",
 }  # fmt: skip

@@ -67,7 +67,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from overspill.serve.decode.step import DecodeStep
 
     large = decode_triton.Tile(64, 64, 4)
-    for name in ("LARGE_TILE", "SMALL_TILE", "EXPERT_IN_TILE", "EXPERT_OUT_TILE", "GROUP_TILE"):
+    for name in ("LARGE_TILE", "SMALL_TILE", "EXPERT_IN_TILE", "EXPERT_OUT_TILE"):
         monkeypatch.setattr(decode_triton, name, large)
     return count(DecodeStep, monkeypatch)
 
@@ -93,7 +93,9 @@ class Decoding:
         self, plain: Any, model: Any, prompts: Sequence[list[int]] = PROMPTS[:3], slots: int = 0
     ) -> None:
         self.plain, self.model = plain, model
-        self.runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 4, fused=True, slots=slots)
+        self.runner = PagedRunner(
+            model, CPU, BLOCKS, SIZE, 64, 4, fused=True, slots=slots, modules=True
+        )
         self._scheduler = Scheduler(BlockPool(BLOCKS, SIZE), 4, 64)
         self.requests = [make_request(prompt, 30) for prompt in prompts]
         for request in self.requests:

@@ -35,8 +35,8 @@ class LLM:
     `model` is the folder of a Hugging Face checkpoint, a repository of the hub, the folder of a run
     of `overspill train`, or a model from `overspill.load(..., train=False)`. `context` is the most
     tokens of a prompt and its answer; `max_batch` the most requests that run at once. `slots` are
-    the GPU slots for copies of experts that are in host memory; without, as many as fit into
-    `gpu_memory`. The other arguments are those of `overspill.load`.
+    the GPU slots for copies of experts that are in host memory. The other arguments are those of
+    `overspill.load`.
 
     Several threads may use it at once: their requests are computed together.
     """
@@ -85,7 +85,7 @@ class LLM:
             on_gpu = self.device.type == "cuda"
             dense_there = not source.model.overspill.placement.dense_weights
             fused = on_gpu and dense_there and has_triton("fused decoding")
-            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused, slots
+            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused, slots or 0
             runner = PagedRunner(source.model, self.device, *limits)
         else:
             runner = SequentialRunner(source.model, self.device)

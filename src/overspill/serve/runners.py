@@ -71,11 +71,12 @@ class PagedRunner(Runner):
         context: int,
         max_batch: int,
         fused: bool,
-        slots: int | None = None,
+        slots: int = 0,
+        modules: bool = False,
     ) -> None:
         """`fused`: one new token of each request is computed by kernels for that, if the model has
-        the common structure; `slots` experts of host memory get a copy on the device for it (None:
-        as many as fit)."""
+        the common structure; with `modules`, other models use them too. `slots` experts of host
+        memory get a copy on the device for it."""
         self._model = model
         self._device = device
         self._cache = PagedCache(n_blocks, block_size)
@@ -89,7 +90,7 @@ class PagedRunner(Runner):
         if fused:
             from overspill.serve.decode import decode
 
-            self._decode = decode.Decode(model, self._cache, context, max_batch, slots)
+            self._decode = decode.Decode(model, self._cache, context, max_batch, slots, modules)
         if self._before is not None:
             model.set_attn_implementation(ATTENTION)
 

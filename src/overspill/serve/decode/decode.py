@@ -22,8 +22,6 @@ from overspill.serve.paged import PagedCache, Span
 
 _log = logging.getLogger("overspill")
 _MODULES = "the model's own modules compute each token"
-_CACHE_SHARE = 0.75
-"""Share of the free GPU memory that experts get; the rest is for longer prompts."""
 
 
 class Decode:
@@ -36,9 +34,11 @@ class Decode:
         cache: PagedCache,
         context: int,
         max_batch: int,
-        slots: int | None = None,
+        slots: int = 0,
+        modules: bool = False,
     ) -> None:
-        """`slots` are the GPU slots of experts; None: as many as fit into the budget."""
+        """`slots` are the GPU slots for copies of experts. With `modules`, models without the
+        common structure run through their own modules in a graph."""
         engine = model.overspill
         self._model = model
         self._engine: Engine = engine
@@ -46,6 +46,7 @@ class Decode:
         self._max_blocks = -(-context // cache.block_size)
         self._cache = cache
         self._slots = slots
+        self._modules = modules
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         with torch.inference_mode(False):  # what is made here outlives it
             self._table = ExpertTable(engine)
@@ -112,7 +113,7 @@ class Decode:
         if self._decoder is not None or self._refused:
             return not self._refused
         # routing may be replaced for a while
-        return can_step(self._placeholders)
+        return self._modules and can_step(self._placeholders)
 
     def _graphs_of(self, host: HostExperts | None) -> DecodeGraphs:
         found = (each.source for each in self._placeholders)
@@ -147,19 +148,9 @@ class Decode:
             _log.info("%s while experts are not on the GPU: %s", _MODULES, error)
             return False
         self._n_moves = -1
-        self._experts = ExpertCache(self._engine, self._table, self._count_slots())
+        elsewhere = self._engine.n_layers * self._engine.n_experts - sum(self._engine.homes)
+        self._experts = ExpertCache(self._engine, self._table, min(self._slots, elsewhere))
         return True
-
-    def _count_slots(self) -> int:
-        """GPU slots within the budget, beside what is allocated: at least one prompt was computed
-        before."""
-        engine = self._engine
-        elsewhere = engine.n_layers * engine.n_experts - sum(engine.homes)
-        use = engine.gpu_use()
-        if self._slots is not None or use is None:
-            return min(self._slots or 0, elsewhere)
-        free = _CACHE_SHARE * (use["budget"] - use["reserved"])
-        return max(0, min(elsewhere, int(free // engine.layout.weight_bytes)))
 
     def give_memory(self) -> bool:
         """Makes GPU memory free for a prompt; False if there is none to give."""
