@@ -51,6 +51,7 @@ SIZES = {
 
 def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str], to: int) -> None:
     kernel = getattr(kernels, name)
+    constants = constants | {"EARLY": 1 if to >= 90 else 0}
     signature, aligned = {}, {}
     for position, arg in enumerate(kernel.arg_names):
         if arg in constants:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from overspill.core.errors import NonFiniteError, OrderError, OverspillError
+from overspill.tiers.slab import registered
 from tests.fuzz.compare import compare, compare_states
 from tests.fuzz.faults import INJECTED, Faults
 from tests.fuzz.oracle import Difference, Oracle
@@ -73,13 +74,14 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def _left_over(folder: Path, threads: set[threading.Thread], children: set[str]) -> str | None:
-    """Files, open files, threads and child processes that the program has left."""
+    """Files, open files, threads, child processes and pinned memory that the program has left."""
     files = [*folder.glob("spill/*"), *folder.glob("checkpoints/.tmp-*")]
     left = [f"file {path.relative_to(folder)}" for path in files]
     deadline = time.monotonic() + 2
     while True:
         found = left + _open_files(folder) + [c for c in _children() if c not in children]
         found += [f"thread {t.name}" for t in threading.enumerate() if _is_new(t, threads)]
+        found += [f"{size} bytes of pinned memory" for size in registered.values()]
         if not found:
             return None
         if left or time.monotonic() > deadline:

@@ -87,8 +87,9 @@ def test_refused_pinning_is_named_and_leaves_nothing_pinned(
             pinned.add(pointer)
             return 0
 
-        def cudaHostUnregister(self, pointer: int) -> None:
+        def cudaHostUnregister(self, pointer: int) -> int:
             pinned.remove(pointer)
+            return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(module, "_THREADS", 1)
@@ -140,3 +141,22 @@ def test_pinned_memory_reads_as_zero_in_a_forked_child() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert memory[:3] == b"abc"
     memory.close()
+
+
+def test_a_slab_that_nobody_closes_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = set()
+
+    class Runtime:
+        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+            pinned.add(pointer)
+            return 0
+
+        def cudaHostUnregister(self, pointer: int) -> int:
+            pinned.remove(pointer)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    slab = HostSlab("weights", 2, ALIGN, pinned=True)
+    assert len(pinned) == 1
+    del slab
+    assert not pinned

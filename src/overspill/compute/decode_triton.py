@@ -12,12 +12,14 @@ width of a head. Keys and values are [slots, k, d]; the slot of a token is found
 the blocks of each sequence.
 """
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from overspill.compute.grouped_triton import WIDEN
 from overspill.compute.misses import MissBuffers
@@ -36,6 +38,7 @@ class Tile(NamedTuple):
     warps: int
 
 
+OUT2 = True
 LARGE = 1 << 15
 """Rows of a matrix from which programs read in larger pieces."""
 LARGE_TILE, SMALL_TILE = Tile(8, 512, 4), Tile(2, 2048, 4)
@@ -45,6 +48,25 @@ EXPERT_IN_TILE, EXPERT_OUT_TILE = Tile(2, 2048, 4), Tile(2, 1024, 8)
 
 def _power(n: int) -> int:
     return int(triton.next_power_of_2(n))
+
+
+@cache
+def _early(device: torch.device, after_kernel: bool = True) -> dict[str, Any]:
+    """Options of a launch that does not wait for the kernel before it."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": 2, "launch_pdl": after_kernel} if able else {"EARLY": 0}
+
+
+@triton.jit
+def _after(EARLY: tl.constexpr):
+    """What kernels before this one have written may be read from here on: before it, only what no
+    kernel writes. The next kernel may begin."""
+    if EARLY == 2:
+        gdc_launch_dependents()
+    if EARLY != 0:
+        gdc_wait()
+    if EARLY == 1:
+        gdc_launch_dependents()
 
 
 # -- norms ----------------------------------------------------------------------------------------
@@ -72,7 +94,7 @@ def add_norm(
     rows = (residual_BD, residual_BD) if host is None else host
     _add_norm_kernel[(n_rows,)](
         residual_BD, a, b, *rows, weight_D, out, width, eps, len(parts), host is not None,
-        _power(width), num_warps=8,
+        _power(width), num_warps=8, **_early(out.device, host is None),
     )  # fmt: skip
     return out
 
@@ -80,11 +102,12 @@ def add_norm(
 @triton.jit
 def _add_norm_kernel(
     residual, a, b, host, missed, weight, out, width, eps, N_PARTS: tl.constexpr,
-    HOST: tl.constexpr, BLOCK: tl.constexpr,
+    HOST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    _after(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = row * width + columns
     x = tl.load(residual + at, mask=inside, other=0.0)
@@ -116,7 +139,7 @@ def linear(
     block = min(tile.block, _power(width))
     _linear_kernel[(triton.cdiv(n, tile.rows), n_rows)](
         x_BK, w_NK, x_BK if bias_N is None else bias_N, out, n, width,
-        bias_N is not None, tile.rows, block, num_warps=tile.warps,
+        bias_N is not None, tile.rows, block, num_warps=tile.warps, **_early(out.device),
     )  # fmt: skip
     return out
 
@@ -124,6 +147,7 @@ def linear(
 @triton.jit
 def _linear_kernel(
     x, w, bias, out, n, width, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     batch = tl.program_id(1)
@@ -132,6 +156,7 @@ def _linear_kernel(
     columns = tl.arange(0, BLOCK)
     first = w + rows.to(tl.int64)[:, None] * width + columns[None, :]
     weights = tl.load(first, mask=there[:, None] & (columns < width)[None, :], other=0.0)
+    _after(EARLY)
     for start in range(0, width, BLOCK):
         value = tl.load(
             x + batch * width + start + columns, mask=columns < width - start, other=0.0
@@ -169,7 +194,7 @@ def rotate_and_store(
     _rotate_kernel[(batch, heads + 2 * kv_heads)](
         qkv, *tables, q_norm, k_norm, positions_B, blocks_Bn, q_Bhd, keys, values, eps,
         blocks_Bn.stride(0), heads, kv_heads, block_size, width // 2, _power(width // 2),
-        norms is not None, num_warps=1,
+        norms is not None, num_warps=1, **_early(qkv.device),
     )  # fmt: skip
     return q_Bhd
 
@@ -178,11 +203,12 @@ def rotate_and_store(
 def _rotate_kernel(
     qkv, cosines, sines, q_norm, k_norm, positions, blocks, q_out, keys, values, eps, n_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr,
-    LANES: tl.constexpr, NORMS: tl.constexpr,
+    LANES: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     batch, head = tl.program_id(0), tl.program_id(1)
     lanes = tl.arange(0, LANES)
     own = lanes < HALF
+    _after(EARLY)
     source = qkv + (batch * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF
     first = tl.load(source + lanes, mask=own, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + lanes, mask=own, other=0.0).to(tl.float32)
@@ -238,12 +264,13 @@ def attend(
         q_Bhd, keys, values, positions_B, blocks_Bn, sums, stats, scale, softcap or 0.0,
         blocks_Bn.stride(0), parts, window or 0, softcap is not None, group, kv_heads, block_size,
         width, max(16, _power(width)), out_width, max(16, _power(out_width)), part,
-        min(64, part), max(16, _power(group)), WIDEN, num_warps=4,
+        min(64, part), max(16, _power(group)), WIDEN, num_warps=4, **_early(q_Bhd.device),
     )  # fmt: skip
     out = torch.empty(batch, heads * out_width, dtype=q_Bhd.dtype, device=q_Bhd.device)
     _combine_kernel[(batch, heads)](
         sums, stats, out if sinks_h is None else sinks_h, out, positions_B, parts, part,
         sinks_h is not None, _power(parts), out_width, _power(out_width), num_warps=4,
+        **_early(q_Bhd.device),
     )  # fmt: skip
     return out
 
@@ -254,8 +281,10 @@ def _attend_kernel(
     SOFTCAP: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, LANES: tl.constexpr, OUT_WIDTH: tl.constexpr, OUT_LANES: tl.constexpr,
     PART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _after(EARLY)
     position = tl.load(positions + batch)
     begin = part * PART
     if begin > position:
@@ -306,9 +335,10 @@ def _attend_kernel(
 @triton.jit
 def _combine_kernel(
     sums, stats, sinks, out, positions, parts, part, SINKS: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, LANES: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     batch, head = tl.program_id(0), tl.program_id(1)
+    _after(EARLY)
     row = batch * tl.num_programs(1) + head
     each, lanes = tl.arange(0, PARTS), tl.arange(0, LANES)
     real = lanes < WIDTH
@@ -364,7 +394,7 @@ def route(
     _route_kernel[(len(x_BD),)](
         logits_BE, table_E, real_B, x_BD, ids_BK, weights, offsets, *to, n_experts, width, top_k,
         _power(top_k), _power(n_experts), _power(width), softmax_first, normalize,
-        misses is not None, given, num_warps=1,
+        misses is not None, given, num_warps=1, **_early(x_BD.device),
     )  # fmt: skip
     return Routed(weights, offsets, missed)
 
@@ -382,7 +412,7 @@ def look_up(
     top_k, width = ids_BK.shape[1], x_BD.shape[1]
     _look_up_kernel[(len(x_BD),)](
         ids_BK, weights_BK, table_E, real_B, x_BD, offsets, *to, width, top_k, _power(top_k),
-        _power(width), misses is not None, num_warps=1,
+        _power(width), misses is not None, num_warps=1, **_early(x_BD.device),
     )  # fmt: skip
     return Routed(weights_BK, offsets, missed)
 
@@ -404,9 +434,10 @@ def _route_kernel(
     logits, table, is_real, x, ids, weights, offsets, missed, host_experts, host_weights, host_x,
     host_count, host_rows, n_experts, width, TOP_K: tl.constexpr, KS: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
-    MISSES: tl.constexpr, GIVEN: tl.constexpr,
+    MISSES: tl.constexpr, GIVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0)
+    _after(EARLY)
     experts, ks = tl.arange(0, BLOCK), tl.arange(0, KS)
     inside = experts < n_experts
     score = tl.load(logits + batch * n_experts + experts, mask=inside, other=float("-inf"))
@@ -444,9 +475,10 @@ def _route_kernel(
 def _look_up_kernel(
     ids, weights, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
     host_count, host_rows, width, TOP_K: tl.constexpr, KS: tl.constexpr, WIDTH: tl.constexpr,
-    MISSES: tl.constexpr,
+    MISSES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     ks = tl.arange(0, KS)
+    _after(EARLY)
     to = tl.program_id(0) * TOP_K + ks
     chosen = tl.load(ids + to, mask=ks < TOP_K, other=0)
     value = tl.load(weights + to, mask=ks < TOP_K, other=0.0)
@@ -492,9 +524,11 @@ def experts(
     activation: int,
     bias: bool,
     transposed: bool,
+    after_kernel: bool = True,
 ) -> Tensor:
     """The weighted sum over the experts of each token that are on the device, [B, D], float32. The
-    record of an expert begins at `base` plus its offset, in elements."""
+    record of an expert begins at `base` plus its offset, in elements. `after_kernel`: what comes
+    before it on the stream is a kernel."""
     batch, width = x_BD.shape
     top_k = offsets_BK.shape[1]
     hidden = torch.empty(batch * top_k, d_hidden, dtype=x_BD.dtype, device=x_BD.device)
@@ -508,16 +542,23 @@ def experts(
     if transposed:  # rows of the result are adjacent in memory
         rows, block = 64, 32
     _expert_in_kernel[(triton.cdiv(d_hidden, rows), batch * top_k)](
-        x_BD, base, offsets_BK, hidden, *sizes, *kind, rows, block, num_warps=warps
-    )
+        x_BD, base, offsets_BK, hidden, *sizes, *kind, rows, block, num_warps=warps,
+        **_early(x_BD.device, after_kernel),
+    )  # fmt: skip
     out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
     rows, block, warps = EXPERT_OUT_TILE
     block = min(block, _power(d_hidden))
     if transposed:
         rows, block = 32, 32
+    if OUT2:
+        _expert_out2_kernel[(triton.cdiv(width, rows), batch)](
+            hidden, base, offsets_BK, weights_BK, out, width, n_in, d_hidden, top_k, *kind[1:], rows,
+            block, num_warps=warps, **_early(x_BD.device),
+        )  # fmt: skip
+        return out
     _expert_out_kernel[(triton.cdiv(width, rows), batch)](
         hidden, base, offsets_BK, weights_BK, out, *sizes, *kind[1:], _power(top_k), rows, block,
-        num_warps=warps,
+        num_warps=warps, **_early(x_BD.device),
     )  # fmt: skip
     return out
 
@@ -526,8 +567,10 @@ def experts(
 def _expert_in_kernel(
     x, base, offsets, out, width, hidden, n_in, top_k, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
+    _after(EARLY)
     offset = tl.load(offsets + pair)
     if offset == -(1 << 62):
         return
@@ -584,12 +627,13 @@ def _activate(g, u, kind: tl.constexpr, ACTIVATION: tl.constexpr):
 def _expert_out_kernel(
     a, base, offsets, weights, out, width, hidden, n_in, top_k, BIAS: tl.constexpr,
     TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, KS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     ks = tl.arange(0, KS)[:, None, None]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :, None]
     columns = tl.arange(0, BLOCK)[None, None, :]
     pairs = tl.program_id(1) * top_k + ks
+    _after(EARLY)
     offset = tl.load(offsets + pairs, mask=ks < top_k, other=-(1 << 62))
     here = offset != -(1 << 62)
     record = base + tl.multiple_of(offset, (ALIGN, ALIGN, ALIGN)) + n_in * width
@@ -612,3 +656,39 @@ def _expert_out_kernel(
         b = tl.load(record + width * hidden + n_in + rows, mask=mask, other=0.0)
         result += tl.sum(tl.sum(b.to(tl.float32) * share, 2), 0)
     tl.store(out + tl.program_id(1) * width + own, result, mask=own < width)
+
+
+@triton.jit
+def _expert_out2_kernel(
+    a, base, offsets, weights, out, width, n_in, HIDDEN: tl.constexpr, TOP_K: tl.constexpr,
+    BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < width
+    batch = tl.program_id(1)
+    _after(EARLY)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    biases = tl.zeros((ROWS,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = batch * TOP_K + k
+        offset = tl.load(offsets + pair)
+        here = offset != -(1 << 62)
+        share = tl.load(weights + pair, mask=here, other=0.0)
+        record = base + tl.multiple_of(offset, ALIGN) + n_in * width
+        for start in range(0, HIDDEN, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = here & (columns < HIDDEN)
+            at = rows[:, None] * HIDDEN + columns[None, :]
+            if TRANSPOSED:
+                at = columns[None, :] * width + rows[:, None]
+            w = tl.load(record + at, mask=there[:, None] & inside[None, :], other=0.0)
+            value = tl.load(a + pair * HIDDEN + columns, mask=inside, other=0.0)
+            total += w.to(tl.float32) * (value.to(tl.float32) * share)[None, :]
+        if BIAS:
+            b = tl.load(record + width * HIDDEN + n_in + rows, mask=there & here, other=0.0)
+            biases += b.to(tl.float32) * share
+    result = tl.sum(total, 1)
+    if BIAS:
+        result += biases
+    tl.store(out + batch * width + rows, result, mask=there)

@@ -1,14 +1,18 @@
 """Chooses the next token of each request."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from overspill.hardware.native import has_triton
 from overspill.serve.params import SamplingParams
 
-_COLDEST, _HOTTEST = 1e-30, 1e30
-"""Temperatures beyond these differ in nothing, but are not numbers of float32."""
+_COLDEST, _HOTTEST = 1e-20, 1e30
+"""Temperatures beyond these differ in nothing, but logits divided by them are not finite."""
+_SMALLEST = 1e-30
+"""Noise, which is not 0."""
 
 
 class Choice:
@@ -22,14 +26,23 @@ class Choice:
     ) -> None:
         """A request draws with a generator of its own: what runs beside it changes nothing."""
         self._params = params
-        self._logits_NV = logits_NV = logits_NV.float()
-        highest_N, chosen_N = logits_NV.max(-1)
+        self._logits_NV = logits_NV
+        plain = [not each.top_k and each.top_p == 1 for each in params]
+        temperatures = [
+            _temperature(each) if own else 0.0 for each, own in zip(params, plain, strict=True)
+        ]
+        noise_NV = logits_NV.new_empty(logits_NV.shape, dtype=torch.float32)
+        for row, temperature in enumerate(temperatures):
+            if temperature > 0:
+                noise_NV[row].exponential_(generator=generators[row])
+        heat_N = _on_device(tuple(temperatures), logits_NV.device)
+        highest_N, chosen_N = _highest(logits_NV, heat_N, noise_NV)
         for row, each in enumerate(params):
-            if each.temperature > 0:
-                chosen_N[row] = _draw(logits_NV[row] - highest_N[row], each, generators[row])
+            if each.temperature > 0 and not plain[row]:
+                chosen_N[row] = _draw(logits_NV[row].float(), each, generators[row])
         self.tokens_N = chosen_N
         """On the device; of a row without finite logits it is any token."""
-        # a maximum is NaN if one of the values is; one copy from the device for both
+        # one copy from the device for both
         self._found = torch.where(highest_N.isfinite(), chosen_N, -1)
         self._event: torch.cuda.Event | None = None
         if self._found.is_cuda:
@@ -58,12 +71,35 @@ class Choice:
         ]  # fmt: skip
 
 
+def _temperature(params: SamplingParams) -> float:
+    if params.temperature == 0:
+        return 0.0
+    return min(max(params.temperature, _COLDEST), _HOTTEST)
+
+
+@lru_cache(64)
+def _on_device(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # it outlives this batch
+        return torch.tensor(temperatures, dtype=torch.float32, device=device)
+
+
+def _highest(logits_NV: Tensor, heat_N: Tensor, noise_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest logit / temperature - log(noise) of each row, NaN if there is one, and its place:
+    a token that was drawn with the probability of a softmax, if the noise is exponential. A row
+    with temperature 0 has no noise."""
+    if logits_NV.is_cuda and has_triton("sampling"):
+        from overspill.compute.highest_triton import highest
+
+        return highest(logits_NV, heat_N, noise_NV)
+    scores_NV, heat_N1 = logits_NV.float(), heat_N[:, None]
+    drawn_NV = scores_NV / heat_N1 - noise_NV.clamp_min_(_SMALLEST).log_()
+    values_N, places_N = torch.where(heat_N1 > 0, drawn_NV, scores_NV).max(-1)
+    return values_N, places_N
+
+
 def _draw(logits_V: Tensor, params: SamplingParams, generator: torch.Generator | None) -> Tensor:
-    """One token; the highest of `logits` is 0."""
-    temperature = min(max(params.temperature, _COLDEST), _HOTTEST)
-    probabilities = (logits_V / temperature).softmax(-1)
-    if not params.top_k and params.top_p == 1:
-        return _multinomial(probabilities, generator)
+    """One token of those that top-k and top-p leave."""
+    probabilities = ((logits_V - logits_V.max()) / _temperature(params)).softmax(-1)
     ordered, ids = probabilities.sort(descending=True)
     if params.top_k:
         ordered[params.top_k :] = 0
@@ -71,17 +107,13 @@ def _draw(logits_V: Tensor, params: SamplingParams, generator: torch.Generator |
         # a token is left out if those before it are enough
         before = ordered.cumsum(-1) - ordered
         ordered[1:][before[1:] >= params.top_p * ordered.sum()] = 0
-    return ids[_multinomial(ordered, generator)]
-
-
-def _multinomial(weights_V: Tensor, generator: torch.Generator | None) -> Tensor:
-    """As torch.multinomial, which makes the host wait for the device, and raises for NaN."""
-    noise = torch.empty_like(weights_V).exponential_(generator=generator)
-    return (weights_V / noise.clamp_min_(_COLDEST)).argmax(-1)  # 0 / 0 would be chosen
+    noise = torch.empty_like(ordered).exponential_(generator=generator)
+    # torch.multinomial makes the host wait for the device, and raises for NaN
+    return ids[(ordered / noise.clamp_min_(_SMALLEST)).argmax(-1)]
 
 
 def _logprobs(logits_V: Tensor, token: int, count: int) -> dict[int, float]:
-    logs = logits_V.log_softmax(-1)
+    logs = logits_V.float().log_softmax(-1)
     values, ids = logs.topk(min(count, len(logs)))
     found = dict(zip(ids.tolist(), values.tolist(), strict=True))
     return {token: float(logs[token])} | found

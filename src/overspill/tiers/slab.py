@@ -3,6 +3,8 @@
 import ctypes
 import logging
 import mmap
+import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -21,6 +23,10 @@ Progress = Callable[[str, int, int], None]
 _PIECE_BYTES = 256 << 20
 _THREADS = 8
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK on Linux; the mmap module does not define it
+
+registered: dict[int, int] = {}
+"""Bytes of host memory registered with CUDA, by address, of all slabs. Memory that is freed without
+being unregistered would make a later registration of its address fail."""
 
 
 class HostSlab:
@@ -42,13 +48,14 @@ class HostSlab:
         background: bool = False,
         piece_bytes: int = _PIECE_BYTES,
     ) -> None:
+        self._registered: list[int] = []  # first: __del__ reads it
         assert slot_bytes % ALIGN == 0
         self.name = name
         self.nbytes = slots * slot_bytes
         self._slot_bytes = slot_bytes
         self._pinned = pinned
         self._more: list[HostSlab] = []  # slots that were added
-        self._registered: list[int] = []
+        self._process = os.getpid()
         self._pieces: list[Future[int]] = []
         self._threads: ThreadPoolExecutor | None = None
         # a piece is a whole number of slots: a copy must not span two registrations
@@ -104,9 +111,11 @@ class HostSlab:
             ctypes.memset(piece.data_ptr(), 0, piece.numel())  # releases the GIL
         if not pinned:
             return 0
-        code = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+        address = piece.data_ptr()
+        code = int(torch.cuda.cudart().cudaHostRegister(address, piece.numel(), 0))
         if code == 0:
-            self._registered.append(piece.data_ptr())
+            registered[address] = piece.numel()
+            self._registered.append(address)
         return code
 
     def extend(self, slots: int) -> None:
@@ -128,13 +137,24 @@ class HostSlab:
             piece.cancel()
         wait(self._pieces)
         self._join_threads()
-        for pointer in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(pointer)
-        self._registered.clear()
+        while self._registered:  # Ctrl-C between two calls: the next close() goes on
+            _unregister(self._registered[-1])
+            self._registered.pop()
         self.slots = self.slots.new_empty(0, self._slot_bytes)
         self._views = ()
         for slab in self._more:
             slab.close()
+
+    def __del__(self) -> None:
+        # a slab that nobody could close: Ctrl-C came before it was stored, or during close()
+        if self._registered and os.getpid() == self._process and not sys.is_finalizing():
+            self.close()
+
+
+def _unregister(address: int) -> None:
+    code = int(torch.cuda.cudart().cudaHostUnregister(address))
+    if registered.pop(address, None) is not None and code != 0:
+        log.warning("host memory could not be unpinned (%s)", code)
 
 
 def anonymous_memory(size: int, pinned: bool) -> mmap.mmap:

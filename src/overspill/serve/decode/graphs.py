@@ -10,8 +10,8 @@ from overspill.core.routing import RoutingSource
 from overspill.serve.decode.step import Batch, Computed
 from overspill.serve.paged import Span
 
-_COLUMNS = 3
-"""Of a row before its blocks: token, position, and 1 if the row is real."""
+_NUMBERS = 3
+"""Of a sequence beside its blocks: token, position, and 1 if it is real."""
 _WARM = 2
 """Steps before a capture: they compile kernels and choose algorithms."""
 
@@ -41,13 +41,13 @@ class DecodeGraphs:
         self._size = 1
         while self._size < max_batch:
             self._size *= 2
-        shape = self._size, _COLUMNS + max_blocks
+        length = self._size * (_NUMBERS + max_blocks)
         on_gpu = device.type == "cuda"
         with torch.inference_mode(False):  # they outlive it
-            self._rows = torch.zeros(shape, dtype=torch.int64, device=device)
+            self._input = torch.zeros(length, dtype=torch.int64, device=device)
             # two: one is written while the other may still be copied
             self._hosts = [
-                torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)
+                torch.zeros(length, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)
             ]
             self._ids: Tensor | None = None
             if sources:
@@ -59,30 +59,40 @@ class DecodeGraphs:
 
     def run(self, tokens: Sequence[int] | Tensor, spans: Sequence[Span]) -> Computed:
         """The logits after the next token of each sequence; valid until the next call."""
-        known = not isinstance(tokens, Tensor)
         size = 1 << (len(spans) - 1).bit_length()
         self._hosts.reverse()
         self._copied.reverse()
         host, copied = self._hosts[0], self._copied[0]
         if copied is not None:  # long ago, unless steps were given up
             copied.synchronize()
-        rows = host.numpy()
+        count = len(spans)
+        numbers, blocks = (part.numpy() for part in self._parts(host, size))
+        numbers[:, count:] = 0
+        if not isinstance(tokens, Tensor):
+            numbers[0, :count] = tokens
+        numbers[1, :count] = [span.before for span in spans]
+        numbers[2, :count] = 1
         for number, span in enumerate(spans):
-            rows[number, :_COLUMNS] = tokens[number] if known else 0, span.before, 1
-            rows[number, _COLUMNS : _COLUMNS + len(span.blocks)] = span.blocks
-        rows[len(spans) : size, :_COLUMNS] = 0
-        rows[len(spans) : size, _COLUMNS] = self._spare
-        self._rows[:size].copy_(host[:size], non_blocking=True)
+            blocks[number, : len(span.blocks)] = span.blocks
+        blocks[count:, 0] = self._spare
+        used = numbers.size + blocks.size
+        self._input[:used].copy_(host[:used], non_blocking=True)
         if self._device.type == "cuda":
             self._copied[0] = event = torch.cuda.Event()
             event.record()
         if isinstance(tokens, Tensor):
-            self._rows[: len(spans), 0] = tokens
+            self._input[:count] = tokens
         for layer, source in enumerate(self._sources):
             assert self._ids is not None
-            self._ids[layer, : len(spans)] = source(layer, len(spans), self._device)
+            self._ids[layer, :count] = source(layer, count, self._device)
         logits, ids = self._replay(size)
-        return Computed(logits[: len(spans)], ids[:, : len(spans)])
+        return Computed(logits[:count], ids[:, :count])
+
+    def _parts(self, memory: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Of a batch of `size` rows: its numbers, and the blocks of each row."""
+        width = len(memory) // self._size
+        numbers, blocks = memory[: width * size].split((_NUMBERS * size, (width - _NUMBERS) * size))
+        return numbers.view(_NUMBERS, size), blocks.view(size, -1)
 
     def _replay(self, size: int) -> Computed:
         if self._device.type != "cuda":
@@ -94,11 +104,9 @@ class DecodeGraphs:
         return computed
 
     def _compute(self, size: int) -> Computed:
-        rows = self._rows[:size]
-        # copies: the kernels read rows that are adjacent
-        tokens, positions, real = (rows[:, n].contiguous() for n in range(_COLUMNS))
+        (tokens, positions, real), blocks = self._parts(self._input, size)
         ids = None if self._ids is None else self._ids[:, :size]
-        return self._step(Batch(tokens, positions, real, rows[:, _COLUMNS:], ids))
+        return self._step(Batch(tokens, positions, real, blocks, ids))
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Computed]:
         stream = torch.cuda.Stream(self._device)

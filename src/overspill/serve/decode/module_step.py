@@ -92,7 +92,7 @@ class ModuleStep:
         activation = kernels.SILU if placeholder.activation.gated else kernels.GELU
         y = kernels.experts(
             x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden, activation,
-            engine.shape.bias, engine.shape.transposed,
+            engine.shape.bias, engine.shape.transposed, host is None,
         )  # fmt: skip
         if host is not None and routed.missed_B is not None:
             host.end(layer)

@@ -113,7 +113,7 @@ class DecodeStep:
         shape = own.placeholder.engine.shape
         y = kernels.experts(
             x, routed.weights, routed.offsets, self._table.base, shape.d_hidden, own.activation,
-            shape.bias, shape.transposed,
+            shape.bias, shape.transposed, host is None,
         )  # fmt: skip
         parts = [y] if own.shared is None else [y, own.shared(x)]
         if host is None or routed.missed_B is None:
