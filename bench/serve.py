@@ -1,18 +1,21 @@
-"""Tokens a second of one request, with experts on the GPU and in host memory.
+"""Tokens a second of one request or several, with experts on the GPU and in host memory.
 
-PYTHONPATH=src python3 bench/serve.py w2-gpu w2-none w2-prefill w2-quarter-random
-PYTHONPATH=src python3 bench/serve.py w2-quarter --routing gptoss20b_decode_experts_only.npz
-PYTHONPATH=src python3 bench/serve.py mixtral-6
+PYTHONPATH=src python3 bench/serve.py w2-gpu w2-none w2-prefill w2-quarter-random mixtral-6
+PYTHONPATH=src python3 bench/serve.py w2-gpu w2-quarter w2-batch-1 w2-gpu-16 w2-batch-16 \
+    --routing gptoss20b_decode_experts_only.npz --timeline FOLDER
 """
 
 import argparse
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from record import Limit, Metric, metric, write_record
+from serve_timeline import draw_tokens, record_tokens
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 import overspill
@@ -26,8 +29,10 @@ HBM = 4.5e12
 PCIE = 55e9
 PROMPT = 512
 _READ = 4 << 30
-SLOTS = {"w2-gpu": 0, "w2-none": 0, "w2-prefill": 0, "w2-quarter-random": 384, "w2-quarter": 384}
-"""GPU slots that copies of experts may have."""
+ALL = "reading all weights of a token"
+HOST = "reading missing experts from host memory"
+SUM = "a step with all experts on the GPU, and reading the missing ones from host memory"
+Stats = dict[str, Any]
 
 
 def w2() -> Any:
@@ -86,19 +91,16 @@ def token_bytes(model: Any) -> tuple[int, int]:
     return dense, engine.n_layers * top_k * engine.layout.weight_bytes
 
 
-class Halves:
+def read_routing(path: Path, n_layers: int, n_experts: int) -> ReplayedRouting:
     """Recorded routing of a model with half as many experts for each token, for twice as many
     layers: a layer has the experts of two."""
-
-    def __init__(self, trace: ReplayedRouting, n_layers: int, n_experts: int) -> None:
-        self._trace = trace
-        self.n_layers, self.n_experts, self.top_k = n_layers, n_experts, 2 * trace.top_k
-        assert trace.n_layers >= 2 * n_layers
-        assert n_experts >= 2 * trace.n_experts
-
-    def __call__(self, layer: int, n_tokens: int, device: torch.device) -> torch.Tensor:
-        first, second = (self._trace(2 * layer + half, n_tokens, device) for half in range(2))
-        return torch.cat((first, second + self._trace.n_experts), dim=1)
+    with np.load(path, allow_pickle=False) as file:
+        experts_TLK = torch.from_numpy(file["experts"].astype(np.uint8))
+    half = int(experts_TLK.max()) + 1
+    assert experts_TLK.shape[1] >= 2 * n_layers
+    assert n_experts >= 2 * half
+    first, second = (experts_TLK[:, number : 2 * n_layers : 2] for number in range(2))
+    return ReplayedRouting(torch.cat((first, second + half), dim=2), n_experts)
 
 
 class Even:
@@ -112,69 +114,141 @@ class Even:
         return ids.view(n_tokens, self.top_k)
 
 
+def batch(llm: overspill.LLM, size: int, tokens: int, rounds: int) -> list[float]:
+    """Tokens a second of `size` requests at once, without their prompts."""
+    found = []
+    for number in range(rounds + 1):
+        params = [
+            overspill.SamplingParams(
+                max_tokens=tokens, temperature=1.0, seed=size * number + request, ignore_eos=True
+            )
+            for request in range(size)
+        ]
+        before = llm.stats()
+        llm.generate([[100 + request, 2, 3, 4] for request in range(size)], params)
+        after = llm.stats()
+        seconds = after["decode_seconds"] - before["decode_seconds"]
+        found.append((after["decode_tokens"] - before["decode_tokens"]) / seconds)
+    return found[1:]
+
+
 def measure(name: str, llm: overspill.LLM, args: argparse.Namespace) -> list[float]:
     engine, top_k = llm.model.overspill, llm.model.config.num_experts_per_tok
     if name == "w2-prefill":
         with routed_by(llm.model, Even(engine.n_layers, engine.n_experts, top_k)):
             return prefill(llm, args.rounds)
-    if name == "w2-quarter":
-        trace = ReplayedRouting.from_npz(args.routing)
-        with routed_by(llm.model, Halves(trace, engine.n_layers, engine.n_experts)):
-            decode(llm, args.tokens, 2)  # the cache learns
-            return decode(llm, args.tokens, args.rounds)
     return decode(llm, args.tokens, args.rounds)
 
 
-def run(name: str, llm: overspill.LLM, args: argparse.Namespace, bandwidth: float) -> None:
-    model = llm.model
-    engine = model.overspill
-    dense, experts = token_bytes(model)
-    before = llm.stats()
-    with short_collections():
-        speed = measure(name, llm, args)
-    stats = llm.stats()
-    metrics: dict[str, Metric] = {"tokens_per_second": metric(speed, "tokens/s")}
-    on_gpu = HBM / (dense + experts)
-    if name == "w2-gpu":
-        limit = Limit(on_gpu, "tokens/s", "reading all weights of a token")
-    elif name == "w2-prefill":
-        total = engine.n_layers * engine.n_experts * engine.layout.weight_bytes
-        limit = Limit(PROMPT * PCIE / total, "tokens/s", "PCIe, every expert uploaded once")
-    else:
-        tokens = stats["new_tokens"] - before["new_tokens"]
-        missed = stats["experts_on_cpu"] - before.get("experts_on_cpu", 0)
-        read = missed * engine.layout.weight_bytes / tokens  # a token
-        metrics["host_read"] = metric([statistics.median(speed) * read / 1e9], "GB/s")
-        metrics["host_bandwidth"] = metric([bandwidth / 1e9], "GB/s")
-        metrics["hit_rate"] = metric([100 * (1 - read / experts)], "%")
-        seconds = max(read / bandwidth, 1 / on_gpu)
-        limit = Limit(1 / seconds, "tokens/s", "reading missing experts from host memory")
-    shape = "Mixtral-8x7B, 6 layers" if name.startswith("mixtral") else "W2"
-    where = {"w2-gpu": "all experts on the GPU"}.get(name, "no expert on the GPU")
-    if "quarter" in name:
-        where = f"{stats['expert_slots']} of {engine.n_layers * engine.n_experts} experts cached"
-        where += ", random weights" if "random" in name else ", routing of gpt-oss"
-    what = f"a prompt of {PROMPT} tokens" if name == "w2-prefill" else "one request"
-    details = {
-        "row": f"{shape}, {what}, {where}",
-        "show": [key for key in metrics if key != "tokens_per_second"],
-        "tokens": args.tokens,
-        "placement": engine.describe(),
-    }
-    write_record(f"serve-{name}", details, metrics, limit, args.out)
+class Work(NamedTuple):
+    """What is measured with one LLM."""
+
+    name: str
+    slots: int = 0
+    on_gpu: bool = False  # all experts
+    size: int = 1  # of a batch
+
+
+WORKS = [
+    *(Work(f"w2-gpu-{size}", on_gpu=True, size=size) for size in (4, 16, 64)),
+    Work("w2-gpu", on_gpu=True),
+    Work("w2-none"),
+    Work("w2-prefill"),
+    Work("w2-quarter-random", 384),
+    Work("w2-quarter", 384),
+    *(Work(f"w2-batch-{size}", 384, size=size) for size in (1, 4, 16, 64)),
+    Work("mixtral-6"),
+]
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.bandwidth = host_bandwidth()
+        self.on_gpu: dict[int, float] = {}
+        """Seconds of a step with all experts on the GPU, by the size of the batch."""
+
+    def run(self, work: Work, llm: overspill.LLM) -> None:
+        args, engine = self.args, llm.model.overspill
+        routing = nullcontext()
+        if work.name.startswith(("w2-quarter", "w2-batch")) and "random" not in work.name:
+            trace = read_routing(args.routing, engine.n_layers, engine.n_experts)
+            routing = routed_by(llm.model, trace)
+        with short_collections(), routing:
+            if work.slots:
+                decode(llm, args.tokens, 2)  # the cache learns
+            before = llm.stats()
+            if work.size > 1:
+                speed = batch(llm, work.size, args.tokens, args.rounds)
+            else:
+                speed = measure(work.name, llm, args)
+            stats = llm.stats()
+            if args.timeline is not None and work.size == 1 and work.name != "w2-prefill":
+                spans = record_tokens(llm, [1, 2, 3], 40)
+                path = args.timeline / f"timeline-{work.name}"
+                draw_tokens(spans, path, f"{work.name}: two tokens")
+        if work.on_gpu:
+            self.on_gpu[work.size] = work.size / statistics.median(speed)
+        self.write(work, llm, speed, before, stats)
+
+    def write(
+        self, work: Work, llm: overspill.LLM, speed: list[float], before: Stats, stats: Stats
+    ) -> None:
+        engine, name = llm.model.overspill, work.name
+        dense, experts = token_bytes(llm.model)
+        metrics: dict[str, Metric] = {"tokens_per_second": metric(speed, "tokens/s")}
+        if work.on_gpu:
+            limit = Limit(work.size * HBM / (dense + work.size * experts), "tokens/s", ALL)
+        elif name == "w2-prefill":
+            total = engine.n_layers * engine.n_experts * engine.layout.weight_bytes
+            limit = Limit(PROMPT * PCIE / total, "tokens/s", "PCIe, every expert uploaded once")
+        else:
+            steps = (stats["decode_tokens"] - before["decode_tokens"]) / work.size
+            missed = stats["experts_on_cpu"] - before.get("experts_on_cpu", 0)
+            read = missed * engine.layout.weight_bytes / steps  # a step
+            rate = statistics.median(speed) / work.size
+            metrics["host_read"] = metric([rate * read / 1e9], "GB/s")
+            metrics["host_bandwidth"] = metric([self.bandwidth / 1e9], "GB/s")
+            metrics["missing_experts"] = metric([missed / steps], "of a step")
+            seconds = self.on_gpu.get(work.size, (dense + experts) / HBM)
+            if work.slots:
+                limit = Limit(work.size / (seconds + read / self.bandwidth), "tokens/s", SUM)
+            else:
+                limit = Limit(work.size * self.bandwidth / read, "tokens/s", HOST)
+        details = {
+            "row": row(work, engine),
+            "show": [key for key in metrics if key != "tokens_per_second"],
+            "tokens": self.args.tokens,
+            "placement": engine.describe(),
+        }
+        write_record(f"serve-{name}", details, metrics, limit, self.args.out)
+
+
+def row(work: Work, engine: Any) -> str:
+    shape = "Mixtral-8x7B, 6 layers" if work.name.startswith("mixtral") else "W2"
+    what = "one request" if work.size == 1 else f"{work.size} requests"
+    if work.name == "w2-prefill":
+        what = f"a prompt of {PROMPT} tokens"
+    where = "all experts on the GPU" if work.on_gpu else "no expert on the GPU"
+    if work.slots:
+        where = f"{work.slots} of {engine.n_layers * engine.n_experts} experts cached"
+        where += ", random weights" if "random" in work.name else ", routing of gpt-oss"
+    return f"{shape}, {what}, {where}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+", choices=(*SLOTS, "mixtral-6"))
+    parser.add_argument("names", nargs="+", choices=[work.name for work in WORKS])
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss, for w2-quarter")
+    parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss")
+    parser.add_argument("--timeline", type=Path, help="folder for timelines")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    bandwidth = host_bandwidth()
+    bench = Bench(args)
+    chosen = [work for work in WORKS if work.name in args.names]
     for config in (w2, mixtral):
-        own = [name for name in args.names if name.startswith("mixtral") == (config is mixtral)]
+        own = [work for work in chosen if work.name.startswith("mixtral") == (config is mixtral)]
         if not own:
             continue
         settings = overspill.Settings(residency=False, follow_usage=False)
@@ -182,13 +256,13 @@ def main() -> None:
             config(), dtype=torch.bfloat16, train=False, quiet=True, settings=settings
         )
         engine = model.overspill
-        for name in sorted(own, key=[*SLOTS, "mixtral-6"].index):
-            count = engine.n_experts if name == "w2-gpu" else 0
-            if engine.homes != [count] * engine.n_layers:
-                engine.set_homes([count] * engine.n_layers)
-            slots = SLOTS.get(name, 0)
-            with overspill.LLM(model, context=4096, max_batch=16, slots=slots) as llm:
-                run(name, llm, args, bandwidth)
+        for work in own:
+            homes = [engine.n_experts if work.on_gpu else 0] * engine.n_layers
+            if engine.homes != homes:
+                engine.set_homes(homes)
+            largest = max(16, work.size)
+            with overspill.LLM(model, context=4096, max_batch=largest, slots=work.slots) as llm:
+                bench.run(work, llm)
         engine.close()
 
 

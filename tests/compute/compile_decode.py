@@ -21,16 +21,23 @@ ATTEND = {
     "OUT_WIDTH": 128, "OUT_LANES": 128, "PART": 64, "TILE": 64, "ROWS": 16,
     "WIDEN": False,
 }  # fmt: skip
-HOST = dict.fromkeys(("ids", "missed", "host_experts", "host_count", "host_rows"), "*i32")
+FLAGS = dict.fromkeys(("ready", "done", "missed"), "*i32")
+HOST = FLAGS | dict.fromkeys(("ids", "host_experts", "host_count", "host_rows"), "*i32")
 HOST |= {"host": "*fp32", "host_weights": "*fp32"}
 ROUTE = {
     "TOP_K": 8, "KS": 8, "BLOCK": 128, "WIDTH": 2048, "SOFTMAX_FIRST": True, "NORMALIZE": True,
     "MISSES": True, "GIVEN": False,
 }  # fmt: skip
-IN = {"ACTIVATION": 0, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8, "BLOCK": 256}
-OUT = {"BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "KS": 8, "ROWS": 2, "BLOCK": 1024}
+IN = {
+    "ACTIVATION": 0, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8, "BLOCK": 256,
+    "REQUEST": 4, "ON_GPU": True,
+}  # fmt: skip
+OUT = {
+    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 1,
+    "BLOCK": 256,
+}  # fmt: skip
 CASES = [
-    ("_add_norm_kernel", {"N_PARTS": 2, "HOST": True, "BLOCK": 2048}, HOST),
+    ("_add_norm_kernel", {"N_PARTS": 2, "HOST": True, "ON_GPU": True, "BLOCK": 2048}, HOST),
     ("_linear_kernel", LINEAR, {}),
     ("_rotate_kernel", ROTATE, {}),
     ("_attend_kernel", ATTEND, {}),
@@ -38,20 +45,32 @@ CASES = [
     ("_route_kernel", ROUTE, HOST),
     ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, HOST),
     ("_look_up_kernel", {"TOP_K": 8, "KS": 8, "WIDTH": 2048, "MISSES": True}, HOST),
-    ("_expert_in_kernel", IN, {}),
-    ("_expert_in_kernel", IN | {"ACTIVATION": 1}, {}),
-    ("_expert_in_kernel", IN | {"ACTIVATION": 2, "BIAS": True, "TRANSPOSED": True}, {}),
+    ("_expert_in_kernel", IN, FLAGS),
+    ("_expert_in_kernel", IN | {"ACTIVATION": 1}, FLAGS),
+    ("_expert_in_kernel", IN | {"ACTIVATION": 2, "BIAS": True, "TRANSPOSED": True}, FLAGS),
     ("_expert_out_kernel", OUT, {"out": "*fp32"}),
     ("_expert_out_kernel", OUT | {"BIAS": True, "TRANSPOSED": True}, {"out": "*fp32"}),
 ]
+GROUP = {
+    "ALIGN": 16, "BATCH": 5, "TOKENS": 16, "KS": 8, "ROWS": 32, "BLOCK": 128, "BIAS": False,
+    "TRANSPOSED": False, "WIDEN": False,
+}  # fmt: skip
+for turned in (False, True):
+    group = GROUP | {"BIAS": turned, "TRANSPOSED": turned}
+    own = {"ACTIVATION": 2 if turned else 0, "REQUEST": 4, "ON_GPU": True}
+    CASES.append(("_group_in_kernel", group | own, FLAGS))
+    CASES.append(("_group_out_kernel", group, {"parts": "*fp32"}))
+ROWS = {"y": "*fp32", "host": "*fp32"}
+CASES.append(("_add_rows_kernel", {"BLOCK": 2048, "ON_GPU": True}, FLAGS | ROWS))
+CASES.append(("_sum_kernel", {"KS": 8, "BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
-    "width", "n", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in", "top_k",
+    "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in", "top_k",
 }  # fmt: skip
 
 
 def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str], to: int) -> None:
     kernel = getattr(kernels, name)
-    constants = constants | {"EARLY": 1 if to >= 90 else 0}
+    constants = constants | {"EARLY": to >= 90}
     signature, aligned = {}, {}
     for position, arg in enumerate(kernel.arg_names):
         if arg in constants:
@@ -69,8 +88,9 @@ def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str
     source = ASTSource(kernel, signature, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", to, 32))
     # weights are read 16 bytes at a time
-    if "linear" in name or ("expert" in name and not constants["TRANSPOSED"]):
-        assert "ld.global.v4.b32" in compiled.asm["ptx"], name
+    ptx = compiled.asm["ptx"]
+    if "linear" in name or "expert_in" in name and not constants["TRANSPOSED"]:
+        assert "ld.global.v4.b32" in ptx, name
 
 
 def main() -> None:

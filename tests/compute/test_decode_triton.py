@@ -90,7 +90,7 @@ def test_rows_of_the_cpu_are_added_where_experts_were_missed_and_not_read_elsewh
         mine, expected = residual.clone(), residual.double() + added
         for part in parts[:n_parts]:
             expected += part.double()
-        host = kernels.HostRows(rows, missed)
+        host = kernels.HostRows(rows, missed, torch.ones_like(missed[:1]))
         out = kernels.add_norm(mine, parts[:n_parts], weight, 1e-6, host)
         assert_near(mine, expected, dtype)
         assert_near(out, rms_norm(mine, weight, 1e-6), dtype)

@@ -38,12 +38,16 @@ class Tile(NamedTuple):
     warps: int
 
 
-OUT2 = True
 LARGE = 1 << 15
 """Rows of a matrix from which programs read in larger pieces."""
 LARGE_TILE, SMALL_TILE = Tile(8, 512, 4), Tile(2, 2048, 4)
-EXPERT_IN_TILE, EXPERT_OUT_TILE = Tile(2, 2048, 4), Tile(2, 1024, 8)
-"""Fastest on an H200. A tile of EXPERT_OUT_TILE is of each expert of a token."""
+EXPERT_IN_TILE, EXPERT_OUT_TILE = Tile(2, 2048, 4), Tile(1, 256, 4)
+GROUP_TILE = Tile(64, 64, 4)
+"""Fastest on an H200."""
+_WIDE = 2048
+"""Hidden width from which a program reads so much of an expert at once."""
+SEVERAL = 8
+"""Tokens from which on an expert is read once for all that use it."""
 
 
 def _power(n: int) -> int:
@@ -51,32 +55,102 @@ def _power(n: int) -> int:
 
 
 @cache
-def _early(device: torch.device, after_kernel: bool = True) -> dict[str, Any]:
+def _early(device: torch.device) -> dict[str, Any]:
     """Options of a launch that does not wait for the kernel before it."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": 2, "launch_pdl": after_kernel} if able else {"EARLY": 0}
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
 
 
 @triton.jit
 def _after(EARLY: tl.constexpr):
     """What kernels before this one have written may be read from here on: before it, only what no
-    kernel writes. The next kernel may begin."""
-    if EARLY == 2:
+    kernel writes. The next kernel may begin: it waits here for this one."""
+    if EARLY:
         gdc_launch_dependents()
-    if EARLY != 0:
         gdc_wait()
-    if EARLY == 1:
-        gdc_launch_dependents()
 
 
-# -- norms ----------------------------------------------------------------------------------------
+# -- the CPU --------------------------------------------------------------------------------------
 
 
 class HostRows(NamedTuple):
-    """What the CPU adds to some rows: float32 in pinned memory, where `missed_B` is not 0."""
+    """What the CPU adds to some rows: float32 in pinned memory, where `missed_B` is not 0, once
+    `done` is 1."""
 
     out_BD: Tensor
     missed_B: Tensor
+    done: Tensor
+
+
+class Request(NamedTuple):
+    """Tells the CPU that a list of misses is complete, if there are any: `done` becomes 0, then
+    `ready` 1."""
+
+    ready: Tensor
+    done: Tensor
+    missed_B: Tensor
+
+
+@triton.jit
+def _fence(ON_GPU: tl.constexpr):
+    """Orders reads and writes of memory that the CPU uses too."""
+    if ON_GPU:
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _request(ready, done, missed, n_rows, REQUEST: tl.constexpr, ON_GPU: tl.constexpr):
+    """One program of a kernel raises the flag, after the kernel that has written the list."""
+    if REQUEST > 0 and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        rows = tl.arange(0, REQUEST)
+        if tl.sum(tl.load(missed + rows, mask=rows < n_rows, other=0), 0) > 0:
+            tl.store(done, 0)
+            _fence(ON_GPU)
+            tl.store(ready, 1)
+
+
+@triton.jit
+def _await(done, count, ON_GPU: tl.constexpr):
+    """Until the CPU has computed `count` misses of this row, if there are any."""
+    if count > 0:
+        seen = tl.load(done, volatile=True)
+        while seen == 0:
+            if ON_GPU:
+                tl.inline_asm_elementwise(
+                    "nanosleep.u32 64; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+                )
+            seen = tl.load(done, volatile=True)
+        _fence(ON_GPU)
+
+
+def add_host_rows(y_BD: Tensor, host: HostRows) -> None:
+    """Adds what the CPU has computed to float32 rows, in place."""
+    n_rows, width = y_BD.shape
+    _add_rows_kernel[(n_rows,)](
+        y_BD, *host, width, _power(width), y_BD.is_cuda, num_warps=4, **_early(y_BD.device)
+    )
+
+
+@triton.jit
+def _add_rows_kernel(
+    y, host, missed, done, width, BLOCK: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr
+):
+    _after(EARLY)
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    count = tl.load(missed + row)
+    _await(done, count, ON_GPU)
+    at = row * width + columns
+    own = (columns < width) & (count > 0)
+    total = tl.load(y + at, mask=own, other=0.0)
+    total += tl.load(host + at, mask=own, other=0.0, cache_modifier=".cv")
+    tl.store(y + at, total, mask=own)
+
+
+# -- norms ----------------------------------------------------------------------------------------
 
 
 def add_norm(
@@ -91,18 +165,18 @@ def add_norm(
     n_rows, width = residual_BD.shape
     out = torch.empty_like(residual_BD)
     a, b = (*parts, *([residual_BD] * (2 - len(parts))))
-    rows = (residual_BD, residual_BD) if host is None else host
+    rows = (residual_BD,) * 3 if host is None else host
     _add_norm_kernel[(n_rows,)](
         residual_BD, a, b, *rows, weight_D, out, width, eps, len(parts), host is not None,
-        _power(width), num_warps=8, **_early(out.device, host is None),
+        out.is_cuda, _power(width), num_warps=8, **_early(out.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _add_norm_kernel(
-    residual, a, b, host, missed, weight, out, width, eps, N_PARTS: tl.constexpr,
-    HOST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    residual, a, b, host, missed, done, weight, out, width, eps, N_PARTS: tl.constexpr,
+    HOST: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -116,7 +190,9 @@ def _add_norm_kernel(
         if N_PARTS > 1:
             total += tl.load(b + at, mask=inside, other=0.0).to(tl.float32)
         if HOST:
-            own = inside & (tl.load(missed + row) != 0)
+            count = tl.load(missed + row)
+            _await(done, count, ON_GPU)
+            own = inside & (count > 0)
             total += tl.load(host + at, mask=own, other=0.0, cache_modifier=".cv")
         x = (x.to(tl.float32) + total).to(residual.dtype.element_ty)
         tl.store(residual + at, x, mask=inside)
@@ -515,6 +591,9 @@ def _find(
         tl.store(host_x + at, tl.load(x + at, mask=needed, other=0.0), mask=needed)
 
 
+_Flags = tuple[tuple[Tensor, ...], int, int, bool]
+
+
 def experts(
     x_BD: Tensor,
     weights_BK: Tensor,
@@ -524,11 +603,11 @@ def experts(
     activation: int,
     bias: bool,
     transposed: bool,
-    after_kernel: bool = True,
+    request: Request | None = None,
 ) -> Tensor:
     """The weighted sum over the experts of each token that are on the device, [B, D], float32. The
-    record of an expert begins at `base` plus its offset, in elements. `after_kernel`: what comes
-    before it on the stream is a kernel."""
+    record of an expert begins at `base` plus its offset, in elements.
+    `request` is sent to the CPU first."""
     batch, width = x_BD.shape
     top_k = offsets_BK.shape[1]
     hidden = torch.empty(batch * top_k, d_hidden, dtype=x_BD.dtype, device=x_BD.device)
@@ -537,40 +616,74 @@ def experts(
     align = 16 if numel % 16 == 0 else 1  # of records, in elements
     sizes = width, d_hidden, n_in, top_k
     kind = activation, bias, transposed, align
+    flags: _Flags = (offsets_BK,) * 3, batch, 0, x_BD.is_cuda
+    if request is not None:
+        flags = tuple(request), batch, _power(batch), x_BD.is_cuda
+    if batch >= SEVERAL:
+        return _experts_of_several(x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind, flags)
     rows, block, warps = EXPERT_IN_TILE
     block = min(block, _power(width))
     if transposed:  # rows of the result are adjacent in memory
         rows, block = 64, 32
     _expert_in_kernel[(triton.cdiv(d_hidden, rows), batch * top_k)](
-        x_BD, base, offsets_BK, hidden, *sizes, *kind, rows, block, num_warps=warps,
-        **_early(x_BD.device, after_kernel),
+        x_BD, base, offsets_BK, hidden, *flags[0], flags[1], *sizes, *kind, rows, block, *flags[2:],
+        num_warps=warps, **_early(x_BD.device),
     )  # fmt: skip
     out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
     rows, block, warps = EXPERT_OUT_TILE
-    block = min(block, _power(d_hidden))
+    block = min(_power(d_hidden), block if d_hidden < _WIDE else _WIDE)
     if transposed:
         rows, block = 32, 32
-    if OUT2:
-        _expert_out2_kernel[(triton.cdiv(width, rows), batch)](
-            hidden, base, offsets_BK, weights_BK, out, width, n_in, d_hidden, top_k, *kind[1:], rows,
-            block, num_warps=warps, **_early(x_BD.device),
-        )  # fmt: skip
-        return out
     _expert_out_kernel[(triton.cdiv(width, rows), batch)](
-        hidden, base, offsets_BK, weights_BK, out, *sizes, *kind[1:], _power(top_k), rows, block,
-        num_warps=warps, **_early(x_BD.device),
+        hidden, base, offsets_BK, weights_BK, out, width, n_in, d_hidden, top_k, *kind[1:], rows,
+        block, num_warps=warps, **_early(x_BD.device),
+    )  # fmt: skip
+    return out
+
+
+def _experts_of_several(
+    x_BD: Tensor,
+    weights_BK: Tensor,
+    offsets_BK: Tensor,
+    base: Tensor,
+    hidden: Tensor,
+    sizes: tuple[int, int, int, int],
+    kind: tuple[int, bool, bool, int],
+    flags: _Flags,
+) -> Tensor:
+    """An expert of several tokens is read once: the program of its first token computes all."""
+    (batch, width), (_, d_hidden, _, top_k) = x_BD.shape, sizes
+    tokens = max(16, _power(batch))
+    common = batch, tokens, _power(top_k), GROUP_TILE.rows, GROUP_TILE.block, WIDEN
+    pairs = batch * top_k
+    _group_in_kernel[(triton.cdiv(d_hidden, GROUP_TILE.rows), pairs)](
+        x_BD, base, offsets_BK, hidden, *flags[0], flags[1], *sizes, *kind, *common, *flags[2:],
+        num_warps=GROUP_TILE.warps, **_early(x_BD.device),
+    )  # fmt: skip
+    parts = torch.empty(pairs, width, dtype=torch.float32, device=x_BD.device)
+    _group_out_kernel[(triton.cdiv(width, GROUP_TILE.rows), pairs)](
+        hidden, base, offsets_BK, parts, *sizes, *kind[1:], *common, num_warps=GROUP_TILE.warps,
+        **_early(x_BD.device),
+    )  # fmt: skip
+    out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
+    block = min(1024, _power(width))
+    _sum_kernel[(triton.cdiv(width, block), batch)](
+        parts, weights_BK, offsets_BK, out, width, top_k, _power(top_k), block, num_warps=4,
+        **_early(x_BD.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _expert_in_kernel(
-    x, base, offsets, out, width, hidden, n_in, top_k, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, base, offsets, out, ready, done, missed, n_rows, width, hidden, n_in, top_k,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, REQUEST: tl.constexpr, ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     _after(EARLY)
+    _request(ready, done, missed, n_rows, REQUEST, ON_GPU)
     offset = tl.load(offsets + pair)
     if offset == -(1 << 62):
         return
@@ -625,41 +738,6 @@ def _activate(g, u, kind: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _expert_out_kernel(
-    a, base, offsets, weights, out, width, hidden, n_in, top_k, BIAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, KS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    ks = tl.arange(0, KS)[:, None, None]
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :, None]
-    columns = tl.arange(0, BLOCK)[None, None, :]
-    pairs = tl.program_id(1) * top_k + ks
-    _after(EARLY)
-    offset = tl.load(offsets + pairs, mask=ks < top_k, other=-(1 << 62))
-    here = offset != -(1 << 62)
-    record = base + tl.multiple_of(offset, (ALIGN, ALIGN, ALIGN)) + n_in * width
-    mask = here & (rows < width)
-    at = rows * hidden + columns
-    if TRANSPOSED:
-        at = columns * width + rows
-    w = tl.load(record + at, mask=mask & (columns < hidden), other=0.0)
-    share = tl.load(weights + pairs, mask=here, other=0.0)
-    total = tl.zeros((KS, ROWS, BLOCK), tl.float32)
-    for start in range(0, hidden, BLOCK):
-        inside = columns < hidden - start
-        value = tl.load(a + pairs * hidden + start + columns, mask=here & inside, other=0.0)
-        total += w.to(tl.float32) * (value.to(tl.float32) * share)
-        step = (start + BLOCK) * width if TRANSPOSED else start + BLOCK
-        w = tl.load(record + at + step, mask=mask & (columns < hidden - start - BLOCK), other=0.0)
-    result = tl.sum(tl.sum(total, 2), 0)
-    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if BIAS:
-        b = tl.load(record + width * hidden + n_in + rows, mask=mask, other=0.0)
-        result += tl.sum(tl.sum(b.to(tl.float32) * share, 2), 0)
-    tl.store(out + tl.program_id(1) * width + own, result, mask=own < width)
-
-
-@triton.jit
-def _expert_out2_kernel(
     a, base, offsets, weights, out, width, n_in, HIDDEN: tl.constexpr, TOP_K: tl.constexpr,
     BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -692,3 +770,140 @@ def _expert_out2_kernel(
     if BIAS:
         result += biases
     tl.store(out + batch * width + rows, result, mask=there)
+
+
+@triton.jit
+def _is_first(
+    offset, offsets, top_k, pair, BATCH: tl.constexpr, TOKENS: tl.constexpr, KS: tl.constexpr
+):
+    """Whether no earlier pair has this expert; the tokens that have it, and their pairs."""
+    tokens, ks = tl.arange(0, TOKENS), tl.arange(0, KS)
+    pairs = tokens[:, None] * top_k + ks[None, :]
+    inside = (tokens[:, None] < BATCH) & (ks[None, :] < top_k)
+    same = tl.load(offsets + pairs, mask=inside, other=-(1 << 62)) == offset
+    earlier = tl.sum(tl.sum((same & (pairs < pair)).to(tl.int32), 1), 0)
+    return earlier == 0, tl.max(same.to(tl.int32), 1) > 0, tl.max(tl.where(same, pairs, 0), 1)
+
+
+@triton.jit
+def _group_in_kernel(
+    x, base, offsets, out, ready, done, missed, n_rows, width, hidden, n_in, top_k,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
+    BATCH: tl.constexpr, TOKENS: tl.constexpr, KS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, REQUEST: tl.constexpr, ON_GPU: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)
+    _after(EARLY)
+    _request(ready, done, missed, n_rows, REQUEST, ON_GPU)
+    offset = tl.load(offsets + pair)
+    if offset == -(1 << 62):
+        return
+    first, member, to = _is_first(offset, offsets, top_k, pair, BATCH, TOKENS, KS)
+    if not first:
+        return
+    record = base + tl.multiple_of(offset, ALIGN)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tokens = tl.arange(0, TOKENS)
+    there = rows < hidden
+    gate, up = rows, rows + hidden
+    if ACTIVATION == 2:
+        gate, up = 2 * rows, 2 * rows + 1
+    g = tl.zeros((ROWS, TOKENS), tl.float32)
+    u = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        value = tl.load(
+            x + tokens[None, :] * width + columns[:, None],
+            mask=member[None, :] & inside[:, None],
+            other=0.0,
+        )
+        mask = there[:, None] & inside[None, :]
+        at = gate[:, None] * width + columns[None, :]
+        if TRANSPOSED:
+            at = columns[None, :] * n_in + gate[:, None]
+        w = tl.load(record + at, mask=mask, other=0.0)
+        if WIDEN:
+            w, value = w.to(tl.float32), value.to(tl.float32)
+        g = tl.dot(w, value, g, input_precision="ieee")
+        if ACTIVATION != 1:
+            at = up[:, None] * width + columns[None, :]
+            if TRANSPOSED:
+                at = columns[None, :] * n_in + up[:, None]
+            w = tl.load(record + at, mask=mask, other=0.0)
+            if WIDEN:
+                w = w.to(tl.float32)
+            u = tl.dot(w, value, u, input_precision="ieee")
+    if BIAS:
+        biases = record + n_in * width + width * hidden
+        g += tl.load(biases + gate, mask=there, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION != 1:
+            u += tl.load(biases + up, mask=there, other=0.0).to(tl.float32)[:, None]
+    result = _activate(g, u, out.dtype.element_ty, ACTIVATION)
+    at = to[None, :] * hidden + rows[:, None]
+    tl.store(out + at, result, mask=member[None, :] & there[:, None])
+
+
+@triton.jit
+def _group_out_kernel(
+    a, base, offsets, parts, width, hidden, n_in, top_k, BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
+    KS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)
+    _after(EARLY)
+    offset = tl.load(offsets + pair)
+    if offset == -(1 << 62):
+        return
+    first, member, to = _is_first(offset, offsets, top_k, pair, BATCH, TOKENS, KS)
+    if not first:
+        return
+    record = base + tl.multiple_of(offset, ALIGN) + n_in * width
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < width
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, hidden, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < hidden
+        value = tl.load(
+            a + to[None, :] * hidden + columns[:, None],
+            mask=member[None, :] & inside[:, None],
+            other=0.0,
+        )
+        at = rows[:, None] * hidden + columns[None, :]
+        if TRANSPOSED:
+            at = columns[None, :] * width + rows[:, None]
+        w = tl.load(record + at, mask=there[:, None] & inside[None, :], other=0.0)
+        if WIDEN:
+            w, value = w.to(tl.float32), value.to(tl.float32)
+        total = tl.dot(w, value, total, input_precision="ieee")
+    if BIAS:
+        b = tl.load(record + width * hidden + n_in + rows, mask=there, other=0.0)
+        total += b.to(tl.float32)[:, None]
+    at = to[None, :] * width + rows[:, None]
+    tl.store(parts + at, total, mask=member[None, :] & there[:, None])
+
+
+@triton.jit
+def _sum_kernel(
+    parts, weights, offsets, out, width, top_k, KS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    batch = tl.program_id(1)
+    _after(EARLY)
+    total = tl.zeros((BLOCK,), tl.float32)
+    ks = tl.arange(0, KS)
+    own = tl.load(offsets + batch * top_k + ks, mask=ks < top_k, other=-(1 << 62))
+    for k in range(top_k):
+        pair = batch * top_k + k
+        offset = tl.load(offsets + pair)
+        # a token may have an expert twice: it was computed once
+        computed = batch * top_k + tl.max(tl.where(own == offset, ks, 0), 0)
+        here = inside & (offset != -(1 << 62))
+        part = tl.load(parts + computed * width + columns, mask=here, other=0.0)
+        total += tl.load(weights + pair) * part
+    tl.store(out + batch * width + columns, total, mask=inside)

@@ -25,13 +25,13 @@ def highest(logits_NV: Tensor, temperatures_N: Tensor, noise_NV: Tensor) -> tupl
     device = logits_NV.device
     values_NC = torch.empty(n_rows, n_pieces, dtype=torch.float32, device=device)
     places_NC = torch.empty(n_rows, n_pieces, dtype=torch.int64, device=device)
-    _piece_kernel[(n_rows, n_pieces)](
+    _highest_piece_kernel[(n_rows, n_pieces)](
         logits_NV, temperatures_N, noise_NV, values_NC, places_NC, n_tokens, _PIECE, _SMALLEST,
         num_warps=8,
     )  # fmt: skip
     values_N = torch.empty(n_rows, dtype=torch.float32, device=device)
     places_N = torch.empty(n_rows, dtype=torch.int64, device=device)
-    _row_kernel[(n_rows,)](
+    _highest_row_kernel[(n_rows,)](
         values_NC, places_NC, values_N, places_N, n_pieces, triton.next_power_of_2(n_pieces),
         num_warps=1,
     )  # fmt: skip
@@ -39,7 +39,7 @@ def highest(logits_NV: Tensor, temperatures_N: Tensor, noise_NV: Tensor) -> tupl
 
 
 @triton.jit
-def _piece_kernel(
+def _highest_piece_kernel(
     logits, temperatures, noise, values, places, n_tokens, PIECE: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,7 @@ def _piece_kernel(
 
 
 @triton.jit
-def _row_kernel(values, places, out_values, out_places, n_pieces, PIECES: tl.constexpr):
+def _highest_row_kernel(values, places, out_values, out_places, n_pieces, PIECES: tl.constexpr):
     row = tl.program_id(0)
     pieces = tl.arange(0, PIECES)
     value = tl.load(values + row * n_pieces + pieces, mask=pieces < n_pieces, other=float("-inf"))

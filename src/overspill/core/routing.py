@@ -1,6 +1,6 @@
 """The interface of routing that replaces a model's routers."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -16,3 +16,11 @@ class RoutingSource(Protocol):
     def __call__(self, layer: int, n_tokens: int, device: "torch.device") -> "torch.Tensor":
         """Expert ids [T, K], int64, of the next tokens of a layer. Does not synchronize with the
         device."""
+
+
+@runtime_checkable
+class StepSource(Protocol):
+    """A `RoutingSource` that can give the experts of all layers at once."""
+
+    def all_layers(self, n_tokens: int, device: "torch.device") -> "torch.Tensor":
+        """Expert ids [L, T, K] of the next tokens."""

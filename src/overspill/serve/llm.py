@@ -19,6 +19,7 @@ from overspill.serve.scheduler import Scheduler
 from overspill.serve.source import CacheRequest, open_source
 from overspill.serve.support import can_page
 from overspill.serve.text import TextStream
+from overspill.trace.spans import Span
 
 Prompt = str | Sequence[int]
 
@@ -144,6 +145,8 @@ class LLM:
             "requests": stats.requests,
             "prompt_tokens": stats.prompt_tokens,
             "new_tokens": stats.new_tokens,
+            "decode_tokens": stats.decode_tokens,
+            "decode_seconds": stats.decode_seconds,
             "tokens_per_second": stats.decode_tokens / max(stats.decode_seconds, 1e-9),
             "time_to_first_token": waits[len(waits) // 2] if waits else None,
             "cache_bytes": self._loop.runner.cache_bytes,
@@ -151,6 +154,11 @@ class LLM:
             "uploaded_bytes": engine.recorder.counters().get("upload", 0),
             **self._loop.runner.stats(),
         }
+
+    def take_spans(self) -> list[Span]:
+        """When the CPU computed experts that were not on the GPU, since the last call (the latest
+        4096 times): for a timeline."""
+        return self._loop.runner.take_spans()
 
     def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The prompt of a chat (`[{"role": "user", "content": "..."}]`) by the model's chat

@@ -19,6 +19,7 @@ from overspill.models.gpt import GPTMoE
 from overspill.serve.paged import Layout, PagedCache, Span
 from overspill.serve.request import Request
 from overspill.serve.scheduler import Work
+from overspill.trace.spans import Span as TraceSpan
 
 if TYPE_CHECKING:  # it needs Triton
     from overspill.serve.decode.decode import Decode
@@ -49,6 +50,10 @@ class Runner(abc.ABC):
     def stats(self) -> dict[str, Any]:
         """What was found where, if that is known."""
         return {}
+
+    def take_spans(self) -> list[TraceSpan]:
+        """When the CPU computed experts, since the last call."""
+        return []
 
     @property
     def cache_bytes(self) -> int:
@@ -144,6 +149,9 @@ class PagedRunner(Runner):
 
     def stats(self) -> dict[str, Any]:
         return {} if self._decode is None else self._decode.stats()
+
+    def take_spans(self) -> list[TraceSpan]:
+        return [] if self._decode is None else self._decode.take_spans()
 
     def close(self) -> None:
         if self._decode is not None:

@@ -66,15 +66,33 @@ class ReplayedRouting:
         return cls(ids, n_experts, offsets.tolist())
 
     def __call__(self, layer: int, n_tokens: int, device: torch.device) -> Tensor:
+        trace_TK, start = self._on(device)[layer], self._next[layer]
+        self._next[layer] = (start + n_tokens) % len(trace_TK)
+        return _from(trace_TK, start, n_tokens).long()
+
+    def all_layers(self, n_tokens: int, device: torch.device) -> Tensor:
+        """The experts of the next tokens, [L, T, K]; all layers must be at the same token."""
+        trace_LTK, start = self._on(device), self._next[0]
+        if self._next != [start] * self.n_layers:
+            raise ConfigError("the layers of this trace are at different tokens")
+        self._next = [(start + n_tokens) % trace_LTK.shape[1]] * self.n_layers
+        return _from(trace_LTK, start, n_tokens)
+
+    def _on(self, device: torch.device) -> Tensor:
         if device not in self._on_device:
             self._on_device[device] = self._trace_LTK.to(device)
-        trace_TK = self._on_device[device][layer]
-        start, length = self._next[layer], trace_TK.shape[0]
-        self._next[layer] = (start + n_tokens) % length
-        tokens = torch.arange(start, start + n_tokens, device=device) % length
-        return trace_TK.index_select(0, tokens).long()
+        return self._on_device[device]
 
     def sequence(self, index: int) -> Tensor:
         """The trace of one sequence, [T, L, K] int64, as the constructor takes it."""
         start, end = self.offsets[:-1][index], self.offsets[1:][index]
         return self._trace_LTK[:, start:end].transpose(0, 1).long()
+
+
+def _from(trace: Tensor, start: int, n_tokens: int) -> Tensor:
+    """Tokens [..., T, K] from `start` on, from the beginning again after the end."""
+    length = trace.shape[-2]
+    if start + n_tokens <= length:
+        return trace.narrow(-2, start, n_tokens)
+    tokens = torch.arange(start, start + n_tokens, device=trace.device) % length
+    return trace.index_select(-2, tokens)

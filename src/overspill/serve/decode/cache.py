@@ -5,6 +5,7 @@ and a copy is used by the steps that begin after it has arrived.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from overspill.moe.engine import Engine
-from overspill.plan.eviction import Mask, NextUse, Policy
+from overspill.plan.eviction import Floats, Mask, NextUse, Policy
 from overspill.serve.decode.table import ExpertTable
 from overspill.transfer.driver import copy_on
 
@@ -66,7 +67,8 @@ class ExpertCache:
         self._slabs: list[Tensor] = []
         self._n_slots = 0
         self._free: list[int] = []
-        self._slots: dict[Key, int] = {}  # experts that steps find here
+        # the slot of each expert that steps find here, or -1
+        self._slots_LE = np.full((engine.n_layers, engine.n_experts), -1)
         self._planned: list[_Upload] = []
         self._uploading: deque[_Uploading] = deque()
         self._steps: deque[_Step] = deque()
@@ -104,10 +106,9 @@ class ExpertCache:
         if not self._slabs:
             return False
         self._n_slots -= len(self._slabs[-1])
-        for key, slot in list(self._slots.items()):
-            if slot >= self._n_slots:
-                del self._slots[key]
-                self._table.set(*key, None)
+        for layer, expert in np.argwhere(self._slots_LE >= self._n_slots).tolist():
+            self._slots_LE[layer, expert] = -1
+            self._table.set(layer, expert, None)
         self._table.apply()
         self._slabs.pop()
         self._free = [slot for slot in self._free if slot < self._n_slots]
@@ -128,39 +129,41 @@ class ExpertCache:
         self._wait()
         for layer, row in enumerate(addresses):
             for expert, address in enumerate(row):
-                slot = self._slots.get((layer, expert))
-                if slot is not None and address is None:
+                slot = int(self._slots_LE[layer, expert])
+                if slot >= 0 and address is None:
                     address = self._memory(slot).data_ptr()
-                elif slot is not None:
-                    self._free.append(self._slots.pop((layer, expert)))
+                elif slot >= 0:
+                    self._free.append(slot)
+                    self._slots_LE[layer, expert] = -1
                 self._table.set(layer, expert, address)
 
     def before_step(self) -> None:
-        """A step begins: uses what has arrived, and starts to upload what will be used most."""
+        """A step begins: it uses what has arrived."""
         self._collect()
-        while self._steps and _has_ended(self._steps[0].end):
-            self._learn(self._steps.popleft())
         self._table.apply()
-        if self._planned:
-            self._start_uploads()
 
     def after_step(self, ids_LBK: Tensor) -> None:
-        """A step has begun that writes the ids of its experts there."""
+        """A step has begun that writes the ids of its experts there. While it runs, what earlier
+        steps have missed is uploaded."""
         present = self._table.present
         if self._stream is None:
             self._steps.append(_Step(ids_LBK.clone(), present, None))
-            return
-        host = torch.empty(ids_LBK.shape, dtype=ids_LBK.dtype, pin_memory=True)
-        host.copy_(ids_LBK, non_blocking=True)
-        end = torch.cuda.Event()
-        end.record()
-        self._steps.append(_Step(host, present, end))
+        else:
+            host = torch.empty(ids_LBK.shape, dtype=ids_LBK.dtype, pin_memory=True)
+            host.copy_(ids_LBK, non_blocking=True)
+            end = torch.cuda.Event()
+            end.record()
+            self._steps.append(_Step(host, present, end))
+        while self._steps and _has_ended(self._steps[0].end):
+            self._learn(self._steps.popleft())
+        if self._planned:
+            self._start_uploads()
 
     def _collect(self) -> None:
         """Steps may use what has been uploaded."""
         while self._uploading and _has_ended(self._uploading[0].end):
             for key, slot in self._uploading.popleft().uploads:
-                self._slots[key] = slot
+                self._slots_LE[key] = slot
                 self._table.set(*key, self._memory(slot).data_ptr())
 
     def _learn(self, step: _Step) -> None:
@@ -170,21 +173,33 @@ class ExpertCache:
         found_LN = step.present_LE[np.arange(len(ids_LN))[:, None], ids_LN]
         self.hits_L += found_LN.sum(1)
         self.uses_L += ids_LN.shape[1]
-        missed = zip(*np.nonzero(~found_LN), strict=True)
-        missing = {(int(layer), int(ids_LN[layer, at])) for layer, at in missed}
-        on_their_way = {key for each in self._uploading for key, _ in each.uploads}
-        on_their_way |= {key for key, _ in self._planned}
+        missed_LE = np.zeros(self._slots_LE.shape, np.bool_)
+        layers, places = np.nonzero(~found_LN)
+        missed_LE[layers, ids_LN[layers, places]] = True
+        missed_LE &= ~self._table.present
+        on_their_way = [upload.key for each in self._uploading for upload in each.uploads]
+        on_their_way += [upload.key for upload in self._planned]
+        for key in on_their_way:
+            missed_LE[key] = False
+        count = min(_UPLOADS - len(on_their_way), int(missed_LE.sum()))
+        if count <= 0:
+            return
         scores_LE = self._policy.scores_LE
-        present_LE = self._table.present
-        wanted = {key for key in missing - on_their_way if not present_LE[key]}
-        for key in sorted(wanted, key=lambda key: -scores_LE[key]):
-            if len(on_their_way) >= _UPLOADS:
-                break
-            slot = self._take_slot(float(scores_LE[key]) - _MARGIN)
-            if slot is None:
-                break
+        wanted = _highest(np.where(missed_LE, scores_LE, -np.inf), count)
+        cached = _highest(np.where(self._slots_LE >= 0, -scores_LE, -np.inf), count)
+        for key in wanted:
+            if self._free:
+                slot = self._free.pop()
+            else:
+                other = next(cached, None)
+                if other is None or self._slots_LE[other] < 0:
+                    break
+                if scores_LE[key] - _MARGIN <= scores_LE[other]:
+                    break
+                slot = int(self._slots_LE[other])
+                self._slots_LE[other] = -1
+                self._table.set(*other, None)
             self._planned.append(_Upload(key, slot))
-            on_their_way.add(key)
 
     def _start_uploads(self) -> None:
         planned, self._planned = self._planned, []
@@ -194,7 +209,7 @@ class ExpertCache:
                 self._memory(slot).copy_(source)
             self._uploading.append(_Uploading(planned, None))
             return
-        # steps that have begun may still read what was in these slots
+        # steps that have begun may still read what was in these slots; later ones do not find it
         self._stream.wait_stream(torch.cuda.current_stream(self._engine.device))
         for (_, slot), source in zip(planned, sources, strict=True):
             copy_on(self._stream, self._memory(slot), source)
@@ -202,21 +217,13 @@ class ExpertCache:
         end.record(self._stream)
         self._uploading.append(_Uploading(planned, end))
 
-    def _take_slot(self, score: float) -> int | None:
-        """A slot that is free, or whose expert has a lower score than `score`."""
-        if self._free:
-            return self._free.pop()
-        if not self._slots:
-            return None
-        keys = np.array(list(self._slots))
-        scores = self._policy.scores_LE[keys[:, 0], keys[:, 1]]
-        lowest = int(scores.argmin())
-        if scores[lowest] >= score:
-            return None
-        key = (int(keys[lowest, 0]), int(keys[lowest, 1]))
-        slot = self._slots.pop(key)
-        self._table.set(*key, None)
-        return slot
+
+def _highest(scores_LE: Floats, count: int) -> Iterator[Key]:
+    """The keys of the highest scores, the highest first."""
+    flat = scores_LE.reshape(-1)
+    best = np.argpartition(-flat, min(count, len(flat) - 1))[:count]
+    for place in best[np.argsort(-flat[best])].tolist():
+        yield divmod(place, scores_LE.shape[1])
 
 
 def _has_ended(event: torch.cuda.Event | None) -> bool:

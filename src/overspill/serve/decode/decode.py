@@ -19,6 +19,7 @@ from overspill.serve.decode.step import DecodeStep
 from overspill.serve.decode.structure import read_decoder
 from overspill.serve.decode.table import ExpertTable
 from overspill.serve.paged import PagedCache, Span
+from overspill.trace.spans import Span as TraceSpan
 
 _log = logging.getLogger("overspill")
 _MODULES = "the model's own modules compute each token"
@@ -166,6 +167,10 @@ class Decode:
             "expert_hit_rate": [float(h / max(u, 1)) for h, u in zip(hits, uses, strict=True)],
             "experts_on_cpu": self._host.n_misses,
         }
+
+    def take_spans(self) -> list[TraceSpan]:
+        """When the CPU computed experts, since the last call."""
+        return [] if self._host is None else self._host.take_spans()
 
     def check(self) -> None:
         """Raises what failed in a step that has ended."""

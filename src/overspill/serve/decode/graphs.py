@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.core.routing import RoutingSource
+from overspill.core.routing import RoutingSource, StepSource
 from overspill.serve.decode.step import Batch, Computed
 from overspill.serve.paged import Span
 
@@ -82,11 +82,18 @@ class DecodeGraphs:
             event.record()
         if isinstance(tokens, Tensor):
             self._input[:count] = tokens
-        for layer, source in enumerate(self._sources):
-            assert self._ids is not None
-            self._ids[layer, :count] = source(layer, count, self._device)
+        if self._ids is not None:
+            self._choose_experts(self._ids[:, :count])
         logits, ids = self._replay(size)
         return Computed(logits[:count], ids[:, :count])
+
+    def _choose_experts(self, ids_LBK: Tensor) -> None:
+        first, count = self._sources[0], ids_LBK.shape[1]
+        if isinstance(first, StepSource) and all(source is first for source in self._sources):
+            ids_LBK.copy_(first.all_layers(count, self._device)[: len(ids_LBK)])
+            return
+        for layer, source in enumerate(self._sources):
+            ids_LBK[layer] = source(layer, count, self._device)
 
     def _parts(self, memory: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Of a batch of `size` rows: its numbers, and the blocks of each row."""

@@ -4,19 +4,19 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from overspill.compute.activation import Activation
+from overspill.compute.decode_triton import HostRows, Request
 from overspill.compute.misses import MissRunner
-from overspill.core.errors import ConfigError
 from overspill.hardware.machine import usable_cores
 from overspill.moe.engine import Engine
-from overspill.transfer.driver import await_signal, can_signal, signal
+from overspill.trace.spans import Span
 from overspill.transfer.mapped import on_device
 
 
 class HostExperts:
-    """The thread that computes them, and the signals on the stream. `begin` and `end` are parts of
-    a CUDA graph."""
+    """The thread that computes them, and the memory that it shares with the kernels."""
 
     def __init__(
         self,
@@ -42,9 +42,6 @@ class HostExperts:
         )
         try:
             host = self._runner.host
-            stream = torch.cuda.current_stream(engine.device) if self._on_gpu else None
-            if stream is not None and not can_signal(stream, host.done_L.data_ptr()):
-                raise ConfigError("the CUDA driver lacks stream memory operations")
             self.buffers = self._runner.view(on_device(self._runner.memory, engine.device))
             # the pairs of all rows are listed: that of a row and its k-th expert is always the same
             pairs = torch.arange(len(host.rows_P), dtype=torch.int32)
@@ -70,29 +67,28 @@ class HostExperts:
         """No step follows for a while."""
         self._runner.pause()
 
-    def begin(self, layer: int) -> None:
-        """The token rows and the missing experts of a layer are in the buffers."""
-        ready = self._runner.host.ready_L[layer]
-        if self._on_gpu:
-            signal(torch.cuda.current_stream(self._engine.device), ready.data_ptr(), 1)
-        else:
-            ready.fill_(1)
+    def request(self, layer: int, missed_B: Tensor) -> Request:
+        """Tells the thread that the token rows and the missing experts of a layer are in the
+        buffers."""
+        buffers = self.buffers
+        return Request(buffers.ready_L[layer:], buffers.done_L[layer:], missed_B)
 
-    def end(self, layer: int) -> None:
-        """Waits, on the stream, for what the CPU has computed."""
-        done = self._runner.host.done_L[layer]
-        if self._on_gpu:
-            stream = torch.cuda.current_stream(self._engine.device)
-            await_signal(stream, done.data_ptr(), 1)
-            signal(stream, done.data_ptr(), 0)
-            return
-        while not int(done):
-            pass
-        done.fill_(0)
+    def rows(self, layer: int, missed_B: Tensor) -> HostRows:
+        """What the CPU computes of them."""
+        return HostRows(self.buffers.out_RD, missed_B, self.buffers.done_L[layer:])
 
     @property
     def n_misses(self) -> int:
         return self._runner.n_misses
+
+    def take_spans(self) -> list[Span]:
+        """When experts were computed, since the last call."""
+        size = self._engine.layout.weight_bytes
+        return [
+            Span("cpu compute", str(count), begin, end, count * size)
+            for _, begin, end, count in self._runner.take_spans()
+            if count
+        ]
 
     def close(self) -> None:
         """When no step is on the device."""

@@ -86,16 +86,15 @@ class ModuleStep:
         routed = kernels.look_up(
             ids, weights, self._table.offsets[layer], batch.real, x_TD, buffers
         )
-        if host is not None:
-            host.begin(layer)
+        request = None
+        if host is not None and routed.missed_B is not None:
+            request = host.request(layer, routed.missed_B)
         assert isinstance(placeholder.activation, Fused)
         activation = kernels.SILU if placeholder.activation.gated else kernels.GELU
         y = kernels.experts(
             x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden, activation,
-            engine.shape.bias, engine.shape.transposed, host is None,
+            engine.shape.bias, engine.shape.transposed, request,
         )  # fmt: skip
         if host is not None and routed.missed_B is not None:
-            host.end(layer)
-            rows = host.buffers.out_RD[: len(y)]
-            y += torch.where(routed.missed_B[:, None] > 0, rows, 0.0)
+            kernels.add_host_rows(y, host.rows(layer, routed.missed_B))
         return y.to(x_TD.dtype)

@@ -108,18 +108,18 @@ class DecodeStep:
         buffers = None if host is None else host.buffers
         given = batch.ids is not None
         routed = kernels.route(logits, *choice, batch.real, x, ids_BK, buffers, given)
-        if host is not None:
-            host.begin(layer)
+        request = None
+        if host is not None and routed.missed_B is not None:
+            request = host.request(layer, routed.missed_B)
         shape = own.placeholder.engine.shape
         y = kernels.experts(
             x, routed.weights, routed.offsets, self._table.base, shape.d_hidden, own.activation,
-            shape.bias, shape.transposed, host is None,
+            shape.bias, shape.transposed, request,
         )  # fmt: skip
         parts = [y] if own.shared is None else [y, own.shared(x)]
         if host is None or routed.missed_B is None:
             return Fed(parts)
-        host.end(layer)
-        return Fed(parts, kernels.HostRows(host.buffers.out_RD, routed.missed_B))
+        return Fed(parts, host.rows(layer, routed.missed_B))
 
 
 def _add_norm(residual: Tensor, fed: Fed, norm: Norm) -> Tensor:
