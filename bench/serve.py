@@ -3,6 +3,7 @@
 PYTHONPATH=src python3 bench/serve.py w2-gpu w2-none w2-prefill w2-quarter-random mixtral-6
 PYTHONPATH=src python3 bench/serve.py w2-gpu w2-quarter w2-batch-1 w2-gpu-16 w2-batch-16 \
     --routing gptoss20b_decode_experts_only.npz --timeline FOLDER
+PYTHONPATH=src python3 bench/serve.py ssd --disk FOLDER
 """
 
 import argparse
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from record import Limit, Metric, metric, write_record
 from serve_timeline import draw_tokens, record_tokens
+from ssd import disk_bandwidth
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 import overspill
@@ -236,17 +238,54 @@ def row(work: Work, engine: Any) -> str:
     return f"{shape}, {what}, {where}"
 
 
+def run_on_disk(bench: Bench) -> None:
+    """W2 with 4 GiB of host memory: most experts are read from disk."""
+    args = bench.args
+    settings = overspill.Settings(residency=False, follow_usage=False)
+    model = overspill.from_config(
+        w2(), dtype=torch.bfloat16, train=False, quiet=True, settings=settings,
+        host_memory="4GiB", disk=args.disk,
+    )  # fmt: skip
+    engine = model.overspill
+    bandwidth = disk_bandwidth(args.disk, engine.layout.weight_bytes, 512)["read"]
+    with overspill.LLM(model, context=4096, slots=0) as llm, short_collections():
+        decode(llm, 8, 1)
+        before, began = engine.recorder.counters()["ssd read"], llm.stats()
+        speed = decode(llm, args.tokens_on_disk, args.rounds)
+        read, stats = engine.recorder.counters()["ssd read"] - before, llm.stats()
+    tokens = stats["decode_tokens"] - began["decode_tokens"]
+    each = read / (tokens + args.rounds + 1)  # the prompts read too
+    metrics = {
+        "tokens_per_second": metric(speed, "tokens/s"),
+        "disk_read": metric([each * rate / 1e9 for rate in speed], "GB/s"),
+        "disk_bandwidth": metric([bandwidth / 1e9], "GB/s"),
+    }
+    details = {
+        "row": "W2, one request, 4 GiB of host memory, the other experts on disk",
+        "show": ["disk_read", "disk_bandwidth"],
+        "tokens": args.tokens_on_disk,
+        "placement": engine.describe(),
+    }
+    engine.close()
+    limit = Limit(bandwidth / each, "tokens/s", "reading missing experts from disk")
+    write_record("serve-ssd", details, metrics, limit, args.out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+", choices=[work.name for work in WORKS])
+    parser.add_argument("names", nargs="+", choices=[*(work.name for work in WORKS), "ssd"])
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss")
+    parser.add_argument("--disk", type=Path, help="folder for experts, for ssd")
+    parser.add_argument("--tokens-on-disk", type=int, default=30)
     parser.add_argument("--timeline", type=Path, help="folder for timelines")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     bench = Bench(args)
     chosen = [work for work in WORKS if work.name in args.names]
+    if "ssd" in args.names:
+        run_on_disk(bench)
     for config in (w2, mixtral):
         own = [work for work in chosen if work.name.startswith("mixtral") == (config is mixtral)]
         if not own:

@@ -64,7 +64,8 @@ ROWS = {"y": "*fp32", "host": "*fp32"}
 CASES.append(("_add_rows_kernel", {"BLOCK": 2048, "ON_GPU": True}, FLAGS | ROWS))
 CASES.append(("_sum_kernel", {"KS": 8, "BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
-    "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in", "top_k",
+    "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
+    "top_k",
 }  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str
     compiled = triton.compile(source, target=GPUTarget("cuda", to, 32))
     # weights are read 16 bytes at a time
     ptx = compiled.asm["ptx"]
-    if "linear" in name or "expert_in" in name and not constants["TRANSPOSED"]:
+    if "linear" in name or ("expert_in" in name and not constants["TRANSPOSED"]):
         assert "ld.global.v4.b32" in ptx, name
 
 

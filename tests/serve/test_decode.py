@@ -93,9 +93,7 @@ class Decoding:
         self, plain: Any, model: Any, prompts: Sequence[list[int]] = PROMPTS[:3], slots: int = 0
     ) -> None:
         self.plain, self.model = plain, model
-        self.runner = PagedRunner(
-            model, CPU, BLOCKS, SIZE, 64, 4, fused=True, slots=slots, modules=True
-        )
+        self.runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 4, fused=True, slots=slots)
         self._scheduler = Scheduler(BlockPool(BLOCKS, SIZE), 4, 64)
         self.requests = [make_request(prompt, 30) for prompt in prompts]
         for request in self.requests:

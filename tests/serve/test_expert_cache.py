@@ -90,7 +90,8 @@ def test_the_expert_with_the_lowest_score_makes_room(engine: Engine) -> None:
     steps = Steps(engine, 2)
     for _ in range(2):
         steps.run((0,), (0,))
-    assert steps.run((1,), (0,)) == {(0, 0), (1, 0)}
+    for _ in range(2):  # a score that is a little higher does not suffice
+        assert steps.run((1,), (0,)) == {(0, 0), (1, 0)}
     assert steps.run((1,), (0,)) == {(0, 1), (1, 0)}
 
 

@@ -104,12 +104,13 @@ def _fence(ON_GPU: tl.constexpr):
 @triton.jit
 def _request(ready, done, missed, n_rows, REQUEST: tl.constexpr, ON_GPU: tl.constexpr):
     """One program of a kernel raises the flag, after the kernel that has written the list."""
-    if REQUEST > 0 and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        rows = tl.arange(0, REQUEST)
-        if tl.sum(tl.load(missed + rows, mask=rows < n_rows, other=0), 0) > 0:
-            tl.store(done, 0)
-            _fence(ON_GPU)
-            tl.store(ready, 1)
+    if REQUEST > 0:  # noqa: SIM102, known to the compiler
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            rows = tl.arange(0, REQUEST)
+            if tl.sum(tl.load(missed + rows, mask=rows < n_rows, other=0), 0) > 0:
+                tl.store(done, 0)
+                _fence(ON_GPU)
+                tl.store(ready, 1)
 
 
 @triton.jit

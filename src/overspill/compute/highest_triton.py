@@ -2,7 +2,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The highest logit of each row, with noise or without: chooses tokens in two launches.
+"""Chooses the token with the highest logit of each row, with noise or without, in two launches.
 
 Shapes: N rows, V tokens, C pieces of a row.
 """
@@ -17,8 +17,9 @@ _SMALLEST = 1e-30
 
 
 def highest(logits_NV: Tensor, temperatures_N: Tensor, noise_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest logit / temperature - log(noise) of each row and its first place, int64. A row
-    with temperature 0 has no noise. The value is NaN if one of the logits is."""
+    """The token with the highest logit / temperature - log(noise) of each row, the first of equal
+    ones; and the same again, but -1 for a row with a logit that is NaN or whose highest is not
+    finite. A row with temperature 0 has no noise."""
     n_rows, n_tokens = logits_NV.shape
     logits_NV = logits_NV.contiguous()
     n_pieces = triton.cdiv(n_tokens, _PIECE)
@@ -29,13 +30,11 @@ def highest(logits_NV: Tensor, temperatures_N: Tensor, noise_NV: Tensor) -> tupl
         logits_NV, temperatures_N, noise_NV, values_NC, places_NC, n_tokens, _PIECE, _SMALLEST,
         num_warps=8,
     )  # fmt: skip
-    values_N = torch.empty(n_rows, dtype=torch.float32, device=device)
-    places_N = torch.empty(n_rows, dtype=torch.int64, device=device)
+    tokens_2N = torch.empty(2, n_rows, dtype=torch.int64, device=device)
     _highest_row_kernel[(n_rows,)](
-        values_NC, places_NC, values_N, places_N, n_pieces, triton.next_power_of_2(n_pieces),
-        num_warps=1,
-    )  # fmt: skip
-    return values_N, places_N
+        values_NC, places_NC, tokens_2N, n_pieces, triton.next_power_of_2(n_pieces), num_warps=1
+    )
+    return tokens_2N[0], tokens_2N[1]
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def _highest_piece_kernel(
 
 
 @triton.jit
-def _highest_row_kernel(values, places, out_values, out_places, n_pieces, PIECES: tl.constexpr):
+def _highest_row_kernel(values, places, tokens, n_pieces, PIECES: tl.constexpr):
     row = tl.program_id(0)
     pieces = tl.arange(0, PIECES)
     value = tl.load(values + row * n_pieces + pieces, mask=pieces < n_pieces, other=float("-inf"))
@@ -70,6 +69,7 @@ def _highest_row_kernel(values, places, out_values, out_places, n_pieces, PIECES
     value = tl.where(value != value, float("-inf"), value)
     best = tl.max(value, 0)
     piece = tl.min(tl.where(value == best, pieces, PIECES), 0)
-    piece = tl.minimum(piece, n_pieces - 1)
-    tl.store(out_values + row, tl.where(is_nan != 0, float("nan"), best))
-    tl.store(out_places + row, tl.load(places + row * n_pieces + piece))
+    token = tl.load(places + row * n_pieces + tl.minimum(piece, n_pieces - 1))
+    good = (is_nan == 0) & (best > float("-inf")) & (best < float("inf"))
+    tl.store(tokens + row, token)
+    tl.store(tokens + tl.num_programs(0) + row, tl.where(good, token, -1))

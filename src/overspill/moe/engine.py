@@ -380,6 +380,10 @@ class Engine:
         """From now on lets as many experts live on the device as `budget` allows."""
         self._moves.fill_memory(memory, budget)
 
+    def hold_homes(self, hold: bool) -> None:
+        """While held, no experts move by themselves: their copies use the memory."""
+        self._moves.held = hold
+
     @property
     def device_share(self) -> DeviceShare:
         """Experts at home on the compute device, and gradients there."""

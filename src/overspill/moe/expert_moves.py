@@ -51,6 +51,8 @@ class ExpertMoves:
         self._new_streaming = new_streaming
         self._user = user
         self._residency: Residency | None = None
+        self.held = False
+        """No experts move by themselves, neither to use memory nor to follow usage."""
         self.total = len(store.entries)
         self.count = 0
         """How often experts have moved."""
@@ -237,6 +239,8 @@ class ExpertMoves:
 
     def before_pass(self, layer_pass: LayerPass, tokens: int, follow_usage: bool) -> None:
         """A pass through the model begins. Between two steps this is the time to move experts."""
+        if self.held:
+            return
         training = self._training
         if training is not None:
             # the memory of the optimizer is not allocated yet

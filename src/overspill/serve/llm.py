@@ -24,6 +24,8 @@ from overspill.trace.spans import Span
 Prompt = str | Sequence[int]
 
 _MODES = {"auto": "auto", "gpu-only": "gpu"}
+_LEAST_SLOTS = 2
+"""For prompts: one expert computes while another loads."""
 _BLOCK = 16
 """Tokens of a block of keys and values."""
 _CHUNK = 512
@@ -36,8 +38,8 @@ class LLM:
     `model` is the folder of a Hugging Face checkpoint, a repository of the hub, the folder of a run
     of `overspill train`, or a model from `overspill.load(..., train=False)`. `context` is the most
     tokens of a prompt and its answer; `max_batch` the most requests that run at once. `slots` are
-    the GPU slots for copies of experts that are in host memory. The other arguments are those of
-    `overspill.load`.
+    the GPU slots for copies of experts that are in host memory; without, as many as fit into
+    `gpu_memory`. The other arguments are those of `overspill.load`.
 
     Several threads may use it at once: their requests are computed together.
     """
@@ -65,7 +67,10 @@ class LLM:
             not isinstance(slots, int) or isinstance(slots, bool) or slots < 0
         ):
             raise ConfigError(f"slots={slots!r} must be a whole number of at least 0")
-        budgets = Budgets(gpu_memory, host_memory, disk, device, _MODES[mode], slots, host_slots)
+        streaming = None if slots is None else max(_LEAST_SLOTS, slots)
+        budgets = Budgets(
+            gpu_memory, host_memory, disk, device, _MODES[mode], streaming, host_slots
+        )
         if not isinstance(model, str | os.PathLike):
             given = {
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
@@ -86,7 +91,7 @@ class LLM:
             on_gpu = self.device.type == "cuda"
             dense_there = not source.model.overspill.placement.dense_weights
             fused = on_gpu and dense_there and has_triton("fused decoding")
-            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused, slots or 0
+            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused, slots
             runner = PagedRunner(source.model, self.device, *limits)
         else:
             runner = SequentialRunner(source.model, self.device)

@@ -76,12 +76,10 @@ class PagedRunner(Runner):
         context: int,
         max_batch: int,
         fused: bool,
-        slots: int = 0,
-        modules: bool = False,
+        slots: int | None = None,
     ) -> None:
-        """`fused`: one new token of each request is computed by kernels for that, if the model has
-        the common structure; with `modules`, other models use them too. `slots` experts of host
-        memory get a copy on the device for it."""
+        """`fused`: one new token of each request is computed by kernels for that. `slots` experts
+        of host memory get a copy on the device for it (None: as many as fit)."""
         self._model = model
         self._device = device
         self._cache = PagedCache(n_blocks, block_size)
@@ -95,7 +93,7 @@ class PagedRunner(Runner):
         if fused:
             from overspill.serve.decode import decode
 
-            self._decode = decode.Decode(model, self._cache, context, max_batch, slots, modules)
+            self._decode = decode.Decode(model, self._cache, context, max_batch, slots)
         if self._before is not None:
             model.set_attn_implementation(ATTENTION)
 

@@ -31,19 +31,20 @@ class Choice:
         temperatures = [
             _temperature(each) if own else 0.0 for each, own in zip(params, plain, strict=True)
         ]
-        noise_NV = logits_NV.new_empty(logits_NV.shape, dtype=torch.float32)
+        noise_NV = logits_NV
+        if any(temperatures):
+            noise_NV = torch.empty_like(logits_NV, dtype=torch.float32)
         for row, temperature in enumerate(temperatures):
             if temperature > 0:
                 noise_NV[row].exponential_(generator=generators[row])
         heat_N = _on_device(tuple(temperatures), logits_NV.device)
-        highest_N, chosen_N = _highest(logits_NV, heat_N, noise_NV)
+        self.tokens_N, self._found = _highest(logits_NV, heat_N, noise_NV)
+        """On the device; of a row without finite logits it is any token."""
         for row, each in enumerate(params):
             if each.temperature > 0 and not plain[row]:
-                chosen_N[row] = _draw(logits_NV[row].float(), each, generators[row])
-        self.tokens_N = chosen_N
-        """On the device; of a row without finite logits it is any token."""
-        # one copy from the device for both
-        self._found = torch.where(highest_N.isfinite(), chosen_N, -1)
+                drawn = _draw(logits_NV[row].float(), each, generators[row])
+                self.tokens_N[row] = drawn
+                self._found[row] = torch.where(self._found[row] < 0, -1, drawn)
         self._event: torch.cuda.Event | None = None
         if self._found.is_cuda:
             host = torch.empty(self._found.shape, dtype=torch.int64, pin_memory=True)
@@ -84,17 +85,17 @@ def _on_device(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _highest(logits_NV: Tensor, heat_N: Tensor, noise_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest logit / temperature - log(noise) of each row, NaN if there is one, and its place:
-    a token that was drawn with the probability of a softmax, if the noise is exponential. A row
-    with temperature 0 has no noise."""
+    """The token with the highest logit / temperature - log(noise) of each row: drawn with the
+    probability of a softmax, if the noise is exponential. The same again, but -1 for a row with a
+    logit that is NaN, or without a finite one. A row with temperature 0 has no noise."""
     if logits_NV.is_cuda and has_triton("sampling"):
         from overspill.compute.highest_triton import highest
 
         return highest(logits_NV, heat_N, noise_NV)
     scores_NV, heat_N1 = logits_NV.float(), heat_N[:, None]
-    drawn_NV = scores_NV / heat_N1 - noise_NV.clamp_min_(_SMALLEST).log_()
+    drawn_NV = scores_NV / heat_N1 - noise_NV.float().clamp_min(_SMALLEST).log()
     values_N, places_N = torch.where(heat_N1 > 0, drawn_NV, scores_NV).max(-1)
-    return values_N, places_N
+    return places_N, torch.where(values_N.isfinite(), places_N, -1)
 
 
 def _draw(logits_V: Tensor, params: SamplingParams, generator: torch.Generator | None) -> Tensor:

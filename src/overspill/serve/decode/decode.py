@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.compute.cpu_kernel import why_unsupported
 from overspill.core.errors import ConfigError
 from overspill.core.routing import RoutingSource
 from overspill.moe.engine import Engine
@@ -23,6 +24,8 @@ from overspill.trace.spans import Span as TraceSpan
 
 _log = logging.getLogger("overspill")
 _MODULES = "the model's own modules compute each token"
+_CACHE_SHARE = 0.75
+"""Share of the free GPU memory that copies of experts get; the rest is for longer prompts."""
 
 
 class Decode:
@@ -35,11 +38,9 @@ class Decode:
         cache: PagedCache,
         context: int,
         max_batch: int,
-        slots: int = 0,
-        modules: bool = False,
+        slots: int | None = None,
     ) -> None:
-        """`slots` are the GPU slots for copies of experts. With `modules`, models without the
-        common structure run through their own modules in a graph."""
+        """`slots` are the GPU slots for copies of experts; None: as many as fit into the budget."""
         engine = model.overspill
         self._model = model
         self._engine: Engine = engine
@@ -47,7 +48,6 @@ class Decode:
         self._max_blocks = -(-context // cache.block_size)
         self._cache = cache
         self._slots = slots
-        self._modules = modules
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         with torch.inference_mode(False):  # what is made here outlives it
             self._table = ExpertTable(engine)
@@ -56,6 +56,10 @@ class Decode:
                 first = self._decoder.layers[0].attention
                 like = self._decoder.embedding.new_empty(first.kv_heads, first.width)
                 self._memory = cache.allocate(len(self._decoder.layers), like)
+        refused = why_unsupported(engine.dtype, engine.shape, self._placeholders[0].activation)
+        self._held = refused is None and not engine.uses_disk
+        if self._held:  # copies use the memory better: any expert may have one
+            engine.hold_homes(True)
         self._n_moves = -1  # of experts, as the table has them
         self._host: HostExperts | None = None
         self._experts: ExpertCache | None = None
@@ -91,6 +95,7 @@ class Decode:
             if self._decoder is not None:
                 raise
             self._refused = True
+            self._release_homes()
             _log.info("%s without a CUDA graph: %s", _MODULES, error)
             return None
         if host is not None and self._experts is not None:
@@ -114,7 +119,7 @@ class Decode:
         if self._decoder is not None or self._refused:
             return not self._refused
         # routing may be replaced for a while
-        return self._modules and can_step(self._placeholders)
+        return can_step(self._placeholders)
 
     def _graphs_of(self, host: HostExperts | None) -> DecodeGraphs:
         found = (each.source for each in self._placeholders)
@@ -146,16 +151,35 @@ class Decode:
                 )
         except ConfigError as error:
             self._cpu_refuses = True
+            self._release_homes()
             _log.info("%s while experts are not on the GPU: %s", _MODULES, error)
             return False
         self._n_moves = -1
-        elsewhere = self._engine.n_layers * self._engine.n_experts - sum(self._engine.homes)
-        self._experts = ExpertCache(self._engine, self._table, min(self._slots, elsewhere))
+        self._experts = ExpertCache(self._engine, self._table, self._count_slots())
         return True
+
+    def _count_slots(self) -> int:
+        """GPU slots within the budget, beside what is allocated: at least one prompt was computed
+        before."""
+        engine = self._engine
+        elsewhere = engine.n_layers * engine.n_experts - sum(engine.homes)
+        use = engine.gpu_use()
+        if self._slots is not None or use is None:
+            return min(self._slots or 0, elsewhere)
+        free = _CACHE_SHARE * (use["budget"] - use["reserved"])
+        return max(0, min(elsewhere, int(free // engine.layout.weight_bytes)))
 
     def give_memory(self) -> bool:
         """Makes GPU memory free for a prompt; False if there is none to give."""
-        return self._experts is not None and self._experts.shrink()
+        if self._experts is not None and self._experts.shrink():
+            return True
+        return self._release_homes()  # experts that live on the GPU may leave it
+
+    def _release_homes(self) -> bool:
+        held, self._held = self._held, False
+        if held:
+            self._engine.hold_homes(False)
+        return held
 
     def stats(self) -> dict[str, Any]:
         """What steps have found on the device."""
@@ -186,5 +210,6 @@ class Decode:
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # a step may wait for the CPU
         self._graphs.clear()
+        self._release_homes()
         if self._host is not None:
             self._host.close()

@@ -1,6 +1,7 @@
 """Decoding steps as CUDA graphs, one for each size of a batch."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,12 @@ _NUMBERS = 3
 """Of a sequence beside its blocks: token, position, and 1 if it is real."""
 _WARM = 2
 """Steps before a capture: they compile kernels and choose algorithms."""
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: cuBLAS keeps 32 MiB for each stream it was used on."""
+    return torch.cuda.Stream(device)
 
 
 class CaptureError(Exception):
@@ -116,7 +123,7 @@ class DecodeGraphs:
         return self._step(Batch(tokens, positions, real, blocks, ids))
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Computed]:
-        stream = torch.cuda.Stream(self._device)
+        stream = _capture_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM):  # the same keys and values again
@@ -125,7 +132,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads go on: they upload experts
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
                 computed = self._compute(size)
         except torch.OutOfMemoryError:
             raise
