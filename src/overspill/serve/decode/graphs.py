@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.routing import RoutingSource, StepSource
+from overspill.serve.decode.staging import Staging
 from overspill.serve.decode.step import Batch, Computed
 from overspill.serve.paged import Span
 
@@ -49,13 +50,10 @@ class DecodeGraphs:
         while self._size < max_batch:
             self._size *= 2
         length = self._size * (_NUMBERS + max_blocks)
-        on_gpu = device.type == "cuda"
         with torch.inference_mode(False):  # they outlive it
             self._input = torch.zeros(length, dtype=torch.int64, device=device)
             # two: one is written while the other may still be copied
-            self._hosts = [
-                torch.zeros(length, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)
-            ]
+            self._staging = [Staging(length, device) for _ in range(2)]
             self._ids: Tensor | None = None
             if sources:
                 ids = len(sources), self._size, sources[0].top_k
@@ -67,13 +65,13 @@ class DecodeGraphs:
     def run(self, tokens: Sequence[int] | Tensor, spans: Sequence[Span]) -> Computed:
         """The logits after the next token of each sequence; valid until the next call."""
         size = 1 << (len(spans) - 1).bit_length()
-        self._hosts.reverse()
+        self._staging.reverse()
         self._copied.reverse()
-        host, copied = self._hosts[0], self._copied[0]
+        staging, copied = self._staging[0], self._copied[0]
         if copied is not None:  # long ago, unless steps were given up
             copied.synchronize()
         count = len(spans)
-        numbers, blocks = (part.numpy() for part in self._parts(host, size))
+        numbers, blocks = (part.numpy() for part in self._parts(staging.host, size))
         numbers[:, count:] = 0
         if not isinstance(tokens, Tensor):
             numbers[0, :count] = tokens
@@ -82,8 +80,7 @@ class DecodeGraphs:
         for number, span in enumerate(spans):
             blocks[number, : len(span.blocks)] = span.blocks
         blocks[count:, 0] = self._spare
-        used = numbers.size + blocks.size
-        self._input[:used].copy_(host[:used], non_blocking=True)
+        staging.copy_to(self._input[: numbers.size + blocks.size])
         if self._device.type == "cuda":
             self._copied[0] = event = torch.cuda.Event()
             event.record()

@@ -6,6 +6,7 @@ import torch
 from overspill.compute.decode_triton import ABSENT
 from overspill.moe.engine import Engine
 from overspill.plan.eviction import Mask
+from overspill.serve.decode.staging import Staging
 
 _COPIES = 4
 """Tables in pinned memory: more than there are steps whose copy may not have ended."""
@@ -22,10 +23,8 @@ class ExpertTable:
         """Offsets are relative to it, in elements."""
         self.offsets = torch.full(shape, ABSENT, device=engine.device)
         self._numbers = np.full(shape, ABSENT)
-        self._pinned = [
-            torch.empty(shape, dtype=torch.int64, pin_memory=engine.device.type == "cuda")
-            for _ in range(_COPIES)
-        ]
+        count = engine.n_layers * engine.n_experts
+        self._staging = [Staging(count, engine.device) for _ in range(_COPIES)]
         self._changed = True
 
     @property
@@ -49,7 +48,7 @@ class ExpertTable:
     def apply(self) -> None:
         """The steps that follow on the current stream see the changes."""
         if self._changed:
-            self._pinned.append(self._pinned.pop(0))
-            self._pinned[-1].numpy()[:] = self._numbers
-            self.offsets.copy_(self._pinned[-1], non_blocking=True)
+            self._staging.append(self._staging.pop(0))
+            self._staging[-1].host.numpy()[:] = self._numbers.reshape(-1)
+            self._staging[-1].copy_to(self.offsets.view(-1))
             self._changed = False
