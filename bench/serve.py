@@ -243,8 +243,7 @@ def run_on_disk(bench: Bench) -> None:
     args = bench.args
     settings = overspill.Settings(residency=False, follow_usage=False)
     model = overspill.from_config(
-        w2(), dtype=torch.bfloat16, train=False, quiet=True, settings=settings,
-        host_memory="4GiB", disk=args.disk,
+        w2(), "8GiB", "4GiB", args.disk, torch.bfloat16, train=False, quiet=True, settings=settings
     )  # fmt: skip
     engine = model.overspill
     bandwidth = disk_bandwidth(args.disk, engine.layout.weight_bytes, 512)["read"]
