@@ -1,7 +1,7 @@
 """Tokens a second of one request or several, with experts on the GPU and in host memory.
 
 PYTHONPATH=src python3 bench/serve.py w2-gpu w2-none w2-prefill w2-quarter-random mixtral-6
-PYTHONPATH=src python3 bench/serve.py w2-gpu w2-quarter w2-batch-1 w2-gpu-16 w2-batch-16 \
+PYTHONPATH=src python3 bench/serve.py w2-gpu w2-quarter batch-1 w2-gpu-16 batch-16 \
     --routing gptoss20b_decode_experts_only.npz --timeline FOLDER
 PYTHONPATH=src python3 bench/serve.py ssd --disk FOLDER
 """
@@ -9,7 +9,7 @@ PYTHONPATH=src python3 bench/serve.py ssd --disk FOLDER
 import argparse
 import statistics
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ _READ = 4 << 30
 ALL = "reading all weights of a token"
 HOST = "reading missing experts from host memory"
 SUM = "a step with all experts on the GPU, and reading the missing ones from host memory"
-Stats = dict[str, Any]
 
 
 def w2() -> Any:
@@ -61,15 +60,35 @@ def host_bandwidth() -> float:
     return read_bandwidth(torch.ones(_READ, dtype=torch.uint8), usable_cores())
 
 
-def decode(llm: overspill.LLM, tokens: int, rounds: int) -> list[float]:
-    """Tokens a second after the first one, of one request at temperature 1."""
+class Round(NamedTuple):
+    """New tokens of some requests, without their prompts."""
+
+    speed: float  # tokens a second
+    missing: float  # experts of a step that the CPU computed
+
+
+def decode(llm: overspill.LLM, size: int, tokens: int, rounds: int) -> list[Round]:
+    """Rounds of `size` requests at once, at temperature 1."""
     found = []
-    for seed in range(rounds + 1):
-        params = overspill.SamplingParams(
-            max_tokens=tokens, temperature=1.0, seed=seed, ignore_eos=True
-        )
-        times = [time.perf_counter() for _ in llm.stream([1, 2, 3, 4, 5, 6, 7, 8], params)]
-        found.append((len(times) - 1) / (times[-1] - times[0]))
+    for number in range(rounds + 1):
+        params = [
+            overspill.SamplingParams(
+                max_tokens=tokens, temperature=1.0, seed=size * number + request, ignore_eos=True
+            )
+            for request in range(size)
+        ]
+        prompts = [[100 + request, 2, 3, 4, 5, 6, 7, 8] for request in range(size)]
+        before = llm.stats()
+        if size == 1:
+            for _ in llm.stream(prompts[0], params[0]):
+                pass
+        else:
+            llm.generate(prompts, params)
+        after = llm.stats()
+        seconds = after["decode_seconds"] - before["decode_seconds"]
+        count = after["decode_tokens"] - before["decode_tokens"]
+        missing = after.get("experts_on_cpu", 0) - before.get("experts_on_cpu", 0)
+        found.append(Round(count / seconds, missing * size / count))
     return found[1:]  # the first one compiles kernels
 
 
@@ -116,32 +135,6 @@ class Even:
         return ids.view(n_tokens, self.top_k)
 
 
-def batch(llm: overspill.LLM, size: int, tokens: int, rounds: int) -> list[float]:
-    """Tokens a second of `size` requests at once, without their prompts."""
-    found = []
-    for number in range(rounds + 1):
-        params = [
-            overspill.SamplingParams(
-                max_tokens=tokens, temperature=1.0, seed=size * number + request, ignore_eos=True
-            )
-            for request in range(size)
-        ]
-        before = llm.stats()
-        llm.generate([[100 + request, 2, 3, 4] for request in range(size)], params)
-        after = llm.stats()
-        seconds = after["decode_seconds"] - before["decode_seconds"]
-        found.append((after["decode_tokens"] - before["decode_tokens"]) / seconds)
-    return found[1:]
-
-
-def measure(name: str, llm: overspill.LLM, args: argparse.Namespace) -> list[float]:
-    engine, top_k = llm.model.overspill, llm.model.config.num_experts_per_tok
-    if name == "w2-prefill":
-        with routed_by(llm.model, Even(engine.n_layers, engine.n_experts, top_k)):
-            return prefill(llm, args.rounds)
-    return decode(llm, args.tokens, args.rounds)
-
-
 class Work(NamedTuple):
     """What is measured with one LLM."""
 
@@ -158,7 +151,7 @@ WORKS = [
     Work("w2-prefill"),
     Work("w2-quarter-random", 384),
     Work("w2-quarter", 384),
-    *(Work(f"w2-batch-{size}", 384, size=size) for size in (1, 4, 16, 64)),
+    *(Work(f"batch-{size}", 384, size=size) for size in (1, 4, 16, 64)),
     Work("mixtral-6"),
 ]
 
@@ -172,58 +165,64 @@ class Bench:
 
     def run(self, work: Work, llm: overspill.LLM) -> None:
         args, engine = self.args, llm.model.overspill
-        routing = nullcontext()
-        if work.name.startswith(("w2-quarter", "w2-batch")) and "random" not in work.name:
-            trace = read_routing(args.routing, engine.n_layers, engine.n_experts)
-            routing = routed_by(llm.model, trace)
-        with short_collections(), routing:
+        if work.name == "w2-prefill":
+            top_k = llm.model.config.num_experts_per_tok
+            with routed_by(llm.model, Even(engine.n_layers, engine.n_experts, top_k)):
+                speed = prefill(llm, args.rounds)
+            total = engine.n_layers * engine.n_experts * engine.layout.weight_bytes
+            limit = Limit(PROMPT * PCIE / total, "tokens/s", "PCIe, every expert uploaded once")
+            self.write(work, llm, {"tokens_per_second": metric(speed, "tokens/s")}, limit)
+            return
+        with short_collections(), self.routing(work, llm):
             if work.slots:
-                decode(llm, args.tokens, 2)  # the cache learns
-            before = llm.stats()
-            if work.size > 1:
-                speed = batch(llm, work.size, args.tokens, args.rounds)
-            else:
-                speed = measure(work.name, llm, args)
-            stats = llm.stats()
-            if args.timeline is not None and work.size == 1 and work.name != "w2-prefill":
+                decode(llm, 1, args.tokens, 2)  # the cache learns
+            rounds = decode(llm, work.size, args.tokens, args.rounds)
+            if args.timeline is not None and work.size == 1:
                 spans = record_tokens(llm, [1, 2, 3], 40)
                 path = args.timeline / f"timeline-{work.name}"
                 draw_tokens(spans, path, f"{work.name}: two tokens")
+        metrics = {"tokens_per_second": metric([each.speed for each in rounds], "tokens/s")}
+        dense, experts = token_bytes(llm.model)
         if work.on_gpu:
-            self.on_gpu[work.size] = work.size / statistics.median(speed)
-        self.write(work, llm, speed, before, stats)
+            self.on_gpu[work.size] = work.size / statistics.median(each.speed for each in rounds)
+            limit = Limit(HBM / (dense + experts), "tokens/s", ALL)
+            if work.size == 1:
+                self.write(work, llm, metrics, limit)
+            return
+        size = engine.layout.weight_bytes
+        seconds = self.on_gpu.get(work.size, (dense + experts) / HBM) if work.slots else 0.0
+        predicted = [
+            work.size / (seconds + each.missing * size / self.bandwidth) for each in rounds
+        ]
+        shares = [100 * each.speed / most for each, most in zip(rounds, predicted, strict=True)]
+        read = [each.speed / work.size * each.missing * size / 1e9 for each in rounds]
+        metrics |= {
+            "share": metric(shares, "%"),
+            "missing_experts": metric([each.missing for each in rounds], "of a step"),
+            "host_read": metric(read, "GB/s"),
+            "host_bandwidth": metric([self.bandwidth / 1e9], "GB/s"),
+        }
+        limit = Limit(statistics.median(predicted), "tokens/s", SUM if work.slots else HOST)
+        self.write(work, llm, metrics, limit)
+
+    def routing(self, work: Work, llm: overspill.LLM) -> AbstractContextManager[None]:
+        engine = llm.model.overspill
+        if not work.slots or "random" in work.name:
+            return nullcontext()
+        trace = read_routing(self.args.routing, engine.n_layers, engine.n_experts)
+        return routed_by(llm.model, trace)
 
     def write(
-        self, work: Work, llm: overspill.LLM, speed: list[float], before: Stats, stats: Stats
+        self, work: Work, llm: overspill.LLM, metrics: dict[str, Metric], limit: Limit
     ) -> None:
-        engine, name = llm.model.overspill, work.name
-        dense, experts = token_bytes(llm.model)
-        metrics: dict[str, Metric] = {"tokens_per_second": metric(speed, "tokens/s")}
-        if work.on_gpu:
-            limit = Limit(work.size * HBM / (dense + work.size * experts), "tokens/s", ALL)
-        elif name == "w2-prefill":
-            total = engine.n_layers * engine.n_experts * engine.layout.weight_bytes
-            limit = Limit(PROMPT * PCIE / total, "tokens/s", "PCIe, every expert uploaded once")
-        else:
-            steps = (stats["decode_tokens"] - before["decode_tokens"]) / work.size
-            missed = stats["experts_on_cpu"] - before.get("experts_on_cpu", 0)
-            read = missed * engine.layout.weight_bytes / steps  # a step
-            rate = statistics.median(speed) / work.size
-            metrics["host_read"] = metric([rate * read / 1e9], "GB/s")
-            metrics["host_bandwidth"] = metric([self.bandwidth / 1e9], "GB/s")
-            metrics["missing_experts"] = metric([missed / steps], "of a step")
-            seconds = self.on_gpu.get(work.size, (dense + experts) / HBM)
-            if work.slots:
-                limit = Limit(work.size / (seconds + read / self.bandwidth), "tokens/s", SUM)
-            else:
-                limit = Limit(work.size * self.bandwidth / read, "tokens/s", HOST)
+        engine = llm.model.overspill
         details = {
             "row": row(work, engine),
             "show": [key for key in metrics if key != "tokens_per_second"],
             "tokens": self.args.tokens,
             "placement": engine.describe(),
         }
-        write_record(f"serve-{name}", details, metrics, limit, self.args.out)
+        write_record(f"serve-{work.name}", details, metrics, limit, self.args.out)
 
 
 def row(work: Work, engine: Any) -> str:
@@ -248,9 +247,9 @@ def run_on_disk(bench: Bench) -> None:
     engine = model.overspill
     bandwidth = disk_bandwidth(args.disk, engine.layout.weight_bytes, 512)["read"]
     with overspill.LLM(model, context=4096, slots=0) as llm, short_collections():
-        decode(llm, 8, 1)
+        decode(llm, 1, 8, 1)
         before, began = engine.recorder.counters()["ssd read"], llm.stats()
-        speed = decode(llm, args.tokens_on_disk, args.rounds)
+        speed = [each.speed for each in decode(llm, 1, args.tokens_on_disk, args.rounds)]
         read, stats = engine.recorder.counters()["ssd read"] - before, llm.stats()
     tokens = stats["decode_tokens"] - began["decode_tokens"]
     each = read / (tokens + args.rounds + 1)  # the prompts read too
