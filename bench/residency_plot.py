@@ -12,8 +12,7 @@ Record = dict[str, Any]
 Point = tuple[float, float]
 """GPU memory in GiB, the peak that torch has reserved, and tokens per second."""
 
-OURS = re.compile(r"residency-w1-[0-9.]+gib(?P<clip>-clip)?|dense-offload-w1(?P<dense>)")
-"""With dense optimizer states in host memory (dense-offload-w1) gradients are clipped too."""
+OURS = re.compile(r"residency-w1-[0-9.]+gib(?P<clip>-clip)?")
 GPU_ONLY, PEER = "train-w1-gpu-only-16x1024", "train-w1-vs-deepspeed"
 MEGATRAIN = (4.8, 3500.0)
 """Measured on the same kind of machine with the code of 2026-04 of the paper (arXiv 2604.05091):
@@ -29,7 +28,7 @@ def our_points(records: Sequence[Record], clip: bool) -> list[Point]:
     return sorted(
         _point(record, "gpu_memory", "tokens_per_second")
         for match, record in found
-        if match is not None and (match["clip"] is not None or match["dense"] is not None) == clip
+        if match is not None and (match["clip"] is not None) == clip
     )
 
 

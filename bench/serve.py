@@ -142,17 +142,18 @@ class Work(NamedTuple):
     slots: int = 0
     on_gpu: bool = False  # all experts
     size: int = 1  # of a batch
+    compare: str = ""  # tokens a second of others on the same kind of machine
 
 
 WORKS = [
     *(Work(f"w2-gpu-{size}", on_gpu=True, size=size) for size in (4, 16, 64)),
-    Work("w2-gpu", on_gpu=True),
-    Work("w2-none"),
-    Work("w2-prefill"),
-    Work("w2-quarter-random", 384),
+    Work("w2-gpu", on_gpu=True, compare="FreeToken 0.2.1 761, llama.cpp 688"),
+    Work("w2-none", compare="llama.cpp 68"),
+    Work("w2-prefill", compare="FreeToken 1,770, llama.cpp 523"),
+    Work("w2-quarter-random", 384, compare="FreeToken 580 (uploads), 325 (CPU)"),
     Work("w2-quarter", 384),
     *(Work(f"batch-{size}", 384, size=size) for size in (1, 4, 16, 64)),
-    Work("mixtral-6"),
+    Work("mixtral-6", compare="llama.cpp 21.1"),
 ]
 
 
@@ -218,6 +219,7 @@ class Bench:
         engine = llm.model.overspill
         details = {
             "row": row(work, engine),
+            "compare": work.compare,
             "show": [key for key in metrics if key != "tokens_per_second"],
             "tokens": self.args.tokens,
             "placement": engine.describe(),
@@ -274,6 +276,7 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=[*(work.name for work in WORKS), "ssd"])
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="of the CPU, for missing experts")
     parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss")
     parser.add_argument("--disk", type=Path, help="folder for experts, for ssd")
     parser.add_argument("--tokens-on-disk", type=int, default=30)
@@ -288,7 +291,7 @@ def main() -> None:
         own = [work for work in chosen if work.name.startswith("mixtral") == (config is mixtral)]
         if not own:
             continue
-        settings = overspill.Settings(residency=False, follow_usage=False)
+        settings = overspill.Settings(residency=False, follow_usage=False, threads=args.threads)
         model = overspill.from_config(
             config(), dtype=torch.bfloat16, train=False, quiet=True, settings=settings
         )

@@ -40,6 +40,11 @@ SUMMARY = (
     "train-hf-w1-16x1024",
     "dense-offload-mixtral",
     "train-w1-vs-deepspeed",
+    "serve-w2-gpu",
+    "serve-w2-none",
+    "serve-w2-quarter-random",
+    "serve-w2-prefill",
+    "serve-mixtral-6",
     "split-frozen-g0.4",
     "load-30gb",
 )

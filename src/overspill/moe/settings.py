@@ -42,7 +42,8 @@ class Settings:
     """Token rows that are computed at once on the device; left out: what the budget allows."""
     threads: int | None = None
     """Threads of the CPU optimizer and of CPU experts; left out: all cores but four (they drive GPU
-    and disk), at least three quarters."""
+    and disk), at least three quarters. For experts that are missing in a decoding step: all but
+    one."""
     inject: Inject | None = None
     """Called before each transfer, CPU task and optimizer job; for fault-injection tests. Where the
     CPU computes, it may defer copies."""

@@ -175,6 +175,8 @@ class ExpertCache:
         found_LN = step.present_LE[np.arange(len(ids_LN))[:, None], ids_LN]
         self.hits_L += found_LN.sum(1)
         self.uses_L += ids_LN.shape[1]
+        if found_LN.all():
+            return
         missed_LE = np.zeros(self._slots_LE.shape, np.bool_)
         layers, places = np.nonzero(~found_LN)
         missed_LE[layers, ids_LN[layers, places]] = True

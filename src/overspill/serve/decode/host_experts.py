@@ -35,7 +35,7 @@ class HostExperts:
             engine.n_experts,
             max_batch,
             top_k,
-            max(1, usable_cores() - 1),  # one launches the next step
+            engine.settings.threads or max(1, usable_cores() - 1),  # one launches the next step
             self._on_gpu,
             inject,
             activation=activation,
