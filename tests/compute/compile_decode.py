@@ -9,7 +9,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from overspill.compute import decode_triton as kernels
+from overspill.compute.decode import attention, expert_groups, experts, host, linear, norm, routing
+
+KERNELS = {
+    name: kernel
+    for module in (attention, expert_groups, experts, host, linear, norm, routing)
+    for name, kernel in vars(module).items()
+    if name.endswith("_kernel")
+}
 
 NUMBERS = {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
 WIDE = {"positions", "blocks", "offsets", "table", "is_real"}
@@ -70,7 +77,7 @@ SIZES = {
 
 
 def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str], to: int) -> None:
-    kernel = getattr(kernels, name)
+    kernel = KERNELS[name]
     constants = constants | {"EARLY": to >= 90}
     signature, aligned = {}, {}
     for position, arg in enumerate(kernel.arg_names):
@@ -95,6 +102,7 @@ def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str
 
 
 def main() -> None:
+    assert {name for name, _, _ in CASES} == set(KERNELS), "each kernel has a case"
     for name, constants, types in CASES:
         compile_kernel(name, constants, types, int(sys.argv[1]))
         print(name, constants)

@@ -63,12 +63,12 @@ def count(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(autouse=True)
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the batches of fused steps. Few programs: the interpreter is slow."""
-    from overspill.compute import decode_triton
+    from overspill.compute.decode import constants
     from overspill.serve.decode.step import DecodeStep
 
-    large = decode_triton.Tile(64, 64, 4)
+    large = constants.Tile(64, 64, 4)
     for name in ("LARGE_TILE", "SMALL_TILE", "EXPERT_IN_TILE", "EXPERT_OUT_TILE"):
-        monkeypatch.setattr(decode_triton, name, large)
+        monkeypatch.setattr(constants, name, large)
     return count(DecodeStep, monkeypatch)
 
 

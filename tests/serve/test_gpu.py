@@ -43,16 +43,16 @@ every_home = pytest.mark.parametrize("homes", ["all", "some", "none"])
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the batches for which kernels were launched, or captured."""
-    from overspill.compute import decode_triton
+    from overspill.serve.decode import step
 
     sizes: list[int] = []
-    attend = decode_triton.attend
+    attend = step.attend
 
     def counted(q_Bhd: Tensor, *args: Any) -> Tensor:
         sizes.append(len(q_Bhd))
         return attend(q_Bhd, *args)
 
-    monkeypatch.setattr(decode_triton, "attend", counted)
+    monkeypatch.setattr(step, "attend", counted)
     return sizes
 
 

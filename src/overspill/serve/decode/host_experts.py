@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from overspill.compute.activation import Activation
-from overspill.compute.decode_triton import HostRows, Request
+from overspill.compute.decode.host import HostRows, Request
 from overspill.compute.misses import MissRunner
 from overspill.hardware.machine import usable_cores
 from overspill.moe.engine import Engine

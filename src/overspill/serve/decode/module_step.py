@@ -6,8 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.compute import decode_triton as kernels
 from overspill.compute.activation import Fused
+from overspill.compute.decode.attention import attend
+from overspill.compute.decode.constants import GELU, SILU
+from overspill.compute.decode.experts import experts
+from overspill.compute.decode.host import add_host_rows
+from overspill.compute.decode.routing import look_up
 from overspill.models.attention_cache import AttentionOptions, attention_cache
 from overspill.moe.decoding import decoding
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -62,7 +66,7 @@ class ModuleStep:
         where = batch.positions, batch.blocks, size
         q_Thd = q_Thd.contiguous()
         masks = options.window, options.sinks, options.softcap
-        y = kernels.attend(q_Thd, memory, *where, float(scale), *masks)
+        y = attend(q_Thd, memory, *where, float(scale), *masks)
         return y.view(*q_Thd.shape[:2], -1)
 
     def experts(
@@ -83,18 +87,16 @@ class ModuleStep:
         buffers = None if host is None else host.buffers
         weights = weights_TK.float().contiguous()
         x_TD = x_TD.contiguous()
-        routed = kernels.look_up(
-            ids, weights, self._table.offsets[layer], batch.real, x_TD, buffers
-        )
+        routed = look_up(ids, weights, self._table.offsets[layer], batch.real, x_TD, buffers)
         request = None
         if host is not None and routed.missed_B is not None:
             request = host.request(layer, routed.missed_B)
         assert isinstance(placeholder.activation, Fused)
-        activation = kernels.SILU if placeholder.activation.gated else kernels.GELU
-        y = kernels.experts(
+        activation = SILU if placeholder.activation.gated else GELU
+        y = experts(
             x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden, activation,
             engine.shape.bias, engine.shape.transposed, request,
         )  # fmt: skip
         if host is not None and routed.missed_B is not None:
-            kernels.add_host_rows(y, host.rows(layer, routed.missed_B))
+            add_host_rows(y, host.rows(layer, routed.missed_B))
         return y.to(x_TD.dtype)

@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute import decode_triton as kernels
+from overspill.compute.decode.attention import attend, rotate_and_store
+from overspill.compute.decode.experts import experts
+from overspill.compute.decode.host import HostRows
+from overspill.compute.decode.linear import linear
+from overspill.compute.decode.norm import add_norm
+from overspill.compute.decode.routing import route
 from overspill.serve.decode.host_experts import HostExperts
 from overspill.serve.decode.structure import Attention, Decoder, Experts, Norm
 from overspill.serve.decode.table import ExpertTable
@@ -29,7 +34,7 @@ class Fed(NamedTuple):
     """What a feed-forward adds to the residual."""
 
     parts: list[Tensor]
-    host: kernels.HostRows | None = None
+    host: HostRows | None = None
 
 
 class Computed(NamedTuple):
@@ -79,8 +84,8 @@ class DecodeStep:
         return Computed(_linear(x, decoder.head, decoder.head_bias), ids)
 
     def _new_ids(self, n_rows: int) -> Tensor:
-        experts = self._decoder.experts
-        shape = len(experts), n_rows, experts[0].top_k
+        layers = self._decoder.experts
+        shape = len(layers), n_rows, layers[0].top_k
         return torch.empty(shape, dtype=torch.int32, device=self._table.offsets.device)
 
     def _attend(self, layer: int, own: Attention, x: Tensor, batch: Batch) -> Tensor:
@@ -96,23 +101,23 @@ class DecodeStep:
         cache = self._cache[layer]
         tables = self._decoder.cosines, self._decoder.sines
         where = batch.positions, batch.blocks, self._block_size
-        q = kernels.rotate_and_store(qkv, tables, norms, eps, *where, cache)
-        y = kernels.attend(q, cache, *where, own.scale, own.window, own.sinks)
+        q = rotate_and_store(qkv, tables, norms, eps, *where, cache)
+        y = attend(q, cache, *where, own.scale, own.window, own.sinks)
         return _linear(y, own.out, own.out_bias)
 
     def _experts(self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor) -> Fed:
         wide = torch.float32 if own.wide_router else x.dtype
-        logits = kernels.linear(x, own.router, own.router_bias, wide)
+        logits = linear(x, own.router, own.router_bias, wide)
         host, layer = self._host, own.placeholder.layer
         choice = own.top_k, own.softmax_first, own.normalize, self._table.offsets[layer]
         buffers = None if host is None else host.buffers
         given = batch.ids is not None
-        routed = kernels.route(logits, *choice, batch.real, x, ids_BK, buffers, given)
+        routed = route(logits, *choice, batch.real, x, ids_BK, buffers, given)
         request = None
         if host is not None and routed.missed_B is not None:
             request = host.request(layer, routed.missed_B)
         shape = own.placeholder.engine.shape
-        y = kernels.experts(
+        y = experts(
             x, routed.weights, routed.offsets, self._table.base, shape.d_hidden, own.activation,
             shape.bias, shape.transposed, request,
         )  # fmt: skip
@@ -123,11 +128,11 @@ class DecodeStep:
 
 
 def _add_norm(residual: Tensor, fed: Fed, norm: Norm) -> Tensor:
-    return kernels.add_norm(residual, fed.parts, norm.weight, norm.eps, fed.host)
+    return add_norm(residual, fed.parts, norm.weight, norm.eps, fed.host)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return kernels.linear(x, weight, bias) if len(x) == 1 else F.linear(x, weight, bias)
+    return linear(x, weight, bias) if len(x) == 1 else F.linear(x, weight, bias)
 
 
 def _norm_rows(qkv: Tensor, own: Attention, norms: tuple[Norm, Norm]) -> Tensor:

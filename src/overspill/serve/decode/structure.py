@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.compute.activation import Fused
-from overspill.compute.decode_triton import CLAMPED, GELU, SILU
+from overspill.compute.decode.constants import CLAMPED, GELU, SILU
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.experts import PLACEHOLDER
 from overspill.moe.placeholder import ExpertPlaceholder

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from overspill.compute.decode_triton import ABSENT
+from overspill.compute.decode.constants import ABSENT
 from overspill.moe.engine import Engine
 from overspill.plan.eviction import Mask
 from overspill.serve.decode.staging import Staging

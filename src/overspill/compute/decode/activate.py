@@ -1,0 +1,23 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""The activations of experts, in a kernel."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(g, u, kind: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Of what was rounded to `kind`, and rounded to it."""
+    g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)
+    if ACTIVATION == 0:
+        result = g * tl.sigmoid(g) * u
+    elif ACTIVATION == 1:
+        result = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    else:
+        g = tl.minimum(g, 7.0)
+        u = tl.minimum(tl.maximum(u, -7.0), 7.0)
+        result = (u + 1.0) * g * tl.sigmoid(g * 1.702)
+    return result.to(kind)

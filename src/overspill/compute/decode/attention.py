@@ -1,0 +1,201 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""Rotary attention of one token of each sequence, with keys and values in blocks."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overspill.compute.decode.launch import after, early, power
+from overspill.compute.grouped_triton import WIDEN
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    tables: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    positions_B: Tensor,
+    blocks_Bn: Tensor,
+    block_size: int,
+    cache: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Norms and rotates queries and keys of packed rows [B, (h + 2k) d], stores keys and values,
+    and returns the queries [B, h, d]. The tables are [positions, d / 2], norms [d] each."""
+    keys, values = cache
+    batch = qkv.shape[0]
+    kv_heads, width = keys.shape[1:]
+    heads = qkv.shape[1] // width - 2 * kv_heads
+    q_Bhd = torch.empty(batch, heads, width, dtype=qkv.dtype, device=qkv.device)
+    q_norm, k_norm = (qkv, qkv) if norms is None else norms
+    _rotate_kernel[(batch, heads + 2 * kv_heads)](
+        qkv, *tables, q_norm, k_norm, positions_B, blocks_Bn, q_Bhd, keys, values, eps,
+        blocks_Bn.stride(0), heads, kv_heads, block_size, width // 2, power(width // 2),
+        norms is not None, num_warps=1, **early(qkv.device),
+    )  # fmt: skip
+    return q_Bhd
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv, cosines, sines, q_norm, k_norm, positions, blocks, q_out, keys, values, eps, n_blocks,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr,
+    LANES: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    batch, head = tl.program_id(0), tl.program_id(1)
+    lanes = tl.arange(0, LANES)
+    own = lanes < HALF
+    after(EARLY)
+    source = qkv + (batch * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF
+    first = tl.load(source + lanes, mask=own, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + lanes, mask=own, other=0.0).to(tl.float32)
+    position = tl.load(positions + batch)
+    block = tl.load(blocks + batch * n_blocks + position // BLOCK_SIZE).to(tl.int64)
+    slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+    if head >= HEADS + KV_HEADS:
+        to = values + (slot * KV_HEADS + head - HEADS - KV_HEADS) * 2 * HALF
+        tl.store(to + lanes, first.to(values.dtype.element_ty), mask=own)
+        tl.store(to + HALF + lanes, second.to(values.dtype.element_ty), mask=own)
+        return
+    if NORMS:
+        scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
+        weight = k_norm
+        if head < HEADS:
+            weight = q_norm
+        first *= scale * tl.load(weight + lanes, mask=own, other=0.0).to(tl.float32)
+        second *= scale * tl.load(weight + HALF + lanes, mask=own, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + position * HALF + lanes, mask=own, other=0.0).to(tl.float32)
+    sine = tl.load(sines + position * HALF + lanes, mask=own, other=0.0).to(tl.float32)
+    to = keys + (slot * KV_HEADS + head - HEADS) * 2 * HALF
+    if head < HEADS:
+        to = q_out + (batch * HEADS + head) * 2 * HALF
+    kind = keys.dtype.element_ty
+    tl.store(to + lanes, (first * cosine - second * sine).to(kind), mask=own)
+    tl.store(to + HALF + lanes, (second * cosine + first * sine).to(kind), mask=own)
+
+
+def attend(
+    q_Bhd: Tensor,
+    cache: tuple[Tensor, Tensor],
+    positions_B: Tensor,
+    blocks_Bn: Tensor,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+    sinks_h: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of one token of each sequence to those up to its position, [B, h * d]; values may
+    have another width than keys. A sequence
+    is divided over several programs; what each has found is combined."""
+    keys, values = cache
+    batch, heads, width = q_Bhd.shape
+    kv_heads, out_width = values.shape[1:]
+    longest = blocks_Bn.shape[1] * block_size
+    part = max(64, power(triton.cdiv(longest, 64)))
+    parts = triton.cdiv(longest, part)
+    sums = torch.empty(batch, heads, parts, out_width, dtype=torch.float32, device=q_Bhd.device)
+    stats = torch.empty(batch, heads, parts, 2, dtype=torch.float32, device=q_Bhd.device)
+    group = heads // kv_heads
+    _attend_kernel[(batch, kv_heads, parts)](
+        q_Bhd, keys, values, positions_B, blocks_Bn, sums, stats, scale, softcap or 0.0,
+        blocks_Bn.stride(0), parts, window or 0, softcap is not None, group, kv_heads, block_size,
+        width, max(16, power(width)), out_width, max(16, power(out_width)), part,
+        min(64, part), max(16, power(group)), WIDEN, num_warps=4, **early(q_Bhd.device),
+    )  # fmt: skip
+    out = torch.empty(batch, heads * out_width, dtype=q_Bhd.dtype, device=q_Bhd.device)
+    _combine_kernel[(batch, heads)](
+        sums, stats, out if sinks_h is None else sinks_h, out, positions_B, parts, part,
+        sinks_h is not None, power(parts), out_width, power(out_width), num_warps=4,
+        **early(q_Bhd.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _attend_kernel(
+    q, keys, values, positions, blocks, sums, stats, scale, softcap, n_blocks, parts, window,
+    SOFTCAP: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, OUT_WIDTH: tl.constexpr, OUT_LANES: tl.constexpr,
+    PART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    batch, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    after(EARLY)
+    position = tl.load(positions + batch)
+    begin = part * PART
+    if begin > position:
+        return
+    rows, lanes = tl.arange(0, ROWS), tl.arange(0, LANES)
+    own, real = rows < GROUP, lanes[None, :] < WIDTH
+    out_lanes = tl.arange(0, OUT_LANES)
+    out_real = out_lanes[None, :] < OUT_WIDTH
+    head = (batch * KV_HEADS + kv_head) * GROUP + rows
+    query = tl.load(q + head[:, None] * WIDTH + lanes[None, :], mask=own[:, None] & real, other=0.0)
+    if WIDEN:
+        query = query.to(tl.float32)
+    highest = tl.full((ROWS,), -1e30, tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, OUT_LANES), tl.float32)
+    stop = tl.minimum(begin + PART, position + 1)
+    for start in range(begin, stop, TILE):
+        tokens = start + tl.arange(0, TILE)
+        sees = tokens < stop
+        if window > 0:
+            sees = sees & (tokens > position - window)
+        block = tl.load(blocks + batch * n_blocks + tokens // BLOCK_SIZE, mask=sees, other=0)
+        slots = block.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
+        at = (slots * KV_HEADS + kv_head)[:, None] * WIDTH + lanes[None, :]
+        key = tl.load(keys + at, mask=sees[:, None] & real, other=0.0)
+        at = (slots * KV_HEADS + kv_head)[:, None] * OUT_WIDTH + out_lanes[None, :]
+        value = tl.load(values + at, mask=sees[:, None] & out_real, other=0.0)
+        if WIDEN:
+            key, value = key.to(tl.float32), value.to(tl.float32)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SOFTCAP:  # tanh is not available everywhere
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        scores = tl.where(sees[None, :], scores, -1e30)
+        new = tl.maximum(highest, tl.max(scores, 1))
+        shares = tl.where(sees[None, :], tl.exp(scores - new[:, None]), 0.0)
+        shrink = tl.exp(highest - new)
+        product = tl.dot(shares.to(value.dtype), value, input_precision="ieee")
+        total = total * shrink[:, None] + product
+        weight = weight * shrink + tl.sum(shares, 1)
+        highest = new
+    to = head * parts + part
+    at = to[:, None] * OUT_WIDTH + out_lanes[None, :]
+    tl.store(sums + at, total, mask=own[:, None] & out_real)
+    tl.store(stats + to * 2, highest, mask=own)
+    tl.store(stats + to * 2 + 1, weight, mask=own)
+
+
+@triton.jit
+def _combine_kernel(
+    sums, stats, sinks, out, positions, parts, part, SINKS: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    batch, head = tl.program_id(0), tl.program_id(1)
+    after(EARLY)
+    row = batch * tl.num_programs(1) + head
+    each, lanes = tl.arange(0, PARTS), tl.arange(0, LANES)
+    real = lanes < WIDTH
+    done = each * part <= tl.load(positions + batch)
+    at = row * parts + each
+    highest = tl.load(stats + at * 2, mask=done, other=-1e30)
+    weight = tl.load(stats + at * 2 + 1, mask=done, other=0.0)
+    most = tl.max(highest, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        most = tl.maximum(most, sink)
+    factor = tl.exp(highest - most)
+    divisor = tl.sum(weight * factor, 0)
+    if SINKS:
+        divisor += tl.exp(sink - most)
+    total = tl.load(
+        sums + at[:, None] * WIDTH + lanes[None, :], mask=done[:, None] & real[None, :], other=0.0
+    )
+    result = tl.sum(total * factor[:, None], 0) / divisor
+    tl.store(out + row * WIDTH + lanes, result.to(out.dtype.element_ty), mask=real)

@@ -1,0 +1,32 @@
+"""Numbers that kernels and their callers share, and how much programs read at once.
+
+Kernels contain `ABSENT` and the activations as literals. Tiles and limits are read as attributes of
+this module, so that a changed one takes effect everywhere.
+"""
+
+from typing import NamedTuple
+
+ABSENT = -(1 << 62)
+"""In a table of experts: not on the device."""
+SILU, GELU, CLAMPED = 0, 1, 2
+"""Activations: SiLU(gate) * up, GELU, and that of GPT-OSS with interleaved gates."""
+
+
+class Tile(NamedTuple):
+    """The weights that a program reads at once, and its warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+LARGE = 1 << 15
+"""Rows of a matrix from which programs read in larger pieces."""
+LARGE_TILE, SMALL_TILE = Tile(8, 512, 4), Tile(2, 2048, 4)
+EXPERT_IN_TILE, EXPERT_OUT_TILE = Tile(2, 2048, 4), Tile(1, 256, 4)
+GROUP_TILE = Tile(64, 64, 4)
+"""Fastest on an H200."""
+WIDE = 2048
+"""Hidden width from which a program reads so much of an expert at once."""
+SEVERAL = 8
+"""Tokens from which on an expert is read once for all that use it."""

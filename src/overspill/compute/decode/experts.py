@@ -1,0 +1,144 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""The experts of each token: a program reads a part of one expert for one token."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overspill.compute.decode import constants
+from overspill.compute.decode.activate import activate
+from overspill.compute.decode.expert_groups import experts_of_several
+from overspill.compute.decode.host import Request, request_arguments, send_request
+from overspill.compute.decode.launch import after, early, power
+
+
+def experts(
+    x_BD: Tensor,
+    weights_BK: Tensor,
+    offsets_BK: Tensor,
+    base: Tensor,
+    d_hidden: int,
+    activation: int,
+    bias: bool,
+    transposed: bool,
+    request: Request | None = None,
+) -> Tensor:
+    """The weighted sum over the experts of each token that are on the device, [B, D], float32. The
+    record of an expert begins at `base` plus its offset, in elements.
+    `request` is sent to the CPU first."""
+    batch, width = x_BD.shape
+    top_k = offsets_BK.shape[1]
+    hidden = torch.empty(batch * top_k, d_hidden, dtype=x_BD.dtype, device=x_BD.device)
+    n_in = d_hidden if activation == constants.GELU else 2 * d_hidden
+    numel = n_in * width + width * d_hidden + (n_in + width if bias else 0)
+    align = 16 if numel % 16 == 0 else 1  # of records, in elements
+    sizes = width, d_hidden, n_in, top_k
+    kind = activation, bias, transposed, align
+    flags = request_arguments(request, offsets_BK)
+    if batch >= constants.SEVERAL:
+        return experts_of_several(x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind, flags)
+    rows, block, warps = constants.EXPERT_IN_TILE
+    block = min(block, power(width))
+    if transposed:  # rows of the result are adjacent in memory
+        rows, block = 64, 32
+    _expert_in_kernel[(triton.cdiv(d_hidden, rows), batch * top_k)](
+        x_BD, base, offsets_BK, hidden, *flags.values, *sizes, *kind, rows, block,
+        *flags.constants, num_warps=warps, **early(x_BD.device),
+    )  # fmt: skip
+    out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
+    rows, block, warps = constants.EXPERT_OUT_TILE
+    block = min(power(d_hidden), block if d_hidden < constants.WIDE else constants.WIDE)
+    if transposed:
+        rows, block = 32, 32
+    _expert_out_kernel[(triton.cdiv(width, rows), batch)](
+        hidden, base, offsets_BK, weights_BK, out, width, n_in, d_hidden, top_k, *kind[1:], rows,
+        block, num_warps=warps, **early(x_BD.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _expert_in_kernel(
+    x, base, offsets, out, ready, done, missed, n_rows, width, hidden, n_in, top_k,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, REQUEST: tl.constexpr, ON_GPU: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)
+    after(EARLY)
+    send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
+    offset = tl.load(offsets + pair)
+    if offset == -(1 << 62):
+        return
+    record = base + tl.multiple_of(offset, ALIGN)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < hidden
+    gate, up = rows, rows + hidden
+    if ACTIVATION == 2:
+        gate, up = 2 * rows, 2 * rows + 1
+    token = x + pair // top_k * width
+    first = tl.zeros((ROWS, BLOCK), tl.float32)
+    second = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        value = tl.load(token + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        mask = there[:, None] & inside[None, :]
+        at = gate[:, None] * width + columns[None, :]
+        if TRANSPOSED:
+            at = columns[None, :] * n_in + gate[:, None]
+        first += tl.load(record + at, mask=mask, other=0.0).to(tl.float32) * value
+        if ACTIVATION != 1:
+            at = up[:, None] * width + columns[None, :]
+            if TRANSPOSED:
+                at = columns[None, :] * n_in + up[:, None]
+            second += tl.load(record + at, mask=mask, other=0.0).to(tl.float32) * value
+    g, u = tl.sum(first, 1), tl.sum(second, 1)
+    kind = out.dtype.element_ty
+    if BIAS:
+        biases = record + n_in * width + width * hidden
+        g += tl.load(biases + gate, mask=there, other=0.0).to(tl.float32)
+        if ACTIVATION != 1:
+            u += tl.load(biases + up, mask=there, other=0.0).to(tl.float32)
+    result = activate(g, u, kind, ACTIVATION)
+    tl.store(out + pair * hidden + rows, result, mask=there)
+
+
+@triton.jit
+def _expert_out_kernel(
+    a, base, offsets, weights, out, width, n_in, HIDDEN: tl.constexpr, TOP_K: tl.constexpr,
+    BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < width
+    batch = tl.program_id(1)
+    after(EARLY)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    biases = tl.zeros((ROWS,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = batch * TOP_K + k
+        offset = tl.load(offsets + pair)
+        here = offset != -(1 << 62)
+        share = tl.load(weights + pair, mask=here, other=0.0)
+        record = base + tl.multiple_of(offset, ALIGN) + n_in * width
+        for start in range(0, HIDDEN, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = here & (columns < HIDDEN)
+            at = rows[:, None] * HIDDEN + columns[None, :]
+            if TRANSPOSED:
+                at = columns[None, :] * width + rows[:, None]
+            w = tl.load(record + at, mask=there[:, None] & inside[None, :], other=0.0)
+            value = tl.load(a + pair * HIDDEN + columns, mask=inside, other=0.0)
+            total += w.to(tl.float32) * (value.to(tl.float32) * share)[None, :]
+        if BIAS:
+            b = tl.load(record + width * HIDDEN + n_in + rows, mask=there & here, other=0.0)
+            biases += b.to(tl.float32) * share
+    result = tl.sum(total, 1)
+    if BIAS:
+        result += biases
+    tl.store(out + batch * width + rows, result, mask=there)

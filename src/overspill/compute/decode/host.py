@@ -1,0 +1,106 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""Requests to the CPU, which computes experts that are not on the device, and its results."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overspill.compute.decode.launch import after, early, power
+
+
+class HostRows(NamedTuple):
+    """What the CPU adds to some rows: float32 in pinned memory, where `missed_B` is not 0, once
+    `done` is 1."""
+
+    out_BD: Tensor
+    missed_B: Tensor
+    done: Tensor
+
+
+class Request(NamedTuple):
+    """Tells the CPU that a list of misses is complete, if there are any: `done` becomes 0, then
+    `ready` 1."""
+
+    ready: Tensor
+    done: Tensor
+    missed_B: Tensor
+
+
+class RequestArguments(NamedTuple):
+    """Arguments of a kernel for `send_request`."""
+
+    values: tuple[Tensor, Tensor, Tensor, int]  # ready, done, missed, n_rows
+    constants: tuple[int, bool]  # REQUEST, ON_GPU
+
+
+def request_arguments(request: Request | None, offsets_BK: Tensor) -> RequestArguments:
+    """For a batch with these experts. Without a request, no memory is used."""
+    n_rows, on_gpu = len(offsets_BK), offsets_BK.is_cuda
+    if request is None:
+        return RequestArguments((offsets_BK, offsets_BK, offsets_BK, n_rows), (0, on_gpu))
+    return RequestArguments((*request, n_rows), (power(n_rows), on_gpu))
+
+
+@triton.jit
+def _fence(ON_GPU: tl.constexpr):
+    """Orders reads and writes of memory that the CPU uses too."""
+    if ON_GPU:
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def send_request(ready, done, missed, n_rows, REQUEST: tl.constexpr, ON_GPU: tl.constexpr):
+    """One program of a kernel raises the flag, after the kernel that has written the list."""
+    if REQUEST > 0:  # noqa: SIM102, known to the compiler
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            rows = tl.arange(0, REQUEST)
+            if tl.sum(tl.load(missed + rows, mask=rows < n_rows, other=0), 0) > 0:
+                tl.store(done, 0)
+                _fence(ON_GPU)
+                tl.store(ready, 1)
+
+
+@triton.jit
+def await_host(done, count, ON_GPU: tl.constexpr):
+    """Until the CPU has computed `count` misses of this row, if there are any."""
+    if count > 0:
+        seen = tl.load(done, volatile=True)
+        while seen == 0:
+            if ON_GPU:
+                tl.inline_asm_elementwise(
+                    "nanosleep.u32 64; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+                )
+            seen = tl.load(done, volatile=True)
+        _fence(ON_GPU)
+
+
+def add_host_rows(y_BD: Tensor, host: HostRows) -> None:
+    """Adds what the CPU has computed to float32 rows, in place."""
+    n_rows, width = y_BD.shape
+    _add_rows_kernel[(n_rows,)](
+        y_BD, *host, width, power(width), y_BD.is_cuda, num_warps=4, **early(y_BD.device)
+    )
+
+
+@triton.jit
+def _add_rows_kernel(
+    y, host, missed, done, width, BLOCK: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr
+):
+    after(EARLY)
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    count = tl.load(missed + row)
+    await_host(done, count, ON_GPU)
+    at = row * width + columns
+    own = (columns < width) & (count > 0)
+    total = tl.load(y + at, mask=own, other=0.0)
+    total += tl.load(host + at, mask=own, other=0.0, cache_modifier=".cv")
+    tl.store(y + at, total, mask=own)

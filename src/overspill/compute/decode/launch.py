@@ -1,0 +1,34 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""Launches of kernels that begin before the kernel before them has ended."""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def power(n: int) -> int:
+    """The smallest power of 2 that is not below `n`."""
+    return int(triton.next_power_of_2(n))
+
+
+@cache
+def early(device: torch.device) -> dict[str, Any]:
+    """Options of a launch that does not wait for the kernel before it."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+
+
+@triton.jit
+def after(EARLY: tl.constexpr):
+    """What kernels before this one have written may be read from here on: before it, only what no
+    kernel writes. The next kernel may begin: it waits here for this one."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()

@@ -1,0 +1,61 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""RMS norms, and the sums before them."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overspill.compute.decode.host import HostRows, await_host
+from overspill.compute.decode.launch import after, early, power
+
+
+def add_norm(
+    residual_BD: Tensor,
+    parts: list[Tensor],
+    weight_D: Tensor,
+    eps: float,
+    host: HostRows | None = None,
+) -> Tensor:
+    """Adds up to two parts [B, D] and the rows of the CPU to the residual, in place; returns its
+    RMS norm."""
+    n_rows, width = residual_BD.shape
+    out = torch.empty_like(residual_BD)
+    a, b = (*parts, *([residual_BD] * (2 - len(parts))))
+    rows = (residual_BD,) * 3 if host is None else host
+    _add_norm_kernel[(n_rows,)](
+        residual_BD, a, b, *rows, weight_D, out, width, eps, len(parts), host is not None,
+        out.is_cuda, power(width), num_warps=8, **early(out.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _add_norm_kernel(
+    residual, a, b, host, missed, done, weight, out, width, eps, N_PARTS: tl.constexpr,
+    HOST: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    after(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    at = row * width + columns
+    x = tl.load(residual + at, mask=inside, other=0.0)
+    if N_PARTS > 0:
+        total = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
+        if N_PARTS > 1:
+            total += tl.load(b + at, mask=inside, other=0.0).to(tl.float32)
+        if HOST:
+            count = tl.load(missed + row)
+            await_host(done, count, ON_GPU)
+            own = inside & (count > 0)
+            total += tl.load(host + at, mask=own, other=0.0, cache_modifier=".cv")
+        x = (x.to(tl.float32) + total).to(residual.dtype.element_ty)
+        tl.store(residual + at, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    tl.store(out + at, (w * (wide * scale)).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,166 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""Chooses the experts of each token and finds out where they are."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overspill.compute.decode.launch import after, early, power
+from overspill.compute.misses import MissBuffers
+
+
+class Routed(NamedTuple):
+    """The experts of each token, [B, K]."""
+
+    weights: Tensor
+    offsets: Tensor  # where they are
+    missed_B: Tensor | None  # how many of each token are not on the device
+
+
+def route(
+    logits_BE: Tensor,
+    top_k: int,
+    softmax_first: bool,
+    normalize: bool,
+    table_E: Tensor,
+    real_B: Tensor,
+    x_BD: Tensor,
+    ids_BK: Tensor,
+    misses: MissBuffers | None = None,
+    given: bool = False,
+) -> Routed:
+    """Chooses experts, writes their ids to `ids_BK` and looks up where they are. With `given` the
+    ids are there already, and only the weights are those of the chosen ones. With `misses`,
+    those that are not on the device are written there with their token rows: -1 stands for an
+    expert that is on the device. Rows that are not real have no experts."""
+    n_experts, width = logits_BE.shape[1], x_BD.shape[1]
+    weights = torch.empty(len(x_BD), top_k, dtype=torch.float32, device=x_BD.device)
+    offsets, missed, to = _found(weights, ids_BK, misses)
+    _route_kernel[(len(x_BD),)](
+        logits_BE, table_E, real_B, x_BD, ids_BK, weights, offsets, *to, n_experts, width, top_k,
+        power(top_k), power(n_experts), power(width), softmax_first, normalize,
+        misses is not None, given, num_warps=1, **early(x_BD.device),
+    )  # fmt: skip
+    return Routed(weights, offsets, missed)
+
+
+def look_up(
+    ids_BK: Tensor,
+    weights_BK: Tensor,
+    table_E: Tensor,
+    real_B: Tensor,
+    x_BD: Tensor,
+    misses: MissBuffers | None = None,
+) -> Routed:
+    """As `route`, for experts that are chosen already."""
+    offsets, missed, to = _found(weights_BK, ids_BK, misses)
+    top_k, width = ids_BK.shape[1], x_BD.shape[1]
+    _look_up_kernel[(len(x_BD),)](
+        ids_BK, weights_BK, table_E, real_B, x_BD, offsets, *to, width, top_k, power(top_k),
+        power(width), misses is not None, num_warps=1, **early(x_BD.device),
+    )  # fmt: skip
+    return Routed(weights_BK, offsets, missed)
+
+
+def _found(
+    weights_BK: Tensor, ids_BK: Tensor, misses: MissBuffers | None
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """Memory for offsets, for the number of misses of each token, and for lists of misses."""
+    offsets = torch.empty_like(weights_BK, dtype=torch.int64)
+    if misses is None:
+        return offsets, None, (ids_BK,) * 6
+    missed = torch.empty_like(ids_BK[:, 0])
+    to = misses.experts_P, misses.weights_P, misses.x_RD, misses.count, misses.n_rows
+    return offsets, missed, (missed, *to)
+
+
+@triton.jit
+def _route_kernel(
+    logits, table, is_real, x, ids, weights, offsets, missed, host_experts, host_weights, host_x,
+    host_count, host_rows, n_experts, width, TOP_K: tl.constexpr, KS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
+    MISSES: tl.constexpr, GIVEN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(0)
+    after(EARLY)
+    experts, ks = tl.arange(0, BLOCK), tl.arange(0, KS)
+    inside = experts < n_experts
+    score = tl.load(logits + batch * n_experts + experts, mask=inside, other=float("-inf"))
+    score = score.to(tl.float32)
+    if SOFTMAX_FIRST:
+        score = tl.exp(score - tl.max(score, 0))
+        score = tl.where(inside, score / tl.sum(score, 0), float("-inf"))
+    chosen = tl.zeros((KS,), tl.int32)
+    value = tl.full((KS,), float("-inf"), tl.float32)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(score, 0)
+        found = tl.min(tl.where(score == best, experts, BLOCK), 0)
+        found = tl.minimum(found, n_experts - 1)  # all are NaN
+        chosen = tl.where(ks == k, found, chosen)
+        value = tl.where(ks == k, best, value)
+        score = tl.where(experts == found, float("-inf"), score)
+    real = ks < TOP_K
+    if not SOFTMAX_FIRST:
+        value = tl.exp(value - tl.max(value, 0))
+    if NORMALIZE or not SOFTMAX_FIRST:
+        value = value / tl.sum(tl.where(real, value, 0.0), 0)
+    to = batch * TOP_K + ks
+    if GIVEN:
+        chosen = tl.load(ids + to, mask=real, other=0)
+    else:
+        tl.store(ids + to, chosen, mask=real)
+    tl.store(weights + to, value, mask=real)
+    _find(
+        chosen, value, ks, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
+        host_count, host_rows, width, TOP_K, WIDTH, MISSES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _look_up_kernel(
+    ids, weights, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
+    host_count, host_rows, width, TOP_K: tl.constexpr, KS: tl.constexpr, WIDTH: tl.constexpr,
+    MISSES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    ks = tl.arange(0, KS)
+    after(EARLY)
+    to = tl.program_id(0) * TOP_K + ks
+    chosen = tl.load(ids + to, mask=ks < TOP_K, other=0)
+    value = tl.load(weights + to, mask=ks < TOP_K, other=0.0)
+    _find(
+        chosen, value, ks, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
+        host_count, host_rows, width, TOP_K, WIDTH, MISSES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _find(
+    chosen, value, ks, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
+    host_count, host_rows, width, TOP_K: tl.constexpr, WIDTH: tl.constexpr, MISSES: tl.constexpr,
+):  # fmt: skip
+    """Looks up the experts of one token."""
+    batch = tl.program_id(0)
+    real = ks < TOP_K
+    to = batch * TOP_K + ks
+    used = real & (tl.load(is_real + batch) != 0)
+    offset = tl.load(table + chosen, mask=used, other=-(1 << 62))
+    tl.store(offsets + to, offset, mask=real)
+    if MISSES:
+        absent = used & (offset == -(1 << 62))
+        count = tl.sum(absent.to(tl.int32), 0)
+        tl.store(missed + batch, count)
+        tl.store(host_experts + to, tl.where(absent, chosen, -1), mask=real)
+        tl.store(host_weights + to, value, mask=real)
+        if batch == 0:
+            tl.store(host_count, tl.num_programs(0) * TOP_K)
+            tl.store(host_rows, tl.num_programs(0))
+        columns = tl.arange(0, WIDTH)
+        needed = (columns < width) & (count > 0)
+        at = batch * width + columns
+        tl.store(host_x + at, tl.load(x + at, mask=needed, other=0.0), mask=needed)

@@ -1,0 +1,122 @@
+"""Attention compared with naive torch code, in Triton's interpreter and on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compute.decode.near import NAN, assert_near, needs_triton, random, rms_norm
+from tests.compute.test_grouped_triton import every_device, every_dtype
+
+pytestmark = needs_triton
+SIZE = 4
+"""Slots of a block."""
+
+
+@pytest.fixture
+def attention() -> Any:
+    """Imported late: it needs Triton."""
+    from overspill.compute.decode import attention
+
+    return attention
+
+
+def blocks_of(positions: list[int], n_blocks: int, device: str, size: int = SIZE) -> Tensor:
+    """Blocks of each sequence up to its position, in any order; what follows is never read. A view
+    of wider rows, as in the decoding step."""
+    order = iter(torch.randperm(n_blocks).tolist())
+    counts = [position // size + 1 for position in positions]
+    rows = torch.full((len(positions), 2 + max(counts)), 10**9)
+    for row, count in zip(rows, counts, strict=True):
+        row[2 : 2 + count] = torch.tensor([next(order) for _ in range(count)])
+    return rows.to(device)[:, 2:]
+
+
+def slot_of(blocks: Tensor, sequence: int, position: int, size: int = SIZE) -> int:
+    return int(blocks[sequence, position // size]) * size + position % size
+
+
+@every_device
+@every_dtype
+@pytest.mark.parametrize("width", [8, 12])
+@pytest.mark.parametrize("norms", [False, True])
+def test_queries_and_keys_are_rotated_and_stored_in_the_slots_of_their_tokens(
+    attention: Any, width: int, norms: bool, dtype: torch.dtype, device: str
+) -> None:
+    heads, kv_heads, positions = 4, 2, [0, 3, 4, 10]
+    make = {"dtype": dtype, "device": device}
+    qkv = random(4, (heads + 2 * kv_heads) * width, **make)
+    angles = torch.rand(12, width // 2)
+    tables = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    weights = (random(width, **make), random(width, **make)) if norms else None
+    blocks = blocks_of(positions, 9, device)
+    cache = tuple(random(9 * SIZE, kv_heads, width, **make) for _ in range(2))
+    keys, values = (each.double() for each in cache)
+    where = torch.tensor(positions, device=device), blocks, SIZE
+    q = attention.rotate_and_store(qkv, tables, weights, 1e-5, *where, cache)
+
+    def rotated(x: Tensor, norm: int, position: int) -> Tensor:
+        if weights is not None:
+            x = rms_norm(x, weights[norm], 1e-5)
+        (first, second), (cos, sin) = x.chunk(2, -1), (t[position].double() for t in tables)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    parts = qkv.double().unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], 1)
+    expected = []
+    for sequence, position in enumerate(positions):
+        slot = slot_of(blocks, sequence, position)
+        expected.append(rotated(parts[0][sequence], 0, position))
+        keys[slot] = rotated(parts[1][sequence], 1, position)
+        values[slot] = parts[2][sequence]
+    assert q.dtype is dtype
+    assert_near(q, torch.stack(expected), dtype)
+    assert_near(cache[0], keys, dtype)
+    assert torch.equal(cache[1].double(), values)
+
+
+@every_device
+@every_dtype
+@pytest.mark.parametrize(
+    ("heads", "width", "window", "sinks"),
+    [(4, 8, None, False), (6, 12, None, True), (2, 20, 5, False), (4, 8, 70, True)],
+    ids=["groups of 2", "groups of 3 and sinks", "window", "window over parts and sinks"],
+)
+@pytest.mark.parametrize(
+    ("positions", "size"),
+    [([0, 3, 4, 11], SIZE), ([63, 64, 140], 16)],
+    ids=["one part", "several parts"],
+)
+def test_a_token_attends_to_those_before_it_in_their_blocks(
+    attention: Any,
+    positions: list[int],
+    size: int,
+    heads: int,
+    width: int,
+    window: int | None,
+    sinks: bool,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """All other slots are NaN."""
+    n_blocks, kv_heads, scale = 24, 2, 0.3
+    make = {"dtype": dtype, "device": device}
+    blocks = blocks_of(positions, n_blocks, device, size)
+    q = random(len(positions), heads, width, **make)
+    sink = random(heads, **make) if sinks else None
+    keys, values = (torch.full((n_blocks * size, kv_heads, width), NAN, **make) for _ in range(2))
+    expected = []
+    for sequence, position in enumerate(positions):
+        slots = [slot_of(blocks, sequence, at, size) for at in range(position + 1)]
+        keys[slots], values[slots] = (random(len(slots), kv_heads, width, **make) for _ in range(2))
+        seen = slots if window is None else slots[-window:]
+        k, v = (t[seen].double().repeat_interleave(heads // kv_heads, 1) for t in (keys, values))
+        scores = torch.einsum("hd,lhd->hl", q[sequence].double(), k) * scale
+        if sink is not None:
+            scores = torch.cat((scores, sink.double()[:, None]), 1)
+        shares = scores.softmax(1)[:, : len(seen)]
+        expected.append(torch.einsum("hl,lhd->hd", shares, v).flatten())
+    where = torch.tensor(positions, device=device), blocks, size
+    out = attention.attend(q, (keys, values), *where, scale, window, sink)
+    assert out.dtype is dtype
+    assert_near(out, torch.stack(expected), dtype)

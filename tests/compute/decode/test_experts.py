@@ -1,0 +1,103 @@
+"""Experts compared with naive torch code, in Triton's interpreter and on a GPU."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overspill.compute.decode import constants
+from overspill.compute.decode.constants import ABSENT
+from overspill.core.experts import ExpertShape
+from overspill.moe.state_dict import split_record
+from tests.compute.decode.near import assert_near, needs_triton, random
+from tests.compute.test_grouped_triton import FP32, every_device, every_dtype
+
+pytestmark = needs_triton
+
+
+@pytest.fixture
+def experts() -> Any:
+    """Imported late: it needs Triton."""
+    from overspill.compute.decode.experts import experts
+
+    return experts
+
+
+LAYOUTS = {
+    "silu": ("SILU", ExpertShape(20, 9, gated=True)),
+    "silu, aligned": ("SILU", ExpertShape(16, 8, gated=True)),
+    "gelu": ("GELU", ExpertShape(20, 9, gated=False)),
+    "clamped, with biases and transposed": (
+        "CLAMPED",
+        ExpertShape(20, 9, gated=True, bias=True, transposed=True),
+    ),
+}
+
+
+def expert(x: Tensor, record: Tensor, shape: ExpertShape, activation: str) -> Tensor:
+    parts = [part.double() for part in split_record(record, shape)]
+    w_in, w_out = (part.t() if shape.transposed else part for part in parts[:2])
+    b_in, b_out = parts[2:] if shape.bias else (None, None)
+    h = F.linear(x.double(), w_in, b_in)
+    if activation == "SILU":
+        gate, up = h.chunk(2, -1)
+        a = F.silu(gate) * up
+    elif activation == "GELU":
+        a = F.gelu(h)
+    else:
+        gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
+        a = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    return F.linear(a, w_out, b_out)
+
+
+@every_device
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "ids",
+    [[[1, 4, 0]], [[0, 3], [3, 3]], [[1, None], [None, None]], [[None]]],
+    ids=["three experts", "several rows", "some absent", "all absent"],
+)
+def test_the_experts_of_a_token_that_are_on_the_device_are_summed(
+    experts: Any, layout: str, ids: list[list[int | None]], dtype: torch.dtype, device: str
+) -> None:
+    activation, shape = LAYOUTS[layout]
+    records = random(5, shape.numel, dtype=dtype, device=device) * 0.5
+    base = torch.empty(8, dtype=dtype, device=device)
+    distance = (records.data_ptr() - base.data_ptr()) // base.element_size()
+    offsets = torch.tensor(
+        [[ABSENT if i is None else distance + i * shape.numel for i in row] for row in ids],
+        device=device,
+    )
+    x = random(len(ids), shape.d_model, dtype=dtype, device=device)
+    weights = torch.rand(offsets.shape, device=device)
+    kind = getattr(constants, activation)
+    options = shape.d_hidden, kind, shape.bias, shape.transposed
+    out = experts(x, weights, offsets, base, *options)
+    expected = torch.zeros(x.shape, dtype=torch.float64, device=device)
+    for row, (own, share) in enumerate(zip(ids, weights.double(), strict=True)):
+        for i, weight in zip(own, share, strict=True):
+            if i is not None:
+                expected[row] += weight * expert(x[row], records[i], shape, activation)
+    assert out.dtype is FP32
+    assert_near(out, expected, dtype, roundings=3)  # gate, up and their product
+
+
+@every_device
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_can_be_larger_than_a_tile(
+    experts: Any, layout: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "EXPERT_IN_TILE", constants.Tile(8, 16, 4))
+    monkeypatch.setattr(constants, "EXPERT_OUT_TILE", constants.Tile(16, 8, 4))
+    activation, small = LAYOUTS[layout]
+    shape = dataclasses.replace(small, d_model=40, d_hidden=36)
+    record = random(shape.numel, device=device) * 0.5
+    x = random(1, shape.d_model, device=device)
+    one, zero = torch.ones(1, 1, device=device), torch.zeros(1, 1, dtype=torch.int64)
+    options = shape.d_hidden, getattr(constants, activation), shape.bias, shape.transposed
+    out = experts(x, one, zero.to(device), record, *options)
+    assert_near(out, expert(x, record, shape, activation), FP32)

@@ -1,0 +1,51 @@
+"""The dense products compared with torch, in Triton's interpreter and on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from overspill.compute.decode import constants
+from tests.compute.decode.near import assert_near, needs_triton, random
+from tests.compute.test_grouped_triton import FP32, every_device, every_dtype
+
+pytestmark = needs_triton
+
+
+@pytest.fixture
+def linear() -> Any:
+    """Imported late: it needs Triton."""
+    from overspill.compute.decode.linear import linear
+
+    return linear
+
+
+@every_device
+@every_dtype
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n_rows", "n", "width"), [(1, 7, 20), (3, 8, 32), (2, 3, 2100)])
+def test_rows_are_multiplied_by_a_matrix(
+    linear: Any, n_rows: int, n: int, width: int, bias: bool, dtype: torch.dtype, device: str
+) -> None:
+    x, w = (random(rows, width, dtype=dtype, device=device) for rows in (n_rows, n))
+    b = random(n, dtype=dtype, device=device) if bias else None
+    expected = F.linear(x.double(), w.double(), None if b is None else b.double())
+    out = linear(x, w, b)
+    assert out.dtype is dtype
+    assert_near(out, expected, dtype)
+    wide = linear(x, w, b, FP32)
+    assert wide.dtype is FP32
+    assert_near(wide, expected, FP32)
+
+
+@every_device
+@every_dtype
+@pytest.mark.parametrize("width", [40, 1030])
+def test_large_matrices_are_read_in_other_pieces(
+    linear: Any, width: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "LARGE", 1)
+    x, w = (random(rows, width, dtype=dtype, device=device) for rows in (2, 19))
+    b = random(19, dtype=dtype, device=device)
+    assert_near(linear(x, w, b), F.linear(x.double(), w.double(), b.double()), dtype)
