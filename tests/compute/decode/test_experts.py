@@ -26,6 +26,12 @@ def experts() -> Any:
     return experts
 
 
+@pytest.fixture(params=[False, True], ids=["for each token", "once for all tokens"])
+def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often an expert is read."""
+    monkeypatch.setattr(constants, "SEVERAL", 1 if request.param else 100)
+
+
 LAYOUTS = {
     "silu": ("SILU", ExpertShape(20, 9, gated=True)),
     "silu, aligned": ("SILU", ExpertShape(16, 8, gated=True)),
@@ -55,6 +61,7 @@ def expert(x: Tensor, record: Tensor, shape: ExpertShape, activation: str) -> Te
 
 @every_device
 @every_dtype
+@pytest.mark.usefixtures("read")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "ids",
@@ -87,12 +94,14 @@ def test_the_experts_of_a_token_that_are_on_the_device_are_summed(
 
 
 @every_device
+@pytest.mark.usefixtures("read")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_can_be_larger_than_a_tile(
     experts: Any, layout: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "EXPERT_IN_TILE", constants.Tile(8, 16, 4))
     monkeypatch.setattr(constants, "EXPERT_OUT_TILE", constants.Tile(16, 8, 4))
+    monkeypatch.setattr(constants, "GROUP_TILE", constants.Tile(16, 16, 4))
     activation, small = LAYOUTS[layout]
     shape = dataclasses.replace(small, d_model=40, d_hidden=36)
     record = random(shape.numel, device=device) * 0.5

@@ -1,0 +1,52 @@
+"""Requests to the CPU and its results, in Triton's interpreter and on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from overspill.compute.decode import constants
+from tests.compute.decode.near import NAN, needs_triton, random
+from tests.compute.test_grouped_triton import every_device
+
+pytestmark = needs_triton
+
+
+@pytest.fixture
+def host() -> Any:
+    """Imported late: it needs Triton."""
+    from overspill.compute.decode import host
+
+    return host
+
+
+@every_device
+@pytest.mark.parametrize("several", [1, 100], ids=["once for all tokens", "for each token"])
+@pytest.mark.parametrize("missed", [[0, 0, 0], [0, 0, 2]], ids=["no misses", "misses"])
+def test_a_request_is_sent_if_experts_were_missed(
+    host: Any, missed: list[int], several: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if no expert is on the device."""
+    from overspill.compute.decode.experts import experts
+
+    monkeypatch.setattr(constants, "SEVERAL", several)
+    x, weights = random(3, 8, device=device), random(3, 2, device=device)
+    offsets = torch.full((3, 2), constants.ABSENT, device=device)
+    ready, done = (torch.full((1,), 7, dtype=torch.int32, device=device) for _ in range(2))
+    # what follows the rows of this batch does not count
+    counts = torch.tensor([*missed, 5], dtype=torch.int32, device=device)
+    request = host.Request(ready, done, counts)
+    out = experts(x, weights, offsets, x, 4, constants.SILU, False, False, request)
+    assert (out == 0).all()
+    assert (ready.item(), done.item()) == ((1, 0) if any(missed) else (7, 7))
+
+
+@every_device
+def test_results_of_the_cpu_are_added_to_rows_with_misses(host: Any, device: str) -> None:
+    y, rows = random(3, 20, device=device), random(4, 20, device=device)
+    missed = torch.tensor([1, 0, 2], dtype=torch.int32, device=device)
+    rows[1] = rows[3] = NAN  # not read
+    expected = y.clone()
+    expected[[0, 2]] += rows[[0, 2]]
+    host.add_host_rows(y, host.HostRows(rows, missed, torch.ones_like(missed[:1])))
+    assert torch.equal(y, expected)
