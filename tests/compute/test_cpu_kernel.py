@@ -235,6 +235,22 @@ def test_concurrent_callers_with_pauses_do_not_disturb_each_other() -> None:
         list(callers.map(repeat, range(3)))
 
 
+@every_isa
+@every_dtype
+@pytest.mark.parametrize("sizes", [(64, 96), (37, 29), (300, 40)], ids=str)
+def test_forward_of_gpt_oss_does_not_depend_on_the_instruction_set(
+    sizes: tuple[int, int], dtype: torch.dtype, isa: str
+) -> None:
+    torch.manual_seed(0)
+    group = Group.make(ExpertShape(*sizes, True, bias=True, transposed=True), (1, 5, 40), dtype)
+    found = []
+    for each in (isa, "generic"):
+        y = torch.full_like(group.x, torch.nan)
+        kernel_forward(group.x, y, group.experts, group.shape, 2, each, clamped=True)
+        found.append(y.double())
+    assert (found[0] - found[1]).abs().max() <= TOLERANCE[dtype] * found[1].abs().max()
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_read_bandwidth_is_plausible(threads: int) -> None:
     assert 1e7 < read_bandwidth(torch.ones(1 << 20), threads) < 1e14

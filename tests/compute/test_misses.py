@@ -1,5 +1,6 @@
 """The thread that computes missing experts; a Python function takes the place of the GPU."""
 
+import math
 import multiprocessing
 import os
 import random
@@ -9,11 +10,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Differentiated
+from overspill.compute.activation import Activation, Differentiated, Fused, clamped_gate
 from overspill.compute.misses import MissRunner
-from overspill.compute.reference import moe_reference
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
 from overspill.tiers.worker_sync import WorkerSync
@@ -38,6 +39,9 @@ def fence() -> None:
 class Model:
     """Records of all layers, a runner, and what a GPU does with it."""
 
+    scale = 1.0
+    """Of token rows."""
+
     def __init__(
         self,
         shape: ExpertShape = SHAPE,
@@ -46,12 +50,15 @@ class Model:
         inject: Callable[[str], object] | None = None,
         sync: WorkerSync | None = None,
         pinned: bool = False,
+        activation: Activation | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         records = 0.1 * torch.randn(LAYERS, EXPERTS, shape.numel, generator=generator)
         self.shape, self.records = shape, records.to(dtype)
+        self.activation = activation or Fused(shape.gated)
+        sizes = LAYERS, EXPERTS, ROWS, TOP_K
         self.runner = MissRunner(
-            shape, dtype, LAYERS, EXPERTS, ROWS, TOP_K, threads, pinned, inject, sync
+            shape, dtype, *sizes, threads, pinned, inject, sync, self.activation
         )
         self.buffers = self.runner.host
         for layer, layer_records in enumerate(self.records):
@@ -85,16 +92,19 @@ class Model:
         return out[: len(x)].clone()
 
     def expected(self, layer: int, x: Tensor, pairs: Pairs) -> Tensor:
-        """By the reference, in float64."""
-        shape, w = self.shape, self.records[layer].double()
-        w_in = w[:, : shape.in_numel].view(EXPERTS, -1, shape.d_model)
-        w_out = w[:, shape.in_numel :].view(EXPERTS, shape.d_model, shape.d_hidden)
+        """In float64, rounded to the type of the weights where the kernels round."""
+        shape = self.shape
         total = torch.zeros(x.shape, dtype=torch.float64)
         for row, expert, weight in pairs:
-            routing = torch.tensor([[expert]]), torch.tensor([[weight]], dtype=torch.float64)
-            total[row] += moe_reference(
-                x[row : row + 1].double(), *routing, w_in, w_out, shape.gated
-            )[0]
+            record = self.records[layer, expert].double()
+            parts = record.split([math.prod(size) for size in shape.sizes])
+            w_in, w_out, *biases = (p.view(s) for p, s in zip(parts, shape.sizes, strict=True))
+            if shape.transposed:
+                w_in, w_out = w_in.T, w_out.T
+            b_in, b_out = biases or (None, None)
+            h = F.linear(x[row : row + 1].double(), w_in, b_in).to(x.dtype).double()
+            a = self.activation.forward(h).to(x.dtype).double()
+            total[row] += weight * F.linear(a, w_out, b_out).to(x.dtype).double()[0]
         return total
 
     def assert_near(self, got: Tensor, layer: int, x: Tensor, pairs: Pairs) -> None:
@@ -113,7 +123,7 @@ class Model:
 
     def batch(self, rows: int, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(rows, self.shape.d_model, generator=generator)
+        x = self.scale * torch.randn(rows, self.shape.d_model, generator=generator)
         return x.to(self.records.dtype)
 
 
@@ -183,6 +193,72 @@ def test_sizes_need_not_be_multiples_of_anything(
     model = models(ExpertShape(37, 29, gated=True), dtype)
     for rows, pairs in CASES.values():
         model.check(1, model.batch(rows), pairs)
+
+
+CLAMPED = Differentiated(clamped_gate)
+GPT_OSS = ExpertShape(64, 96, gated=True, bias=True, transposed=True)
+
+
+@every_dtype
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_experts_of_gpt_oss_equal_the_reference(
+    models: Callable[..., Model], case: tuple[int, Pairs], threads: int, dtype: torch.dtype
+) -> None:
+    model = models(GPT_OSS, dtype, threads, activation=CLAMPED)
+    rows, pairs = case
+    for layer in range(LAYERS):
+        model.check(layer, model.batch(rows, layer), pairs)
+
+
+@every_dtype
+@pytest.mark.parametrize("sizes", [(37, 29), (1, 1), (8, 600), (270, 5)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("activation", [CLAMPED, Fused(True), Fused(False)])
+def test_every_kind_of_expert_equals_the_reference(
+    models: Callable[..., Model],
+    activation: Activation,
+    transposed: bool,
+    bias: bool,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    gated = not isinstance(activation, Fused) or activation.gated
+    model = models(ExpertShape(*sizes, gated, bias, transposed), dtype, activation=activation)
+    for rows, pairs in CASES.values():
+        model.check(1, model.batch(rows), pairs)
+
+
+@every_dtype
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_large_values_are_clamped(
+    models: Callable[..., Model], transposed: bool, dtype: torch.dtype
+) -> None:
+    shape = ExpertShape(64, 96, gated=True, bias=True, transposed=transposed)
+    model = models(shape, dtype, activation=CLAMPED)
+    model.scale = 100.0
+    model.check(0, model.batch(3), [(0, 1, 1.0), (2, 1, 0.5), (2, 3, 2.0)])
+    x = model.batch(2)
+    x[1, 0] = torch.nan
+    got = model.compute(0, x, [(0, 1, 1.0), (1, 1, 1.0)])
+    assert got[0].isfinite().all()
+    assert got[1].isnan().all()
+
+
+@every_dtype
+def test_an_expert_does_not_depend_on_threads_rows_or_other_experts(
+    models: Callable[..., Model], dtype: torch.dtype
+) -> None:
+    shape = ExpertShape(300, 700, gated=True, bias=True, transposed=True)
+    found = []
+    for threads in (1, 4):
+        model = models(shape, dtype, threads, activation=CLAMPED)
+        for rows, pairs in CASES.values():
+            others = [pair for pair in pairs if pair[0] > 0]
+            got = model.compute(0, model.batch(ROWS)[:rows], [(0, 4, 0.5), *others])
+            found.append(got[0])
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 def test_layers_may_come_in_any_order_with_layers_without_misses_between(model: Model) -> None:
@@ -426,18 +502,21 @@ def test_the_latest_spans_are_kept(models: Callable[..., Model]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "gelu", "reason"),
+    ("shape", "dtype", "function", "reason"),
     [
-        (ExpertShape(8, 8, True, bias=True), FP32, False, "biases"),
-        (ExpertShape(8, 8, True, transposed=True), FP32, False, "transposed"),
-        (ExpertShape(8, 8, True), torch.float16, False, "float16"),
-        (ExpertShape(8, 8, False), FP32, True, "activations other than"),
+        (ExpertShape(8, 8, True), torch.float16, None, "float16"),
+        (ExpertShape(8, 8, False), FP32, torch.relu, "activations other than .* of GPT-OSS"),
+        (GPT_OSS, FP32, lambda h: clamped_gate(h.clamp(max=6.0)), "activations other than"),
+        (GPT_OSS, FP32, lambda h: clamped_gate(h.flip(-1)), "activations other than"),
     ],
 )
 def test_other_experts_are_refused(
-    shape: ExpertShape, dtype: torch.dtype, gelu: bool, reason: str
+    shape: ExpertShape,
+    dtype: torch.dtype,
+    function: Callable[[Tensor], Tensor] | None,
+    reason: str,
 ) -> None:
-    activation = Differentiated(torch.relu) if gelu else None
+    activation = None if function is None else Differentiated(function)
     with pytest.raises(ConfigError, match=f"missing experts: .*{reason}"):
         MissRunner(shape, dtype, 1, 1, 1, 1, 1, False, activation=activation)
 

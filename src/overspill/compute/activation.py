@@ -85,6 +85,22 @@ class Differentiated:
         return ActivationGrads((a.detach() * weight_R1).to(h.dtype), dh, drow_weight_R)
 
 
+def clamped_gate(h: Tensor) -> Tensor:
+    """The activation of GPT-OSS. Gate and up alternate in a row."""
+    gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def is_clamped(activation: Activation | None) -> bool:
+    """Whether an activation is `clamped_gate`, as it is now: the values show it."""
+    if not isinstance(activation, Differentiated):
+        return False
+    values = torch.linspace(-9, 10, 24, dtype=torch.float64, device="cpu")
+    pairs = torch.cartesian_prod(values, values).view(1, -1)
+    expected, found = clamped_gate(pairs), activation.forward(pairs)
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=0)
+
+
 def activate_torch(h: Tensor, gated: bool) -> Tensor:
     """Torch implementation. 16-bit inputs are computed in float32 and rounded once."""
     if not gated:

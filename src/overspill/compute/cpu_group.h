@@ -12,6 +12,7 @@ constexpr int64_t TILE = 16;       // rows of an AMX tile, and its columns of 4 
 constexpr int64_t STEP = 32;       // bf16 values in a row of an AMX tile
 constexpr int64_t BLOCK = 128;     // hidden units of one backward task
 constexpr int64_t CHUNK = 128;     // weight rows that the nn product keeps in the cache
+constexpr int64_t MAX_COLUMNS = 512;  // of a transposed matrix in one task
 constexpr int64_t IN_FLIGHT = 64;  // cache lines that nt prefetches, all streams together
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -95,7 +96,9 @@ struct GroupArgs {
     const int64_t *starts, *stops;  // its token rows
     int64_t count;                  // experts
     int64_t d, h;
-    int32_t gated, backward, bf16, threads, isa;
+    int32_t gated;
+    int32_t bias, transposed, clamped;  // as in ExpertShape, and the activation; forward only
+    int32_t backward, bf16, threads, isa;
 };
 
 // One expert with its token rows, and its arrays in the scratch memory of the group.
@@ -118,6 +121,7 @@ struct Group : GroupArgs {
     int64_t hidden_per_task = 0, output_per_task = 0;  // weight rows of a forward task
 
     int64_t gates() const { return gated ? 2 : 1; }
+    bool plain() const { return !bias && !transposed && !clamped; }
     int64_t blocks() const { return pieces(h, BLOCK); }
     bool shares_dx(const ExpertRows& own) const { return own.rows <= MAX_SHARED_DX_ROWS; }
     const char* w_out_bytes(const ExpertRows& own) const {
@@ -132,6 +136,11 @@ INLINE const T* w_in(const ExpertRows& own) {
 template <class T>
 INLINE const T* w_out(const Group& group, const ExpertRows& own) {
     return reinterpret_cast<const T*>(group.w_out_bytes(own));
+}
+// b_in, then b_out.
+template <class T>
+INLINE const T* biases(const Group& group, const ExpertRows& own) {
+    return w_out<T>(group, own) + group.h * group.d;
 }
 template <class T>
 INLINE const T* rows_of(const void* base, int64_t stride, const ExpertRows& own) {
@@ -157,9 +166,23 @@ int64_t task_count(const Group& group, const ExpertRows& own, int phase) {
                            : pieces(group.d, group.output_per_task);
 }
 
+// The columns of a transposed matrix that a task reads first; without those of up, if these are
+// elsewhere.
+Prefetch column_weights(const Group& group, const ExpertRows& own, int phase, int64_t index) {
+    const bool hidden = phase == HIDDEN;
+    const int64_t columns = hidden ? group.gates() * group.h : group.d;
+    const int64_t step = hidden && group.clamped ? 2 * group.weight_bytes : group.weight_bytes;
+    const int64_t size = hidden ? group.hidden_per_task : group.output_per_task;
+    const int64_t first = index * size, count = least(size, (hidden ? group.h : group.d) - first);
+    const char* weights = hidden ? static_cast<const char*>(own.record) : group.w_out_bytes(own);
+    return Prefetch(weights + first * step, columns * group.weight_bytes, count * step,
+                    least(hidden ? group.d : group.h, MAX_PREFETCH / (count * step)));
+}
+
 // The contiguous weights that a task reads first.
 Prefetch first_weights(const Group& group, const ExpertRows& own, int phase, int64_t index) {
     if (phase == PACK || (group.backward && phase == OUTPUT)) return Prefetch();
+    if (group.transposed) return column_weights(group, own, phase, index);
     if (phase == HIDDEN) {
         const int64_t size = group.backward ? BLOCK : group.hidden_per_task, unit = index * size;
         const int64_t row = group.d * group.weight_bytes, units = least(size, group.h - unit);

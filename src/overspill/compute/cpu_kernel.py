@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Activation, Fused
+from overspill.compute.activation import Activation, Fused, is_clamped
 from overspill.core.experts import ExpertShape
 from overspill.hardware.native import load_library
 
@@ -60,17 +60,22 @@ def cpu_isa() -> str | None:
 
 
 def why_unsupported(
-    dtype: torch.dtype, shape: ExpertShape, activation: Activation | None
+    dtype: torch.dtype, shape: ExpertShape, activation: Activation | None, decoding: bool = False
 ) -> str | None:
-    """Why the kernel does not compute such experts; None if it does."""
+    """Why the kernel does not compute such experts; None if it does. In a decoding step it computes
+    more of them: `MissRunner`."""
     if cpu_library() is None:
         return "no C++ compiler"
-    fused = activation is None or isinstance(activation, Fused)
+    known = activation is None or isinstance(activation, Fused)
+    functions = "GELU and gated SiLU"
+    if decoding:
+        known = known or (shape.gated and is_clamped(activation))
+        functions = "GELU, gated SiLU and that of GPT-OSS"
     reasons = {
         str(dtype): dtype not in _MAX_ROWS,
-        "biases": shape.bias,
-        "transposed weights": shape.transposed,
-        "activations other than GELU and gated SiLU": not fused,
+        "biases": shape.bias and not decoding,
+        "transposed weights": shape.transposed and not decoding,
+        f"activations other than {functions}": not known,
     }
     return ", ".join(reason for reason, applies in reasons.items() if applies) or None
 
@@ -88,12 +93,14 @@ def kernel_forward(
     shape: ExpertShape,
     threads: int,
     isa: str | None = None,
+    clamped: bool = False,
 ) -> None:
     """Writes the outputs of the experts' token rows into `y_RD`, without routing weights.
 
     Computes in the calling thread and a thread pool of it. `isa` selects one of ISA_NAMES instead
-    of the best."""
-    loaded_library().overspill_compute(group_args(x_RD, y_RD, experts, shape, threads, isa))
+    of the best; `clamped` as in `group_args`."""
+    args = group_args(x_RD, y_RD, experts, shape, threads, isa, clamped=clamped)
+    loaded_library().overspill_compute(args)
 
 
 def kernel_backward(
@@ -135,7 +142,8 @@ class GroupArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("x_stride", "dy_stride", "out_stride")),
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("records", "starts", "stops")),
         *((name, ctypes.c_int64) for name in ("count", "d", "h")),
-        *((name, ctypes.c_int32) for name in ("gated", "backward", "bf16", "threads", "isa")),
+        *((name, ctypes.c_int32) for name in ("gated", "bias", "transposed", "clamped")),
+        *((name, ctypes.c_int32) for name in ("backward", "bf16", "threads", "isa")),
     )
 
 
@@ -147,9 +155,13 @@ def group_args(
     threads: int,
     isa: str | None = None,
     backward: BackwardRows | None = None,
+    clamped: bool = False,
 ) -> GroupArgs:
-    """The checked arguments of a native call; valid as long as the tensors exist."""
+    """The checked arguments of a native call; valid as long as the tensors exist. `clamped`: with
+    the activation of GPT-OSS."""
     assert threads >= 1
+    assert shape.gated or not clamped
+    assert backward is None or not (shape.bias or shape.transposed or clamped)
     assert isa is None or ISA_NAMES.index(isa) <= ISA_NAMES.index(cpu_isa() or "")
     for rows in (x_RD, out_RD) if backward is None else (x_RD, out_RD, backward.dy_RD):
         assert rows.dtype == x_RD.dtype
@@ -175,6 +187,9 @@ def group_args(
         d=shape.d_model,
         h=shape.d_hidden,
         gated=shape.gated,
+        bias=shape.bias,
+        transposed=shape.transposed,
+        clamped=clamped,
         bf16=x_RD.dtype == torch.bfloat16,
         threads=threads,
         isa=_BEST_ISA if isa is None else ISA_NAMES.index(isa),

@@ -81,6 +81,23 @@ INLINE void activate_body(float* __restrict h, const float* __restrict up, int64
     }
 }
 
+// The activation of GPT-OSS for `count` gates; the results replace them. Runs of `apart` gates and
+// of as many up values alternate.
+template <class T>
+INLINE void activate_clamped_body(float* h, int64_t apart, int64_t count) {
+    for (int64_t first = 0; first < apart; ++first) {
+        float* __restrict pair = h + first;
+#pragma omp simd
+        for (int64_t i = 0; i < count / apart; ++i) {
+            float gate = rounded<T>(pair[2 * apart * i]);
+            float up = rounded<T>(pair[2 * apart * i + apart]);
+            gate = gate > 7.0f ? 7.0f : gate;  // NaN stays NaN
+            up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+            pair[2 * apart * i] = rounded<T>((up + 1.0f) * gate * sigmoid(1.702f * gate));
+        }
+    }
+}
+
 // Backward of the activation for one token row: writes dh (and dup with a gate) and returns the
 // part of the routing weight's gradient. `weight` is the routing weight.
 template <class T>

@@ -37,13 +37,20 @@ void fill_request(Request& request, const GroupArgs& args) {
     static_cast<GroupArgs&>(group) = args;
     group.weight_bytes = args.bf16 ? 2 : 4;
     const int isa = args.isa < 0 ? best_isa() : args.isa;
-    const bool tiles = isa == AMX && args.bf16 && args.d % STEP == 0 && args.h % STEP == 0;
+    const bool tiles = isa == AMX && args.bf16 && args.d % STEP == 0 && args.h % STEP == 0 &&
+                       group.plain();
     request.function = task_function(isa, args.bf16);
     request.experts.clear();
     for (int64_t i = 0; i < args.count; ++i) {
         const int64_t rows = args.stops[i] - args.starts[i];
         const bool packed = tiles && (args.backward || rows > MAX_VECTOR_ROWS);
         if (rows > 0) request.experts.push_back({args.records[i], args.starts[i], rows, packed});
+    }
+    if (group.transposed) {
+        const int64_t alternate = group.clamped ? 2 : 1;  // gate and up
+        group.hidden_per_task = task_width(request, alternate * group.h) / alternate;
+        group.output_per_task = task_width(request, group.d);
+        return;
     }
     group.hidden_per_task =
         task_height(request, group.h, group.d * group.weight_bytes, group.gates());

@@ -60,6 +60,15 @@ int64_t task_height(const Request& request, int64_t height, int64_t row_bytes, i
     return found;
 }
 
+// Columns of a task with a transposed matrix: many, so that pieces of its rows are long, but every
+// thread should get several tasks. Results do not depend on it.
+int64_t task_width(const Request& request, int64_t columns) {
+    int64_t width = MAX_COLUMNS;
+    const int64_t all = int64_t(request.experts.size()) * columns;
+    while (width > BLOCK && all < 3 * request.group.threads * width) width /= 2;
+    return width;
+}
+
 // Computes requests with a thread pool and scratch memory of its own, one at a time.
 class Executor {
   public:

@@ -28,31 +28,57 @@ struct VectorProducts : Isa {
     }
 };
 
+// c[output][row] of `count` outputs of a matrix [outputs, k] from `first` on; c[row][output] if the
+// matrix is transposed.
+template <class T, class Isa>
+void product(bool transposed, const T* weights, int64_t outputs, int64_t k, int64_t first,
+             int64_t count, const T* x, int64_t x_stride, int64_t rows, float* c) {
+    if (!transposed) return Isa::nt(weights + first * k, count, x, x_stride, rows, k, c, rows);
+    Prefetch* const none = nullptr;
+    Isa::nn(x, x_stride, rows, weights + first, outputs, k, count, c, count, false, none, true);
+}
+
 // Some hidden units (into the activation, [R, H]), or some columns of y.
 template <class T, class Isa>
 void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t index) {
-    const int64_t size = phase == HIDDEN ? group.hidden_per_task : group.output_per_task;
+    const bool hidden = phase == HIDDEN;
+    const int64_t size = hidden ? group.hidden_per_task : group.output_per_task;
     const int64_t rows = own.rows, first = index * size;
-    const int64_t count = least(size, (phase == HIDDEN ? group.h : group.d) - first);
-    float* c = reinterpret_cast<float*>(task_scratch.take(group.gates() * size * rows * 4));
-    T* a = reinterpret_cast<T*>(own.a);
-    T* to = a + first;
-    int64_t stride = group.h;
-    if (phase == HIDDEN) {
-        const T* x = rows_of<T>(group.x, group.x_stride, own);
-        const T* weights = w_in<T>(own) + first * group.d;
-        float* up = group.gated ? c + count * rows : nullptr;
-        Isa::nt(weights, count, x, group.x_stride, rows, group.d, c, rows);
-        if (up)
-            Isa::nt(weights + group.h * group.d, count, x, group.x_stride, rows, group.d, up, rows);
-        Isa::activate(c, up, count * rows);
-    } else {
-        Isa::nt(w_out<T>(group, own) + first * group.h, count, a, group.h, rows, group.h, c, rows);
-        to = out_rows<T>(group, own) + first;
-        stride = group.out_stride;
+    const int64_t count = least(size, (hidden ? group.h : group.d) - first);
+    T* const a = reinterpret_cast<T*>(own.a);
+    T* const to = (hidden ? a : out_rows<T>(group, own)) + first;
+    const T* const x = hidden ? rows_of<T>(group.x, group.x_stride, own) : a;
+    const T* const weights = hidden ? w_in<T>(own) : w_out<T>(group, own);
+    const int64_t stride = hidden ? group.h : group.out_stride;
+    const int64_t x_stride = hidden ? group.x_stride : group.h;
+    const int64_t outputs = hidden ? group.gates() * group.h : group.d;
+    const int64_t k = hidden ? group.d : group.h;
+    // Clamped: gate and up alternate. Otherwise up comes after all gates, as a second part.
+    const int64_t step = hidden && group.clamped ? 2 : 1;
+    const int64_t parts = hidden && group.gated && !group.clamped ? 2 : 1;
+    const int64_t width = step * count, part_size = width * rows;
+    const int64_t next_output = group.transposed ? 1 : rows;  // in c
+    const int64_t next_row = group.transposed ? width : 1;
+    float* const c = reinterpret_cast<float*>(task_scratch.take(parts * part_size * 4));
+    for (int64_t part = 0; part < parts; ++part) {
+        const int64_t output = part * group.h + step * first;
+        float* const sums = c + part * part_size;
+        product<T, Isa>(group.transposed, weights, outputs, k, output, width, x, x_stride, rows,
+                        sums);
+        if (!group.bias) continue;
+        const T* const bias =
+            biases<T>(group, own) + (hidden ? 0 : group.gates() * group.h) + output;
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t i = 0; i < width; ++i)
+                sums[i * next_output + row * next_row] += load(bias + i);
     }
+    if (step == 2)
+        Isa::activate_clamped(c, next_output, count * rows);
+    else if (hidden)
+        Isa::activate(c, parts == 2 ? c + part_size : nullptr, part_size);
     for (int64_t row = 0; row < rows; ++row)
-        for (int64_t i = 0; i < count; ++i) store(to + row * stride + i, c[i * rows + row]);
+        for (int64_t i = 0; i < count; ++i)
+            store(to + row * stride + i, c[i * step * next_output + row * next_row]);
 }
 
 template <class T, class Isa>

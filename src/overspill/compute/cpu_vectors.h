@@ -76,7 +76,7 @@ INLINE void store_in_order(const float* __restrict sums, int64_t columns, float*
                          bool add) {
     using Vector = Elements<T, LANES>;
     const int64_t whole = columns / Vector::SIZE * Vector::SIZE;
-    alignas(64) float ordered[BLOCK];
+    alignas(64) float ordered[MAX_COLUMNS];
     for (int64_t n = 0; n < whole; n += Vector::SIZE) Vector::order(sums + n, ordered + n);
     for (int64_t n = whole; n < columns; ++n) ordered[n] = sums[n];
     if (add)
@@ -170,46 +170,52 @@ INLINE void nt_body(const T* weights, int64_t rows, const T* tokens, int64_t tok
         nt_streams<T, LANES, 4, M>(weights, rows, tokens, token_stride, count, k, c, c_stride);
 }
 
-// sums[p] += sum over Q rows of factors[p][q] b[q], in the order in which Elements loads.
+// sums[p] += sum over Q rows of factors[p][q] b[q], in the order in which Elements loads. With
+// `ahead` the next Q rows are prefetched, into the L1 cache: they are used soon.
 template <class T, int LANES, int Q>
 INLINE void nn_rows(const float* factors, int64_t rows, const T* b, int64_t b_stride,
-                    int64_t columns, float* sums) {
+                    int64_t columns, float* sums, int64_t sums_stride, bool ahead) {
     using Vector = Elements<T, LANES>;
     for (int64_t n = 0; n + Vector::SIZE <= columns; n += Vector::SIZE) {
+        if (ahead && n % (LINE / int64_t(sizeof(T))) == 0)
+            for (int q = 0; q < Q; ++q) __builtin_prefetch(b + (Q + q) * b_stride + n, 0, 3);
         Vector row[Q];
         for (int q = 0; q < Q; ++q) row[q] = Vector(b + q * b_stride + n);
         for (int64_t p = 0; p < rows; ++p)
-            Vector::template add_scaled<Q>(row, factors + p * Q, sums + p * BLOCK + n);
+            Vector::template add_scaled<Q>(row, factors + p * Q, sums + p * sums_stride + n);
     }
     for (int64_t n = columns / Vector::SIZE * Vector::SIZE; n < columns; ++n)
         for (int64_t p = 0; p < rows; ++p)
             for (int q = 0; q < Q; ++q)
-                sums[p * BLOCK + n] += factors[p * Q + q] * load(b + q * b_stride + n);
+                sums[p * sums_stride + n] += factors[p * Q + q] * load(b + q * b_stride + n);
 }
 
 // c[p][n] (+)= sum over q of a[p][q] b[q][n]. b is read along its rows, Q at a time, and converted
 // once for up to P rows of c, whose sums stay in the L1 cache. Meanwhile `next` is prefetched if it
-// is not null, as many lines as b has.
+// is not null, as many lines as b has. With `whole`, all columns (at most MAX_COLUMNS) are summed
+// together, and b is prefetched: from memory, long pieces of its rows are read faster.
 template <class T, int LANES>
 INLINE void nn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int64_t b_stride,
                     int64_t depth, int64_t columns, float* c, int64_t c_stride, bool add,
-                    Prefetch* next) {
-    constexpr int64_t P = 32, Q = 8;
-    alignas(64) float factors[P * Q], sums[P * BLOCK];
+                    Prefetch* next, bool whole = false) {
+    constexpr int64_t MAX_P = 32, Q = 8;
+    alignas(64) float factors[MAX_P * Q], sums[MAX_P * BLOCK];
+    const int64_t block = whole ? columns : BLOCK;
+    const int64_t P = whole ? least(MAX_P, MAX_P * BLOCK / block) : MAX_P;
     for (int64_t chunk = 0; chunk < depth; chunk += CHUNK) {
         const int64_t stop = least(depth, chunk + CHUNK);
-        for (int64_t left = 0; left < columns; left += BLOCK) {
-            const int64_t width = least(BLOCK, columns - left);
+        for (int64_t left = 0; left < columns; left += block) {
+            const int64_t width = least(block, columns - left);
             for (int64_t top = 0; top < rows; top += P) {
                 const int64_t count = least(P, rows - top);
-                std::memset(sums, 0, count * BLOCK * 4);
+                std::memset(sums, 0, count * block * 4);
                 auto step = [&](auto size, int64_t q) {
                     constexpr int N = decltype(size)::value;
                     for (int64_t p = 0; p < count; ++p)
                         for (int64_t i = 0; i < N; ++i)
                             factors[p * N + i] = load(a + (top + p) * a_stride + q + i);
                     nn_rows<T, LANES, N>(factors, count, b + q * b_stride + left, b_stride, width,
-                                         sums);
+                                         sums, block, whole && top == 0 && q + 2 * N <= depth);
                 };
                 int64_t q = chunk;
                 for (; q + Q <= stop; q += Q) {
@@ -218,7 +224,7 @@ INLINE void nn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int6
                 }
                 for (; q < stop; ++q) step(std::integral_constant<int, 1>(), q);
                 for (int64_t p = 0; p < count; ++p)
-                    store_in_order<T, LANES>(sums + p * BLOCK, width,
+                    store_in_order<T, LANES>(sums + p * block, width,
                                              c + (top + p) * c_stride + left, add || chunk > 0);
             }
         }
@@ -237,6 +243,7 @@ INLINE void nn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int6
         FOR_ISA(nt, TARGET, (nt_body<T, LANES>))                                \
         FOR_ISA(nn, TARGET, (nn_body<T, LANES>))                                \
         FOR_ISA(activate, TARGET, activate_body<T>)                             \
+        FOR_ISA(activate_clamped, TARGET, activate_clamped_body<T>)             \
         FOR_ISA(activate_backward, TARGET, activate_backward_body<T>)           \
         FOR_ISA(store_rows, TARGET, store_rows_body<T>)                         \
         FOR_ISA(add, TARGET, add_body)                                          \

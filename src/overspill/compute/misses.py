@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Activation
+from overspill.compute.activation import Activation, is_clamped
 from overspill.compute.cpu_kernel import group_args, loaded_library, why_unsupported
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
@@ -92,7 +92,7 @@ class MissRunner:
         activation: Activation | None = None,
     ) -> None:
         """`threads` includes the runner's own. `check` also raises failures of `sync`."""
-        reason = why_unsupported(dtype, shape, activation)
+        reason = why_unsupported(dtype, shape, activation, decoding=True)
         if reason is not None:
             raise ConfigError(f"the CPU cannot compute missing experts: {reason}")
         self._process = os.getpid()
@@ -127,7 +127,8 @@ class MissRunner:
         tensors = [getattr(self.host, field.name) for field in fields(MissBuffers)]
         addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
         sizes = (ctypes.c_int64 * 4)(n_layers, n_experts, max_rows, top_k)
-        args = group_args(self.host.x_RD, self.host.x_RD, [], shape, threads)
+        clamped = is_clamped(activation)
+        args = group_args(self.host.x_RD, self.host.x_RD, [], shape, threads, clamped=clamped)
         self._handle = self._library.overspill_misses_new(args, addresses, sizes, self._callback)
 
     @property

@@ -56,7 +56,8 @@ class Decode:
                 first = self._decoder.layers[0].attention
                 like = self._decoder.embedding.new_empty(first.kv_heads, first.width)
                 self._memory = cache.allocate(len(self._decoder.layers), like)
-        refused = why_unsupported(engine.dtype, engine.shape, self._placeholders[0].activation)
+        activation = self._placeholders[0].activation
+        refused = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
         self._held = refused is None and not engine.uses_disk
         if self._held:  # copies use the memory better: any expert may have one
             engine.hold_homes(True)

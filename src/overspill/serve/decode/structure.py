@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.compute.activation import Fused
+from overspill.compute.activation import Fused, is_clamped
 from overspill.compute.decode.constants import CLAMPED, GELU, SILU
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.experts import PLACEHOLDER
@@ -133,8 +133,7 @@ def _activation(experts: Any) -> int | None:
     function = getattr(experts, PLACEHOLDER).activation
     if isinstance(function, Fused):
         return SILU if function.gated else GELU
-    clamped = getattr(experts, "alpha", None), getattr(experts, "limit", None)
-    return CLAMPED if clamped == (1.702, 7.0) else None
+    return CLAMPED if is_clamped(function) else None
 
 
 def _read_layer(config: Any, layer: Any) -> Layer:
