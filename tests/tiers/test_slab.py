@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 import weakref
 from typing import NoReturn
 
@@ -160,3 +161,28 @@ def test_a_slab_that_nobody_closes_is_unpinned(monkeypatch: pytest.MonkeyPatch) 
     assert len(pinned) == 1
     del slab
     assert not pinned
+
+
+def test_a_slab_that_is_given_up_while_threads_allocate_it_is_unpinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned, begun = set(), threading.Event()
+
+    class Runtime:
+        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+            begun.set()
+            time.sleep(0.05)
+            pinned.add(pointer)
+            return 0
+
+        def cudaHostUnregister(self, pointer: int) -> int:
+            pinned.remove(pointer)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(module, "_THREADS", 2)
+    slab = HostSlab("weights", 4, ALIGN, True, background=True, piece_bytes=ALIGN)
+    begun.wait()
+    del slab
+    assert not pinned
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("overspill-")]

@@ -48,7 +48,8 @@ class HostSlab:
         background: bool = False,
         piece_bytes: int = _PIECE_BYTES,
     ) -> None:
-        self._registered: list[int] = []  # first: __del__ reads it
+        self._registered: list[int] = []  # first: __del__ reads them
+        self._pieces: list[Future[int]] = []
         assert slot_bytes % ALIGN == 0
         self.name = name
         self.nbytes = slots * slot_bytes
@@ -56,7 +57,6 @@ class HostSlab:
         self._pinned = pinned
         self._more: list[HostSlab] = []  # slots that were added
         self._process = os.getpid()
-        self._pieces: list[Future[int]] = []
         self._threads: ThreadPoolExecutor | None = None
         # a piece is a whole number of slots: a copy must not span two registrations
         slots_per_piece = max(1, piece_bytes // slot_bytes)
@@ -77,8 +77,8 @@ class HostSlab:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="overspill-allocate")
         try:
             for piece in self.slots.split(slots_per_piece):
-                done = self._threads.submit(self._allocate_piece, piece, pinned, not background)
-                self._pieces.append(done)
+                args = self._registered, piece, pinned, not background
+                self._pieces.append(self._threads.submit(_allocate_piece, *args))
             self._threads.shutdown(wait=False)  # the threads end after these pieces
             if not background:
                 self.wait_allocated(progress)
@@ -105,18 +105,6 @@ class HostSlab:
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
-
-    def _allocate_piece(self, piece: Tensor, pinned: bool, touch: bool) -> int:
-        if touch:  # the system allocates zeroed pages on the first access
-            ctypes.memset(piece.data_ptr(), 0, piece.numel())  # releases the GIL
-        if not pinned:
-            return 0
-        address = piece.data_ptr()
-        code = int(torch.cuda.cudart().cudaHostRegister(address, piece.numel(), 0))
-        if code == 0:
-            registered[address] = piece.numel()
-            self._registered.append(address)
-        return code
 
     def extend(self, slots: int) -> None:
         """Adds slots, in memory of their own."""
@@ -147,8 +135,24 @@ class HostSlab:
 
     def __del__(self) -> None:
         # a slab that nobody could close: Ctrl-C came before it was stored, or during close()
-        if self._registered and os.getpid() == self._process and not sys.is_finalizing():
+        used = self._registered or self._pieces
+        if used and os.getpid() == self._process and not sys.is_finalizing():
             self.close()
+
+
+def _allocate_piece(addresses: list[int], piece: Tensor, pinned: bool, touch: bool) -> int:
+    """Adds its address to `addresses` if it was registered. Does not refer to the slab: a thread
+    that held the last reference to it would have to wait for itself."""
+    if touch:  # the system allocates zeroed pages on the first access
+        ctypes.memset(piece.data_ptr(), 0, piece.numel())  # releases the GIL
+    if not pinned:
+        return 0
+    address = piece.data_ptr()
+    code = int(torch.cuda.cudart().cudaHostRegister(address, piece.numel(), 0))
+    if code == 0:
+        registered[address] = piece.numel()
+        addresses.append(address)
+    return code
 
 
 def _unregister(address: int) -> None:
