@@ -380,9 +380,13 @@ class Engine:
         """From now on lets as many experts live on the device as `budget` allows."""
         self._moves.fill_memory(memory, budget)
 
-    def hold_homes(self, hold: bool) -> None:
-        """While held, no experts move by themselves: their copies use the memory."""
-        self._moves.held = hold
+    def hold_homes(self, holder: object) -> None:
+        """As long as `holder` lives, or until it releases them, no experts move by themselves:
+        its copies of experts use the memory."""
+        self._moves.holders.add(holder)
+
+    def release_homes(self, holder: object) -> None:
+        self._moves.holders.discard(holder)
 
     @property
     def device_share(self) -> DeviceShare:

@@ -4,6 +4,7 @@ make room there, and as experts are used."""
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 
@@ -51,8 +52,9 @@ class ExpertMoves:
         self._new_streaming = new_streaming
         self._user = user
         self._residency: Residency | None = None
-        self.held = False
-        """No experts move by themselves, neither to use memory nor to follow usage."""
+        self.holders: WeakSet[object] = WeakSet()
+        """While there are some, no experts move by themselves, neither to use memory nor to follow
+        usage."""
         self.total = len(store.entries)
         self.count = 0
         """How often experts have moved."""
@@ -239,7 +241,7 @@ class ExpertMoves:
 
     def before_pass(self, layer_pass: LayerPass, tokens: int, follow_usage: bool) -> None:
         """A pass through the model begins. Between two steps this is the time to move experts."""
-        if self.held:
+        if len(self.holders):
             return
         training = self._training
         if training is not None:

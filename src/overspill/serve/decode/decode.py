@@ -60,7 +60,7 @@ class Decode:
         refused = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
         self._held = refused is None and not engine.uses_disk
         if self._held:  # copies use the memory better: any expert may have one
-            engine.hold_homes(True)
+            engine.hold_homes(self)
         self._n_moves = -1  # of experts, as the table has them
         self._host: HostExperts | None = None
         self._experts: ExpertCache | None = None
@@ -179,7 +179,7 @@ class Decode:
     def _release_homes(self) -> bool:
         held, self._held = self._held, False
         if held:
-            self._engine.hold_homes(False)
+            self._engine.release_homes(self)
         return held
 
     def stats(self) -> dict[str, Any]:
