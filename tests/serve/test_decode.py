@@ -373,17 +373,38 @@ def test_other_families_are_computed_by_their_modules(
     assert module_steps == [1, 1, 1]
 
 
-def test_models_with_hooks_are_computed_by_their_modules(
+def test_models_with_adapters_are_computed_by_their_modules(
     tmp_path: Path, steps: list[int], module_steps: list[int]
 ) -> None:
+    peft = pytest.importorskip("peft")
     plain = copy.deepcopy(plain_model("mixtral")[0])
     with offloaded(plain, "host", tmp_path) as model:
         for each in (plain, model):
-            each.model.layers[0].mlp.register_forward_hook(lambda *args: 2 * args[2])
+            config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                peft.inject_adapter_in_model(config, each)
         made = Decoding(plain, model, PROMPTS[:1], slots=1)
         made.two_steps()
         made.runner.close()
     assert (steps, module_steps) == ([], [1, 1])
+
+
+def test_hooks_of_the_user_are_called_for_every_token(
+    tmp_path: Path, steps: list[int], module_steps: list[int]
+) -> None:
+    """A graph would not call them: such a model is computed without."""
+    plain, called = copy.deepcopy(plain_model("mixtral")[0]), []
+    with offloaded(plain, "host", tmp_path) as model:
+        for each in (plain, model):
+            each.model.layers[0].mlp.register_forward_hook(lambda *args: 2 * args[2])
+        model.lm_head.register_forward_pre_hook(lambda *_: called.append(1))
+        made = Decoding(plain, model, PROMPTS[:1], slots=1)
+        made.step()
+        made.step()
+        made.runner.close()
+    assert (steps, module_steps) == ([], [])
+    assert len(called) == 3
 
 
 @pytest.mark.parametrize(

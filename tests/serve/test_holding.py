@@ -53,3 +53,10 @@ def test_experts_move_when_a_runner_is_given_up(model: Any) -> None:
     assert not move(model)
     del runner
     assert move(model)
+
+
+def test_experts_move_if_steps_cannot_compute_the_model(model: Any) -> None:
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    runner = runner_of(model)
+    assert move(model)
+    runner.close()

@@ -56,16 +56,17 @@ class Decode:
                 first = self._decoder.layers[0].attention
                 like = self._decoder.embedding.new_empty(first.kv_heads, first.width)
                 self._memory = cache.allocate(len(self._decoder.layers), like)
+        # the model cannot be a graph
+        self._refused = self._decoder is None and not can_step(model, self._placeholders)
         activation = self._placeholders[0].activation
-        refused = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
-        self._held = refused is None and not engine.uses_disk
+        reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
+        self._held = not self._refused and reason is None and not engine.uses_disk
         if self._held:  # copies use the memory better: any expert may have one
             engine.hold_homes(self)
         self._n_moves = -1  # of experts, as the table has them
         self._host: HostExperts | None = None
         self._experts: ExpertCache | None = None
         self._cpu_refuses = False  # experts that are not on the device
-        self._refused = False  # the model cannot be a graph
         # with experts on the host or without, by what chooses experts instead of the routers
         self._graphs: dict[tuple[bool, tuple[RoutingSource, ...]], DecodeGraphs] = {}
 
@@ -120,7 +121,7 @@ class Decode:
         if self._decoder is not None or self._refused:
             return not self._refused
         # routing may be replaced for a while
-        return can_step(self._placeholders)
+        return all(each.source is None for each in self._placeholders)
 
     def _graphs_of(self, host: HostExperts | None) -> DecodeGraphs:
         found = (each.source for each in self._placeholders)

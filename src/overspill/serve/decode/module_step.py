@@ -21,11 +21,12 @@ from overspill.serve.decode.table import ExpertTable
 from overspill.serve.paged import PagedCache
 
 
-def can_step(placeholders: list[ExpertPlaceholder]) -> bool:
-    """Whether the kernels compute these experts, and the host has no part in choosing them."""
-    return all(
-        isinstance(each.activation, Fused) and not each.drops and each.source is None
-        for each in placeholders
+def can_step(model: Any, placeholders: list[ExpertPlaceholder]) -> bool:
+    """Whether the kernels compute these experts, and the host has no part in a step: a graph does
+    not call hooks."""
+    hooks = any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+    return not hooks and all(
+        isinstance(each.activation, Fused) and not each.drops for each in placeholders
     )
 
 
