@@ -424,6 +424,25 @@ def test_copies_of_experts_change_nothing(
     assert steps == [1] * 4
 
 
+def test_copies_follow_weights_that_are_loaded(tmp_path: Path, steps: list[int]) -> None:
+    """Of the last layer: keys and values of earlier tokens do not depend on them."""
+    plain = copy.deepcopy(plain_model("mixtral")[0])
+    with decoding(plain, tmp_path, "host", [0, 1], PROMPTS[:1], slots=8) as made:
+        for _ in range(2):
+            made.step()
+        assert sum(made.runner.stats()["expert_hit_rate"]) > 0
+        changed = {
+            name: -1.5 * value
+            for name, value in plain.state_dict().items()
+            if "layers.1" in name and "experts" in name
+        }
+        assert changed
+        for model in (plain, made.model):
+            model.load_state_dict(changed, strict=False)
+        made.step()
+    assert steps == [1] * 3
+
+
 # -- the model beside it --------------------------------------------------------------------------
 
 

@@ -23,6 +23,8 @@ class ExpertRecords:
         self._store = store
         self._homes = homes
         self._saved_to: Path | None = None
+        self.n_written = 0
+        """How often `write_weights` has changed an expert."""
 
     @property
     def layout(self) -> RecordLayout:
@@ -99,6 +101,12 @@ class ExpertRecords:
 
     def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
         """Lets `fill` write an expert's flat weights [numel] in place."""
+        try:
+            self._write_weights(expert, fill)
+        finally:  # also after a part of it
+            self.n_written += 1
+
+    def _write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
         home = self._at_home(expert)
         self.mark_changed()
         # the master becomes the new weight, without low bits of the old one

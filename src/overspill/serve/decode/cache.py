@@ -125,14 +125,14 @@ class ExpertCache:
             torch.cuda.synchronize(self._engine.device)
         self._collect()
 
-    def follow_moves(self, addresses: list[list[int | None]]) -> None:
+    def follow_moves(self, addresses: list[list[int | None]], keep: bool = True) -> None:
         """Experts have moved to these addresses of the device, or away: those that live there need
-        no slot."""
+        no slot. Without `keep`, weights have changed: no copy is right."""
         self._wait()
         for layer, row in enumerate(addresses):
             for expert, address in enumerate(row):
                 slot = int(self._slots_LE[layer, expert])
-                if slot >= 0 and address is None:
+                if slot >= 0 and address is None and keep:
                     address = self._memory(slot).data_ptr()
                 elif slot >= 0:
                     self._free.append(slot)

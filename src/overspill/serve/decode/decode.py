@@ -64,6 +64,7 @@ class Decode:
         if self._held:  # copies use the memory better: any expert may have one
             engine.hold_homes(self)
         self._n_moves = -1  # of experts, as the table has them
+        self._n_written = 0  # as copies have them
         self._host: HostExperts | None = None
         self._experts: ExpertCache | None = None
         self._cpu_refuses = False  # experts that are not on the device
@@ -105,12 +106,14 @@ class Decode:
         return logits
 
     def _follow_moves(self) -> None:
-        if self._n_moves == self._engine.n_moves:
+        written = self._engine.records.n_written
+        if (self._n_moves, self._n_written) == (self._engine.n_moves, written):
             return
-        self._n_moves = self._engine.n_moves
+        keep = self._n_written == written
+        self._n_moves, self._n_written = self._engine.n_moves, written
         addresses = self._engine.device_addresses()
         if self._experts is not None:
-            self._experts.follow_moves(addresses)
+            self._experts.follow_moves(addresses, keep)
         else:
             self._table.set_all(addresses)
         if self._host is not None:
