@@ -1,6 +1,7 @@
 """Copies of experts on the device during decoding: what steps find is right, whatever moves."""
 
 import copy
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,17 @@ def test_memory_is_given_back_chunk_by_chunk(engine: Engine) -> None:
         assert steps.cache.nbytes == left * engine.shape.numel * engine.dtype.itemsize
         assert len(steps.run((0, 1), (2, 3))) <= left
     assert not steps.cache.shrink()
+
+
+def test_a_closed_cache_has_no_memory(engine: Engine) -> None:
+    steps = Steps(engine, 5, chunk=2)
+    for _ in range(3):
+        steps.run((0, 1), (2, 3))
+    memory = weakref.ref(steps.cache._slabs[0])
+    for _ in range(2):
+        steps.cache.close()
+        assert steps.cache.nbytes == 0
+        assert memory() is None
 
 
 def test_without_slots_nothing_is_uploaded(engine: Engine) -> None:

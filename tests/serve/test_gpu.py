@@ -370,3 +370,17 @@ def test_a_closed_llm_leaves_no_gpu_memory(tmp_path: Path) -> None:
         gc.collect()
         left.append(torch.cuda.memory_allocated())
     assert left[3] == left[1]
+
+
+def test_a_closed_llm_that_is_referenced_has_no_gpu_memory() -> None:
+    """The model that it was given can use it."""
+    with offloaded(gpt(LARGE, torch.bfloat16), "none") as model:
+        llms, left = [], []
+        for _ in range(3):
+            llms.append(overspill.LLM(model, slots=40, context=128))
+            llms[-1].generate([1, 2, 3], GREEDY)
+            assert llms[-1].stats()["expert_slots"] == 40  # 3 MiB each
+            llms[-1].close()
+            gc.collect()
+            left.append(torch.cuda.memory_allocated())
+        assert left[2] - left[1] < 1 << 20

@@ -48,6 +48,13 @@ def test_experts_move_when_the_last_runner_is_closed(model: Any) -> None:
     assert move(model)
 
 
+def test_a_closed_runner_has_no_memory_for_keys_and_values(model: Any) -> None:
+    runner = runner_of(model)
+    assert runner.cache_bytes > 0
+    runner.close()
+    assert runner.cache_bytes == 0
+
+
 def test_experts_move_when_a_runner_is_given_up(model: Any) -> None:
     runner = runner_of(model)
     assert not move(model)

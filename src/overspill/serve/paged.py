@@ -118,6 +118,10 @@ class PagedCache:
             out[rows] = y[0].transpose(0, 1)
         return out
 
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._layers = {}
+
     def allocate(self, n_layers: int, like_kd: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Allocates the memory of all layers as one, for keys and values of one shape."""
         with torch.inference_mode(False):

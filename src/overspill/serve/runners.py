@@ -154,6 +154,7 @@ class PagedRunner(Runner):
     def close(self) -> None:
         if self._decode is not None:
             self._decode.close()
+        self._cache.close()
         if self._before is not None:
             self._model.set_attn_implementation(self._before)
 

@@ -116,6 +116,11 @@ class ExpertCache:
         self._free = [slot for slot in self._free if slot < self._n_slots]
         return True
 
+    def close(self) -> None:
+        """Gives all memory back; no step follows."""
+        self._wait()
+        self._slabs.clear()
+
     def _wait(self) -> None:
         """Until every upload has ended."""
         for _, slot in self._planned:

@@ -98,6 +98,8 @@ class Decode:
             if self._decoder is not None:
                 raise
             self._refused = True
+            if self._experts is not None:
+                self._experts.close()
             self._release_homes()
             _log.info("%s without a CUDA graph: %s", _MODULES, error)
             return None
@@ -215,6 +217,9 @@ class Decode:
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # a step may wait for the CPU
         self._graphs.clear()
+        self._memory = []
         self._release_homes()
+        if self._experts is not None:
+            self._experts.close()
         if self._host is not None:
             self._host.close()
