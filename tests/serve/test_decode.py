@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import itertools
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -441,6 +442,37 @@ def test_copies_follow_weights_that_are_loaded(tmp_path: Path, steps: list[int])
             model.load_state_dict(changed, strict=False)
         made.step()
     assert steps == [1] * 3
+
+
+def test_ctrl_c_loses_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with decoding(plain_gpt(), tmp_path, "host", prompts=small(PROMPTS[:1]), slots=3) as made:
+        engine = made.model.overspill
+        weights = engine.host_weights
+
+        def interrupted(layer: int, expert: int) -> Tensor:
+            monkeypatch.setattr(engine, "host_weights", weights)
+            signal.raise_signal(signal.SIGINT)
+            return weights(layer, expert)
+
+        monkeypatch.setattr(engine, "host_weights", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.step()
+        for _ in range(2):
+            made.step()
+        assert sum(made.runner.stats()["expert_hit_rate"]) > 0
+
+
+def test_a_step_after_a_failure_to_allocate_copies_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no copies now")
+
+    with decoding(plain_gpt(), tmp_path, "host", prompts=small(PROMPTS[:1])) as made:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no copies"):
+            patch.setattr(made.model.overspill, "gpu_use", fail)
+            made.step()
+        made.step()
 
 
 # -- the model beside it --------------------------------------------------------------------------

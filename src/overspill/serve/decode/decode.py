@@ -9,6 +9,7 @@ from torch import Tensor
 
 from overspill.compute.cpu_kernel import why_unsupported
 from overspill.core.errors import ConfigError
+from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.routing import RoutingSource
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -75,7 +76,8 @@ class Decode:
         """The logits after the tokens, which may be on the device; None if some experts are where
         a step cannot find them. Valid until the next call."""
         engine = self._engine
-        with engine.exclusive():  # no thread moves experts before the step is on the stream
+        # no thread moves experts before the step is on the stream; Ctrl-C would lose GPU slots
+        with engine.exclusive(), DeferredInterrupt():
             complete = all(count == engine.n_experts for count in engine.homes)
             if not self._can_step() or not (complete or self._has_host()):
                 return None
@@ -153,7 +155,7 @@ class Decode:
                 raise ConfigError("some experts are on disk")
             assert first.top_k is not None
             with torch.inference_mode(False):  # the buffers outlive it
-                self._host = HostExperts(
+                host = HostExperts(
                     self._engine, first.activation, first.top_k, size, self._engine.settings.inject
                 )
         except ConfigError as error:
@@ -163,6 +165,7 @@ class Decode:
             return False
         self._n_moves = -1
         self._experts = ExpertCache(self._engine, self._table, self._count_slots())
+        self._host = host  # last: steps use both
         return True
 
     def _count_slots(self) -> int:
