@@ -22,6 +22,7 @@ from overspill.serve.decode.structure import read_decoder
 from overspill.serve.decode.table import ExpertTable
 from overspill.serve.paged import PagedCache, Span
 from overspill.trace.spans import Span as TraceSpan
+from overspill.transfer.mapped import can_map
 
 _log = logging.getLogger("overspill")
 _MODULES = "the model's own modules compute each token"
@@ -153,6 +154,8 @@ class Decode:
         try:
             if self._engine.uses_disk:
                 raise ConfigError("some experts are on disk")
+            if not can_map(self._engine.device):
+                raise ConfigError(f"{self._engine.device} cannot access pinned memory")
             assert first.top_k is not None
             with torch.inference_mode(False):  # the buffers outlive it
                 host = HostExperts(
