@@ -219,6 +219,15 @@ def test_several_requests_may_miss_experts(name: str, tmp_path: Path, steps: lis
     assert steps == [4]
 
 
+@pytest.mark.parametrize("name", ["gpt", "mixtral"])
+def test_the_first_prompt_may_have_one_token(name: str, tmp_path: Path, steps: list[int]) -> None:
+    plain = plain_gpt() if name == "gpt" else plain_model(name)[0]
+    with decoding(plain, tmp_path, "host", prompts=[[4]]) as made:
+        assert not steps
+        made.step()
+    assert steps == [1]
+
+
 def test_gpt_moe_may_miss_experts(tmp_path: Path, steps: list[int]) -> None:
     with decoding(plain_gpt(), tmp_path, "host", [0, 2, 5], small(PROMPTS[:1])) as made:
         made.two_steps()

@@ -150,13 +150,14 @@ class Decode:
         if self._host is not None or self._cpu_refuses:
             return not self._cpu_refuses
         first = self._placeholders[0]
+        if first.top_k is None:  # no pass yet: the modules compute a prompt of one token
+            return False
         size = 1 << (self._max_batch - 1).bit_length()
         try:
             if self._engine.uses_disk:
                 raise ConfigError("some experts are on disk")
             if not can_map(self._engine.device):
                 raise ConfigError(f"{self._engine.device} cannot access pinned memory")
-            assert first.top_k is not None
             with torch.inference_mode(False):  # the buffers outlive it
                 host = HostExperts(
                     self._engine, first.activation, first.top_k, size, self._engine.settings.inject
