@@ -606,6 +606,29 @@ def test_greedy_tokens_are_those_of_transformers(
     assert sorted(set(steps)) == [1, 2]
 
 
+def test_a_batch_without_memory_to_begin_early_begins_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from overspill.serve.decode.decode import Decode
+
+    run, refused = Decode.run, []
+
+    def fail(self: Decode, tokens: Any, spans: Any) -> Tensor | None:
+        if isinstance(tokens, Tensor):
+            refused.append(1)
+            raise torch.OutOfMemoryError("injected")
+        return run(self, tokens, spans)
+
+    monkeypatch.setattr(Decode, "run", fail)
+    plain, expected = plain_model("mixtral")
+    with offloaded(plain, "gpu", tmp_path) as model:
+        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True)
+        made = make_request(PROMPTS[0], 4)
+        serve(runner, [made]).close()
+    assert refused
+    assert made.new_tokens == expected[0][:4]
+
+
 def test_a_failure_of_the_cpu_fails_its_requests(tmp_path: Path) -> None:
     """Also with the last token; the next request works."""
     calls = itertools.count()

@@ -131,7 +131,11 @@ class PagedRunner(Runner):
     def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
         if self._decode is None:
             return None
-        return self._decode.run(tokens_N, [Span(r.blocks, r.computed + 1, 1) for r, _ in batch])
+        spans = [Span(r.blocks, r.computed + 1, 1) for r, _ in batch]
+        try:
+            return self._decode.run(tokens_N, spans)
+        except torch.OutOfMemoryError:  # it may be the first step; `run` makes memory free for it
+            return None
 
     @property
     def cache_bytes(self) -> int:
