@@ -1,9 +1,9 @@
 """A native thread that computes the experts which a decoding step on the GPU does not find there.
 
 A step of a model is one CUDA graph, so the host takes no part in it. In each layer a kernel writes
-the token rows and the missing (row, expert, weight) to pinned memory; then the stream sets
-`ready[layer]`. The graph continues with the experts that are on the GPU, then waits until
-`done[layer]` is 1, and resets it. The next kernel adds `out` to its sums.
+the token rows and the missing (row, expert, weight) to pinned memory. If there are any, the next
+kernel, which computes the experts that are on the GPU, first resets `done[layer]` and then sets
+`ready[layer]`. A later kernel waits until `done[layer]` is 1 and adds `out` to its sums.
 
 Shapes: R token rows of the batch, P missing pairs of a row and an expert, L layers, E experts,
 D model.
