@@ -224,6 +224,25 @@ def test_a_failed_job_is_raised_in_the_main_thread(
         assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("kind", ["upload", "ssd read"])
+def test_a_model_for_training_refuses_to_go_on_when_transfers_work_again(
+    kind: str, tmp_path: Path
+) -> None:
+    fails = True
+
+    def fail(what: str) -> None:
+        if fails and what == kind:
+            raise OSError(errno.EIO, "injected")
+
+    model, settings = TASK.model(), Settings(inject=fail)
+    with spilled(model, "disk behind 3 host slots", tmp_path, settings, idle=False):
+        (tokens,) = next(TASK.batches())
+        for _ in range(3):
+            with pytest.raises(EngineError, match="injected"), torch.no_grad():
+                model(tokens)
+            fails = False
+
+
 def _train_until_it_fails(
     model: GPTMoE, optimizer: overspill.AdamW, task: Task, engine: Engine
 ) -> None:

@@ -171,7 +171,7 @@ def test_a_full_disk_is_found_when_the_space_is_reserved(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(DiskError, match=rf"{tmp_path}: reserving 32\.0 KiB .*No space left"):
+    with pytest.raises(DiskError, match=rf"{tmp_path}/r\.bin: reserving 32\.0 KiB .*No space left"):
         RecordFile(tmp_path / "r.bin", 4, SLOT)
     assert not list(tmp_path.iterdir())
 

@@ -396,6 +396,8 @@ class Engine:
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
+        if (streaming := self._moves.streaming) is not None:
+            streaming.recover()
         if layer_pass.layer == 0:
             follow = self._settings.follow_usage and self._settings.activations != "keep"
             self._moves.before_pass(layer_pass, tokens, follow)

@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import torch
 
-from overspill.core.errors import BudgetError, ConfigError, OrderError
+from overspill.core.errors import BudgetError, ConfigError, DiskError, OrderError
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.sizes import format_size
 from overspill.moe.device_memory import DeviceMemory
@@ -140,6 +140,7 @@ class ExpertMoves:
             if self._training is not None:
                 self._training.check_no_gradients("the homes of experts cannot be changed")
             if self.streaming is not None:
+                self.streaming.recover()
                 self.streaming.stop_uploads()
             self.wait()
             try:
@@ -249,12 +250,17 @@ class ExpertMoves:
             expected = layer_pass.trained and not training.has_states
             if expected or training.has_gradients:
                 return
-        if self._residency is not None:
-            self._residency.before_pass(tokens, layer_pass.training)
-        # trained experts are all used in every step, by the optimizer
-        trained = training is not None and layer_pass.trained
-        if follow_usage and not trained and not self._homes.has_states:
-            self._follow_usage()
+        try:
+            if self._residency is not None:
+                self._residency.before_pass(tokens, layer_pass.training)
+            # trained experts are all used in every step, by the optimizer
+            trained = training is not None and layer_pass.trained
+            if follow_usage and not trained and not self._homes.has_states:
+                self._follow_usage()
+        except DiskError as error:  # a move only saves time; the pass may not need these experts
+            if training is not None:
+                raise
+            _log.warning("experts stay where they are: %s", error)
 
     def _follow_usage(self) -> None:
         """Lets the most used experts live on the device."""

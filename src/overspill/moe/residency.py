@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from overspill.core.errors import BudgetError
+from overspill.core.errors import BudgetError, DiskError
 from overspill.core.sizes import format_size
 from overspill.moe.device_memory import DeviceMemory
 from overspill.plan.homes import DeviceShare, share_memory
@@ -168,6 +168,9 @@ class Residency:
         before = self._experts.share
         try:
             self._experts.set_share(share)
+        except DiskError:
+            self._passes = 0  # until it is tried again
+            raise
         except BudgetError as error:
             _log.warning("experts could not leave the GPU: %s", error)
         except torch.OutOfMemoryError:  # memory is divided into pieces that are too small

@@ -128,7 +128,7 @@ class RecordFile:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             advice = "free some space, raise --host-memory or choose another --disk"
         return DiskError(
-            f"{self.path.parent}: {doing} {format_size(size)} of experts failed "
+            f"{self.path}: {doing} {format_size(size)} of experts failed "
             f"({error.strerror}); {advice}"
         )
 
@@ -136,7 +136,8 @@ class RecordFile:
         size = os.fstat(self.fd).st_size
         return DiskError(
             f"{self.path} has {format_size(size)} of {format_size(self.nbytes)}: it was "
-            f"truncated or replaced while in use; restart from the last checkpoint"
+            f"truncated or replaced while in use; load the model again, or restart from the last "
+            f"checkpoint"
         )
 
     def close(self) -> None:

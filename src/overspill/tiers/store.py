@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from overspill.core.errors import DiskError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.core.lifetime import Lifetime
@@ -70,6 +71,7 @@ class ExpertStore(WorkerSync):
         self.entries = self._number_entries(count)
         self.recount_slots()
         self._uses = 0
+        self._unreadable: dict[Entry, OSError] = {}  # the last read has failed
         self.lifetime = Lifetime()
         self._on_change: Callable[[], None] | None = None
         self._progress = progress
@@ -337,6 +339,30 @@ class ExpertStore(WorkerSync):
             if write:
                 entry.dirty |= part
 
+    def fail_read(self, entry: Entry, error: OSError) -> None:
+        """The weights could not be read, in inference: an error only where they are needed. They
+        are not read ahead any more."""
+        with self.lock:
+            self._unreadable[entry] = error
+            self._changed(entry)
+            self.wake_main()
+
+    def is_unreadable(self, entry: Entry) -> bool:
+        return entry in self._unreadable
+
+    def retry_reads(self, entries: Iterable[Entry]) -> None:
+        """These experts are needed now: those that could not be read may be read again."""
+        with self.lock:
+            for entry in entries if self._unreadable else ():
+                self._unreadable.pop(entry, None)
+
+    def check_readable(self, entries: Iterable[Entry]) -> None:
+        """Under the lock: raises if one of these experts could not be read."""
+        for entry in entries if self._unreadable else ():
+            if (error := self._unreadable.get(entry)) is not None:
+                name = f"expert {entry.id.layer}.{entry.id.index}"
+                raise DiskError(f"{name} could not be read from disk: {error}") from error
+
     def end_io(self, entry: Entry, part: Part, write: bool) -> None:
         with self.lock:
             entry.io &= ~part
@@ -344,6 +370,13 @@ class ExpertStore(WorkerSync):
                 entry.valid |= part
             self._changed(entry)
             self.wake_all()
+
+    def recover(self) -> None:
+        """After a failure in inference, when no upload is running: the experts are as before."""
+        with self.lock:
+            for entry in self.entries:
+                entry.upload = None
+            self.error = None
 
     # -- homes on the compute device, changed while nothing is transferred ----------------------
 

@@ -37,11 +37,15 @@ class Stager:
         workers: int,
         recorder: Recorder,
         inject: Inject | None,
+        training: bool = True,
     ) -> None:
+        """After any failure in training, the store refuses to go on. Otherwise an expert that could
+        not be read is an error only where it is needed."""
         self._store = store
         self._needs = needs
         self._recorder = recorder
         self._inject = inject
+        self._training = training
         self._closed = False
         # One queue each: many writes must not delay the reads, and a disk that reads and writes at
         # once moves more bytes than one that does either.
@@ -86,7 +90,7 @@ class Stager:
     def _wanted(self) -> dict[Entry, Part]:
         wanted: dict[Entry, Part] = {}
         for entry, parts in self._needs():
-            if entry.disk_slot is None or entry in wanted:
+            if entry.disk_slot is None or entry in wanted or self._store.is_unreadable(entry):
                 continue
             if len(wanted) == self._store.cache_slots:
                 break
@@ -114,9 +118,25 @@ class Stager:
         with self._store.lock:  # held by `pump` until it is certain
             if started.cancelled:
                 return
+        write = lane == "ssd write"
+        try:
+            self._move(entry, part, lane, write)
+        except BaseException as error:
+            self._fail(entry, part, write, error)
+        else:
+            self._store.end_io(entry, part, write)
+
+    def _fail(self, entry: Entry, part: Part, write: bool, error: BaseException) -> None:
+        with self._store.lock:
+            self._store.cancel_io(entry, part, write)
+            if self._training or write or not isinstance(error, OSError):
+                self._store.fail(error)
+            else:
+                self._store.fail_read(entry, error)
+
+    def _move(self, entry: Entry, part: Part, lane: str, write: bool) -> None:
         if self._inject is not None:
             self._inject(lane)
-        write = lane == "ssd write"
         file, memory = self._store.files[part], self._store.host(entry, part)
         assert entry.disk_slot is not None
         self._recorder.add_bytes(lane, memory.nbytes)
@@ -126,7 +146,6 @@ class Stager:
                 file.write(entry.disk_slot, memory)
             else:
                 file.read(entry.disk_slot, memory)
-        self._store.end_io(entry, part, write)
 
     def idle(self) -> bool:
         """Under the lock: whether nothing is being read or written."""

@@ -63,10 +63,14 @@ class ThreadUploader(Uploader):
     def wait_issued(self, pairs: Sequence[tuple[Entry, int]], every: bool) -> None:
         enough = all if every else any
         labels = ", ".join(upload_label(entry, "") for entry, _ in pairs[:3])
-        self._store.wait(
-            lambda: enough(self.is_issued(*pair) for pair in pairs),
-            f"the upload of {labels} (uploader thread)",
-        )
+
+        def ready() -> bool:
+            issued = [self.is_issued(*pair) for pair in pairs]
+            missing = (entry for (entry, _), done in zip(pairs, issued, strict=True) if not done)
+            self._store.check_readable(missing)
+            return enough(issued)
+
+        self._store.wait(ready, f"the upload of {labels} (uploader thread)")
 
     def has_arrived(self, slot: int) -> bool:
         place = self.slots[slot]

@@ -236,13 +236,21 @@ class StreamingCompute(ExpertCompute):
     def set_settings(self, settings: Settings) -> None:
         """While nothing is being computed or transferred."""
         if settings.uploader != self._settings.uploader:
-            uploads = self._start_uploads(settings.uploader)  # if refused, the old one goes on
-            self.uploader.close()
-            self.uploader, self._waves = uploads
+            self._replace_uploader(settings.uploader)
         self._settings = settings
         self.uploader.set_overlap(settings.overlap_uploads)
         if self.split is not None:
             self.split.set_enabled(settings.cpu_experts)
+
+    def restart_uploads(self) -> None:
+        """After a failure: no slot has an expert, and no upload is running."""
+        self._replace_uploader(self._settings.uploader)
+
+    def _replace_uploader(self, kind: str) -> None:
+        uploads = self._start_uploads(kind)  # if refused, the old one goes on
+        self.uploader.close()
+        self._upload_stream.synchronize()  # the new one does not know who reads the slots
+        self.uploader, self._waves = uploads
 
     def close(self) -> None:
         self.uploader.close()

@@ -4,7 +4,10 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+import torch
+
 from overspill.core.errors import OrderError
+from overspill.core.interrupt import DeferredInterrupt
 from overspill.hardware.machine import cpu_threads
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.homes.memory import DeviceHomes
@@ -42,6 +45,7 @@ class Streaming:
         device, layout = homes.device, store.layout
         self._store = store
         self._updates_at_once = updates_at_once
+        self._interrupted = False
         with ExitStack() as undo:  # a failure leaves no thread
             slab = device_slab(placement.slots, layout.weight_bytes, device)
             threads = cpu_threads(settings.threads)
@@ -66,7 +70,8 @@ class Streaming:
                 )
             self._stager: Stager | None = None
             if store.disk_slots:
-                self._stager = Stager(store, self._needs, _SSD_WORKERS, recorder, settings.inject)
+                inject, training = settings.inject, placement.training
+                self._stager = Stager(store, self._needs, _SSD_WORKERS, recorder, inject, training)
             undo.pop_all()
 
     def _needs(self) -> Iterator[tuple[Entry, Part]]:
@@ -132,8 +137,21 @@ class Streaming:
         host = self._store.host_bytes() if gradients is None else gradients.host_bytes()
         return host + self.compute.cpu_bytes
 
+    def recover(self) -> None:
+        """Before a pass or a move, under the engine's lock: in inference a transfer that has failed
+        loses nothing, so transfers begin anew. In training the failure stays."""
+        error = self._store.error
+        if error is None or self.gradients is not None or self._interrupted:
+            return
+        _log.warning("transfers of experts begin anew after a failure: %s", error)
+        # what is allocated here outlives an inference mode of the caller
+        with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
+            self.compute.restart_uploads()
+            self._store.recover()
+
     def interrupt(self) -> None:
         """Makes a pass of another thread raise where it waits."""
+        self._interrupted = True
         self._store.fail(
             OrderError("the engine was closed while it was used; load the model again")
         )

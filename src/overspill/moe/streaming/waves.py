@@ -108,11 +108,13 @@ class Waves:
         with self._store.lock:
             needed = self._cursor.chunks(part, self._plan.n_parts, ahead)
             planned = self._plan.follow(needed, self._uploads)
+            layer, positions, _ = planned[0]
+            self._store.retry_reads(self._store.at(layer, position) for position in positions)
             self._uploader.set_targets(
                 list(itertools.chain.from_iterable(map(self._targets, planned)))
             )
             self._store.request_transfers()
-            return planned[0].positions
+            return positions
 
     def _uploads(self, layer: int, positions: range) -> list[int]:
         if self._split is not None:
