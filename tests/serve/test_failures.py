@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 from overspill import LLM, SamplingParams, Settings
-from overspill.core.errors import EngineError, NonFiniteError, OverspillError
+from overspill.core.errors import DiskError, EngineError, NonFiniteError, OverspillError
 from tests.moe.oracle import threads_left
 from tests.serve.models import (
     gpt_tokens,
     plain_generate,
+    plain_gpt,
     plain_model,
     served,
     served_gpt,
@@ -148,8 +150,6 @@ def test_a_prompt_with_nan_fails_alone(llm: LLM, params: SamplingParams) -> None
 
 
 def plain_head() -> torch.Tensor:
-    from tests.serve.models import plain_gpt
-
     return plain_gpt().get_output_embeddings().weight.detach().clone()
 
 
@@ -161,35 +161,217 @@ def swap_head(model: Any, weight: torch.nn.Parameter) -> None:
 
 
 class FailingJob:
-    """Fails transfers of one kind from some time on."""
+    """Fails transfers of experts of one kind while it is on, or the next few of them."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.on = kind, False
+        self.kind, self.on, self.next = kind, False, 0
 
     def __call__(self, kind: str) -> None:
-        if self.on and kind == self.kind:
+        # dense weights are uploaded by the thread that computes; a native thread is a "Dummy"
+        worker = threading.current_thread().name.startswith(("overspill-", "Dummy"))
+        if kind == self.kind and worker and (self.on or self.next > 0):
+            self.next -= 1
             raise OSError(errno.EIO, "injected")
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("upload", "host"), ("ssd read", "disk")])
-def test_a_failed_transfer_is_one_clear_error_for_every_request(
-    kind: str, mode: str, tmp_path: Path
+TRANSFERS = [
+    ("upload", "host", "thread"),
+    ("upload", "host", "native"),
+    ("upload", "disk", "thread"),
+    ("ssd read", "disk", "thread"),
+]
+each_transfer = pytest.mark.parametrize(("kind", "mode", "uploader"), TRANSFERS)
+PROMPTS = [[1, 2], [3], [5, 6, 7]]
+
+
+@each_transfer
+def test_requests_fail_while_transfers_fail_and_work_afterwards(
+    kind: str, mode: str, uploader: str, tmp_path: Path
 ) -> None:
-    """Its thread has ended: later requests fail at once with the same error."""
     fail = FailingJob(kind)
-    with served_gpt(mode, tmp_path, Settings(inject=fail)) as llm:
-        assert tokens_of(llm, [[1, 2]], SHORT) == [gpt_tokens([1, 2], 4)]
-        stream = llm.stream([3, 4], LONG)
-        next(stream)
+    with served_gpt(mode, tmp_path, Settings(inject=fail, uploader=uploader)) as llm:
+        for _ in range(3):
+            assert tokens_of(llm, PROMPTS, SHORT) == [gpt_tokens(p, 4) for p in PROMPTS]
+            stream = llm.stream([3, 4], LONG)
+            next(stream)
+            fail.on = True
+            began = time.monotonic()
+            for prompts in ([[1, 2], [3]], [[5]]):
+                with pytest.raises(OverspillError, match="injected"):
+                    llm.generate(prompts, LONG)
+            with pytest.raises(OverspillError, match="injected"):
+                list(stream)
+            assert time.monotonic() - began < 10
+            assert not llm._loop.scheduler.running
+            fail.on = False
+        assert tokens_of(llm, PROMPTS, LONG) == [gpt_tokens(p, 40) for p in PROMPTS]
+        llm.model.overspill.check_conserved()
+
+
+@each_transfer
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_a_few_failed_transfers_change_no_tokens(
+    kind: str, mode: str, uploader: str, count: int, tmp_path: Path
+) -> None:
+    """A read ahead of need is tried again when the expert is needed."""
+    fail = FailingJob(kind)
+    expected = [gpt_tokens(prompt, 4) for prompt in PROMPTS]
+    with served_gpt(mode, tmp_path, Settings(inject=fail, uploader=uploader)) as llm:
+        for skipped in range(5):
+            for prompt in ([7], [8, 9])[: skipped % 3]:  # other experts are in the slots then
+                tokens_of(llm, [prompt], SHORT)
+            fail.next = count
+            requests = [llm._request(prompt, SHORT) for prompt in PROMPTS]
+            for request in requests:
+                llm._loop.add(request)
+            llm._loop.run_until(lambda r=requests: all(each.finished for each in r))
+            for request, tokens in zip(requests, expected, strict=True):
+                if request.error is None:
+                    assert request.result().token_ids == tokens
+                else:
+                    assert "injected" in str(request.error)
+            fail.next = 0
+            assert tokens_of(llm, PROMPTS, SHORT) == expected
+        llm.model.overspill.check_conserved()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "jamba"])
+def test_a_failing_disk_does_not_change_later_tokens_of_any_model(
+    name: str, tmp_path: Path
+) -> None:
+    prompts = [[5, 6, 7], [8], list(range(10, 30))]
+    model, _ = plain_model(name)
+    expected = [plain_generate(model, prompt, 4) for prompt in prompts]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    fail = FailingJob("ssd read")
+    with served(name, "disk", tmp_path, Settings(inject=fail)) as llm:
+        for _ in range(2):
+            fail.on = True
+            with pytest.raises(DiskError, match=r"expert \d+\.\d+ could not be read.*injected"):
+                llm.generate(prompts, params)
+            fail.on = False
+            assert tokens_of(llm, prompts, params) == expected
+
+
+class BadRecord:
+    """A disk that cannot read one record of a file, while it is bad."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.record, self.bad, self.failures = 0, True, 0
+        self._read = os.preadv
+        monkeypatch.setattr(os, "preadv", self)
+
+    def __call__(self, fd: int, buffers: Any, offset: int) -> int:
+        if self.bad and offset == self.record * len(buffers[0]):
+            self.failures += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self._read(fd, buffers, offset)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> BadRecord:
+    return BadRecord(monkeypatch)
+
+
+ONE = SamplingParams(max_tokens=1)
+SINGLES = [[token] for token in range(1, 40)]
+
+
+def test_only_requests_that_need_an_unreadable_expert_fail(disk: BadRecord, tmp_path: Path) -> None:
+    with served_gpt("disk", tmp_path, Settings(follow_usage=False), max_batch=8) as llm:
+        alone = [error_of(llm, prompt) for prompt in SINGLES]
+        (message,) = {str(error) for error in alone if error is not None}
+        found = re.fullmatch(
+            r"expert (\d+)\.(\d+) could not be read from disk: (\S+)weights\.bin: reading .* of "
+            r"experts failed \(Input/output error\); check the disk .*",
+            message,
+        )
+        assert found, message
+        assert found[3].startswith(str(tmp_path))
+        needed = [(int(found[1]), int(found[2])) in experts_of(prompt) for prompt in SINGLES]
+        assert [error is not None for error in alone] == needed
+        assert disk.failures <= 1 + 2 * sum(needed), "read when it was needed, and once ahead of it"
+        requests = [llm._request(prompt, ONE) for prompt in SINGLES]
+        for request in requests:
+            llm._loop.add(request)
+        llm._loop.run_until(lambda: all(request.finished for request in requests))
+        assert [request.error is not None for request in requests] == needed
+        for request, prompt in zip(requests, SINGLES, strict=True):
+            if request.error is None:
+                assert request.result().token_ids == gpt_tokens(prompt, 1)
+        disk.bad = False
+        assert tokens_of(llm, SINGLES, ONE) == [gpt_tokens(prompt, 1) for prompt in SINGLES]
+
+
+def test_an_unreadable_expert_that_should_move_to_the_device_fails_no_other_requests(
+    disk: BadRecord, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served_gpt("disk", tmp_path) as llm:
+        home = next((layer, ids[0]) for layer, ids in enumerate(llm.model.overspill.at_home) if ids)
+        disk.record = home[0] * llm.model.overspill.n_experts  # the next expert of the layer
+        failed = {prompt[0]: error_of(llm, prompt) for prompt in SINGLES}
+        needed = [t for t, e in failed.items() if e is not None and home not in experts_of([t])]
+        other = next(t for t, e in failed.items() if e is None)
+        for token in (needed * 60)[:60]:
+            assert error_of(llm, [token]) is not None
+        assert "experts stay where they are: " in caplog.text
+        for _ in range(20):
+            assert error_of(llm, [other]) is None
+
+
+def experts_of(prompt: list[int]) -> set[tuple[int, int]]:
+    """The experts that compute a prompt, with their layers."""
+    found: set[tuple[int, int]] = set()
+    hooks = [
+        block.moe.router.register_forward_hook(
+            lambda _, __, out, layer=layer: found.update(
+                (layer, expert) for expert in out.expert_ids_TK.flatten().tolist()
+            )
+        )
+        for layer, block in enumerate(plain_gpt().blocks)
+    ]
+    plain_gpt()(torch.tensor([prompt]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def error_of(llm: LLM, prompt: list[int]) -> DiskError | None:
+    try:
+        assert tokens_of(llm, [prompt], ONE) == [gpt_tokens(prompt, 1)]
+    except DiskError as error:
+        return error
+    return None
+
+
+def test_threads_get_their_tokens_or_a_disk_error(disk: BadRecord, tmp_path: Path) -> None:
+    """Experts also try to exchange places by their usage."""
+    with served_gpt("disk", tmp_path) as llm:
+        jobs = [
+            in_thread(lambda own=SINGLES[number::4]: [error_of(llm, p) for p in own])
+            for number in range(4)
+        ]
+        errors = [error for job in jobs for error in job.join()]
+        assert None in errors
+        assert any(errors)
+        disk.bad = False
+        assert tokens_of(llm, SINGLES, SHORT) == [gpt_tokens(prompt, 4) for prompt in SINGLES]
+        llm.model.overspill.check_conserved()
+
+
+def test_an_expert_that_could_not_be_written_is_not_lost(tmp_path: Path) -> None:
+    """Experts exchange places, so that one on disk is newer in its host slot."""
+    fail = FailingJob("ssd write")
+    with served_gpt("disk", tmp_path, Settings(inject=fail, follow_usage=False)) as llm:
+        engine = llm.model.overspill
+        (layer, *_) = (layer for layer, count in enumerate(engine.homes) if count)
         fail.on = True
-        began = time.monotonic()
-        for prompts in ([[1, 2], [3]], [[5]]):
-            with pytest.raises(EngineError, match="injected"):
-                llm.generate(prompts, LONG)
-        with pytest.raises(EngineError, match="injected"):
-            list(stream)
-        assert time.monotonic() - began < 10
-        assert not llm._loop.scheduler.running
+        engine.exchange_homes([(layer, 0, engine.homes[layer])])
+        with pytest.raises(OverspillError, match="injected"):
+            tokens_of(llm, PROMPTS * 5, SHORT)
+        fail.on = False
+        assert tokens_of(llm, PROMPTS, SHORT) == [gpt_tokens(p, 4) for p in PROMPTS]
+        engine.check_conserved()
 
 
 def test_a_file_on_disk_that_was_cut_is_a_disk_error(tmp_path: Path) -> None:
@@ -199,8 +381,9 @@ def test_a_file_on_disk_that_was_cut_is_a_disk_error(tmp_path: Path) -> None:
             target = os.readlink(fd) if fd.is_symlink() else ""
             if target.startswith(str(tmp_path)) and "weights" in target:
                 os.truncate(fd, 0)
-        with pytest.raises(OverspillError, match="weights"):
-            llm.generate([[number] for number in range(20)], LONG)
+        for _ in range(3):
+            with pytest.raises(DiskError, match=r"expert .*weights.* truncated .* load the model"):
+                llm.generate([[number] for number in range(20)], LONG)
 
 
 def test_requests_of_other_models_continue_after_a_failed_transfer(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from overspill.serve.scheduler import Scheduler, Work
 from tests.models.huggingface.families import FAMILIES, make_model
 from tests.serve.models import plain_gpt
 from tests.serve.requests import make_request
+from tests.serve.test_failures import FailingJob
 
 pytestmark = pytest.mark.gpu
 GREEDY = overspill.SamplingParams(max_tokens=12, ignore_eos=True)
@@ -64,10 +65,10 @@ def set_homes(model: Any, homes: str) -> None:
 
 
 @contextmanager
-def offloaded(model: Any, homes: str) -> Iterator[Any]:
+def offloaded(model: Any, homes: str, **given: Any) -> Iterator[Any]:
     """A copy of `model` on the GPU, with experts at home there as `homes` says."""
     options = {"device": "cuda", "mode": "host", "slots": 8, "quiet": True, "progress": False}
-    twin = overspill.offload(copy.deepcopy(model), **options)
+    twin = overspill.offload(copy.deepcopy(model), **{**options, **given})
     try:
         set_homes(twin, homes)
         yield twin
@@ -262,6 +263,56 @@ def test_threads_with_streams_of_their_own_get_their_tokens(homes: str) -> None:
 
 
 LONG = overspill.SamplingParams(max_tokens=100, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("upload", "host"), ("upload", "disk"), ("ssd read", "disk")]
+)
+def test_failed_transfers_fail_their_requests_and_change_no_tokens(
+    kind: str, mode: str, tmp_path: Path
+) -> None:
+    """Every prompt uploads experts; only experts on disk are uploaded for each new token."""
+    plain = gpt(SMALL, torch.float32)
+    prompts = [[number + 1, 5, 7] for number in range(4)]
+    expected = [tokens_of(plain, prompt, 12) for prompt in prompts]
+    fail = FailingJob(kind)
+    where: dict[str, Any] = {"mode": mode, "settings": overspill.Settings(inject=fail)}
+    if mode == "disk":
+        where |= {"disk": tmp_path, "host_slots": 5}
+    failed, got = [], []
+    with (
+        offloaded(plain, "none", **where) as model,
+        overspill.LLM(model, context=128, max_batch=4) as llm,
+    ):
+        for _ in range(3):
+            assert [r.token_ids for r in llm.generate(prompts, GREEDY)] == expected
+            fail.on = True
+            for _ in range(2):
+                with pytest.raises(OverspillError, match="injected"):
+                    llm.generate(prompts, GREEDY)
+            fail.on = False
+
+        def ask(number: int) -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(10):
+                    fail.next = 1
+                    try:
+                        result = llm.generate(prompts[number], GREEDY)
+                        got.append(result[0].token_ids == expected[number])
+                    except OverspillError as error:
+                        failed.append(str(error))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(got) + len(failed) == 40
+        assert all(got)
+        assert all("injected" in error for error in failed)
+        fail.next = 0
+        assert [r.token_ids for r in llm.generate(prompts, GREEDY)] == expected
+        model.overspill.check_conserved()
 
 
 @every_home

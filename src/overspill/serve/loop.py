@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from overspill.core.errors import NonFiniteError, OrderError
+from overspill.core.errors import DiskError, NonFiniteError, OrderError
 from overspill.core.interrupt import Condition, DeferredInterrupt
 from overspill.serve.request import Request
 from overspill.serve.runners import Runner
@@ -112,6 +112,11 @@ class ServingLoop:
             now = self._ahead
             batch = self.scheduler.next_batch() if now is None else now.batch
         assert batch, "a request waits, but nothing can be computed"
+        self._compute(batch, now)
+
+    def _compute(self, batch: list[Work], now: Pass | None) -> None:
+        """If an expert cannot be read, each request of the batch is tried alone: those that do not
+        need it continue."""
         try:
             with torch.inference_mode(), self._on_stream():
                 began = time.perf_counter()
@@ -127,7 +132,13 @@ class ServingLoop:
         except Exception as error:  # a model may raise anything
             with DeferredInterrupt():
                 self._ahead = None
-                self._fail([work.request for work in batch], error)
+                if len(batch) == 1 or not isinstance(error, DiskError):
+                    self._fail([work.request for work in batch], error)
+                    return
+        else:
+            return
+        for work in batch:
+            self._compute([work], None)
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
         for request in requests:
