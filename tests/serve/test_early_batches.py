@@ -79,6 +79,16 @@ def test_the_next_batch_begins_early_and_gives_the_tokens_of_the_model() -> None
     served.check_idle()
 
 
+def test_a_request_that_is_given_up_lets_the_runner_pause() -> None:
+    served = Served()
+    given_up = served.ask([1, 2, 3])
+    served.step()
+    served.loop.remove(given_up)
+    assert served.runner.paused == 1
+    assert served.finish(served.ask([4, 5])) == [greedy([4, 5], 9)]
+    served.check_idle()
+
+
 def test_requests_that_end_at_different_times_get_their_own_tokens() -> None:
     served = Served()
     counts = [3, 12, 7]

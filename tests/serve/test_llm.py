@@ -1,6 +1,7 @@
 """`overspill.LLM`: what it loads, what it refuses, and what it gives back."""
 
 import copy
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -328,6 +329,18 @@ def test_statistics_count_what_was_served(llm: LLM) -> None:
     assert stats["tokens_per_second"] > 0
     assert stats["time_to_first_token"] > 0
     assert stats["uploaded_bytes"] > 0
+
+
+def test_close_in_a_forked_child_leaves_the_parent_alone(tmp_path: Path) -> None:
+    with served_gpt("host", tmp_path) as llm:
+        params = SamplingParams(max_tokens=4)
+        before = llm.generate([1, 2, 3], params)[0].token_ids
+        child = os.fork()
+        if child == 0:
+            llm.close()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert llm.generate([1, 2, 3], params)[0].token_ids == before
 
 
 def test_nothing_is_served_after_close(tmp_path: Path) -> None:

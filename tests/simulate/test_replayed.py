@@ -27,6 +27,16 @@ def test_a_replay_is_the_trace_again_and_again() -> None:
         assert torch.equal(replayed, torch.cat([trace[:, layer]] * 4)[:38])
 
 
+def test_all_layers_at_once_are_as_one_by_one() -> None:
+    trace = trace_of(10)
+    source = ReplayedRouting(trace, 9)
+    taken = [source.all_layers(n, CPU) for n in (4, 3, 5)]
+    assert torch.equal(torch.cat(taken, dim=1), torch.cat([trace] * 2).transpose(0, 1)[:, :12])
+    source(1, 3, CPU)  # one layer is ahead of the others
+    (_, ahead, _), again = source.all_layers(2, CPU), torch.cat([trace] * 2)
+    assert torch.equal(ahead, again[5:7, 1])
+
+
 def test_sequences_are_those_of_the_file(tmp_path: Path) -> None:
     trace, offsets = trace_of(10), [0, 4, 4, 10]
     path = tmp_path / "trace.npz"

@@ -186,6 +186,8 @@ class LLM:
         if self._closed:
             return
         self._closed = True
+        if self.model.overspill.lifetime.forked:  # it has neither threads nor a GPU
+            return
         self._loop.close()
         if self._source.owned:
             self.model.overspill.close()

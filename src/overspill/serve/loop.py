@@ -70,6 +70,8 @@ class ServingLoop:
         """Takes effect before the next batch. Does not wait for this one: the garbage collector
         may end a stream in the thread that computes it."""
         self._inbox.append(partial(self._remove, request))
+        if not self._turn.locked():  # given up: nothing may follow for a while
+            self.runner.pause()
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)

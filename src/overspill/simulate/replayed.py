@@ -71,10 +71,10 @@ class ReplayedRouting:
         return _from(trace_TK, start, n_tokens).long()
 
     def all_layers(self, n_tokens: int, device: torch.device) -> Tensor:
-        """The experts of the next tokens, [L, T, K]; all layers must be at the same token."""
+        """The experts of the next tokens of all layers, [L, T, K]."""
         trace_LTK, start = self._on(device), self._next[0]
-        if self._next != [start] * self.n_layers:
-            raise ConfigError("the layers of this trace are at different tokens")
+        if self._next != [start] * self.n_layers:  # after a pass that was interrupted
+            return torch.stack([self(layer, n_tokens, device) for layer in range(self.n_layers)])
         self._next = [(start + n_tokens) % trace_LTK.shape[1]] * self.n_layers
         return _from(trace_LTK, start, n_tokens)
 

@@ -217,7 +217,7 @@ class Decode:
 
     def pause(self) -> None:
         """No step follows for a while."""
-        if self._host is not None:
+        if self._host is not None and not self._engine.lifetime.forked:
             self._host.pause()
 
     def close(self) -> None:
