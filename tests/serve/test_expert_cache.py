@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import overspill
 from overspill.moe.engine import Engine
 from overspill.plan.eviction import LRU
 from overspill.serve.decode.cache import ExpertCache
@@ -175,3 +176,22 @@ def test_a_table_has_the_numbers_of_the_last_change(engine: Engine) -> None:
     assert int(table.offsets[1, 2]) == 9  # not before it is applied
     table.apply()
     assert not table.present.any()
+
+
+def test_a_failed_upload_loses_no_slot(tmp_path: Path) -> None:
+    (family,) = (each for each in FAMILIES if each.name == "mixtral")
+    uploads, fails = [], {2}
+
+    def inject(kind: str) -> None:
+        uploads.append(kind)
+        if len(uploads) in fails:
+            raise OSError("injected")
+
+    settings = overspill.Settings(inject=inject)
+    with offloaded(make_model(family).eval(), "host", tmp_path, settings) as model:
+        steps = Steps(model.overspill, 4)
+        with pytest.raises(OSError, match="injected"):
+            steps.run((0, 1), (2, 3))
+        assert uploads == ["upload"] * 2
+        assert steps.run((0, 1), (2, 3)) == set()
+        assert steps.run((0, 1), (2, 3)) == {(0, 0), (0, 1), (1, 2), (1, 3)}

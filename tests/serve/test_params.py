@@ -48,8 +48,10 @@ def test_an_invalid_value_is_named(name: str, value: Any, message: str) -> None:
 
 
 def test_limits_are_valid() -> None:
-    SamplingParams(max_tokens=1, temperature=0, top_p=1, top_k=0, seed=-(2**63), logprobs=0)
-    SamplingParams(temperature=1e-300, top_p=1e-300, seed=2**63 - 1, stop=[])
+    lowest = SamplingParams(max_tokens=1, temperature=0, top_p=1, top_k=0, seed=-(2**63))
+    assert lowest.seed == -(2**63)
+    highest = SamplingParams(temperature=1e-300, top_p=1e-300, seed=2**63 - 1, stop=[], logprobs=0)
+    assert highest.seed == 2**63 - 1
 
 
 def test_stop_strings_are_one_or_several() -> None:

@@ -73,26 +73,34 @@ def test_allocation_threads_have_ended(background: bool) -> None:
         assert not [t.name for t in threading.enumerate() if t.name.startswith("overspill-")]
 
 
+class FakeRuntime:
+    """The CUDA runtime of a system that allows to pin `most` pieces, each in so many seconds."""
+
+    def __init__(self, most: int = 100, seconds: float = 0.0) -> None:
+        self.pinned: set[int] = set()
+        self.begun = threading.Event()
+        self._most, self._seconds = most, seconds
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        self.begun.set()
+        time.sleep(self._seconds)
+        if len(self.pinned) == self._most:
+            return 2
+        self.pinned.add(pointer)
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        self.pinned.remove(pointer)
+        return 0
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_refused_pinning_is_named_and_leaves_nothing_pinned(
     background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pinned: set[int] = set()
-
-    class Runtime:
-        """The CUDA runtime of a system that allows to pin two pieces."""
-
-        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-            if len(pinned) == 2:
-                return 2
-            pinned.add(pointer)
-            return 0
-
-        def cudaHostUnregister(self, pointer: int) -> int:
-            pinned.remove(pointer)
-            return 0
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    runtime = FakeRuntime(most=2)
+    pinned = runtime.pinned
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(module, "_THREADS", 1)
     message = r"pinning 16\.0 KiB .* failed \(2\); lower --host-memory or raise the memlock limit"
 
@@ -145,41 +153,20 @@ def test_pinned_memory_reads_as_zero_in_a_forked_child() -> None:
 
 
 def test_a_slab_that_nobody_closes_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = set()
-
-    class Runtime:
-        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-            pinned.add(pointer)
-            return 0
-
-        def cudaHostUnregister(self, pointer: int) -> int:
-            pinned.remove(pointer)
-            return 0
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     slab = HostSlab("weights", 2, ALIGN, pinned=True)
-    assert len(pinned) == 1
+    assert len(runtime.pinned) == 1
     del slab
-    assert not pinned
+    assert not runtime.pinned
 
 
 def test_a_slab_that_is_given_up_while_threads_allocate_it_is_unpinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pinned, begun = set(), threading.Event()
-
-    class Runtime:
-        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-            begun.set()
-            time.sleep(0.05)
-            pinned.add(pointer)
-            return 0
-
-        def cudaHostUnregister(self, pointer: int) -> int:
-            pinned.remove(pointer)
-            return 0
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    runtime = FakeRuntime(seconds=0.05)
+    pinned, begun = runtime.pinned, runtime.begun
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(module, "_THREADS", 2)
     slab = HostSlab("weights", 4, ALIGN, True, background=True, piece_bytes=ALIGN)
     begun.wait()

@@ -31,12 +31,14 @@ class Choice:
         temperatures = [
             _temperature(each) if own else 0.0 for each, own in zip(params, plain, strict=True)
         ]
-        noise_NV = logits_NV
+        noise_NV: Tensor | None = None
         if any(temperatures):
             noise_NV = torch.empty_like(logits_NV, dtype=torch.float32)
-        for row, temperature in enumerate(temperatures):
-            if temperature > 0:
-                noise_NV[row].exponential_(generator=generators[row])
+            for row, temperature in enumerate(temperatures):
+                if temperature > 0:
+                    noise_NV[row].exponential_(generator=generators[row])
+                else:
+                    noise_NV[row] = 1.0
         heat_N = _on_device(tuple(temperatures), logits_NV.device)
         self.tokens_N, self._found = _highest(logits_NV, heat_N, noise_NV)
         """On the device; of a row without finite logits it is any token."""
@@ -84,17 +86,19 @@ def _on_device(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(temperatures, dtype=torch.float32, device=device)
 
 
-def _highest(logits_NV: Tensor, heat_N: Tensor, noise_NV: Tensor) -> tuple[Tensor, Tensor]:
+def _highest(logits_NV: Tensor, heat_N: Tensor, noise_NV: Tensor | None) -> tuple[Tensor, Tensor]:
     """The token with the highest logit / temperature - log(noise) of each row: drawn with the
     probability of a softmax, if the noise is exponential. The same again, but -1 for a row with a
     logit that is NaN, or without a finite one. A row with temperature 0 has no noise."""
     if logits_NV.is_cuda and has_triton("sampling"):
         from overspill.compute.highest_triton import highest
 
-        return highest(logits_NV, heat_N, noise_NV)
-    scores_NV, heat_N1 = logits_NV.float(), heat_N[:, None]
-    drawn_NV = scores_NV / heat_N1 - noise_NV.float().clamp_min(_SMALLEST).log()
-    values_N, places_N = torch.where(heat_N1 > 0, drawn_NV, scores_NV).max(-1)
+        return highest(logits_NV, heat_N, logits_NV if noise_NV is None else noise_NV)
+    scores_NV = logits_NV.float()
+    if noise_NV is not None:
+        divisor_N1 = torch.where(heat_N > 0, heat_N, 1.0)[:, None]
+        scores_NV = scores_NV / divisor_N1 - noise_NV.clamp_min_(_SMALLEST).log_()
+    values_N, places_N = scores_NV.max(-1)
     return places_N, torch.where(values_N.isfinite(), places_N, -1)
 
 

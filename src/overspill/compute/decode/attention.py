@@ -89,8 +89,8 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """Attention of one token of each sequence to those up to its position, [B, h * d]; values may
-    have another width than keys. A sequence
-    is divided over several programs; what each has found is combined."""
+    have another width than keys. A sequence is divided over several programs, whose results are
+    combined."""
     keys, values = cache
     batch, heads, width = q_Bhd.shape
     kv_heads, out_width = values.shape[1:]

@@ -23,8 +23,7 @@ _UPLOADS = 16
 """Uploads at a time."""
 _MARGIN = 1.0
 """By how much the score of an expert exceeds that of the one whose slot it gets: an upload takes
-bandwidth of host memory from the CPU. On recorded routing (a quarter of the experts cached) 1.0
-needs half as many uploads as 0.1, and as many experts are missing."""
+bandwidth of host memory from the CPU."""
 
 Key = tuple[int, int]
 """A layer, and an expert by its id."""
@@ -212,19 +211,32 @@ class ExpertCache:
 
     def _start_uploads(self) -> None:
         planned, self._planned = self._planned, []
-        sources = [self._engine.host_weights(*key) for key, _ in planned]
-        if self._stream is None:
-            for (_, slot), source in zip(planned, sources, strict=True):
+        try:
+            end = self._copy(planned)
+        except BaseException:
+            self._free += [slot for _, slot in planned]
+            raise
+        self._uploading.append(_Uploading(planned, end))
+
+    def _copy(self, planned: list[_Upload]) -> torch.cuda.Event | None:
+        """Begins to copy experts to their slots. Returns the end, None if they are there."""
+        engine, inject = self._engine, self._engine.settings.inject
+        if self._stream is not None:
+            # steps that have begun may read what was in these slots; later ones do not find it
+            self._stream.wait_stream(torch.cuda.current_stream(engine.device))
+        for key, slot in planned:
+            if inject is not None:
+                inject("upload")
+            source = engine.host_weights(*key)
+            if self._stream is None:
                 self._memory(slot).copy_(source)
-            self._uploading.append(_Uploading(planned, None))
-            return
-        # steps that have begun may still read what was in these slots; later ones do not find it
-        self._stream.wait_stream(torch.cuda.current_stream(self._engine.device))
-        for (_, slot), source in zip(planned, sources, strict=True):
-            copy_on(self._stream, self._memory(slot), source)
+            else:
+                copy_on(self._stream, self._memory(slot), source)
+        if self._stream is None:
+            return None
         end = torch.cuda.Event()
         end.record(self._stream)
-        self._uploading.append(_Uploading(planned, end))
+        return end
 
 
 def _highest(scores_LE: Floats, count: int) -> Iterator[Key]:
