@@ -239,6 +239,26 @@ def row(work: Work, engine: Any) -> str:
     return f"{shape}, {what}, {where}"
 
 
+class ReadTokens(NamedTuple):
+    """New tokens of a request, without its prompt."""
+
+    speed: float  # tokens a second
+    nbytes: float  # read from disk for a token
+
+
+def read_tokens(llm: overspill.LLM, number: int, tokens: int) -> ReadTokens:
+    recorder = llm.model.overspill.recorder
+    params = overspill.SamplingParams(max_tokens=tokens + 1, temperature=1.0, ignore_eos=True)
+    pieces = llm.stream([100 + number, 2, 3, 4], params)
+    next(pieces)  # the prompt
+    before, start = recorder.counters()["ssd read"], time.perf_counter()
+    for _ in pieces:
+        pass
+    seconds, nbytes = time.perf_counter() - start, recorder.counters()["ssd read"] - before
+    print(f"{tokens} tokens in {seconds:.1f} s, {nbytes / 1e9:.1f} GB from disk", flush=True)
+    return ReadTokens(tokens / seconds, nbytes / tokens)
+
+
 def run_on_disk(bench: Bench) -> None:
     """W2 with 4 GiB of host memory: most experts are read from disk."""
     args = bench.args
@@ -247,22 +267,21 @@ def run_on_disk(bench: Bench) -> None:
         w2(), "8GiB", "4GiB", args.disk, torch.bfloat16, train=False, quiet=True, settings=settings
     )  # fmt: skip
     engine = model.overspill
-    bandwidth = disk_bandwidth(args.disk, engine.layout.weight_bytes, 512)["read"]
+    bandwidth = disk_bandwidth(args.disk, engine.layout.weight_bytes, 256)["read"]
+    _, needed = token_bytes(model)
     with overspill.LLM(model, context=4096, slots=0) as llm, short_collections():
-        decode(llm, 1, 8, 1)
-        before, began = engine.recorder.counters()["ssd read"], llm.stats()
-        speed = [each.speed for each in decode(llm, 1, args.tokens_on_disk, args.rounds)]
-        read, stats = engine.recorder.counters()["ssd read"] - before, llm.stats()
-    tokens = stats["decode_tokens"] - began["decode_tokens"]
-    each = read / (tokens + args.rounds + 1)  # the prompts read too
+        found = [read_tokens(llm, number, args.tokens_on_disk) for number in range(args.rounds + 1)]
+    found = found[1:]  # the first one fills the host memory
+    each = statistics.median(read.nbytes for read in found)
     metrics = {
-        "tokens_per_second": metric(speed, "tokens/s"),
-        "disk_read": metric([each * rate / 1e9 for rate in speed], "GB/s"),
+        "tokens_per_second": metric([read.speed for read in found], "tokens/s"),
+        "disk_read": metric([read.speed * read.nbytes / 1e9 for read in found], "GB/s"),
         "disk_bandwidth": metric([bandwidth / 1e9], "GB/s"),
+        "needed": metric([needed / 1e9], "GB a token"),
     }
     details = {
         "row": "W2, one request, 4 GiB of host memory, the other experts on disk",
-        "show": ["disk_read", "disk_bandwidth"],
+        "show": ["disk_read", "disk_bandwidth", "needed"],
         "tokens": args.tokens_on_disk,
         "placement": engine.describe(),
     }
@@ -279,7 +298,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of the CPU, for missing experts")
     parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss")
     parser.add_argument("--disk", type=Path, help="folder for experts, for ssd")
-    parser.add_argument("--tokens-on-disk", type=int, default=30)
+    parser.add_argument("--tokens-on-disk", type=int, default=20)
     parser.add_argument("--timeline", type=Path, help="folder for timelines")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def make_request(prompt: Sequence[int], max_tokens: int = 4) -> Request:
-    return Request(prompt, SamplingParams(max_tokens=max_tokens), TextStream(None), max_tokens, CPU)
+    return Request(prompt, SamplingParams(max_tokens=max_tokens), TextStream(None), max_tokens)
 
 
 class Simulated:

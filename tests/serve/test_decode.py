@@ -613,11 +613,11 @@ def test_a_batch_without_memory_to_begin_early_begins_later(
 
     run, refused = Decode.run, []
 
-    def fail(self: Decode, tokens: Any, spans: Any) -> Tensor | None:
+    def fail(self: Decode, tokens: Any, *others: Any) -> Any:
         if isinstance(tokens, Tensor):
             refused.append(1)
             raise torch.OutOfMemoryError("injected")
-        return run(self, tokens, spans)
+        return run(self, tokens, *others)
 
     monkeypatch.setattr(Decode, "run", fail)
     plain, expected = plain_model("mixtral")

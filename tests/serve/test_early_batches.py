@@ -47,7 +47,7 @@ class Served:
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 9, **options: object) -> Request:
         params = SamplingParams(max_tokens=max_tokens, **options)  # type: ignore[arg-type]
-        request = Request(prompt, params, TextStream(None), max_tokens, CPU)
+        request = Request(prompt, params, TextStream(None), max_tokens)
         self.loop.add(request)
         return request
 

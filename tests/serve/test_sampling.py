@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from overspill import SamplingParams
-from overspill.serve.sampling import Choice
+from overspill.serve.sampling import Choice, Draw
 
 LOGITS = [1.0, -0.5, 2.0, 0.3, 1.9, -math.inf]
 DRAWS = 2000
 
 
-def choose(logits: Tensor, params: Any, generators: Any) -> tuple[Any, Any]:
+def choose(logits: Tensor, *draws: Draw | SamplingParams) -> tuple[Any, Any]:
     """The token of each row, and the logarithms of probabilities."""
-    choice = Choice(logits, params, generators)
+    given = [each if isinstance(each, Draw) else Draw(each, 0, 0) for each in draws]
+    choice = Choice(logits, given)
     tokens = choice.tokens()
     return tokens, choice.logprobs(tokens)
 
@@ -41,10 +42,9 @@ def naive(logits: list[float], temperature: float, top_k: int, top_p: float) -> 
 
 def draw(logits: list[float], count: int, seed: int = 0, **params: Any) -> list[int]:
     """So many draws of one request."""
-    generator = torch.Generator().manual_seed(seed)
     given = SamplingParams(**params)
     rows = torch.tensor([logits]).expand(count, -1)
-    tokens, _ = choose(rows, [given] * count, [generator] * count)
+    tokens, _ = choose(rows, *(Draw(given, seed, number) for number in range(count)))
     assert None not in tokens
     return tokens  # type: ignore[return-value]
 
@@ -94,34 +94,32 @@ def test_a_huge_temperature_draws_evenly_from_tokens_that_are_possible() -> None
 def test_without_temperature_the_likeliest_is_taken_whatever_else_is_asked() -> None:
     rows = torch.tensor([LOGITS, LOGITS[::-1]])
     params = [SamplingParams(), SamplingParams(top_k=3, top_p=0.1, seed=5)]
-    assert choose(rows, params, [None, None])[0] == [2, 3]
-
-
-def seeded(seed: int, **params: Any) -> tuple[SamplingParams, torch.Generator]:
-    generator = torch.Generator().manual_seed(seed)
-    return SamplingParams(temperature=1.0, seed=seed, **params), generator
+    assert choose(rows, *params)[0] == [2, 3]
 
 
 def test_a_request_draws_the_same_alone_and_beside_others() -> None:
     random = torch.Generator().manual_seed(3)
     steps = [torch.randn(4, 50, generator=random) for _ in range(12)]
-    requests = [{"top_k": 5}, {}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9}]
-    alone: list[list[int | None]] = []
-    for number, params in enumerate(requests):
-        given, generator = seeded(number, **params)
-        alone.append([choose(rows[[number]], [given], [generator])[0][0] for rows in steps])
-    made = [seeded(number, **params) for number, params in enumerate(requests)]
-    params, generators = [each for each, _ in made], [each for _, each in made]
-    together = [choose(rows, params, generators)[0] for rows in steps]
+    options: list[dict[str, Any]] = [{"top_k": 5}, {}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9}]
+    params = [SamplingParams(temperature=1.0, **each) for each in options]
+    alone = [
+        [choose(rows[[row]], Draw(each, row, number))[0][0] for number, rows in enumerate(steps)]
+        for row, each in enumerate(params)
+    ]
+    together = [
+        choose(rows, *(Draw(each, row, number) for row, each in enumerate(params)))[0]
+        for number, rows in enumerate(steps)
+    ]
     assert [list(each) for each in zip(*together, strict=True)] == alone
-    assert alone[1] != [choose(rows[[1]], *([each] for each in seeded(9)))[0][0] for rows in steps]
+    others = [choose(rows[[1]], Draw(params[1], 9, n))[0][0] for n, rows in enumerate(steps)]
+    assert alone[1] != others
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 1000])
 def test_logprobs_are_of_the_token_and_of_the_likeliest(count: int) -> None:
     params = SamplingParams(logprobs=count)
     logits = torch.tensor([LOGITS])
-    (token,), (found,) = choose(logits, [params], [None])
+    (token,), (found,) = choose(logits, params)
     logs: Tensor = logits[0].log_softmax(-1)
     likeliest = logs.argsort(descending=True)[:count].tolist()
     assert found is not None
@@ -132,9 +130,7 @@ def test_logprobs_are_of_the_token_and_of_the_likeliest(count: int) -> None:
 
 def test_logprobs_are_those_of_the_model_at_any_temperature() -> None:
     params = SamplingParams(logprobs=6, temperature=5.0, top_k=2)
-    (token,), (found,) = choose(
-        torch.tensor([LOGITS]), [params], [torch.Generator().manual_seed(0)]
-    )
+    (token,), (found,) = choose(torch.tensor([LOGITS]), params)
     assert found is not None
     assert len(found) == 6
     expected = torch.tensor(LOGITS).log_softmax(-1)
@@ -144,7 +140,7 @@ def test_logprobs_are_those_of_the_model_at_any_temperature() -> None:
 
 def test_only_requests_that_ask_get_logprobs() -> None:
     rows = torch.tensor([LOGITS, LOGITS])
-    _, logs = choose(rows, [SamplingParams(), SamplingParams(logprobs=1)], [None, None])
+    _, logs = choose(rows, SamplingParams(), SamplingParams(logprobs=1))
     assert logs[0] is None
     assert logs[1] is not None
 
@@ -159,8 +155,7 @@ def test_a_row_that_is_not_finite_has_no_token_and_others_have_theirs(
     bad[at] = value
     rows = torch.tensor([LOGITS, bad, LOGITS])
     params = [SamplingParams(logprobs=1), SamplingParams(temperature=temperature, logprobs=1)]
-    generators = [None, torch.Generator(), None]
-    tokens, logprobs = choose(rows, [*params, params[0]], generators)
+    tokens, logprobs = choose(rows, *params, params[0])
     assert tokens == [2, None, 2]
     assert logprobs[1] is None
 
@@ -168,10 +163,8 @@ def test_a_row_that_is_not_finite_has_no_token_and_others_have_theirs(
 def test_a_row_without_any_possible_token_has_none() -> None:
     rows = torch.full((1, 4), -math.inf)
     params = SamplingParams(temperature=1.0)
-    assert choose(rows, [params], [torch.Generator()])[0] == [None]
+    assert choose(rows, params)[0] == [None]
 
 
 def test_half_precision_is_enough() -> None:
-    assert choose(torch.tensor([LOGITS], dtype=torch.bfloat16), [SamplingParams()], [None])[0] == [
-        2
-    ]
+    assert choose(torch.tensor([LOGITS], dtype=torch.bfloat16), SamplingParams())[0] == [2]

@@ -109,8 +109,7 @@ class Tasks {
 
     // All threads must get the same answer, or few threads would do all the work.
     bool await_rows(Prefetch weights) {
-        const int64_t since = now_ns();
-        for (;;) {
+        for (Waiting waiting;;) {
             const int known = state.load(std::memory_order_acquire);
             if (known != WAITING) return known == READY;
             int expected = WAITING;
@@ -121,17 +120,14 @@ class Tasks {
                 state.compare_exchange_strong(expected, LATE);
             }
             weights.fetch(LINES_PER_CHECK);
-            relax(since);
+            waiting.relax(1);
         }
     }
 
     // Meanwhile the thread prefetches its own weights, so that the memory is not idle.
     void await_range(const Range& range, Prefetch weights) {
-        spin_until([&] {
-            if (range.left.load(std::memory_order_acquire) == 0) return true;
+        for (Waiting waiting; range.left.load(std::memory_order_acquire) > 0; waiting.relax(1))
             weights.fetch(LINES_PER_CHECK);
-            return false;
-        });
     }
 
     void finish(Range& range) {

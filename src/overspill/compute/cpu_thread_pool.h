@@ -27,7 +27,8 @@ int64_t now_ns() {
     return int64_t(at.tv_sec) * 1000000000 + at.tv_nsec;
 }
 
-constexpr int64_t SPIN_NS = 20000;       // then a waiting thread yields: it may block another one
+constexpr int64_t YIELD_NS = 20000;      // a waiting thread yields that often: it may block another
+constexpr int PAUSES = 8;                // between two looks at what a thread waits for
 constexpr int64_t IDLE_SPIN_NS = 50000;  // of a pool's workers, unless calls are known to follow
 
 // Tells the core that this thread waits.
@@ -39,16 +40,27 @@ INLINE void pause_core() {
 #endif
 }
 
-// One iteration of a wait loop that began at `since`.
-INLINE void relax(int64_t since) {
-    now_ns() < since + SPIN_NS ? pause_core() : std::this_thread::yield();
-}
+// A wait loop. Two threads may share a core: pauses leave it to the other one, which system calls do
+// not.
+class Waiting {
+  public:
+    void relax(int pauses = PAUSES) {
+        for (int i = 0; i < pauses; ++i) pause_core();
+        const int64_t now = now_ns();
+        if (now < yielded + YIELD_NS) return;
+        yielded = now;
+        std::this_thread::yield();
+    }
+
+  private:
+    int64_t yielded = now_ns();
+};
 
 template <class Done>
 INLINE void spin_until(const Done& done) {
     if (done()) return;
-    const int64_t since = now_ns();
-    while (!done()) relax(since);
+    Waiting waiting;
+    while (!done()) waiting.relax();
 }
 
 // Wakes all sleeping threads with one system call. Chained wake-ups would stall if a thread in the

@@ -226,7 +226,7 @@ class LLM:
         if params.stops and codec is None:
             raise ConfigError("this model has no tokenizer: stop strings cannot be found")
         most = min(params.max_tokens, self.context - len(tokens))
-        return Request(tokens, params, TextStream(codec, params.stops), most, self.device)
+        return Request(tokens, params, TextStream(codec, params.stops), most)
 
     def _vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])

@@ -153,8 +153,10 @@ class ServingLoop:
         requests = [batch[number].request for number in ready]
         if not ready:
             return Pass(batch, requests, None, began)
-        chosen = logits if len(ready) == len(batch) else logits[ready]
-        return Pass(batch, requests, _choose(chosen, requests), began)
+        draws = [request.draw() for request in requests]
+        if len(ready) == len(batch):
+            return Pass(batch, requests, Choice(logits, draws, self.runner.chosen), began)
+        return Pass(batch, requests, Choice(logits[ready], draws), began)
 
     def _begin_next(self, now: Pass) -> Pass | None:
         """Begins the batch after `now`, if it has the same requests."""
@@ -171,7 +173,10 @@ class ServingLoop:
         logits = self.runner.continue_with(now.batch, choice.tokens_N)
         if logits is None:
             return None
-        return Pass(now.batch, alive, _choose(logits, alive), time.perf_counter())
+        draws = [request.draw(1) for request in alive]
+        return Pass(
+            now.batch, alive, Choice(logits, draws, self.runner.chosen), time.perf_counter()
+        )
 
     def _end(self, now: Pass) -> None:
         tokens: list[int | None] = []
@@ -203,10 +208,6 @@ class ServingLoop:
         if request.finished:
             self._remove(request)
             self.stats.finish(request)
-
-
-def _choose(logits: Tensor, requests: list[Request]) -> Choice:
-    return Choice(logits, [r.params for r in requests], [r.generator for r in requests])
 
 
 class Stats:

@@ -1,12 +1,12 @@
 """One request: its tokens, and what of them has been computed."""
 
 import queue
+import secrets
 import time
 from collections.abc import Sequence
 
-import torch
-
 from overspill.serve.params import Piece, Result, SamplingParams
+from overspill.serve.sampling import Draw
 from overspill.serve.text import TextStream
 
 
@@ -20,7 +20,6 @@ class Request:
         params: SamplingParams,
         text: TextStream,
         max_tokens: int,
-        device: torch.device,
     ) -> None:
         """`max_tokens` is that of `params`, or less if the context ends before."""
         self.tokens = list(prompt)
@@ -36,18 +35,16 @@ class Request:
         self.pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         self.asked_at = time.perf_counter()
         self.first_token_at: float | None = None
-        self.generator: torch.Generator | None = None
-        if params.temperature > 0:
-            self.generator = torch.Generator(device)
-            if params.seed is None:
-                self.generator.seed()
-            else:
-                self.generator.manual_seed(params.seed)
+        self._seed = (secrets.randbits(63) if params.seed is None else params.seed) % (1 << 63)
         self._text = text
 
     @property
     def new_tokens(self) -> list[int]:
         return self.tokens[self.prompt_tokens :]
+
+    def draw(self, ahead: int = 0) -> Draw:
+        """What decides the next token, or one that many tokens later."""
+        return Draw(self.params, self._seed, len(self.tokens) - self.prompt_tokens + ahead)
 
     @property
     def pending(self) -> int:

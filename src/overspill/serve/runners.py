@@ -18,6 +18,7 @@ from overspill.models.attention_cache import (
 from overspill.models.gpt import GPTMoE
 from overspill.serve.paged import Layout, PagedCache, Span
 from overspill.serve.request import Request
+from overspill.serve.sampling import Chosen, Draw
 from overspill.serve.scheduler import Work
 from overspill.trace.spans import Span as TraceSpan
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:  # it needs Triton
 
 class Runner(abc.ABC):
     """Computes tokens of requests with the keys and values of those before them."""
+
+    chosen: Chosen | None = None
+    """The tokens that the last batch has drawn by itself, if it has; valid until the next one."""
 
     @abc.abstractmethod
     def run(self, batch: Sequence[Work]) -> Tensor:
@@ -108,9 +112,11 @@ class PagedRunner(Runner):
     def _run(self, batch: Sequence[Work]) -> Tensor:
         spans = [Span(r.blocks, r.computed, count) for r, count in batch]
         if self._decode is not None and all(count == 1 for _, count in batch):
-            logits = self._decode.run([r.tokens[r.computed] for r, _ in batch], spans)
+            known = [r.tokens[r.computed] for r, _ in batch]
+            logits = self._step(known, spans, [r.draw() for r, _ in batch])
             if logits is not None:
                 return logits
+        self.chosen = None
         layout = Layout(spans, self._cache.block_size, self._device)
         rows = (r.tokens[r.computed : r.computed + count] for r, count in batch)
         tokens = torch.tensor([list(itertools.chain.from_iterable(rows))], device=self._device)
@@ -133,9 +139,19 @@ class PagedRunner(Runner):
             return None
         spans = [Span(r.blocks, r.computed + 1, 1) for r, _ in batch]
         try:
-            return self._decode.run(tokens_N, spans)
+            return self._step(tokens_N, spans, [r.draw(1) for r, _ in batch])
         except torch.OutOfMemoryError:  # it may be the first step; `run` makes memory free for it
             return None
+
+    def _step(
+        self, tokens: Sequence[int] | Tensor, spans: Sequence[Span], draws: Sequence[Draw]
+    ) -> Tensor | None:
+        assert self._decode is not None
+        computed = self._decode.run(tokens, spans, draws)
+        if computed is None:
+            return None
+        self.chosen = computed.chosen
+        return computed.logits_BV
 
     @property
     def cache_bytes(self) -> int:

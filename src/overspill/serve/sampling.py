@@ -1,7 +1,8 @@
 """Chooses the next token of each request."""
 
+import struct
 from collections.abc import Sequence
-from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,38 +14,58 @@ _COLDEST, _HOTTEST = 1e-20, 1e30
 """Temperatures beyond these differ in nothing, but logits divided by them are not finite."""
 _SMALLEST = 1e-30
 """Noise, which is not 0."""
+_MULTIPLIER, _SEEDS = 0x9E3779B97F4A7C15, 1 << 63
+
+
+class Draw(NamedTuple):
+    """What decides a token beside its logits. The noise is a function of seed and number: what runs
+    beside a request, and what is computed twice, changes nothing."""
+
+    params: SamplingParams
+    seed: int  # of the request
+    number: int  # of its token
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all tokens are possible, with the probabilities of a softmax."""
+        params = self.params
+        return params.temperature == 0 or (not params.top_k and params.top_p == 1)
+
+    @property
+    def temperature(self) -> float:
+        """0: the likeliest token."""
+        if self.params.temperature == 0:
+            return 0.0
+        return min(max(self.params.temperature, _COLDEST), _HOTTEST)
+
+    def numbers(self) -> tuple[int, int, int]:
+        """As a kernel reads them: seed, number, and the bits of the temperature."""
+        (bits,) = struct.unpack("<i", struct.pack("<f", self.temperature if self.is_plain else 0.0))
+        return self.seed, self.number, bits
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        mixed = (self.seed * _MULTIPLIER + self.number) % _SEEDS
+        return torch.Generator(device).manual_seed(mixed)
+
+
+Chosen = tuple[Tensor, Tensor]
+"""Tokens of each row, and the same again, but -1 for a row without finite logits."""
 
 
 class Choice:
     """The next token of each row of logits. The host need not wait for it."""
 
     def __init__(
-        self,
-        logits_NV: Tensor,
-        params: Sequence[SamplingParams],
-        generators: Sequence[torch.Generator | None],
+        self, logits_NV: Tensor, draws: Sequence[Draw], chosen: Chosen | None = None
     ) -> None:
-        """A request draws with a generator of its own: what runs beside it changes nothing."""
-        self._params = params
+        """`chosen` are tokens that were drawn with the logits, as `choose` does it."""
+        self._params = [draw.params for draw in draws]
         self._logits_NV = logits_NV
-        plain = [not each.top_k and each.top_p == 1 for each in params]
-        temperatures = [
-            _temperature(each) if own else 0.0 for each, own in zip(params, plain, strict=True)
-        ]
-        noise_NV: Tensor | None = None
-        if any(temperatures):
-            noise_NV = torch.empty_like(logits_NV, dtype=torch.float32)
-            for row, temperature in enumerate(temperatures):
-                if temperature > 0:
-                    noise_NV[row].exponential_(generator=generators[row])
-                else:
-                    noise_NV[row] = 1.0
-        heat_N = _on_device(tuple(temperatures), logits_NV.device)
-        self.tokens_N, self._found = _highest(logits_NV, heat_N, noise_NV)
+        self.tokens_N, self._found = chosen or choose(logits_NV, draws)
         """On the device; of a row without finite logits it is any token."""
-        for row, each in enumerate(params):
-            if each.temperature > 0 and not plain[row]:
-                drawn = _draw(logits_NV[row].float(), each, generators[row])
+        for row, draw in enumerate(draws):
+            if not draw.is_plain:
+                drawn = _draw(logits_NV[row].float(), draw)
                 self.tokens_N[row] = drawn
                 self._found[row] = torch.where(self._found[row] < 0, -1, drawn)
         self._event: torch.cuda.Event | None = None
@@ -74,37 +95,31 @@ class Choice:
         ]  # fmt: skip
 
 
-def _temperature(params: SamplingParams) -> float:
-    if params.temperature == 0:
-        return 0.0
-    return min(max(params.temperature, _COLDEST), _HOTTEST)
-
-
-@lru_cache(64)
-def _on_device(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # it outlives this batch
-        return torch.tensor(temperatures, dtype=torch.float32, device=device)
-
-
-def _highest(logits_NV: Tensor, heat_N: Tensor, noise_NV: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The token with the highest logit / temperature - log(noise) of each row: drawn with the
-    probability of a softmax, if the noise is exponential. The same again, but -1 for a row with a
-    logit that is NaN, or without a finite one. A row with temperature 0 has no noise."""
+def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> Chosen:
+    """The highest logit / temperature - log(noise) of each row: drawn with the probability of a
+    softmax, if the noise is exponential. Draws that are not plain get the likeliest token."""
+    device = logits_NV.device
     if logits_NV.is_cuda and has_triton("sampling"):
         from overspill.compute.highest_triton import highest
 
-        return highest(logits_NV, heat_N, logits_NV if noise_NV is None else noise_NV)
+        numbers_N3 = torch.tensor([draw.numbers() for draw in draws], device=device)
+        return highest(logits_NV, *numbers_N3.t().contiguous())
     scores_NV = logits_NV.float()
-    if noise_NV is not None:
-        divisor_N1 = torch.where(heat_N > 0, heat_N, 1.0)[:, None]
-        scores_NV = scores_NV / divisor_N1 - noise_NV.clamp_min_(_SMALLEST).log_()
+    for row, draw in enumerate(draws):
+        if draw.temperature > 0 and draw.is_plain:
+            noise = torch.empty_like(scores_NV[row])
+            noise.exponential_(generator=draw.generator(device))
+            noise.clamp_min_(_SMALLEST).log_()
+            scores_NV = scores_NV.clone() if scores_NV is logits_NV else scores_NV
+            scores_NV[row] = scores_NV[row] / draw.temperature - noise
     values_N, places_N = scores_NV.max(-1)
     return places_N, torch.where(values_N.isfinite(), places_N, -1)
 
 
-def _draw(logits_V: Tensor, params: SamplingParams, generator: torch.Generator | None) -> Tensor:
+def _draw(logits_V: Tensor, draw: Draw) -> Tensor:
     """One token of those that top-k and top-p leave."""
-    probabilities = ((logits_V - logits_V.max()) / _temperature(params)).softmax(-1)
+    params = draw.params
+    probabilities = ((logits_V - logits_V.max()) / draw.temperature).softmax(-1)
     ordered, ids = probabilities.sort(descending=True)
     if params.top_k:
         ordered[params.top_k :] = 0
@@ -112,7 +127,7 @@ def _draw(logits_V: Tensor, params: SamplingParams, generator: torch.Generator |
         # a token is left out if those before it are enough
         before = ordered.cumsum(-1) - ordered
         ordered[1:][before[1:] >= params.top_p * ordered.sum()] = 0
-    noise = torch.empty_like(ordered).exponential_(generator=generator)
+    noise = torch.empty_like(ordered).exponential_(generator=draw.generator(logits_V.device))
     # torch.multinomial makes the host wait for the device, and raises for NaN
     return ids[(ordered / noise.clamp_min_(_SMALLEST)).argmax(-1)]
 

@@ -60,14 +60,14 @@ class StepCursor:
             return self._counts, CountSource.ROUTING
         return self._counts_ahead.expected(layer, self.next_phase(layer))
 
-    def busy(self, layer: int) -> list[int]:
+    def busy(self, layer: int, least: float = 0.5) -> list[int]:
         """The streamed experts of a layer that are expected to have tokens; all, if nothing is
         known."""
         counts, _ = self.expected(layer)
         streamed = range(self._homes[layer], self.n_local)
         if counts is None:
             return list(streamed)
-        return [position for position in streamed if counts[position] >= 0.5]
+        return [position for position in streamed if counts[position] >= least]
 
     def chunks(self, part: int, n_parts: int, ahead: bool) -> Iterator[Chunk]:
         """The chunk that is being computed, then (with `ahead`) all that follow."""
@@ -82,7 +82,10 @@ class StepCursor:
         experts are updated as soon as their backward is done, also those without tokens."""
         for position in upcoming(self.here, self.n_layers, self._training):
             states = with_states and position.phase is Phase.BACKWARD
-            busy = self.busy(position.layer)
+            # a token that is generated needs other experts than the last one: reading those ahead
+            # would delay what is needed now
+            likely = self._training or position == self.here
+            busy = self.busy(position.layer, 0.5 if likely else 1.0)
             # experts that only decay come last: the pass does not wait for them, and with few host
             # slots they would displace the ones it waits for
             streamed = range(self._homes[position.layer], self.n_local)

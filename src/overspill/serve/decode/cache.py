@@ -5,7 +5,6 @@ and a copy is used by the steps that begin after it has arrived.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from overspill.moe.engine import Engine
-from overspill.plan.eviction import Floats, Mask, NextUse, Policy
+from overspill.plan.eviction import LFU, Mask, Policy
 from overspill.serve.decode.table import ExpertTable
 from overspill.transfer.driver import copy_on
 
@@ -41,12 +40,16 @@ class _Uploading(NamedTuple):
     end: torch.cuda.Event | None  # None: they have ended
 
 
-class _Step(NamedTuple):
-    """The experts that a step has used, once `end` has passed."""
+class _Routing(NamedTuple):
+    """The ids of the experts that a step has used, once `end` has passed."""
 
     ids_LBK: Tensor
-    present_LE: Mask
     end: torch.cuda.Event | None
+
+
+class _Step(NamedTuple):
+    routing: _Routing
+    present_LE: Mask
 
 
 class ExpertCache:
@@ -63,7 +66,7 @@ class ExpertCache:
         """Memory is allocated, and given back, in chunks of about `chunk_bytes`."""
         self._engine = engine
         self._table = table
-        self._policy = policy or NextUse(engine.n_layers, engine.n_experts)
+        self._policy = policy or LFU(engine.n_layers, engine.n_experts)
         self._chunk = max(1, chunk_bytes // engine.layout.weight_bytes)  # in slots
         self._slabs: list[Tensor] = []
         self._n_slots = 0
@@ -72,7 +75,10 @@ class ExpertCache:
         self._slots_LE = np.full((engine.n_layers, engine.n_experts), -1)
         self._planned: list[_Upload] = []
         self._uploading: deque[_Uploading] = deque()
+        self._moving: set[Key] = set()  # experts whose upload is planned or runs
         self._steps: deque[_Step] = deque()
+        self._spare: list[_Routing] = []  # pinned memory, which steps use again
+        self._layers_L1 = np.arange(engine.n_layers)[:, None]
         on_gpu = engine.device.type == "cuda"
         self._stream = torch.cuda.Stream(engine.device) if on_gpu else None
         self.hits_L = np.zeros(engine.n_layers)
@@ -122,9 +128,8 @@ class ExpertCache:
 
     def _wait(self) -> None:
         """Until every upload has ended."""
-        for _, slot in self._planned:
-            self._free.append(slot)
-        self._planned.clear()
+        self._give_up(self._planned)
+        self._planned = []
         if self._stream is not None:
             torch.cuda.synchronize(self._engine.device)
         self._collect()
@@ -151,72 +156,84 @@ class ExpertCache:
     def after_step(self, ids_LBK: Tensor) -> None:
         """A step has begun that writes the ids of its experts there. While it runs, what earlier
         steps have missed is uploaded."""
-        present = self._table.present
-        if self._stream is None:
-            self._steps.append(_Step(ids_LBK.clone(), present, None))
-        else:
-            host = torch.empty(ids_LBK.shape, dtype=ids_LBK.dtype, pin_memory=True)
-            host.copy_(ids_LBK, non_blocking=True)
-            end = torch.cuda.Event()
-            end.record()
-            self._steps.append(_Step(host, present, end))
-        while self._steps and _has_ended(self._steps[0].end):
-            self._learn(self._steps.popleft())
+        routing = self._take_routing(ids_LBK)
+        if routing.end is not None:
+            routing.ids_LBK.copy_(ids_LBK, non_blocking=True)
+            routing.end.record()
+        self._steps.append(_Step(routing, self._table.present))
+        while self._steps and _has_ended(self._steps[0].routing.end):
+            step = self._steps.popleft()
+            self._learn(step)
+            self._spare.append(step.routing)
         if self._planned:
             self._start_uploads()
+
+    def _take_routing(self, ids_LBK: Tensor) -> _Routing:
+        if self._stream is None:
+            return _Routing(ids_LBK.clone(), None)
+        while self._spare:
+            spare = self._spare.pop()
+            if spare.ids_LBK.shape == ids_LBK.shape:
+                return spare
+        host = torch.empty(ids_LBK.shape, dtype=ids_LBK.dtype, pin_memory=True)
+        return _Routing(host, torch.cuda.Event())
 
     def _collect(self) -> None:
         """Steps may use what has been uploaded."""
         while self._uploading and _has_ended(self._uploading[0].end):
             for key, slot in self._uploading.popleft().uploads:
+                self._moving.discard(key)
                 self._slots_LE[key] = slot
                 self._table.set(*key, self._memory(slot).data_ptr())
 
     def _learn(self, step: _Step) -> None:
-        """Plans uploads of experts that a step has missed."""
-        ids_LN = step.ids_LBK.reshape(len(step.ids_LBK), -1).numpy()
+        """Plans uploads of experts that a step has missed, those with the highest scores first."""
+        ids_LN = step.routing.ids_LBK.numpy().reshape(len(step.routing.ids_LBK), -1)
         self._policy.use(ids_LN)
-        found_LN = step.present_LE[np.arange(len(ids_LN))[:, None], ids_LN]
+        found_LN = step.present_LE[self._layers_L1, ids_LN]
         self.hits_L += found_LN.sum(1)
         self.uses_L += ids_LN.shape[1]
-        if found_LN.all():
-            return
-        missed_LE = np.zeros(self._slots_LE.shape, np.bool_)
         layers, places = np.nonzero(~found_LN)
-        missed_LE[layers, ids_LN[layers, places]] = True
-        missed_LE &= ~self._table.present
-        on_their_way = [upload.key for each in self._uploading for upload in each.uploads]
-        on_their_way += [upload.key for upload in self._planned]
-        for key in on_their_way:
-            missed_LE[key] = False
-        count = min(_UPLOADS - len(on_their_way), int(missed_LE.sum()))
-        if count <= 0:
-            return
-        scores_LE = self._policy.scores_LE
-        wanted = _highest(np.where(missed_LE, scores_LE, -np.inf), count)
-        cached = _highest(np.where(self._slots_LE >= 0, -scores_LE, -np.inf), count)
-        for key in wanted:
-            if self._free:
-                slot = self._free.pop()
-            else:
-                other = next(cached, None)
-                if other is None or self._slots_LE[other] < 0:
-                    break
-                if scores_LE[key] - _MARGIN <= scores_LE[other]:
-                    break
-                slot = int(self._slots_LE[other])
-                self._slots_LE[other] = -1
-                self._table.set(*other, None)
+        missed = {*zip(layers.tolist(), ids_LN[layers, places].tolist(), strict=True)}
+        present_LE, scores_LE = self._table.present, self._policy.scores_LE
+        wanted = [key for key in missed - self._moving if not present_LE[key]]
+        wanted.sort(key=lambda key: (-scores_LE[key], key))
+        for key in wanted[: max(0, _UPLOADS - len(self._moving))]:
+            slot = self._free.pop() if self._free else self._evict(scores_LE[key] - _MARGIN)
+            if slot is None:
+                return
             self._planned.append(_Upload(key, slot))
+            self._moving.add(key)
+
+    def _evict(self, below: float) -> int | None:
+        """The slot of the expert with the lowest score, if that is low enough: the steps that
+        follow do not find it."""
+        cached = np.flatnonzero(self._slots_LE >= 0)
+        if not len(cached):
+            return None
+        scores = self._policy.scores_LE.reshape(-1)[cached]
+        lowest = int(scores.argmin())
+        if scores[lowest] >= below:
+            return None
+        key = divmod(int(cached[lowest]), self._slots_LE.shape[1])
+        slot = int(self._slots_LE[key])
+        self._slots_LE[key] = -1
+        self._table.set(*key, None)
+        return slot
 
     def _start_uploads(self) -> None:
         planned, self._planned = self._planned, []
         try:
             end = self._copy(planned)
         except BaseException:
-            self._free += [slot for _, slot in planned]
+            self._give_up(planned)
             raise
         self._uploading.append(_Uploading(planned, end))
+
+    def _give_up(self, uploads: list[_Upload]) -> None:
+        for key, slot in uploads:
+            self._free.append(slot)
+            self._moving.discard(key)
 
     def _copy(self, planned: list[_Upload]) -> torch.cuda.Event | None:
         """Begins to copy experts to their slots. Returns the end, None if they are there."""
@@ -237,14 +254,6 @@ class ExpertCache:
         end = torch.cuda.Event()
         end.record(self._stream)
         return end
-
-
-def _highest(scores_LE: Floats, count: int) -> Iterator[Key]:
-    """The keys of the highest scores, the highest first."""
-    flat = scores_LE.reshape(-1)
-    best = np.argpartition(-flat, min(count, len(flat) - 1))[:count]
-    for place in best[np.argsort(-flat[best])].tolist():
-        yield divmod(place, scores_LE.shape[1])
 
 
 def _has_ended(event: torch.cuda.Event | None) -> bool:

@@ -17,10 +17,11 @@ from overspill.serve.decode.cache import ExpertCache
 from overspill.serve.decode.graphs import CaptureError, DecodeGraphs
 from overspill.serve.decode.host_experts import HostExperts
 from overspill.serve.decode.module_step import ModuleStep, can_step
-from overspill.serve.decode.step import DecodeStep
+from overspill.serve.decode.step import Computed, DecodeStep
 from overspill.serve.decode.structure import read_decoder
 from overspill.serve.decode.table import ExpertTable
 from overspill.serve.paged import PagedCache, Span
+from overspill.serve.sampling import Draw
 from overspill.trace.spans import Span as TraceSpan
 from overspill.transfer.mapped import can_map
 
@@ -73,9 +74,11 @@ class Decode:
         # with experts on the host or without, by what chooses experts instead of the routers
         self._graphs: dict[tuple[bool, tuple[RoutingSource, ...]], DecodeGraphs] = {}
 
-    def run(self, tokens: Sequence[int] | Tensor, spans: Sequence[Span]) -> Tensor | None:
-        """The logits after the tokens, which may be on the device; None if some experts are where
-        a step cannot find them. Valid until the next call."""
+    def run(
+        self, tokens: Sequence[int] | Tensor, spans: Sequence[Span], draws: Sequence[Draw]
+    ) -> Computed | None:
+        """Computes the logits after the tokens, which may be on the device, and draws the next
+        ones; None if some experts are where a step cannot find them. Valid until the next call."""
         engine = self._engine
         # no thread moves experts before the step is on the stream; Ctrl-C would lose GPU slots
         with engine.exclusive(), DeferredInterrupt():
@@ -85,18 +88,22 @@ class Decode:
             self._follow_moves()
             if complete:
                 self._table.apply()
-                return self._step(None, tokens, spans)
+                return self._step(None, tokens, spans, draws)
             assert self._host is not None
             assert self._experts is not None
             self._host.resume()
             self._experts.before_step()
-            return self._step(self._host, tokens, spans)
+            return self._step(self._host, tokens, spans, draws)
 
     def _step(
-        self, host: HostExperts | None, tokens: Sequence[int] | Tensor, spans: Sequence[Span]
-    ) -> Tensor | None:
+        self,
+        host: HostExperts | None,
+        tokens: Sequence[int] | Tensor,
+        spans: Sequence[Span],
+        draws: Sequence[Draw],
+    ) -> Computed | None:
         try:
-            logits, ids = self._graphs_of(host).run(tokens, spans)
+            computed = self._graphs_of(host).run(tokens, spans, draws)
         except CaptureError as error:
             if self._decoder is not None:
                 raise
@@ -107,8 +114,8 @@ class Decode:
             _log.info("%s without a CUDA graph: %s", _MODULES, error)
             return None
         if host is not None and self._experts is not None:
-            self._experts.after_step(ids)
-        return logits
+            self._experts.after_step(computed.ids_LBK)
+        return computed
 
     def _follow_moves(self) -> None:
         written = self._engine.records.n_written

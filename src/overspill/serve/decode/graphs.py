@@ -2,18 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from overspill.compute.highest_triton import highest
 from overspill.core.routing import RoutingSource, StepSource
 from overspill.serve.decode.staging import Staging
 from overspill.serve.decode.step import Batch, Computed
 from overspill.serve.paged import Span
+from overspill.serve.sampling import Draw
 
-_NUMBERS = 3
-"""Of a sequence beside its blocks: token, position, and 1 if it is real."""
+Numbers = NDArray[np.int64]
+_NUMBERS = 6
+"""Of a sequence beside its blocks: token, position, 1 if it is real, and those of its draw."""
 _WARM = 2
 """Steps before a capture: they compile kernels and choose algorithms."""
 
@@ -26,6 +31,17 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 class CaptureError(Exception):
     """A step did something that a CUDA graph cannot contain."""
+
+
+class _Inputs(NamedTuple):
+    """Numbers and blocks of batches of one size."""
+
+    host: list[tuple[Numbers, Numbers]]
+    """In pinned memory, two times; a row for each number, and for the blocks of each sequence."""
+    memory: Tensor
+    """On the device, the tokens first."""
+    rest: Tensor
+    """The same without the tokens."""
 
 
 class DecodeGraphs:
@@ -58,38 +74,54 @@ class DecodeGraphs:
             if sources:
                 ids = len(sources), self._size, sources[0].top_k
                 self._ids = torch.zeros(ids, dtype=torch.int32, device=device)
-        self._copied: list[torch.cuda.Event | None] = [None, None]  # what was written there
+        self._turn = 0  # which of them was written last
+        on_gpu = device.type == "cuda"
+        self._copied = [torch.cuda.Event() for _ in self._staging] if on_gpu else []
+        self._inputs: dict[int, _Inputs] = {}  # by the size of a batch, as the next
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Computed]] = {}
+        self._rows: dict[tuple[int, int], Computed] = {}  # what graphs compute of their first rows
         self._pool: Any = None  # memory that all graphs share: one runs at a time
 
-    def run(self, tokens: Sequence[int] | Tensor, spans: Sequence[Span]) -> Computed:
-        """The logits after the next token of each sequence; valid until the next call."""
-        size = 1 << (len(spans) - 1).bit_length()
-        self._staging.reverse()
-        self._copied.reverse()
-        staging, copied = self._staging[0], self._copied[0]
-        if copied is not None:  # long ago, unless steps were given up
-            copied.synchronize()
+    def run(
+        self, tokens: Sequence[int] | Tensor, spans: Sequence[Span], draws: Sequence[Draw]
+    ) -> Computed:
+        """The logits after the next token of each sequence, and the tokens that are drawn with
+        them; valid until the next call, which may get them as its tokens."""
         count = len(spans)
-        numbers, blocks = (part.numpy() for part in self._parts(staging.host, size))
-        numbers[:, count:] = 0
-        if not isinstance(tokens, Tensor):
-            numbers[0, :count] = tokens
+        size = 1 << (count - 1).bit_length()
+        self._turn = turn = 1 - self._turn
+        if self._copied:
+            self._copied[turn].synchronize()  # long ago, unless steps were given up
+        inputs = self._inputs_of(size)
+        numbers, blocks = inputs.host[turn]
         numbers[1, :count] = [span.before for span in spans]
         numbers[2, :count] = 1
+        numbers[3:, :count] = np.array([draw.numbers() for draw in draws]).T
         for number, span in enumerate(spans):
             blocks[number, : len(span.blocks)] = span.blocks
-        blocks[count:, 0] = self._spare
-        staging.copy_to(self._input[: numbers.size + blocks.size])
-        if self._device.type == "cuda":
-            self._copied[0] = event = torch.cuda.Event()
-            event.record()
+        if count < size:
+            numbers[:, count:] = 0
+            blocks[count:, 0] = self._spare
         if isinstance(tokens, Tensor):
-            self._input[:count] = tokens
+            self._staging[turn].copy_to(inputs.rest, size)
+            if tokens.data_ptr() != self._input.data_ptr():  # else the last step has written them
+                self._input[:count] = tokens
+        else:
+            numbers[0, :count] = tokens
+            self._staging[turn].copy_to(inputs.memory)
+        if self._copied:
+            self._copied[turn].record()
         if self._ids is not None:
             self._choose_experts(self._ids[:, :count])
-        logits, ids = self._replay(size)
-        return Computed(logits[:count], ids[:, :count])
+        return self._replay(size, count)
+
+    def _inputs_of(self, size: int) -> "_Inputs":
+        if size not in self._inputs:
+            parts = [self._parts(staging.host, size) for staging in self._staging]
+            host = [(numbers.numpy(), blocks.numpy()) for numbers, blocks in parts]
+            length = sum(part.numel() for part in parts[0])
+            self._inputs[size] = _Inputs(host, self._input[:length], self._input[size:length])
+        return self._inputs[size]
 
     def _choose_experts(self, ids_LBK: Tensor) -> None:
         first, count = self._sources[0], ids_LBK.shape[1]
@@ -105,26 +137,35 @@ class DecodeGraphs:
         numbers, blocks = memory[: width * size].split((_NUMBERS * size, (width - _NUMBERS) * size))
         return numbers.view(_NUMBERS, size), blocks.view(size, -1)
 
-    def _replay(self, size: int) -> Computed:
+    def _replay(self, size: int, count: int) -> Computed:
         if self._device.type != "cuda":
-            return self._compute(size)
+            return _first_rows(self._compute(size), count)
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
         graph, computed = self._graphs[size]
         graph.replay()
-        return computed
+        if (size, count) not in self._rows:
+            self._rows[size, count] = _first_rows(computed, count)
+        return self._rows[size, count]
 
     def _compute(self, size: int) -> Computed:
-        (tokens, positions, real), blocks = self._parts(self._input, size)
+        numbers, blocks = self._parts(self._input, size)
+        tokens, positions, real, seeds, draws, heats = numbers
         ids = None if self._ids is None else self._ids[:, :size]
-        return self._step(Batch(tokens, positions, real, blocks, ids))
+        logits, ids, _ = self._step(Batch(tokens, positions, real, blocks, ids))
+        if not logits.is_cuda:  # Triton's interpreter would need longer to draw than for the step
+            return Computed(logits, ids)
+        chosen = highest(logits, seeds, draws, heats, tokens)  # where the next step reads them
+        return Computed(logits, ids, chosen)
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Computed]:
         stream = _capture_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
+            tokens = self._input[:size].clone()
             for _ in range(_WARM):  # the same keys and values again
                 self._compute(size)
+                self._input[:size] = tokens
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -137,3 +178,11 @@ class DecodeGraphs:
             raise CaptureError(str(error).splitlines()[0]) from error
         self._pool = graph.pool()
         return graph, computed
+
+
+def _first_rows(computed: Computed, count: int) -> Computed:
+    """Without the rows that fill a batch up."""
+    logits, ids, chosen = computed
+    if chosen is not None:
+        chosen = chosen[0][:count], chosen[1][:count]
+    return Computed(logits[:count], ids[:, :count], chosen)

@@ -17,11 +17,17 @@ class Staging:
             self._mapped: Tensor | None = None
             if on_gpu and can_map(device):
                 self._mapped = on_device(self.host.view(torch.uint8), device).view(torch.int64)
+        self._parts: dict[tuple[int, int], Tensor] = {}  # as the device sees them
 
-    def copy_to(self, memory: Tensor) -> None:
-        """The first numbers, on the current stream; they must not change before it has done it."""
-        count = len(memory)
+    def copy_to(self, memory: Tensor, first: int = 0) -> None:
+        """The numbers from `first` on, as many as there is memory for, on the current stream; they
+        must not change before it has done it."""
+        place = first, len(memory)
+        source = self._parts.get(place)
+        if source is None:
+            whole = self.host if self._mapped is None else self._mapped
+            source = self._parts[place] = whole[first : first + len(memory)]
         if self._mapped is None:
-            memory.copy_(self.host[:count], non_blocking=True)
+            memory.copy_(source, non_blocking=True)
         else:
-            torch.bitwise_or(self._mapped[:count], 0, out=memory)
+            torch.bitwise_or(source, 0, out=memory)

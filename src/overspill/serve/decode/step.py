@@ -16,6 +16,7 @@ from overspill.compute.decode.routing import route
 from overspill.serve.decode.host_experts import HostExperts
 from overspill.serve.decode.structure import Attention, Decoder, Experts, Norm
 from overspill.serve.decode.table import ExpertTable
+from overspill.serve.sampling import Chosen
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -43,6 +44,8 @@ class Computed(NamedTuple):
     logits_BV: Tensor
     ids_LBK: Tensor
     """The experts of each token."""
+    chosen: Chosen | None = None
+    """The tokens that were drawn."""
 
 
 class DecodeStep:
