@@ -30,6 +30,19 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         yield model.overspill
 
 
+class Done:
+    """A copy that has ended."""
+
+    def done(self) -> bool:
+        return True
+
+
+def weights_of(engine: Engine, layer: int, expert: int) -> Tensor:
+    weights = engine.host_weights(layer, expert, Done())
+    assert weights is not None
+    return weights
+
+
 class Steps:
     """A table and a cache as a decoding step uses them."""
 
@@ -40,7 +53,7 @@ class Steps:
         policy, size = LRU(LAYERS, EXPERTS), chunk * engine.layout.weight_bytes
         self.cache = ExpertCache(engine, self.table, n_slots, policy, size)
         self.weights = {
-            (layer, expert): engine.host_weights(layer, expert).clone()
+            (layer, expert): weights_of(engine, layer, expert).clone()
             for layer in range(LAYERS)
             for expert in range(EXPERTS)
         }

@@ -20,6 +20,7 @@ from overspill.serve.blocks import BlockPool
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler, Work
 from tests.models.huggingface.families import FAMILIES, make_model
+from tests.moe.oracle import delays
 from tests.serve.models import plain_gpt
 from tests.serve.requests import make_request
 from tests.serve.test_failures import FailingJob
@@ -266,19 +267,24 @@ LONG = overspill.SamplingParams(max_tokens=100, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), [("upload", "host"), ("upload", "disk"), ("ssd read", "disk")]
+    ("kind", "mode", "host_slots"),
+    [
+        ("upload", "host", 0),
+        *((kind, "disk", n) for kind in ("upload", "ssd read") for n in (5, 12)),
+    ],
 )
 def test_failed_transfers_fail_their_requests_and_change_no_tokens(
-    kind: str, mode: str, tmp_path: Path
+    kind: str, mode: str, host_slots: int, tmp_path: Path
 ) -> None:
-    """Every prompt uploads experts; only experts on disk are uploaded for each new token."""
+    """Every prompt uploads experts. With few host slots, experts on disk are uploaded for each new
+    token; with more, steps read them."""
     plain = gpt(SMALL, torch.float32)
     prompts = [[number + 1, 5, 7] for number in range(4)]
     expected = [tokens_of(plain, prompt, 12) for prompt in prompts]
     fail = FailingJob(kind)
     where: dict[str, Any] = {"mode": mode, "settings": overspill.Settings(inject=fail)}
     if mode == "disk":
-        where |= {"disk": tmp_path, "host_slots": 5}
+        where |= {"disk": tmp_path, "host_slots": host_slots}
     failed, got = [], []
     with (
         offloaded(plain, "none", **where) as model,
@@ -313,6 +319,25 @@ def test_failed_transfers_fail_their_requests_and_change_no_tokens(
         fail.next = 0
         assert [r.token_ids for r in llm.generate(prompts, GREEDY)] == expected
         model.overspill.check_conserved()
+
+
+@pytest.mark.parametrize("slots", [0, 20])
+def test_steps_read_experts_from_disk(slots: int, tmp_path: Path, fused: list[int]) -> None:
+    plain = gpt(LARGE, torch.float32)
+    prompts = [[number + 1, 5, 7] for number in range(6)]
+    expected = [tokens_of(plain, prompt, 12) for prompt in prompts]
+    late = overspill.Settings(inject=delays(seed=1, longest=1e-3, only="ssd read"))
+    where: dict[str, Any] = {"mode": "disk", "disk": tmp_path, "host_slots": 40, "settings": late}
+    with (
+        offloaded(plain, "none", **where) as model,
+        overspill.LLM(model, context=128, max_batch=4, slots=slots) as llm,
+    ):
+        for _ in range(3):
+            assert [r.token_ids for r in llm.generate(prompts, GREEDY)] == expected
+            assert [llm.generate(p, GREEDY)[0].token_ids for p in prompts] == expected
+        assert {1, 4} <= set(fused)
+        assert model.overspill.recorder.counters()["ssd read"] > 0
+        assert llm.stats()["experts_on_cpu"] > 0
 
 
 @every_home

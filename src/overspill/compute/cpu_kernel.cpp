@@ -70,8 +70,8 @@ int overspill_runner_wait(Runner* runner, const uint32_t* done, uint32_t number,
 
 // `inject` as above; the others as in MissRunner.
 MissRunner* overspill_misses_new(const GroupArgs* args, const MissMemory* memory,
-                                 const MissSizes* sizes, void (*inject)()) {
-    return new MissRunner(*args, *memory, *sizes, inject);
+                                 const MissSizes* sizes, void (*inject)(), Fetch fetch) {
+    return new MissRunner(*args, *memory, *sizes, inject, fetch);
 }
 
 void overspill_misses_close(MissRunner* runner) { runner->close(); }

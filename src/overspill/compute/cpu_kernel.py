@@ -229,7 +229,7 @@ def cpu_library() -> ctypes.CDLL | None:
         "runner_close": (None, [pointer]),
         "runner_free": (None, [pointer]),
         "runner_submit": (None, [pointer, args, pointer, pointer, number, times, pointer]),
-        "misses_new": (pointer, [args, pointer, pointer, pointer]),
+        "misses_new": (pointer, [args, pointer, pointer, pointer, pointer]),
         "misses_close": (None, [pointer]),
         "misses_free": (None, [pointer]),
         "misses_set_records": (None, [pointer, ctypes.c_int64, pointer]),

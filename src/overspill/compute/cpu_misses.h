@@ -48,13 +48,21 @@ struct MissCounts {
     int64_t experts, ns;  // computed so far, and the time it took
 };
 
+// Writes the addresses of the records of some experts of a layer, which are valid until it is called
+// with a count of 0. Returns 0 after success.
+using Fetch = int (*)(int64_t layer, int64_t count, const int32_t* experts, const void** addresses);
+
 class MissRunner {
   public:
     // `args` has the sizes of an expert, the type of its weights and the number of threads.
-    // `inject` as in Request.
+    // `inject` as in Request. With `fetch`, it gives the records instead of `set_records`.
     MissRunner(const GroupArgs& args, const MissMemory& memory, const MissSizes& sizes,
-               void (*inject)())
-        : args(args), memory(memory), sizes(sizes), records(sizes.layers * sizes.experts) {
+               void (*inject)(), Fetch fetch)
+        : args(args),
+          memory(memory),
+          sizes(sizes),
+          fetch(fetch),
+          records(sizes.layers * sizes.experts) {
         const int64_t pairs = sizes.rows * sizes.top_k;
         request.inject = inject;
         row_bytes = args.d * (args.bf16 ? 2 : 4);
@@ -66,6 +74,7 @@ class MissRunner {
         missing.resize(sizes.rows * sizes.top_k);
         place.resize(sizes.experts, -1);
         group_records.resize(sizes.experts);
+        group_experts.resize(sizes.experts);
         starts.resize(sizes.experts);
         stops.resize(sizes.experts);
         spans.reserve(SPANS);
@@ -222,6 +231,7 @@ class MissRunner {
                             row_bytes);
             });
         if (pairs > 0) {
+            const Fetched fetched(*this, layer);
             fill_request(request, args);
             executor.execute(request, never);
         }
@@ -230,6 +240,24 @@ class MissRunner {
         });
         return args.count;
     }
+
+    // While it exists, the records of the group are in memory.
+    class Fetched {
+      public:
+        Fetched(MissRunner& runner, int64_t layer) : fetch(runner.fetch), layer(layer) {
+            const int64_t count = runner.args.count;
+            if (fetch && fetch(layer, count, runner.group_experts.data(),
+                               runner.group_records.data()) != 0)
+                throw std::runtime_error("layer " + std::to_string(layer) + ": experts are missing");
+        }
+        ~Fetched() {
+            if (fetch) fetch(layer, 0, nullptr, nullptr);
+        }
+
+      private:
+        const Fetch fetch;
+        const int64_t layer;
+    };
 
     // Copies the pairs whose expert is missing; returns their number.
     int64_t take_pairs(int64_t layer, int64_t listed, int64_t rows) {
@@ -247,7 +275,7 @@ class MissRunner {
             if (pair.row < 0 || pair.row >= rows || pair.expert >= sizes.experts)
                 throw std::runtime_error(where + "no token row " + std::to_string(pair.row) +
                                          " or no expert " + std::to_string(pair.expert));
-            if (!record(layer, pair.expert))
+            if (!fetch && !record(layer, pair.expert))
                 throw std::runtime_error(where + "expert " + std::to_string(pair.expert) +
                                          " is not in host memory");
             missing[pairs++] = pair;
@@ -266,6 +294,7 @@ class MissRunner {
             int32_t& own = place[missing[i].expert];
             if (own < 0) {
                 own = int32_t(args.count++);
+                group_experts[own] = missing[i].expert;
                 group_records[own] = record(layer, missing[i].expert);
                 stops[own] = 0;
             }
@@ -305,6 +334,7 @@ class MissRunner {
     GroupArgs args;
     const MissMemory memory;
     const MissSizes sizes;
+    const Fetch fetch;
     std::vector<std::atomic<const void*>> records;  // [layers, experts]
     int64_t row_bytes;
     Request request;
@@ -315,6 +345,7 @@ class MissRunner {
     std::vector<int64_t> position;  // of each pair among them
     std::vector<int32_t> place;     // of each expert in the group, -1 without pairs
     std::vector<const void*> group_records;
+    std::vector<int32_t> group_experts;
     std::vector<int64_t> starts, stops;
     const std::atomic<bool> never{false};
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ from overspill.tiers.slab import HostSlab
 from overspill.tiers.worker_sync import WorkerSync
 
 _CALLBACK = ctypes.CFUNCTYPE(None)
+_FETCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.c_int64,
+    ctypes.POINTER(ctypes.c_int32),
+    ctypes.POINTER(ctypes.c_void_p),
+)
 _CACHE_LINE = 64
 _MAX_SPANS = 4096  # as in cpu_misses.h
 
@@ -56,6 +63,15 @@ class MissBuffers:
     x_RD: Tensor
     out_RD: Tensor
     """float32: the weighted sum over the missing experts of each row; zero for rows without."""
+
+
+class RecordSource(Protocol):
+    """Brings records into host memory, for experts that are not always there."""
+
+    def hold(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """The addresses of the records of these experts, which are valid until `release`."""
+
+    def release(self) -> None: ...
 
 
 class MissSpan(NamedTuple):
@@ -90,8 +106,10 @@ class MissRunner:
         inject: Callable[[str], object] | None = None,
         sync: WorkerSync | None = None,
         activation: Activation | None = None,
+        source: RecordSource | None = None,
     ) -> None:
-        """`threads` includes the runner's own. `check` also raises failures of `sync`."""
+        """`threads` includes the runner's own. `check` also raises failures of `sync`, and of
+        `source`, which is asked for the records of each request instead of `set_records`."""
         reason = why_unsupported(dtype, shape, activation, decoding=True)
         if reason is not None:
             raise ConfigError(f"the CPU cannot compute missing experts: {reason}")
@@ -124,12 +142,14 @@ class MissRunner:
         self._callback = (
             None if inject is None else _CALLBACK(partial(_call, inject, self._failures))
         )
+        self._fetch = None if source is None else _FETCH(partial(_fetch, source, self._failures))
         tensors = [getattr(self.host, field.name) for field in fields(MissBuffers)]
         addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
         sizes = (ctypes.c_int64 * 4)(n_layers, n_experts, max_rows, top_k)
         clamped = is_clamped(activation)
         args = group_args(self.host.x_RD, self.host.x_RD, [], shape, threads, clamped=clamped)
-        self._handle = self._library.overspill_misses_new(args, addresses, sizes, self._callback)
+        callbacks = self._callback, self._fetch
+        self._handle = self._library.overspill_misses_new(args, addresses, sizes, *callbacks)
 
     @property
     def nbytes(self) -> int:
@@ -242,3 +262,24 @@ def _call(inject: Callable[[str], object], failures: list[BaseException]) -> Non
         inject("cpu")
     except BaseException as error:
         failures.append(error)
+
+
+def _fetch(
+    source: RecordSource,
+    failures: list[BaseException],
+    layer: int,
+    count: int,
+    experts: Any,
+    addresses: Any,
+) -> int:
+    """With a count of 0, what was fetched is not used any more. Returns 0 after success."""
+    try:
+        if count == 0:
+            source.release()
+            return 0
+        for place, address in enumerate(source.hold(layer, experts[:count])):
+            addresses[place] = address
+    except BaseException as error:
+        failures.append(error)
+        return 1
+    return 0

@@ -69,6 +69,11 @@ class Condition:
         if notified in self._waiting:
             self._waiting.remove(notified)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread waits."""
+        return bool(self._waiting)
+
     def notify(self) -> None:
         """Called with the lock held: wakes the thread that has waited longest."""
         if self._waiting:

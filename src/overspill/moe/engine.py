@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
+from overspill.core.experts import ExpertId
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
@@ -38,11 +39,12 @@ from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
 from overspill.plan.homes import DeviceShare, spread_homes
 from overspill.plan.usage import Exchange
-from overspill.tiers.entry import Part
+from overspill.tiers.entry import Part, Reader
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
+from overspill.transfer.disk_reads import DiskReads
 from overspill.transfer.streams import CopyStream
 
 
@@ -209,8 +211,9 @@ class Engine:
 
     def host_addresses(self) -> list[list[int]]:
         """The address of the weights of each expert in host memory, by its id; 0 for the others.
-        Valid until experts move. Experts of a model with some on disk change their places at any
-        time."""
+        Valid until experts move. Not with experts on disk, which change their places at any time:
+        see `new_disk_reads`."""
+        assert not self.uses_disk
         found = []
         for layer, experts in enumerate(self._store.maps):
             row = [0] * self.n_experts
@@ -222,11 +225,27 @@ class Engine:
             found.append(row)
         return found
 
-    def host_weights(self, layer: int, expert: int) -> Tensor:
-        """The flat weights of an expert in host memory."""
-        position = self._store.maps[layer].position(expert)
-        entry = self._store.at(layer, position)
-        return self.layout.weights(self._store.host(entry, Part.WEIGHTS))
+    def host_weights(self, layer: int, expert: int, copy: Reader) -> Tensor | None:
+        """The flat weights of an expert in host memory, which stay there until `copy` is done; None
+        if they are on disk, or if another copy is being made of them."""
+        with self._store.lock:
+            entry = self._store.entry(ExpertId(layer, expert))
+            if not entry.readable:
+                return None
+            if entry.disk_slot is not None:
+                if entry.upload is not None and not entry.upload.done():
+                    return None
+                self._store.end_upload(entry, copy)
+            return self.layout.weights(self._store.host(entry, Part.WEIGHTS))
+
+    def new_disk_reads(self) -> DiskReads:
+        """Brings experts of disk into host memory for decoding steps."""
+        return DiskReads(self._store, self.recorder, self.settings.inject)
+
+    @property
+    def cache_slots(self) -> int:
+        """Host slots that experts on disk share."""
+        return self._store.cache_slots
 
     @property
     def uses_disk(self) -> bool:

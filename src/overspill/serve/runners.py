@@ -117,6 +117,8 @@ class PagedRunner(Runner):
             if logits is not None:
                 return logits
         self.chosen = None
+        if self._decode is not None:
+            self._decode.wait()
         layout = Layout(spans, self._cache.block_size, self._device)
         rows = (r.tokens[r.computed : r.computed + count] for r, count in batch)
         tokens = torch.tensor([list(itertools.chain.from_iterable(rows))], device=self._device)

@@ -98,13 +98,13 @@ class RecordFile:
                 format_size(self.nbytes),
             )
 
-    def read(self, slot: int, into: Tensor) -> None:
-        """Reads record `slot` into the bytes `into`, a slot of a slab."""
+    def read(self, slot: int, into: Tensor, first: int = 0) -> None:
+        """Reads record `slot`, from its byte `first` on, into the bytes `into` of a slab."""
         view = memoryview(_buffer(into))
-        done = 0
+        start, done = slot * self.slot_bytes + first, 0
         while done < len(view):
             try:
-                n = os.preadv(self.fd, [view[done:]], slot * self.slot_bytes + done)
+                n = os.preadv(self.fd, [view[done:]], start + done)
             except OSError as error:
                 raise self._error("reading", len(view), error) from error
             if n == 0:

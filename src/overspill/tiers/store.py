@@ -4,13 +4,13 @@ and the lock that guards them. Every change of an entry is a method here."""
 
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from overspill.core.errors import DiskError
+from overspill.core.errors import DiskError, EngineError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.core.lifetime import Lifetime
@@ -216,6 +216,45 @@ class ExpertStore(WorkerSync):
             entry.holds -= 1
             self._changed(entry)
             self.wake_main()
+
+    def hold_slots(self, entries: Sequence[Entry]) -> list[Entry] | None:
+        """Keeps these experts in host slots until `release_slots`, without other transfers. Returns
+        those whose weights must be read there now, then `end_reads`; None if one of them is being
+        read, written or updated."""
+        with self.lock:
+            self.raise_error()
+            if any(entry.io or entry.stale for entry in entries):
+                return None
+            for entry in entries:
+                entry.holds += 1
+                self.touch(entry)
+            missing = [entry for entry in entries if not entry.valid & Part.WEIGHTS]
+            for entry in missing:
+                if entry.host_slot is None and not self.assign_host_slot(entry, ()):
+                    self.release_slots(entries)
+                    raise EngineError(f"{len(entries)} experts do not fit into the host slots")
+            for entry in missing:
+                entry.io |= Part.WEIGHTS
+            return missing
+
+    def end_reads(self, entries: Iterable[Entry]) -> None:
+        with self.lock:
+            for entry in entries:
+                entry.io &= ~Part.WEIGHTS
+                entry.valid |= Part.WEIGHTS
+
+    def cancel_reads(self, entries: Iterable[Entry]) -> None:
+        """The weights could not be read."""
+        with self.lock:
+            for entry in entries:
+                entry.io &= ~Part.WEIGHTS
+
+    def release_slots(self, entries: Iterable[Entry]) -> None:
+        with self.lock:
+            for entry in entries:
+                entry.holds -= 1
+            if self.main_waits:  # a pass of another thread, whose experts may have lost their slots
+                self.request_transfers()
 
     def begin_upload(self, entry: Entry) -> None:
         """Keeps the host slot while a copy out of it is being issued."""

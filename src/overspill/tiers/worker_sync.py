@@ -87,6 +87,11 @@ class WorkerSync:
                 self._main.wait(min(watchdog.interval, Condition.LIMIT))
             self.raise_error()
 
+    @property
+    def main_waits(self) -> bool:
+        """Under the lock: whether a pass waits for a transfer."""
+        return self._main.is_awaited
+
     def disk_busy(self) -> bool:
         """Under the lock: whether a disk transfer is running."""
         return False

@@ -33,11 +33,16 @@ class _Upload(NamedTuple):
     slot: int
 
 
-class _Uploading(NamedTuple):
-    """Uploads that run, until `end` has passed."""
+class _Copies:
+    """Uploads that are being made."""
 
-    uploads: list[_Upload]
-    end: torch.cuda.Event | None  # None: they have ended
+    def __init__(self) -> None:
+        self.uploads: list[_Upload] = []
+        self.end: torch.cuda.Event | None = None
+        self.ended = False
+
+    def done(self) -> bool:
+        return self.ended or (self.end is not None and self.end.query())
 
 
 class _Routing(NamedTuple):
@@ -74,7 +79,7 @@ class ExpertCache:
         # the slot of each expert that steps find here, or -1
         self._slots_LE = np.full((engine.n_layers, engine.n_experts), -1)
         self._planned: list[_Upload] = []
-        self._uploading: deque[_Uploading] = deque()
+        self._uploading: deque[_Copies] = deque()
         self._moving: set[Key] = set()  # experts whose upload is planned or runs
         self._steps: deque[_Step] = deque()
         self._spare: list[_Routing] = []  # pinned memory, which steps use again
@@ -180,7 +185,7 @@ class ExpertCache:
 
     def _collect(self) -> None:
         """Steps may use what has been uploaded."""
-        while self._uploading and _has_ended(self._uploading[0].end):
+        while self._uploading and self._uploading[0].done():
             for key, slot in self._uploading.popleft().uploads:
                 self._moving.discard(key)
                 self._slots_LE[key] = slot
@@ -223,37 +228,44 @@ class ExpertCache:
 
     def _start_uploads(self) -> None:
         planned, self._planned = self._planned, []
+        copies = _Copies()
         try:
-            end = self._copy(planned)
+            self._copy(planned, copies)
         except BaseException:
+            copies.ended = True  # what has begun ends before the slots are used again
             self._give_up(planned)
             raise
-        self._uploading.append(_Uploading(planned, end))
+        self._give_up([upload for upload in planned if upload not in copies.uploads])
+        self._uploading.append(copies)
 
     def _give_up(self, uploads: list[_Upload]) -> None:
         for key, slot in uploads:
             self._free.append(slot)
             self._moving.discard(key)
 
-    def _copy(self, planned: list[_Upload]) -> torch.cuda.Event | None:
-        """Begins to copy experts to their slots. Returns the end, None if they are there."""
+    def _copy(self, planned: list[_Upload], copies: _Copies) -> None:
+        """Begins to copy experts to their slots, without those that are on disk by now."""
         engine, inject = self._engine, self._engine.settings.inject
         if self._stream is not None:
             # steps that have begun may read what was in these slots; later ones do not find it
             self._stream.wait_stream(torch.cuda.current_stream(engine.device))
-        for key, slot in planned:
+        for upload in planned:
             if inject is not None:
                 inject("upload")
-            source = engine.host_weights(*key)
+            source = engine.host_weights(*upload.key, copies)
+            if source is None:
+                continue
             if self._stream is None:
-                self._memory(slot).copy_(source)
+                self._memory(upload.slot).copy_(source)
             else:
-                copy_on(self._stream, self._memory(slot), source)
+                copy_on(self._stream, self._memory(upload.slot), source)
+            copies.uploads.append(upload)
         if self._stream is None:
-            return None
-        end = torch.cuda.Event()
-        end.record(self._stream)
-        return end
+            copies.ended = True
+        else:
+            end = torch.cuda.Event()
+            end.record(self._stream)
+            copies.end = end
 
 
 def _has_ended(event: torch.cuda.Event | None) -> bool:

@@ -63,7 +63,7 @@ class Decode:
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
         activation = self._placeholders[0].activation
         reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
-        self._held = not self._refused and reason is None and not engine.uses_disk
+        self._held = not self._refused and reason is None
         if self._held:  # copies use the memory better: any expert may have one
             engine.hold_homes(self)
         self._n_moves = -1  # of experts, as the table has them
@@ -161,8 +161,6 @@ class Decode:
             return False
         size = 1 << (self._max_batch - 1).bit_length()
         try:
-            if self._engine.uses_disk:
-                raise ConfigError("some experts are on disk")
             if not can_map(self._engine.device):
                 raise ConfigError(f"{self._engine.device} cannot access pinned memory")
             with torch.inference_mode(False):  # the buffers outlive it
@@ -189,6 +187,12 @@ class Decode:
             return min(self._slots or 0, elsewhere)
         free = _CACHE_SHARE * (use["budget"] - use["reserved"])
         return max(0, min(elsewhere, int(free // engine.layout.weight_bytes)))
+
+    def wait(self) -> None:
+        """Until no step needs host slots that experts on disk share: a pass of the modules would
+        lose experts that it has read ahead."""
+        if self._host is not None and self._engine.uses_disk and self._engine.device.type == "cuda":
+            torch.cuda.current_stream(self._engine.device).synchronize()
 
     def give_memory(self) -> bool:
         """Makes GPU memory free for a prompt; False if there is none to give."""

@@ -9,10 +9,15 @@ from torch import Tensor
 from overspill.compute.activation import Activation
 from overspill.compute.decode.host import HostRows, Request
 from overspill.compute.misses import MissRunner
+from overspill.core.errors import ConfigError
 from overspill.hardware.machine import usable_cores
 from overspill.moe.engine import Engine
 from overspill.trace.spans import Span
+from overspill.transfer.disk_reads import DiskReads
 from overspill.transfer.mapped import on_device
+
+_FREE = 2
+"""Host slots that experts on disk share which no step uses."""
 
 
 class HostExperts:
@@ -28,6 +33,12 @@ class HostExperts:
     ) -> None:
         self._engine = engine
         self._on_gpu = engine.device.type == "cuda"
+        self._reads: DiskReads | None = None
+        if engine.uses_disk:
+            most = min(engine.n_experts, max_batch * top_k)
+            if engine.cache_slots < most + _FREE:  # other passes need some meanwhile
+                raise ConfigError(f"{most} experts of a step do not fit into host memory at once")
+            self._reads = engine.new_disk_reads()
         self._runner = MissRunner(
             engine.shape,
             engine.dtype,
@@ -39,6 +50,7 @@ class HostExperts:
             self._on_gpu,
             inject,
             activation=activation,
+            source=self._reads,
         )
         try:
             host = self._runner.host
@@ -52,6 +64,8 @@ class HostExperts:
 
     def update(self) -> None:
         """Follows experts that have moved."""
+        if self._reads is not None:
+            return
         for layer, addresses in enumerate(self._engine.host_addresses()):
             self._runner.set_records(layer, addresses)
 
@@ -93,6 +107,8 @@ class HostExperts:
     def close(self) -> None:
         """When no step is on the device."""
         self._runner.close()
+        if self._reads is not None:
+            self._reads.close()
 
     def __del__(self) -> None:
         """A step may be on the device when its LLM is given up: it waits for the thread."""

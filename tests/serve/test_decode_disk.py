@@ -1,0 +1,123 @@
+"""Decoding steps whose experts are on disk: the CPU computes them in host memory."""
+
+import copy
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overspill
+from overspill import Settings
+from overspill.core.errors import DiskError
+from overspill.models.config import GPTConfig
+from tests.serve.models import PROMPTS
+from tests.serve.test_decode import Decoding, delays, gpt, pytestmark, small, steps
+
+__all__ = ["pytestmark", "steps"]  # fixtures
+PROMPT = small(PROMPTS[:1])
+CONFIG = GPTConfig(
+    vocab=48, n_layers=3, d_model=16, d_hidden=24, n_heads=2, n_experts=12, top_k=2, max_seq=64
+)
+
+
+@contextmanager
+def on_disk(
+    folder: Path,
+    prompts: list[list[int]] = PROMPT,
+    settings: Settings | None = None,
+    host_slots: int = 20,
+    slots: int = 0,
+) -> Iterator[Decoding]:
+    """Half of the host slots are for experts on disk, which share them."""
+    plain = gpt(CONFIG)
+    given: dict[str, Any] = {"mode": "disk", "slots": 3, "host_slots": host_slots, "disk": folder}
+    model: Any = overspill.offload(
+        copy.deepcopy(plain), settings=settings, device="cpu", quiet=True, progress=False, **given
+    )
+    made = Decoding(plain, model, prompts, slots)
+    try:
+        yield made
+    finally:
+        made.runner.close()
+        model.overspill.check_conserved()
+        model.overspill.close()
+
+
+def test_logits_are_those_of_the_plain_model(tmp_path: Path, steps: list[int]) -> None:
+    with on_disk(tmp_path) as made:
+        assert made.model.overspill.uses_disk
+        for _ in range(2):
+            made.two_steps()
+        read = made.model.overspill.recorder.counters()["ssd read"]
+        assert made.runner.stats()["experts_on_cpu"] > 0
+    assert steps == [1] * 4
+    assert read > 0
+
+
+def test_several_requests_with_late_reads(tmp_path: Path, steps: list[int]) -> None:
+    late = Settings(inject=delays(seed=1, longest=2e-3, only="ssd read"))
+    with on_disk(tmp_path, small(PROMPTS[:3]), late) as made:
+        made.step()
+        made.step()
+    assert steps == [4, 4]
+
+
+def test_experts_on_disk_may_have_copies_on_the_device(tmp_path: Path, steps: list[int]) -> None:
+    with on_disk(tmp_path, slots=6) as made:
+        for _ in range(3):
+            made.two_steps()
+        assert sum(made.runner.stats()["expert_hit_rate"]) > 0
+    assert steps == [1] * 6
+
+
+def test_only_experts_that_a_step_needs_are_read(tmp_path: Path) -> None:
+    with on_disk(tmp_path) as made:
+        engine = made.model.overspill
+        made.step()
+        before = engine.recorder.counters()["ssd read"]
+        on_cpu = made.runner.stats()["experts_on_cpu"]
+        made.step()
+        needed = made.runner.stats()["experts_on_cpu"] - on_cpu
+        read = engine.recorder.counters()["ssd read"] - before
+        assert read <= needed * engine.layout.weight_bytes
+
+
+def test_modules_compute_if_a_step_does_not_fit_into_host_memory(
+    tmp_path: Path, steps: list[int]
+) -> None:
+    with on_disk(tmp_path, host_slots=8) as made:
+        made.step()
+        made.step()
+    assert not steps
+
+
+def test_a_read_that_fails_is_an_error_of_its_step_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.preadv
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def step() -> None:
+        batch = made._scheduler.next_batch()
+        with torch.inference_mode():
+            logits = made.runner.run(batch)
+        made.runner.check()
+        made.check(logits)
+        made._append(batch, logits)
+
+    with on_disk(tmp_path) as made:
+        for _ in range(2):
+            with torch.no_grad():  # all experts have been in host memory, and few are
+                made.model(torch.arange(48)[None])
+            monkeypatch.setattr(os, "preadv", fail)
+            with pytest.raises(DiskError, match=r"expert \d+\.\d+ could not be read from disk"):
+                step()
+            monkeypatch.setattr(os, "preadv", read)
+            step()
