@@ -178,10 +178,10 @@ class Bench:
             if work.slots:
                 decode(llm, 1, args.tokens, 2)  # the cache learns
             rounds = decode(llm, work.size, args.tokens, args.rounds)
-            if args.timeline is not None and work.size == 1:
-                spans = record_tokens(llm, [1, 2, 3], 40)
+            if args.timeline is not None:
+                spans = record_tokens(llm, work.size, 40 if work.size == 1 else 10)
                 path = args.timeline / f"timeline-{work.name}"
-                draw_tokens(spans, path, f"{work.name}: two tokens")
+                draw_tokens(spans, path, f"{work.name}: two steps")
         metrics = {"tokens_per_second": metric([each.speed for each in rounds], "tokens/s")}
         dense, experts = token_bytes(llm.model)
         if work.on_gpu:

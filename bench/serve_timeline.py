@@ -17,17 +17,19 @@ _KINDS = {
 }  # fmt: skip
 
 
-def record_tokens(llm: overspill.LLM, prompt: list[int], tokens: int) -> list[Span]:
-    """What happens during so many tokens of one request; times are those of perf_counter_ns."""
+def record_tokens(llm: overspill.LLM, requests: int, tokens: int) -> list[Span]:
+    """What happens during so many tokens of some requests; times are those of perf_counter_ns."""
     params = overspill.SamplingParams(max_tokens=2 * tokens, temperature=1.0, ignore_eos=True)
-    pieces = llm.stream(prompt, params)
+    streams = [llm.stream([1, 2, 3 + number], params) for number in range(requests)]
     for _ in range(tokens):
-        next(pieces)
+        for pieces in streams:
+            next(pieces)
     llm.take_spans()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in pieces:
-            pass
+        for pieces in streams:
+            for _ in pieces:
+                pass
         torch.cuda.synchronize()
     # the profiler's times are those of the wall clock
     ahead = time.time_ns() - time.perf_counter_ns()

@@ -1,7 +1,6 @@
 """Decoding steps whose experts are on disk: the CPU computes them in host memory."""
 
 import copy
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from overspill.core.errors import DiskError
 from overspill.models.config import GPTConfig
 from tests.serve.models import PROMPTS
 from tests.serve.test_decode import Decoding, delays, gpt, pytestmark, small, steps
+from tests.serve.test_failures import FailingJob
 
 __all__ = ["pytestmark", "steps"]  # fixtures
 PROMPT = small(PROMPTS[:1])
@@ -68,7 +68,7 @@ def test_several_requests_with_late_reads(tmp_path: Path, steps: list[int]) -> N
 
 
 def test_experts_on_disk_may_have_copies_on_the_device(tmp_path: Path, steps: list[int]) -> None:
-    with on_disk(tmp_path, slots=6) as made:
+    with on_disk(tmp_path, host_slots=26, slots=6) as made:
         for _ in range(3):
             made.two_steps()
         assert sum(made.runner.stats()["expert_hit_rate"]) > 0
@@ -96,28 +96,40 @@ def test_modules_compute_if_a_step_does_not_fit_into_host_memory(
     assert not steps
 
 
-def test_a_read_that_fails_is_an_error_of_its_step_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = os.preadv
+def step(made: Decoding) -> None:
+    batch = made._scheduler.next_batch()
+    with torch.inference_mode():
+        logits = made.runner.run(batch)
+    made.runner.check()
+    made.check(logits)
+    made._append(batch, logits)
 
-    def fail(*_: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def step() -> None:
-        batch = made._scheduler.next_batch()
-        with torch.inference_mode():
-            logits = made.runner.run(batch)
-        made.runner.check()
-        made.check(logits)
-        made._append(batch, logits)
+def use_all_experts(made: Decoding) -> None:
+    """All have been in host memory, and few are."""
+    with torch.no_grad():
+        made.model(torch.arange(48)[None])
 
-    with on_disk(tmp_path) as made:
+
+def test_a_read_that_fails_is_an_error_of_its_step_only(tmp_path: Path) -> None:
+    fail = FailingJob("ssd read")
+    with on_disk(tmp_path, settings=Settings(inject=fail)) as made:
         for _ in range(2):
-            with torch.no_grad():  # all experts have been in host memory, and few are
-                made.model(torch.arange(48)[None])
-            monkeypatch.setattr(os, "preadv", fail)
-            with pytest.raises(DiskError, match=r"expert \d+\.\d+ could not be read from disk"):
-                step()
-            monkeypatch.setattr(os, "preadv", read)
-            step()
+            use_all_experts(made)
+            fail.on = True
+            with pytest.raises(DiskError, match="injected"):
+                step(made)
+            fail.on = False
+            step(made)
+
+
+def test_a_file_that_was_cut_is_a_disk_error(tmp_path: Path) -> None:
+    with on_disk(tmp_path) as made:
+        use_all_experts(made)
+        for fd in Path("/proc/self/fd").iterdir():
+            target = os.readlink(fd) if fd.is_symlink() else ""
+            if target.startswith(str(tmp_path)) and "weights" in target:
+                os.truncate(fd, 0)
+        for _ in range(2):
+            with pytest.raises(DiskError, match=r"expert .*weights.* truncated .* load the model"):
+                step(made)

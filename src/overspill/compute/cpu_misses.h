@@ -5,6 +5,7 @@
 // The graph continues with the experts that are on the GPU and then waits for the layer's `done`.
 #pragma once
 
+#include <cerrno>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -37,7 +38,7 @@ struct Pair {
 };
 
 struct MissSizes {
-    int64_t layers, experts, rows, top_k;
+    int64_t layers, experts, rows, top_k, record_bytes;
 };
 
 struct MissSpan {
@@ -48,9 +49,17 @@ struct MissCounts {
     int64_t experts, ns;  // computed so far, and the time it took
 };
 
-// Writes the addresses of the records of some experts of a layer, which are valid until it is called
-// with a count of 0. Returns 0 after success.
-using Fetch = int (*)(int64_t layer, int64_t count, const int32_t* experts, const void** addresses);
+// Asks for records that are on disk, in three calls for each request:
+//     HOLD       gives the addresses of the records of `second` experts of the layer `first`, and
+//                where in the file they must be read from; a negative offset: they are in memory
+//     END_READS  they were read; or an errno in `second`, negative for the end of the file, and
+//                the index of the expert in `first`. After that, or if it fails, nothing is held
+//     RELEASE    they are not used any more
+// Returns the file, negative after a failure.
+using Fetch = int (*)(int what, int64_t first, int64_t second, const int32_t* experts,
+                      void** addresses, int64_t* offsets);
+enum { HOLD, END_READS, RELEASE };
+constexpr int64_t READ_BYTES = 512 << 10;  // of one call
 
 class MissRunner {
   public:
@@ -75,6 +84,8 @@ class MissRunner {
         place.resize(sizes.experts, -1);
         group_records.resize(sizes.experts);
         group_experts.resize(sizes.experts);
+        group_offsets.resize(sizes.experts);
+        group_addresses.resize(sizes.experts);
         starts.resize(sizes.experts);
         stops.resize(sizes.experts);
         spans.reserve(SPANS);
@@ -244,20 +255,51 @@ class MissRunner {
     // While it exists, the records of the group are in memory.
     class Fetched {
       public:
-        Fetched(MissRunner& runner, int64_t layer) : fetch(runner.fetch), layer(layer) {
-            const int64_t count = runner.args.count;
-            if (fetch && fetch(layer, count, runner.group_experts.data(),
-                               runner.group_records.data()) != 0)
-                throw std::runtime_error("layer " + std::to_string(layer) + ": experts are missing");
+        Fetched(MissRunner& runner, int64_t layer) : fetch(runner.fetch) {
+            if (fetch) runner.fetch_records(layer);
         }
         ~Fetched() {
-            if (fetch) fetch(layer, 0, nullptr, nullptr);
+            if (fetch) fetch(RELEASE, 0, 0, nullptr, nullptr, nullptr);
         }
 
       private:
         const Fetch fetch;
-        const int64_t layer;
     };
+
+    void fetch_records(int64_t layer) {
+        const int file = fetch(HOLD, layer, args.count, group_experts.data(),
+                               group_addresses.data(), group_offsets.data());
+        if (file < 0) throw std::runtime_error("records of experts are missing");
+        const int64_t bytes = sizes.record_bytes, parts = pieces(bytes, READ_BYTES);
+        std::atomic<int64_t> failed{-1};
+        std::atomic<int> error{0};
+        std::vector<int64_t> absent;
+        for (int64_t i = 0; i < args.count; ++i) {
+            group_records[i] = group_addresses[i];
+            if (group_offsets[i] >= 0) absent.push_back(i);
+        }
+        const auto read = [&](int64_t task) {
+            const int64_t i = absent[task / parts], at = task % parts * READ_BYTES;
+            const int found = read_bytes(file, static_cast<char*>(group_addresses[i]) + at,
+                                         least(READ_BYTES, bytes - at), group_offsets[i] + at);
+            int none = 0;
+            if (found && error.compare_exchange_strong(none, found)) failed = i;
+        };
+        for_each(int64_t(absent.size()) * parts, read, 1);
+        if (fetch(END_READS, failed, error, nullptr, nullptr, nullptr) < 0)
+            throw std::runtime_error("records of experts could not be read");
+    }
+
+    // Returns 0, an errno, or -1 at the end of the file.
+    static int read_bytes(int file, char* to, int64_t count, int64_t offset) {
+        for (int64_t done = 0; done < count;) {
+            const ssize_t now = pread(file, to + done, count - done, offset + done);
+            if (now < 0 && errno == EINTR) continue;
+            if (now <= 0) return now < 0 ? errno : -1;
+            done += now;
+        }
+        return 0;
+    }
 
     // Copies the pairs whose expert is missing; returns their number.
     int64_t take_pairs(int64_t layer, int64_t listed, int64_t rows) {
@@ -322,13 +364,13 @@ class MissRunner {
     }
 
     template <class Body>
-    void for_each(int64_t count, const Body& body) {
+    void for_each(int64_t count, const Body& body, int64_t min_parallel = MIN_PARALLEL_ROWS) {
         std::atomic<int64_t> next{0};
         const auto share = [&] {
             for (int64_t i; (i = next.fetch_add(1)) < count;) body(i);
         };
         // std::ref: a copy of the lambda would be allocated
-        executor.pool.run(count < MIN_PARALLEL_ROWS ? 1 : args.threads, std::ref(share));
+        executor.pool.run(count < min_parallel ? 1 : args.threads, std::ref(share));
     }
 
     GroupArgs args;
@@ -346,6 +388,8 @@ class MissRunner {
     std::vector<int32_t> place;     // of each expert in the group, -1 without pairs
     std::vector<const void*> group_records;
     std::vector<int32_t> group_experts;
+    std::vector<void*> group_addresses;
+    std::vector<int64_t> group_offsets;
     std::vector<int64_t> starts, stops;
     const std::atomic<bool> never{false};
 

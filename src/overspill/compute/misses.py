@@ -25,18 +25,21 @@ from overspill.compute.cpu_kernel import group_args, loaded_library, why_unsuppo
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
-from overspill.tiers.layout import ALIGN
+from overspill.tiers.layout import ALIGN, RecordLayout
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.worker_sync import WorkerSync
 
 _CALLBACK = ctypes.CFUNCTYPE(None)
 _FETCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
+    ctypes.c_int,
     ctypes.c_int64,
     ctypes.c_int64,
     ctypes.POINTER(ctypes.c_int32),
     ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_int64),
 )
+_HOLD, _END_READS, _RELEASE = range(3)  # as in cpu_misses.h
 _CACHE_LINE = 64
 _MAX_SPANS = 4096  # as in cpu_misses.h
 
@@ -66,12 +69,22 @@ class MissBuffers:
 
 
 class RecordSource(Protocol):
-    """Brings records into host memory, for experts that are not always there."""
+    """Gives experts that are on disk a place in host memory, where they are read to."""
 
-    def hold(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """The addresses of the records of these experts, which are valid until `release`."""
+    @property
+    def file(self) -> int:
+        """The descriptor of the file with their records."""
 
-    def release(self) -> None: ...
+    def hold(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
+        """The address of the record of each of these experts, valid until `release`, and where in
+        the file it must be read from first, -1 if it was read before."""
+
+    def end_reads(self, failed: int, error: int) -> None:
+        """They were read; or an `errno`, -1 for the end of the file, and the index of the expert
+        that could not be read. Then `release` is not called."""
+
+    def release(self) -> None:
+        """The records are not used any more."""
 
 
 class MissSpan(NamedTuple):
@@ -145,7 +158,8 @@ class MissRunner:
         self._fetch = None if source is None else _FETCH(partial(_fetch, source, self._failures))
         tensors = [getattr(self.host, field.name) for field in fields(MissBuffers)]
         addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-        sizes = (ctypes.c_int64 * 4)(n_layers, n_experts, max_rows, top_k)
+        record = RecordLayout(shape, dtype).weight_bytes
+        sizes = (ctypes.c_int64 * 5)(n_layers, n_experts, max_rows, top_k, record)
         clamped = is_clamped(activation)
         args = group_args(self.host.x_RD, self.host.x_RD, [], shape, threads, clamped=clamped)
         callbacks = self._callback, self._fetch
@@ -267,19 +281,24 @@ def _call(inject: Callable[[str], object], failures: list[BaseException]) -> Non
 def _fetch(
     source: RecordSource,
     failures: list[BaseException],
-    layer: int,
-    count: int,
+    what: int,
+    first: int,
+    second: int,
     experts: Any,
     addresses: Any,
+    offsets: Any,
 ) -> int:
-    """With a count of 0, what was fetched is not used any more. Returns 0 after success."""
+    """`first` and `second` are a layer and a number of experts, or the arguments of `end_reads`.
+    Returns the file, or -1 after a failure."""
     try:
-        if count == 0:
+        if what == _RELEASE:
             source.release()
-            return 0
-        for place, address in enumerate(source.hold(layer, experts[:count])):
-            addresses[place] = address
+        elif what == _END_READS:
+            source.end_reads(first, second)
+        else:
+            for place, found in enumerate(source.hold(first, experts[:second])):
+                addresses[place], offsets[place] = found
+        return source.file
     except BaseException as error:
         failures.append(error)
-        return 1
-    return 0
+        return -1

@@ -30,7 +30,6 @@ class Entry:
         "host_slot",
         "id",
         "io",
-        "last_use",
         "number",
         "stale",
         "upload",
@@ -52,7 +51,6 @@ class Entry:
         self.holds = 0  # users that need the expert to keep its host slot
         self.version = 0  # of the weights; a GPU slot with another version is out of date
         self.upload: Reader | None = None  # the last copy that reads the host slot
-        self.last_use = 0
 
     @property
     def readable(self) -> bool:

@@ -98,13 +98,13 @@ class RecordFile:
                 format_size(self.nbytes),
             )
 
-    def read(self, slot: int, into: Tensor, first: int = 0) -> None:
-        """Reads record `slot`, from its byte `first` on, into the bytes `into` of a slab."""
+    def read(self, slot: int, into: Tensor) -> None:
+        """Reads record `slot` into the bytes `into`, a slot of a slab."""
         view = memoryview(_buffer(into))
-        start, done = slot * self.slot_bytes + first, 0
+        done = 0
         while done < len(view):
             try:
-                n = os.preadv(self.fd, [view[done:]], start + done)
+                n = os.preadv(self.fd, [view[done:]], slot * self.slot_bytes + done)
             except OSError as error:
                 raise self._error("reading", len(view), error) from error
             if n == 0:
@@ -122,6 +122,13 @@ class RecordFile:
                 done += os.pwritev(self.fd, [view[done:]], slot * self.slot_bytes + done)
             except OSError as error:
                 raise self._error("writing", len(view), error) from error
+
+    def read_error(self, number: int) -> DiskError:
+        """Of a native thread that could not read a record: an `errno`, or -1 for the end of the
+        file."""
+        if number < 0:
+            return self._truncated()
+        return self._error("reading", self.slot_bytes, OSError(number, os.strerror(number)))
 
     def _error(self, doing: str, size: int, error: OSError) -> DiskError:
         advice = "check the disk or choose another --disk"

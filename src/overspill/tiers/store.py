@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from overspill.core.errors import DiskError, EngineError
+from overspill.core.errors import DiskError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.core.lifetime import Lifetime
@@ -69,8 +69,8 @@ class ExpertStore(WorkerSync):
         assert self.disk_slots == 0 or (disk is not None and cache_slots >= 1)
         super().__init__(watchdog_seconds)
         self.entries = self._number_entries(count)
+        self._cached: dict[Entry, None] = {}
         self.recount_slots()
-        self._uses = 0
         self._unreadable: dict[Entry, OSError] = {}  # the last read has failed
         self.lifetime = Lifetime()
         self._on_change: Callable[[], None] | None = None
@@ -219,8 +219,8 @@ class ExpertStore(WorkerSync):
 
     def hold_slots(self, entries: Sequence[Entry]) -> list[Entry] | None:
         """Keeps these experts in host slots until `release_slots`, without other transfers. Returns
-        those whose weights must be read there now, then `end_reads`; None if one of them is being
-        read, written or updated."""
+        those whose weights must be read there now, then `end_reads`; None if one of them, or too
+        many others, are being read, written, updated or uploaded."""
         with self.lock:
             self.raise_error()
             if any(entry.io or entry.stale for entry in entries):
@@ -232,7 +232,7 @@ class ExpertStore(WorkerSync):
             for entry in missing:
                 if entry.host_slot is None and not self.assign_host_slot(entry, ()):
                     self.release_slots(entries)
-                    raise EngineError(f"{len(entries)} experts do not fit into the host slots")
+                    return None
             for entry in missing:
                 entry.io |= Part.WEIGHTS
             return missing
@@ -324,8 +324,9 @@ class ExpertStore(WorkerSync):
     def touch(self, entry: Entry) -> None:
         """Notes that the expert is needed, for the choice of the least recently used."""
         with self.lock:
-            self._uses += 1
-            entry.last_use = self._uses
+            if entry in self._cached:
+                del self._cached[entry]
+                self._cached[entry] = None
 
     def assign_host_slot(self, entry: Entry, needed: Collection[Entry]) -> bool:
         """Gives the expert a host slot: a free one, or that of the least recently used expert that
@@ -333,21 +334,21 @@ class ExpertStore(WorkerSync):
         with self.lock:
             assert entry.host_slot is None
             if not self._free_slots:
-                idle = [held for held in self._cached if held not in needed and held.evictable]
-                if not idle:
+                idle = (held for held in self._cached if held not in needed and held.evictable)
+                first = next(idle, None)
+                if first is None:
                     return False
-                self._evict(min(idle, key=lambda held: held.last_use))
+                self._evict(first)
             entry.host_slot = self._free_slots.pop()
             entry.valid = Part(0)
-            self.touch(entry)
-            self._cached.add(entry)
+            self._cached[entry] = None
             return True
 
     def _evict(self, entry: Entry) -> None:
         assert entry.host_slot is not None
         self._free_slots.append(entry.host_slot)
         entry.host_slot, entry.valid, entry.upload = None, Part(0), None
-        self._cached.remove(entry)
+        del self._cached[entry]
 
     def recount_slots(self) -> None:
         """At the beginning and after an interrupt: the entries say which slots are free."""
@@ -359,8 +360,10 @@ class ExpertStore(WorkerSync):
             in_host = [entry for entry in self.entries if entry.host_slot is not None]
             on_disk = [entry for entry in self.entries if entry.disk_slot is not None]
             held = {entry.host_slot for entry in in_host}
-            # experts on disk that have a host slot
-            self._cached = {entry for entry in in_host if entry.disk_slot is not None}
+            # experts on disk that have a host slot, the least recently used first
+            cached = {entry for entry in in_host if entry.disk_slot is not None}
+            known = [entry for entry in self._cached if entry in cached]
+            self._cached = dict.fromkeys([*known, *cached])
             self._free_slots = [slot for slot in range(self.host_slots) if slot not in held]
             stored = {entry.disk_slot for entry in on_disk}
             self._free_records = [n for n in range(self.disk_slots) if n not in stored]

@@ -70,14 +70,16 @@ def send_request(ready, done, missed, n_rows, REQUEST: tl.constexpr, ON_GPU: tl.
 
 @triton.jit
 def await_host(done, count, ON_GPU: tl.constexpr):
-    """Until the CPU has computed `count` misses of this row, if there are any."""
+    """Until the CPU has computed `count` misses of this row, if there are any. The more rows look,
+    the less often: each look is a read over the link, which the CPU's reads of memory wait for."""
     if count > 0:
         seen = tl.load(done, volatile=True)
         while seen == 0:
             if ON_GPU:
                 tl.inline_asm_elementwise(
-                    "nanosleep.u32 64; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-                )
+                    "nanosleep.u32 $1; mov.b32 $0, $1;", "=r,r", [64 * tl.num_programs(0)],
+                    dtype=tl.int32, is_pure=False, pack=1,
+                )  # fmt: skip
             seen = tl.load(done, volatile=True)
         _fence(ON_GPU)
 

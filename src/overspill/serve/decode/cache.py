@@ -67,10 +67,13 @@ class ExpertCache:
         n_slots: int,
         policy: Policy | None = None,
         chunk_bytes: int = _CHUNK,
+        host_slots: int | None = None,
     ) -> None:
-        """Memory is allocated, and given back, in chunks of about `chunk_bytes`."""
+        """Memory is allocated, and given back, in chunks of about `chunk_bytes`. Uploads may keep
+        so many `host_slots` (None: any) of experts on disk."""
         self._engine = engine
         self._table = table
+        self._max_uploads = _UPLOADS if host_slots is None else min(_UPLOADS, host_slots)
         self._policy = policy or LFU(engine.n_layers, engine.n_experts)
         self._chunk = max(1, chunk_bytes // engine.layout.weight_bytes)  # in slots
         self._slabs: list[Tensor] = []
@@ -203,7 +206,7 @@ class ExpertCache:
         present_LE, scores_LE = self._table.present, self._policy.scores_LE
         wanted = [key for key in missed - self._moving if not present_LE[key]]
         wanted.sort(key=lambda key: (-scores_LE[key], key))
-        for key in wanted[: max(0, _UPLOADS - len(self._moving))]:
+        for key in wanted[: max(0, self._max_uploads - len(self._moving))]:
             slot = self._free.pop() if self._free else self._evict(scores_LE[key] - _MARGIN)
             if slot is None:
                 return

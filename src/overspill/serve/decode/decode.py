@@ -173,7 +173,10 @@ class Decode:
             _log.info("%s while experts are not on the GPU: %s", _MODULES, error)
             return False
         self._n_moves = -1
-        self._experts = ExpertCache(self._engine, self._table, self._count_slots())
+        # an upload keeps a host slot until the steps have ended that may wait for one
+        self._experts = ExpertCache(
+            self._engine, self._table, self._count_slots(), host_slots=host.free_slots
+        )
         self._host = host  # last: steps use both
         return True
 

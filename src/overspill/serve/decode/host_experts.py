@@ -17,7 +17,7 @@ from overspill.transfer.disk_reads import DiskReads
 from overspill.transfer.mapped import on_device
 
 _FREE = 2
-"""Host slots that experts on disk share which no step uses."""
+"""Host slots that other passes can use meanwhile."""
 
 
 class HostExperts:
@@ -34,9 +34,12 @@ class HostExperts:
         self._engine = engine
         self._on_gpu = engine.device.type == "cuda"
         self._reads: DiskReads | None = None
+        self.free_slots: int | None = None
+        """Host slots that experts on disk share and no step needs; None: no expert is there."""
         if engine.uses_disk:
             most = min(engine.n_experts, max_batch * top_k)
-            if engine.cache_slots < most + _FREE:  # other passes need some meanwhile
+            self.free_slots = engine.cache_slots - most - _FREE
+            if self.free_slots < 0:
                 raise ConfigError(f"{most} experts of a step do not fit into host memory at once")
             self._reads = engine.new_disk_reads()
         self._runner = MissRunner(
@@ -107,8 +110,6 @@ class HostExperts:
     def close(self) -> None:
         """When no step is on the device."""
         self._runner.close()
-        if self._reads is not None:
-            self._reads.close()
 
     def __del__(self) -> None:
         """A step may be on the device when its LLM is given up: it waits for the thread."""
