@@ -35,7 +35,7 @@ def cases(trace_TLN: Ids, n_experts: int) -> Iterator[Case]:
     sizes = trace_TLN.shape[1], n_experts
     yield Case("LRU", LRU(*sizes))
     yield Case("LFU, decay 0.97", LFU(*sizes))
-    yield Case("NextUse (default)", NextUse(*sizes))
+    yield Case("NextUse", NextUse(*sizes))
     yield Case("Belady", Belady(n_experts, trace_TLN))
     yield Case("NextUse, insertion optional", NextUse(*sizes), optional=True)
     yield Case("Belady, insertion optional", Belady(n_experts, trace_TLN), optional=True)
@@ -94,7 +94,7 @@ def main() -> None:
             for room, value, share in zip(ROOMS, rate, closed, strict=True):
                 row[f"hits, {room} of {args.experts}"] = f"{value:.4f}"
                 row[f"gap closed, {room}"] = f"{share:.0f}%"
-                if name == "NextUse (default)":
+                if name == "NextUse":
                     metrics[f"{prefix}closed_{room}"] = metric([share], "% of the gap")
             table.append(row)
             print(" | ".join(row.values()), flush=True)
