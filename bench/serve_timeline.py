@@ -19,17 +19,13 @@ _KINDS = {
 
 def record_tokens(llm: overspill.LLM, requests: int, tokens: int) -> list[Span]:
     """What happens during so many tokens of some requests; times are those of perf_counter_ns."""
-    params = overspill.SamplingParams(max_tokens=2 * tokens, temperature=1.0, ignore_eos=True)
-    streams = [llm.stream([1, 2, 3 + number], params) for number in range(requests)]
-    for _ in range(tokens):
-        for pieces in streams:
-            next(pieces)
+    params = overspill.SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True)
+    prompts = [[1, 2, 3 + number] for number in range(requests)]
+    llm.generate(prompts, params)
     llm.take_spans()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        for pieces in streams:
-            for _ in pieces:
-                pass
+        llm.generate(prompts, params)
         torch.cuda.synchronize()
     # the profiler's times are those of the wall clock
     ahead = time.time_ns() - time.perf_counter_ns()
