@@ -255,6 +255,14 @@ def test_given_slots_imply_spilling() -> None:
     assert placement.home_slots + placement.cache_slots == 6
 
 
+def test_only_in_training_some_experts_of_a_model_on_disk_stay_in_host_memory() -> None:
+    asked = replace(AMPLE, host_slots=6)
+    trained = place(replace(SMALL, training=True), asked)
+    assert trained.home_slots == trained.cache_slots == 3
+    served = place(replace(SMALL, training=False), asked)
+    assert (served.home_slots, served.cache_slots) == (0, 6)
+
+
 def test_a_single_expert_can_be_spilled() -> None:
     one = replace(SMALL, n_layers=1, n_experts=1)
     assert place(one, replace(AMPLE, mode="host", slots=2)).slots == 1

@@ -37,6 +37,7 @@ from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
+from overspill.plan.eviction import NextUse
 from overspill.plan.homes import DeviceShare, spread_homes
 from overspill.plan.usage import Exchange
 from overspill.tiers.entry import Part, Reader
@@ -240,7 +241,8 @@ class Engine:
 
     def new_disk_reads(self) -> DiskReads:
         """Brings experts of disk into host memory for decoding steps."""
-        return DiskReads(self._store, self.recorder, self.settings.inject)
+        policies = [NextUse(1, self.n_experts) for _ in range(self.n_layers)]
+        return DiskReads(self._store, policies, self.recorder, self.settings.inject)
 
     @property
     def cache_slots(self) -> int:

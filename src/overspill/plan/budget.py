@@ -353,8 +353,11 @@ def _on_disk(
             f"{format_size(slot_bytes)} beside the process{states}; give at least "
             f"{format_size(least, up=True)}"
         )
-    # the cache holds up to two layers; all other host slots are home slots
-    cache = min(slots, max(2, 2 * model.n_experts), max(2, slots // 2))
+    # A training step uses all experts in turn: a cache of two layers is enough, and experts in all
+    # other host slots are never read. Tokens that are generated use some experts more than others.
+    cache = slots
+    if model.training:
+        cache = min(slots, max(2, 2 * model.n_experts), max(2, slots // 2))
     if slots == count:
         cache = 0
     spilled = count - (slots - cache)

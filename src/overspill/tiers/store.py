@@ -217,10 +217,13 @@ class ExpertStore(WorkerSync):
             self._changed(entry)
             self.wake_main()
 
-    def hold_slots(self, entries: Sequence[Entry]) -> list[Entry] | None:
+    def hold_slots(
+        self, entries: Sequence[Entry], order: Callable[[Iterable[Entry]], Iterable[Entry]]
+    ) -> list[Entry] | None:
         """Keeps these experts in host slots until `release_slots`, without other transfers. Returns
         those whose weights must be read there now, then `end_reads`; None if one of them, or too
-        many others, are being read, written, updated or uploaded."""
+        many others, are being read, written, updated or uploaded. `order` sorts experts: the first
+        ones lose their slots."""
         with self.lock:
             self.raise_error()
             if any(entry.io or entry.stale for entry in entries):
@@ -229,8 +232,9 @@ class ExpertStore(WorkerSync):
                 entry.holds += 1
                 self.touch(entry)
             missing = [entry for entry in entries if not entry.valid & Part.WEIGHTS]
+            leave = order(self._cached) if len(missing) > len(self._free_slots) else ()
             for entry in missing:
-                if entry.host_slot is None and not self.assign_host_slot(entry, ()):
+                if entry.host_slot is None and not self.assign_host_slot(entry, (), leave):
                     self.release_slots(entries)
                     return None
             for entry in missing:
@@ -328,13 +332,17 @@ class ExpertStore(WorkerSync):
                 del self._cached[entry]
                 self._cached[entry] = None
 
-    def assign_host_slot(self, entry: Entry, needed: Collection[Entry]) -> bool:
-        """Gives the expert a host slot: a free one, or that of the least recently used expert that
-        is not among the `needed` and not in use. False if there is none."""
+    def assign_host_slot(
+        self, entry: Entry, needed: Collection[Entry], order: Iterable[Entry] | None = None
+    ) -> bool:
+        """Gives the expert a host slot: a free one, or that of the least recently used expert, or
+        the first in `order`, that is not among the `needed` and not in use. False if there is
+        none."""
         with self.lock:
             assert entry.host_slot is None
             if not self._free_slots:
-                idle = (held for held in self._cached if held not in needed and held.evictable)
+                held = self._cached if order is None else (e for e in order if e in self._cached)
+                idle = (each for each in held if each not in needed and each.evictable)
                 first = next(idle, None)
                 if first is None:
                     return False

@@ -1,7 +1,11 @@
 """Experts on disk that a decoding step needs now: they get host slots until it has used them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from overspill.core.errors import DiskError, EngineError
 from overspill.core.experts import ExpertId
@@ -14,12 +18,30 @@ from overspill.transfer.streams import Inject
 _LANE = "ssd read"
 
 
+class UsagePolicy(Protocol):
+    """Scores the experts of one layer: those with the lowest scores leave host memory."""
+
+    scores_LE: NDArray[np.floating[Any]]
+
+    def use(self, experts_LN: NDArray[np.integer[Any]]) -> None:
+        """These experts were needed now."""
+
+
 class DiskReads:
     """Says where the weights of experts are, and what must be read first: the caller, one native
     thread, reads it. Nothing is read ahead."""
 
-    def __init__(self, store: ExpertStore, recorder: Recorder, inject: Inject | None) -> None:
+    def __init__(
+        self,
+        store: ExpertStore,
+        policies: Sequence[UsagePolicy],
+        recorder: Recorder,
+        inject: Inject | None,
+    ) -> None:
+        """`policies` are those of the layers."""
         self._store = store
+        self._policies = policies
+        self._scores_LE: list[list[float]] = [each.scores_LE[0].tolist() for each in policies]
         self._recorder = recorder
         self._inject = inject
         self._held: list[Entry] = []
@@ -34,6 +56,9 @@ class DiskReads:
     def hold(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
         """The addresses of the weights of these experts, by their ids, valid until `release`; and
         where in the file they must be read from first, -1 if they are in host memory."""
+        policy = self._policies[layer]
+        policy.use(np.array([experts]))
+        self._scores_LE[layer] = policy.scores_LE[0].tolist()
         entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
         self._missing = self._hold(entries)
         self._held = entries
@@ -61,11 +86,14 @@ class DiskReads:
 
     def _hold(self, entries: Sequence[Entry]) -> list[Entry]:
         deadline = time.monotonic() + WATCHDOG_SECONDS
-        while (missing := self._store.hold_slots(entries)) is None:
+        while (missing := self._store.hold_slots(entries, self._in_order)) is None:
             if time.monotonic() > deadline:
                 raise EngineError(f"no host slots were free for {len(entries)} experts")
             time.sleep(1e-4)  # transfers end soon
         return missing
+
+    def _in_order(self, entries: Iterable[Entry]) -> list[Entry]:
+        return sorted(entries, key=lambda entry: self._scores_LE[entry.id.layer][entry.id.index])
 
     def end_reads(self, failed: int, error: int) -> None:
         """What was missing was read, or reading the expert with index `failed` has failed with this

@@ -1,0 +1,152 @@
+"""Experts that are read from disk when they are needed, and stay in host memory until then."""
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from overspill.core.errors import DiskError
+from overspill.tiers.entry import Part
+from overspill.tiers.store import ExpertStore
+from overspill.trace.recorder import Recorder
+from overspill.transfer.disk_reads import DiskReads
+from overspill.transfer.streams import Inject
+from tests.transfer.fakes import disk_store
+
+EXPERTS, CACHE = 6, 3
+
+
+class GivenScores:
+    def __init__(self, scores: Sequence[float]) -> None:
+        self.scores_LE = np.array([scores])
+        self.used: list[list[int]] = []
+
+    def use(self, experts_LN: np.ndarray) -> None:
+        self.used.append(experts_LN[0].tolist())
+
+
+class Reader:
+    """Reads what must be read, as a native thread does."""
+
+    def __init__(
+        self, folder: Path, scores: Sequence[float] = (0.0,) * EXPERTS, inject: Inject | None = None
+    ) -> None:
+        self.store: ExpertStore = disk_store(EXPERTS, 0, CACHE, folder)
+        for number, entry in enumerate(self.store.entries):
+            self.store.set_part(entry, Part.WEIGHTS, lambda memory, n=number: memory.fill_(n + 1))
+        self.policy = GivenScores(scores)
+        self.recorder = Recorder()
+        self.reads = DiskReads(self.store, [self.policy], self.recorder, inject)
+
+    def read(self, *experts: int, error: int = 0) -> int:
+        """Returns how many were read from the file. They are held."""
+        count = 0
+        for place, (address, offset) in enumerate(self.reads.hold(0, experts)):
+            if offset < 0:
+                continue
+            if error:
+                self.reads.end_reads(place, error)
+            memory = self.store.host(self.store.entries[experts[place]], Part.WEIGHTS)
+            assert memory.data_ptr() == address
+            assert os.preadv(self.reads.file, [memory.numpy()], offset) == memory.nbytes
+            count += 1
+        self.reads.end_reads(-1, 0)
+        return count
+
+    def step(self, *experts: int) -> int:
+        count = self.read(*experts)
+        for expert in experts:
+            memory = self.store.host(self.store.entries[expert], Part.WEIGHTS)
+            assert (memory == expert + 1).all()
+        self.reads.release()
+        return count
+
+    def in_host(self) -> set[int]:
+        return {entry.number for entry in self.store.entries if entry.host_slot is not None}
+
+
+def test_an_expert_is_read_once_while_it_is_in_host_memory(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    assert reader.step(1, 4) == 2
+    assert reader.step(4, 2) == 1
+    assert reader.step(1, 2, 4) == 0
+    assert reader.policy.used == [[1, 4], [4, 2], [1, 2, 4]]
+    size = reader.store.part_bytes(Part.WEIGHTS)
+    assert reader.recorder.counters()["ssd read"] == 3 * size
+    reader.store.check_conserved()
+
+
+def test_the_expert_with_the_lowest_score_leaves(tmp_path: Path) -> None:
+    reader = Reader(tmp_path, [5, 4, 3, 2, 1, 0])
+    for expert in (4, 0, 2):
+        reader.step(expert)
+    reader.step(5)
+    assert reader.in_host() == {0, 2, 5}, "not the one that was used first"
+    reader.step(5, 1, 3)
+    assert reader.in_host() == {5, 1, 3}, "those that are needed stay"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_experts_have_their_weights(seed: int, tmp_path: Path) -> None:
+    random.seed(seed)
+    reader = Reader(tmp_path, [random.random() for _ in range(EXPERTS)])
+    for _ in range(40):
+        reader.step(*random.sample(range(EXPERTS), random.randint(1, CACHE)))
+        assert len(reader.in_host()) <= CACHE
+    reader.store.check_conserved()
+
+
+@pytest.mark.parametrize(("error", "message"), [(errno.EIO, "Input/output"), (-1, "truncated")])
+def test_a_read_that_fails_names_the_expert_and_holds_nothing(
+    error: int, message: str, tmp_path: Path
+) -> None:
+    reader = Reader(tmp_path)
+    reader.step(0)
+    with pytest.raises(DiskError, match=rf"expert 0\.3 could not be read .*{message}"):
+        reader.read(0, 3, error=error)
+    reader.store.check_conserved()
+    assert reader.step(0, 3) == 1
+
+
+def test_an_injected_failure_is_a_disk_error(tmp_path: Path) -> None:
+    failing = [True]
+
+    def inject(kind: str) -> None:
+        if failing[0]:
+            raise OSError(errno.EIO, f"injected: {kind}")
+
+    reader = Reader(tmp_path, inject=inject)
+    with pytest.raises(DiskError, match="injected: ssd read"):
+        reader.read(2)
+    failing[0] = False
+    assert reader.step(2) == 1
+    reader.store.check_conserved()
+
+
+def test_a_transfer_that_runs_is_awaited(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    reader.step(0)
+    entry = reader.store.entries[0]
+    reader.store.begin_io(entry, Part.WEIGHTS, write=False)
+    timer = threading.Timer(0.05, reader.store.end_io, (entry, Part.WEIGHTS, False))
+    timer.start()
+    assert reader.step(0) == 0
+    assert not timer.is_alive()
+
+
+def test_slots_that_are_in_use_are_awaited(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    reader.step(0, 1, 2)
+    for entry in reader.store.entries[:3]:
+        reader.store.hold(entry)
+    timer = threading.Timer(0.05, reader.store.release, (reader.store.entries[1],))
+    timer.start()
+    assert reader.step(5) == 1
+    assert reader.in_host() == {0, 2, 5}
+    for number in (0, 2):
+        reader.store.release(reader.store.entries[number])
