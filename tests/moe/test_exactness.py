@@ -27,14 +27,14 @@ from tests.moe.oracle import (
 )
 
 TASKS = {
-    "top-2 gated": Task(steps=3),
-    "clipped": Task(clip=0.5, steps=3),
-    "accumulated": Task(top_k=1, gated=False, micro_batches=3, steps=3),
-    "accumulated, clipped, checkpointed": Task(micro_batches=3, clip=0.5, checkpoint=True, steps=3),
-    "checkpointed, every 2nd layer": Task(checkpoint=True, n_layers=4, moe_every=2, steps=3),
-    "an expert without tokens": Task(starve=True, weight_decay=3.0, steps=3),
+    "top-2 gated": Task(steps=2),
+    "clipped": Task(clip=0.5, steps=2),
+    "accumulated": Task(top_k=1, gated=False, micro_batches=3, steps=2),
+    "accumulated, clipped, checkpointed": Task(micro_batches=3, clip=0.5, checkpoint=True, steps=2),
+    "checkpointed, every 2nd layer": Task(checkpoint=True, n_layers=4, moe_every=2, steps=2),
+    "an expert without tokens": Task(starve=True, weight_decay=3.0, steps=2),
     "an expert without tokens, clipped": Task(
-        starve=True, weight_decay=3.0, clip=0.5, top_k=1, steps=3
+        starve=True, weight_decay=3.0, clip=0.5, top_k=1, steps=2
     ),
 }
 
@@ -48,7 +48,7 @@ def test_training_follows_plain_pytorch(name: str, where: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 host slots"])
 def test_a_long_run_follows_plain_pytorch(where: str, tmp_path: Path) -> None:
-    task = Task(steps=15)
+    task = Task(n_layers=2, steps=10)
     assert_follows(spilled_run(task, where, tmp_path), plain_run(task))
 
 
@@ -75,7 +75,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_no_switch_changes_the_results(switch: str, where: str, tmp_path: Path) -> None:
-    task = Task(checkpoint=where.startswith("disk"), steps=4)
+    task = Task(checkpoint=where.startswith("disk"), steps=3)
     run = spilled_run(task, where, tmp_path, Settings(**SWITCHES[switch]))
     assert_follows(run, plain_run(task))
 
@@ -83,10 +83,10 @@ def test_no_switch_changes_the_results(switch: str, where: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("task", "switch"),
     [
-        (Task(clip=0.5, steps=3), "activations kept"),
-        (Task(steps=4), "waves off"),
-        (Task(steps=4), "updates not overlapped"),
-        (Task(micro_batches=3, clip=0.5, checkpoint=True, steps=3), "updates not overlapped"),
+        (Task(clip=0.5, steps=2), "activations kept"),
+        (Task(n_layers=2, steps=3), "waves off"),
+        (Task(n_layers=2, steps=3), "updates not overlapped"),
+        (Task(micro_batches=3, clip=0.5, checkpoint=True, steps=2), "updates not overlapped"),
     ],
 )
 def test_switches_with_all_experts_on_the_device(task: Task, switch: str, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_switches_with_all_experts_on_the_device(task: Task, switch: str, tmp_pa
 def test_an_expert_whose_rows_are_cut_into_pieces_learns_the_same(
     where: str, activations: str, tmp_path: Path
 ) -> None:
-    task = Task(top_k=1, clip=0.5, steps=3)
+    task = Task(top_k=1, clip=0.5, steps=2)
     # 36 tokens on 5 experts: some get more than 4 rows in every step
     run = spilled_run(task, where, tmp_path, Settings(activations=activations), max_rows=4)
     assert_follows(run, plain_run(task))
@@ -114,7 +114,7 @@ def test_an_expert_whose_rows_are_cut_into_pieces_learns_the_same(
 
 @pytest.mark.parametrize("where", STREAMED)
 def test_where_an_expert_is_changes_no_bit(where: str, tmp_path: Path) -> None:
-    task = Task(micro_batches=2, clip=0.5, steps=3)
+    task = Task(micro_batches=2, clip=0.5, steps=2)
     run = spilled_run(task, where, tmp_path)
     assert_same_bits(run, streamed_run(task))
     assert_follows(run, plain_run(task))
@@ -123,15 +123,15 @@ def test_where_an_expert_is_changes_no_bit(where: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "task", "threads"),
     [
-        ("host with 2 slots", Task(steps=4), 1),
-        ("host with 2 slots", Task(steps=4), 3),
-        ("disk behind 3 host slots", Task(steps=4), 1),
-        ("disk behind 3 host slots", Task(steps=4), 3),
-        ("disk behind 9 host slots", Task(steps=4), 3),
-        ("host with 5 slots", Task(clip=0.5, top_k=1, steps=4), 1),
-        ("host with 12 slots", Task(micro_batches=2, checkpoint=True, steps=3), 3),
-        ("disk behind 9 host slots", Task(micro_batches=2, checkpoint=True, steps=3), 1),
-        ("disk behind 3 host slots", Task(micro_batches=2, clip=0.5, starve=True, steps=3), 3),
+        ("host with 2 slots", Task(n_layers=2, steps=3), 1),
+        ("host with 2 slots", Task(steps=3), 3),
+        ("disk behind 3 host slots", Task(n_layers=2, steps=3), 1),
+        ("disk behind 3 host slots", Task(steps=3), 3),
+        ("disk behind 9 host slots", Task(steps=3), 3),
+        ("host with 5 slots", Task(clip=0.5, top_k=1, steps=3), 1),
+        ("host with 12 slots", Task(micro_batches=2, checkpoint=True, steps=2), 3),
+        ("disk behind 9 host slots", Task(micro_batches=2, checkpoint=True, steps=2), 1),
+        ("disk behind 3 host slots", Task(micro_batches=2, clip=0.5, starve=True, steps=2), 3),
     ],
 )
 def test_delayed_transfers_and_updates_change_no_bit(
@@ -145,7 +145,7 @@ def test_delayed_transfers_and_updates_change_no_bit(
 
 @pytest.mark.parametrize("kind", ["upload", "download", "optimizer", "ssd read", "ssd write"])
 def test_one_kind_of_job_with_long_delays_changes_no_bit(kind: str, tmp_path: Path) -> None:
-    task = Task(micro_batches=2, n_layers=2, steps=3)
+    task = Task(micro_batches=2, n_layers=2, steps=2)
     settings = Settings(inject=delays(seed=1, longest=0.01, only=kind))
     run = spilled_run(task, "disk behind 9 host slots", tmp_path, settings)
     assert_same_bits(run, streamed_run(task))

@@ -32,8 +32,8 @@ from tests.moe.oracle import (
     weights_of,
 )
 
-TASK = Task(steps=4)
-CLIPPED = Task(steps=4, clip=0.5)
+TASK = Task(n_layers=2, steps=3)
+CLIPPED = Task(n_layers=2, steps=3, clip=0.5)
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from tests.moe.oracle import (
     adamw,
     assert_follows,
     loss_of,
+    observe_passes,
     spilled,
     train,
     weights_of,
@@ -64,7 +65,7 @@ def plain_unfreezing_run(task: Task, trained_from: int) -> Run:
 def test_states_are_allocated_when_experts_are_unfrozen(
     where: str, clip: float | None, checkpoint: bool, overlap: bool, tmp_path: Path
 ) -> None:
-    task = Task(n_layers=2, steps=4, clip=clip, checkpoint=checkpoint)
+    task = Task(n_layers=2, steps=3, clip=clip, checkpoint=checkpoint)
     model = task.model()
     with spilled(model, where, tmp_path, Settings(overlap_updates=overlap)) as engine:
         set_frozen(model, True)
@@ -73,23 +74,24 @@ def test_states_are_allocated_when_experts_are_unfrozen(
         loss_of(model, next(task.batches())[0]).backward()
         optimizer.zero_grad()
         assert engine.bytes_by_tier() == before
-        run = unfreezing_run(model, optimizer, task, trained_from=2)
+        run = unfreezing_run(model, optimizer, task, trained_from=1)
         more = sum(engine.bytes_by_tier().values()) - sum(before.values())
         assert more >= 8 * engine.expert_parameters
-    assert_follows(run, plain_unfreezing_run(task, trained_from=2))
+    assert_follows(run, plain_unfreezing_run(task, trained_from=1))
 
 
 @pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 host slots"])
 def test_experts_that_fill_the_device_make_room_for_states_when_they_are_unfrozen(
     where: str, tmp_path: Path
 ) -> None:
-    task = Task(steps=12)
+    task = Task(steps=5)
     model = task.model()
     with spilled(model, where, tmp_path, host_memory="2GiB") as engine:
         set_frozen(model, True)
         memory = FakeMemory(engine, other=1 << 16)
         budget = int((memory.peak() + 12.5 * engine.layout.weight_bytes) / 0.98)
         engine.fill_memory(memory, budget)
+        observe_passes(model, next(task.batches())[0])
         homes = []
 
         def note(*_: object) -> None:
@@ -97,11 +99,11 @@ def test_experts_that_fill_the_device_make_room_for_states_when_they_are_unfroze
             assert memory.peak() <= budget
 
         model.register_forward_hook(note)
-        run = unfreezing_run(model, adamw(model, task), task, trained_from=7)
+        run = unfreezing_run(model, adamw(model, task), task, trained_from=2)
         assert memory.peak() <= budget
-        assert homes[6] == 12
+        assert homes[1] == 12
         assert 0 < sum(engine.homes) <= 4
-    assert_follows(run, plain_unfreezing_run(task, trained_from=7))
+    assert_follows(run, plain_unfreezing_run(task, trained_from=2))
 
 
 def test_homes_follow_usage_while_an_optimizer_has_frozen_experts(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.moe.oracle import (
     assert_same_bits,
     delays,
     loss_of,
+    observe_passes,
     plain_run,
     spilled,
     spilled_run,
@@ -35,10 +36,10 @@ from tests.moe.oracle import (
 )
 
 TASKS = [
-    Task(steps=5),
-    Task(steps=5, clip=0.5, micro_batches=2, starve=True),
-    Task(steps=5, checkpoint=True, dtype=torch.bfloat16),
-    Task(steps=5, micro_batches=2, top_k=1),
+    Task(n_layers=3),
+    Task(n_layers=2, clip=0.5, micro_batches=2, starve=True),
+    Task(n_layers=2, checkpoint=True, dtype=torch.bfloat16),
+    Task(n_layers=2, micro_batches=2, top_k=1),
 ]
 START = ["gpu", "host with 5 slots", "disk behind 3 host slots", "disk, 5 at home"]
 
@@ -261,8 +262,8 @@ def test_experts_give_way_to_another_model_but_not_within_a_step(tmp_path: Path)
         memory = FakeMemory(engine, other=1 << 16)
         record = engine.layout.shape.numel * 16
         engine.fill_memory(memory, int((memory.peak() + 9.5 * record) / 0.98))
-        for _ in range(8):
-            train_step(model, optimizer, [tokens])
+        train_step(model, optimizer, [tokens])
+        observe_passes(model, tokens)
         loss_of(model, tokens).backward()
         before = sum(engine.homes)
         left = memory.peak() - 3 * record
@@ -287,9 +288,9 @@ def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_p
         engine.fill_memory(memory, budget)
         for layer in model.moe_layers():
             layer.requires_grad_(False)
+        observe_passes(model, tokens)
         with torch.no_grad():
-            for _ in range(6):
-                loss_of(model, tokens)
+            loss_of(model, tokens)
         assert sum(engine.homes) == 14
         for layer in model.moe_layers():
             layer.requires_grad_(True)
@@ -297,9 +298,10 @@ def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_p
             optimizer = None
             optimizer = adamw(model, each)
             assert memory.peak() <= budget
-            for _ in range(8):
+            for _ in range(3):
                 train_step(model, optimizer, [tokens] * micro)
                 assert memory.peak() <= budget
+                observe_passes(model, tokens)
             assert sum(engine.device_share) >= 3
 
 
@@ -387,7 +389,7 @@ def test_a_nan_loss_changes_no_expert_wherever_it_lives(counts: list[int], tmp_p
 def test_step_reports_a_nan_once_and_training_goes_on(
     counts: list[int], micro_batches: int, tmp_path: Path
 ) -> None:
-    task = Task(steps=4, micro_batches=micro_batches)
+    task = Task(steps=3, micro_batches=micro_batches)
     first, bad, *others = task.batches()
     model, losses = task.model(), []
     with spilled(model, "host with 5 slots", tmp_path) as engine:
@@ -403,7 +405,7 @@ def test_step_reports_a_nan_once_and_training_goes_on(
         optimizer.zero_grad()
         assert_same_bits(Run(weights=weights_of(model)), Run(weights=before))
         losses += [train_step(model, optimizer, batches) for batches in others]
-        assert optimizer.steps_taken == 3
+        assert optimizer.steps_taken == 2
     plain, want = task.model(), []
     with spilled(plain, "host with 2 slots", tmp_path):
         optimizer = adamw(plain, task)
@@ -464,7 +466,7 @@ def test_experts_return_to_the_disk_within_the_host_memory_they_came_from(tmp_pa
 def test_a_device_without_memory_for_a_move_keeps_its_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = Task(clip=0.5)
+    task = Task(clip=0.5, steps=6)
     model, run = task.model(), Run()
     zeros = torch.zeros
     with spilled(model, "host with 5 slots", tmp_path) as engine:
@@ -507,7 +509,7 @@ def test_micro_batches_that_begin_when_all_experts_are_at_home_follow_plain_trai
     tmp_path: Path,
 ) -> None:
     """The sums need memory: some experts leave in the first backward."""
-    task = Task(steps=10)
+    task = Task(steps=4)
     runs = []
     for fill in (False, True):
         model, run = task.model(), Run()
@@ -519,9 +521,11 @@ def test_micro_batches_that_begin_when_all_experts_are_at_home_follow_plain_trai
                 room = int(1.45 * len(engine.homes) * engine.experts.n_local * record)
                 engine.fill_memory(memory, int((memory.peak() + room) / 0.98))
             for number, batches in enumerate(task.batches()):
-                if fill and number == 8:
+                if fill and number == 2:
                     assert set(engine.homes) == {engine.experts.n_local}
-                run.losses.append(train_step(model, optimizer, batches * (2 if number > 7 else 1)))
+                run.losses.append(train_step(model, optimizer, batches * (2 if number > 1 else 1)))
+                if number == 0:
+                    observe_passes(model, batches[0])
             assert not fill or set(engine.homes) != {engine.experts.n_local}
             run.weights = weights_of(model)
         runs.append(run)

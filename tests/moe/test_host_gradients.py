@@ -19,6 +19,7 @@ from tests.moe.oracle import (
     assert_same_bits,
     delays,
     loss_of,
+    observe_passes,
     plain_run,
     spilled,
     streamed_run,
@@ -28,9 +29,9 @@ from tests.moe.oracle import (
 
 WHERE = "host with 5 slots"
 TASKS = [
-    Task(steps=8, clip=0.5),
-    Task(steps=8, clip=0.5, starve=True, top_k=1),
-    Task(steps=8, clip=0.5, dtype=torch.bfloat16, checkpoint=True),
+    Task(steps=4, clip=0.5),
+    Task(steps=3, clip=0.5, starve=True, top_k=1),
+    Task(steps=3, clip=0.5, dtype=torch.bfloat16, checkpoint=True),
 ]
 
 
@@ -54,9 +55,11 @@ def clipped_run(task: Task, disk: Path, room: float, settings: Settings | None =
     with spilled(model, WHERE, disk, host_memory="2GiB", settings=settings) as engine:
         optimizer = adamw(model, task)
         give_room(engine, room)
-        for batches in task.batches():
+        for number, batches in enumerate(task.batches()):
             run.losses.append(train_step(model, optimizer, batches))
             run.norms.append(optimizer.total_norm or 0.0)
+            if number == 0:
+                observe_passes(model, batches[0])
         share = engine.device_share
         assert share.experts >= 0.8 * int(room)
         assert share.gradients < share.experts, "some gradients are in host memory"
@@ -104,6 +107,7 @@ def _twice(task: Task, disk: Path, room: float | None) -> Run:
         optimizer = adamw(model, task)
         if room is not None:
             give_room(engine, room)
+            observe_passes(model, next(task.batches())[0])
         for (tokens,) in task.batches():
             first, second = loss_of(model, tokens), loss_of(model, tokens.flip(0))
             (first + second).backward()
@@ -128,10 +132,11 @@ def test_dropped_gradients_leave_nothing(tmp_path: Path) -> None:
             optimizer = adamw(model, task)
             if room is not None:
                 give_room(engine, room)
+                observe_passes(model, next(task.batches())[0])
             for number, (tokens,) in enumerate(task.batches()):
                 loss_of(model, tokens).backward()
                 optimizer.zero_grad()
-                steps = [tokens] * (2 if number > 5 else 1)
+                steps = [tokens] * (2 if number > 1 else 1)
                 run.losses.append(train_step(model, optimizer, steps))
             run.weights = weights_of(model)
             engine.check_conserved()
@@ -150,9 +155,10 @@ def test_another_optimizer_without_clipping_drops_what_an_unfinished_step_kept(
             optimizer = adamw(model, task)
             if room is not None:
                 give_room(engine, room)
-            *batches, (last,) = task.batches()
-            for each in batches:
-                train_step(model, optimizer, each)
+            first, second, *_, (last,) = task.batches()
+            train_step(model, optimizer, first)
+            observe_passes(model, last)
+            train_step(model, optimizer, second)
             loss_of(model, last).backward()
             optimizer = None
             optimizer = adamw(model, Task())
@@ -169,6 +175,7 @@ def test_gradients_on_the_device_are_counted_after_homes_were_set(tmp_path: Path
         optimizer = adamw(model, task)
         give_room(engine, 9.5)
         for batches in task.batches():
+            observe_passes(model, batches[0])
             train_step(model, optimizer, batches)
         assert engine.device_share.gradients > 0
         others = unaccounted(engine)
@@ -184,8 +191,9 @@ def test_a_closed_engine_holds_no_memory_of_kept_gradients(tmp_path: Path) -> No
     with spilled(model, WHERE, tmp_path, host_memory="2GiB") as engine:
         optimizer = adamw(model, task)
         give_room(engine, 7.5)
-        for batches in task.batches():
-            train_step(model, optimizer, batches)
+        batches = next(task.batches())
+        observe_passes(model, batches[0])
+        train_step(model, optimizer, batches)
         assert engine.device_share.experts > engine.device_share.gradients
         loss_of(model, batches[0]).backward()
         optimizer.zero_grad()

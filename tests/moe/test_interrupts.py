@@ -38,8 +38,8 @@ from tests.pairs import all_pairs
 # of generators and finalizers that were interrupted
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-TASK = Task(n_layers=2, steps=3)
-CLIPPED = Task(n_layers=2, steps=3, clip=0.5)
+TASK = Task(n_layers=2, steps=2)
+CLIPPED = Task(n_layers=2, steps=2, clip=0.5)
 
 
 @pytest.mark.parametrize("uploader", ["thread", "native"])
@@ -54,7 +54,7 @@ def test_an_interrupt_in_forward_leaves_nothing_behind(
     with spilled(model, where, tmp_path, Settings(uploader=uploader)) as engine, torch.no_grad():
         loss_of(model, tokens)
         calls = calls_of(lambda: loss_of(model, tokens))
-        for at in spread(calls, 25):
+        for at in spread(calls, 16):
             interrupted(lambda: loss_of(model, tokens.flip(0)), at)
             assert loss_of(model, tokens).item() == pytest.approx(expected, rel=1e-6), at
         engine.check_conserved()
@@ -81,7 +81,7 @@ def test_a_batch_whose_backward_was_interrupted_can_be_skipped(
 
         calls = calls_of(backward)
         optimizer.zero_grad()
-        for at in spread(calls, 12):
+        for at in spread(calls, 8):
             interrupted(backward, at)
             optimizer.zero_grad()
         engine.check_conserved()
@@ -201,7 +201,7 @@ def test_a_failed_download_leaks_no_buffer(
     where: str, error: type[BaseException], clip: float | None, tmp_path: Path
 ) -> None:
     """More failures than there are buffers; without clipping the first download fails."""
-    task = Task(n_layers=2, steps=3, clip=clip)
+    task = Task(n_layers=2, steps=2, clip=clip)
     failures = 0
 
     def fail(kind: str) -> None:

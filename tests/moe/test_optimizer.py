@@ -27,7 +27,7 @@ from tests.moe.oracle import (
 
 
 def test_an_expert_without_tokens_only_decays(tmp_path: Path) -> None:
-    task = Task(starve=True, weight_decay=3.0, steps=5)
+    task = Task(starve=True, weight_decay=3.0, steps=3)
     before = weights_of(task.model())
     run = spilled_run(task, "host with 2 slots", tmp_path)
     left = (1 - task.lr * task.weight_decay) ** task.steps
@@ -37,7 +37,7 @@ def test_an_expert_without_tokens_only_decays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_the_norm_is_that_of_all_gradients_dense_and_experts(where: str, tmp_path: Path) -> None:
-    task = Task(clip=1e-3, steps=3, micro_batches=2)  # every gradient is clipped
+    task = Task(clip=1e-3, steps=2, micro_batches=2)  # every gradient is clipped
     run = spilled_run(task, where, tmp_path)
     assert run.norms == pytest.approx(plain_run(task).norms, rel=1e-5)
     assert min(run.norms) > task.clip
@@ -62,7 +62,7 @@ def _groups(model: GPTMoE, lr: float) -> list[dict[str, Any]]:
 def test_parameter_groups_and_schedulers_reach_every_layer(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
-    task = Task(steps=4, clip=clip)
+    task = Task(steps=3, clip=clip)
 
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -100,7 +100,7 @@ def test_parameter_groups_and_schedulers_reach_every_layer(
 def test_a_run_continues_from_its_state_dicts_to_the_bit(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
-    task = Task(steps=4, clip=clip)
+    task = Task(n_layers=2, steps=3, clip=clip)
     model = task.model()
     with spilled(model, where, tmp_path):
         whole = train(model, adamw(model, task), task)
@@ -122,7 +122,7 @@ def test_a_run_continues_from_its_state_dicts_to_the_bit(
 
 
 def test_a_bf16_run_continues_in_another_mode_to_the_bit(tmp_path: Path) -> None:
-    task = Task(dtype=torch.bfloat16, steps=4, clip=0.5)
+    task = Task(n_layers=2, dtype=torch.bfloat16, steps=3, clip=0.5)
     model = task.model()
     with spilled(model, "disk behind 3 host slots", tmp_path):
         whole = train(model, adamw(model, task, state_dtype=torch.bfloat16), task)
@@ -161,7 +161,7 @@ def test_loading_does_not_change_the_given_state_dicts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_frozen_experts_do_not_change_and_the_rest_learns(where: str, tmp_path: Path) -> None:
-    task = Task(steps=3, clip=0.5)
+    task = Task(steps=2, clip=0.5)
     plain = task.model()
     for moe in plain.moe_layers()[1:]:
         moe.w_in.requires_grad_(False)

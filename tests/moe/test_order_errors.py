@@ -28,8 +28,8 @@ from tests.moe.oracle import (
 from tests.pairs import all_pairs
 
 STREAMED = ["host with 2 slots", "host with 12 slots", "disk behind 3 host slots"]
-TASK = Task(steps=4)
-CLIPPED = Task(steps=4, clip=0.5)
+TASK = Task(n_layers=2, steps=4)
+CLIPPED = Task(n_layers=2, steps=3, clip=0.5)
 
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
@@ -112,7 +112,7 @@ def test_zero_grad_with_clipping_drops_the_batch(where: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])
 def test_zero_grad_drops_what_was_accumulated(where: str, tmp_path: Path) -> None:
-    task = Task(steps=3, micro_batches=3)
+    task = Task(n_layers=2, steps=3, micro_batches=3)
     expected = losses_without(task, where, tmp_path, skip=1)
     model, losses = task.model(), []
     slow = Settings(inject=delays(seed=5, longest=0.01, only="optimizer"))
@@ -278,7 +278,7 @@ def test_gradients_of_other_tensors_after_the_update_are_refused(
     where: str, clip: float | None, stepped: bool, tmp_path: Path
 ) -> None:
     """They would be computed with other weights than their forward."""
-    task = Task(clip=clip)
+    task = Task(n_layers=2, clip=clip)
     model = task.model()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)

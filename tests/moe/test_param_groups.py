@@ -55,7 +55,7 @@ def train(
 def test_groups_by_dimension_decay_experts_as_in_the_plain_model(
     where: str, tmp_path: Path
 ) -> None:
-    task = Task(steps=3)
+    task = Task(n_layers=2, steps=3)
 
     def decaying(model: GPTMoE) -> list[dict[str, Any]]:
         """The usual recipe: matrices decay, vectors do not."""
@@ -76,7 +76,7 @@ def test_experts_that_are_unfrozen_later_learn_from_then_on(
     where: str, clip: float | None, at_first: int, tmp_path: Path
 ) -> None:
     """Of three layers, `at_first` are trained from the beginning."""
-    task = Task(steps=4, clip=clip)
+    task = Task(steps=3, clip=clip)
 
     def run(model: GPTMoE, make: Optimizer, **options: Any) -> Run:
         layers = model.moe_layers()
@@ -87,7 +87,7 @@ def test_experts_that_are_unfrozen_later_learn_from_then_on(
         optimizer = make(trained, lr=task.lr, **options)
 
         def unfreeze(step: int) -> None:
-            if step == 2:
+            if step == 1:
                 for parameter in later:
                     parameter.requires_grad_(True)
                 optimizer.add_param_group({"params": later, "lr": 3 * task.lr, "weight_decay": 1.0})

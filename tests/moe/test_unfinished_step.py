@@ -89,7 +89,7 @@ def test_a_new_optimizer_drops_an_unfinished_step(
 def test_loading_weights_ends_a_step_that_was_given_up(
     where: str, dropped_by: str, tmp_path: Path
 ) -> None:
-    task = Task(n_layers=2, steps=3)
+    task = Task(n_layers=2, steps=2)
     model = task.model()
     with spilled(model, where, tmp_path):
         optimizer = adamw(model, task)

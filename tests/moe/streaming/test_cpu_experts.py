@@ -56,7 +56,7 @@ TASKS = {
 def test_any_split_gives_plain_logits_and_gradients(name: str, where: str, tmp_path: Path) -> None:
     task = TASKS[name]
     with traced(task, where, tmp_path, cpu_settings(random_policy(1))) as (model, engine):
-        for _ in range(4):
+        for _ in range(3):
             compute(model, task.tokens).assert_close(plain(task))
         jobs = cpu_jobs(engine)
     assert {job.split()[0] for job in jobs} == {"forward", "backward"}

@@ -16,6 +16,7 @@ from tests.moe.oracle import (
     assert_same_bits,
     delays,
     loss_of,
+    observe_passes,
     plain_run,
     spilled,
     streamed_run,
@@ -25,10 +26,10 @@ from tests.moe.oracle import (
 from tests.pairs import all_pairs
 
 TASKS = [
-    Task(n_layers=2, steps=7, micro_batches=3),
-    Task(n_layers=2, steps=7, micro_batches=3, starve=True, top_k=1),
-    Task(n_layers=2, steps=7, micro_batches=2, clip=0.5, starve=True, dtype=torch.bfloat16),
-    Task(n_layers=2, steps=7, micro_batches=2, clip=0.5, checkpoint=True),
+    Task(n_layers=2, steps=3, micro_batches=3),
+    Task(n_layers=2, steps=3, micro_batches=2, starve=True, top_k=1),
+    Task(n_layers=2, steps=3, micro_batches=2, clip=0.5, starve=True, dtype=torch.bfloat16),
+    Task(n_layers=2, steps=3, micro_batches=2, clip=0.5, checkpoint=True),
 ]
 WHERE = ["host with 5 slots", "disk behind 3 host slots"]
 
@@ -47,10 +48,13 @@ def accumulated_run(
     with spilled(model, where, disk, host_memory="2GiB", settings=settings) as engine:
         optimizer = adamw(model, task)
         give_room(engine, sums)
-        for batches in task.batches():
+        for number, batches in enumerate(task.batches()):
             run.losses.append(train_step(model, optimizer, batches))
             if optimizer.total_norm is not None:
                 run.norms.append(optimizer.total_norm)
+            if number == 0:
+                assert engine.device_share.gradients == 0
+                observe_passes(model, batches[0])
         assert engine.device_share.gradients > 0
         engine.check_conserved()
         run.weights = weights_of(model)
@@ -75,7 +79,7 @@ def test_delays_change_nothing(tmp_path: Path) -> None:
 
 def test_a_step_may_end_with_an_accumulated_backward_or_drop_it(tmp_path: Path) -> None:
     """Sums that no backward completes are used by step(), and dropped by zero_grad()."""
-    task = Task(n_layers=2, steps=7, micro_batches=2)
+    task = Task(n_layers=2, steps=3, micro_batches=2)
     models, losses = [task.model(), task.model()], []
     for model, room in zip(models, (0.0, 9.5), strict=True):
         with spilled(model, "host with 5 slots", tmp_path, host_memory="2GiB") as engine:
@@ -93,6 +97,8 @@ def test_a_step_may_end_with_an_accumulated_backward_or_drop_it(tmp_path: Path) 
                 optimizer.zero_grad()
                 with torch.no_grad():
                     found.append(loss_of(model, second).item())
+                if len(found) == 1:
+                    observe_passes(model, second)
             assert (engine.device_share.gradients > 0) == (room > 0)
             engine.check_conserved()
             losses.append(found)
@@ -100,14 +106,15 @@ def test_a_step_may_end_with_an_accumulated_backward_or_drop_it(tmp_path: Path) 
 
 
 def test_another_optimizer_drops_sums_of_an_unfinished_step(tmp_path: Path) -> None:
-    task = Task(n_layers=2, steps=7, micro_batches=2)
+    task = Task(n_layers=2, steps=3, micro_batches=2)
     model = task.model()
     with spilled(model, "host with 5 slots", tmp_path, host_memory="2GiB") as engine:
         optimizer = adamw(model, task)
         give_room(engine, 9.5)
-        *batches, last = task.batches()
-        for each in batches:
-            train_step(model, optimizer, each)
+        first, second, last = task.batches()
+        train_step(model, optimizer, first)
+        observe_passes(model, first[0])
+        train_step(model, optimizer, second)
         with optimizer.accumulate():
             loss_of(model, last[0]).backward()
         optimizer = None

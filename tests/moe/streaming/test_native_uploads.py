@@ -30,9 +30,9 @@ from tests.pairs import all_pairs
 pytestmark = pytest.mark.skipif(upload_library() is None, reason="no C++ compiler")
 
 TASKS = {
-    "plain": Task(steps=4),
-    "clipped, accumulated, checkpointed": Task(steps=3, clip=0.5, micro_batches=2, checkpoint=True),
-    "an expert without tokens": Task(steps=4, starve=True, weight_decay=3.0),
+    "plain": Task(steps=3),
+    "clipped, accumulated, checkpointed": Task(steps=2, clip=0.5, micro_batches=2, checkpoint=True),
+    "an expert without tokens": Task(steps=3, starve=True, weight_decay=3.0),
 }
 
 
