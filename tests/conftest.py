@@ -31,6 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Without a GPU, Triton kernels run in its interpreter, which it chooses when it is imported.
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+        with contextlib.suppress(ModuleNotFoundError):
+            from tests.triton_interpreter import remember_lookups
+
+            remember_lookups()
 
     # GPU machines may have pytest alone; property tests are then skipped by their own imports.
     with contextlib.suppress(ModuleNotFoundError):

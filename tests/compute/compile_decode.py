@@ -1,8 +1,9 @@
-"""Compiles the decoding kernels without a GPU: capability.
+"""Compiles the decoding kernels without a GPU: capabilities.
 
-PYTHONPATH=src python3 tests/compute/compile_decode.py 90
+PYTHONPATH=src python3 tests/compute/compile_decode.py 86 90
 """
 
+import itertools
 import sys
 
 import triton
@@ -103,9 +104,9 @@ def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str
 
 def main() -> None:
     assert {name for name, _, _ in CASES} == set(KERNELS), "each kernel has a case"
-    for name, constants, types in CASES:
-        compile_kernel(name, constants, types, int(sys.argv[1]))
-        print(name, constants)
+    for capability, (name, constants, types) in itertools.product(sys.argv[1:], CASES):
+        print(capability, name, constants)
+        compile_kernel(name, constants, types, int(capability))
 
 
 if __name__ == "__main__":

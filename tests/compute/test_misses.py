@@ -1,5 +1,6 @@
 """The thread that computes missing experts; a Python function takes the place of the GPU."""
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from overspill.core.experts import ExpertShape
 from overspill.tiers.worker_sync import WorkerSync
 from overspill.transfer.driver import await_signal, signal
 from overspill.transfer.mapped import on_device
-from tests.compute.groups import BF16, FP32, TOLERANCE, every_dtype, gated_or_not, needs_native
+from tests.compute.groups import BF16, FP32, TOLERANCE, every_dtype, needs_native
+from tests.pairs import all_pairs
 
 pytestmark = needs_native
 LAYERS, EXPERTS, ROWS, TOP_K = 3, 6, 12, 3
@@ -169,60 +172,50 @@ CASES: dict[str, tuple[int, Pairs]] = {
 }
 
 
-@every_dtype
-@gated_or_not
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_results_equal_the_reference(
-    models: Callable[..., Model],
-    case: tuple[int, Pairs],
-    threads: int,
-    gated: bool,
-    dtype: torch.dtype,
-) -> None:
-    model = models(ExpertShape(64, 96, gated), dtype, threads)
-    rows, pairs = case
-    for layer in range(LAYERS):
-        model.check(layer, model.batch(rows, layer), pairs)
-
-
-@every_dtype
-def test_sizes_need_not_be_multiples_of_anything(
-    models: Callable[..., Model], dtype: torch.dtype
-) -> None:
-    model = models(ExpertShape(37, 29, gated=True), dtype)
-    for rows, pairs in CASES.values():
-        model.check(1, model.batch(rows), pairs)
-
-
 CLAMPED = Differentiated(clamped_gate)
 GPT_OSS = ExpertShape(64, 96, gated=True, bias=True, transposed=True)
+SHAPES: dict[str, tuple[ExpertShape, Activation]] = {
+    "gelu": (ExpertShape(64, 96, gated=False), Fused(False)),
+    "gated": (SHAPE, Fused(True)),
+    "gpt_oss": (GPT_OSS, CLAMPED),
+}
 
 
-@every_dtype
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_experts_of_gpt_oss_equal_the_reference(
-    models: Callable[..., Model], case: tuple[int, Pairs], threads: int, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("case", "kind", "threads", "dtype"), all_pairs(list(CASES), list(SHAPES), [1, 3], [FP32, BF16])
+)
+def test_results_equal_the_reference(
+    models: Callable[..., Model], case: str, kind: str, threads: int, dtype: torch.dtype
 ) -> None:
-    model = models(GPT_OSS, dtype, threads, activation=CLAMPED)
-    rows, pairs = case
+    shape, activation = SHAPES[kind]
+    model = models(shape, dtype, threads, activation=activation)
+    rows, pairs = CASES[case]
     for layer in range(LAYERS):
         model.check(layer, model.batch(rows, layer), pairs)
 
 
-@every_dtype
-@pytest.mark.parametrize("sizes", [(37, 29), (1, 1), (8, 600), (270, 5)], ids=str)
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("activation", [CLAMPED, Fused(True), Fused(False)])
+KINDS: list[list[Any]] = [
+    [CLAMPED, Fused(True), Fused(False)],
+    [False, True],  # transposed
+    [False, True],  # with biases
+    [FP32, BF16],
+]
+
+
+@pytest.mark.parametrize(
+    ("activation", "transposed", "bias", "dtype", "sizes"),
+    [
+        *itertools.product(*KINDS, [(37, 29)]),
+        *all_pairs(*KINDS, [(1, 1), (8, 600), (270, 5)]),
+    ],
+)
 def test_every_kind_of_expert_equals_the_reference(
     models: Callable[..., Model],
     activation: Activation,
     transposed: bool,
     bias: bool,
-    sizes: tuple[int, int],
     dtype: torch.dtype,
+    sizes: tuple[int, int],
 ) -> None:
     gated = not isinstance(activation, Fused) or activation.gated
     model = models(ExpertShape(*sizes, gated, bias, transposed), dtype, activation=activation)

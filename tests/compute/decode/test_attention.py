@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.compute.decode.near import NAN, assert_near, needs_triton, random, rms_norm
-from tests.compute.test_grouped_triton import every_device, every_dtype
+from tests.compute.test_grouped_triton import BF16, FP32, every_device, every_dtype
+from tests.pairs import all_pairs
 
 pytestmark = needs_triton
 SIZE = 4
@@ -75,30 +76,25 @@ def test_queries_and_keys_are_rotated_and_stored_in_the_slots_of_their_tokens(
     assert torch.equal(cache[1].double(), values)
 
 
+HEADS: dict[str, tuple[int, int, int | None, bool]] = {
+    "groups of 2": (4, 8, None, False),
+    "groups of 3 and sinks": (6, 12, None, True),
+    "window": (2, 20, 5, False),
+    "window over parts and sinks": (4, 8, 70, True),
+}
+POSITIONS = {"one part": ([0, 3, 4, 11], SIZE), "several parts": ([63, 64, 140], 16)}
+
+
 @every_device
-@every_dtype
 @pytest.mark.parametrize(
-    ("heads", "width", "window", "sinks"),
-    [(4, 8, None, False), (6, 12, None, True), (2, 20, 5, False), (4, 8, 70, True)],
-    ids=["groups of 2", "groups of 3 and sinks", "window", "window over parts and sinks"],
-)
-@pytest.mark.parametrize(
-    ("positions", "size"),
-    [([0, 3, 4, 11], SIZE), ([63, 64, 140], 16)],
-    ids=["one part", "several parts"],
+    ("kind", "parts", "dtype"), all_pairs(list(HEADS), list(POSITIONS), [FP32, BF16])
 )
 def test_a_token_attends_to_those_before_it_in_their_blocks(
-    attention: Any,
-    positions: list[int],
-    size: int,
-    heads: int,
-    width: int,
-    window: int | None,
-    sinks: bool,
-    dtype: torch.dtype,
-    device: str,
+    attention: Any, kind: str, parts: str, dtype: torch.dtype, device: str
 ) -> None:
     """All other slots are NaN."""
+    heads, width, window, sinks = HEADS[kind]
+    positions, size = POSITIONS[parts]
     n_blocks, kv_heads, scale = 24, 2, 0.3
     make = {"dtype": dtype, "device": device}
     blocks = blocks_of(positions, n_blocks, device, size)

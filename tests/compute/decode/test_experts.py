@@ -1,6 +1,7 @@
 """Experts compared with naive torch code, in Triton's interpreter and on a GPU."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from overspill.compute.decode.constants import ABSENT
 from overspill.core.experts import ExpertShape
 from overspill.moe.state_dict import split_record
 from tests.compute.decode.near import assert_near, needs_triton, random
-from tests.compute.test_grouped_triton import FP32, every_device, every_dtype
+from tests.compute.test_grouped_triton import BF16, FP32, every_device
 
 pytestmark = needs_triton
 
@@ -26,12 +27,12 @@ def experts() -> Any:
     return experts
 
 
-@pytest.fixture(params=[False, True], ids=["for each token", "once for all tokens"])
-def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """How often an expert is read."""
-    monkeypatch.setattr(constants, "SEVERAL", 1 if request.param else 100)
+    monkeypatch.setattr(constants, "SEVERAL", 1 if how == "once for all tokens" else 100)
 
 
+HOW = ["for each token", "once for all tokens"]
 LAYOUTS = {
     "silu": ("SILU", ExpertShape(20, 9, gated=True)),
     "silu, aligned": ("SILU", ExpertShape(16, 8, gated=True)),
@@ -59,18 +60,34 @@ def expert(x: Tensor, record: Tensor, shape: ExpertShape, activation: str) -> Te
     return F.linear(a, w_out, b_out)
 
 
+CHOSEN: dict[str, list[list[int | None]]] = {
+    "three experts": [[1, 4, 0]],
+    "several rows": [[0, 3], [3, 3]],
+    "some absent": [[1, None], [None, None]],
+    "all absent": [[None]],
+}
+
+
+# every kernel with every layout, and both dtypes with each of them
+DTYPES = itertools.cycle([FP32, BF16, BF16, FP32, FP32])
+
+
 @every_device
-@every_dtype
-@pytest.mark.usefixtures("read")
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "ids",
-    [[[1, 4, 0]], [[0, 3], [3, 3]], [[1, None], [None, None]], [[None]]],
-    ids=["three experts", "several rows", "some absent", "all absent"],
+    ("layout", "chosen", "how", "dtype"),
+    [(*row, next(DTYPES)) for row in itertools.product(LAYOUTS, CHOSEN, HOW)],
 )
 def test_the_experts_of_a_token_that_are_on_the_device_are_summed(
-    experts: Any, layout: str, ids: list[list[int | None]], dtype: torch.dtype, device: str
+    experts: Any,
+    layout: str,
+    chosen: str,
+    how: str,
+    dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    read(how, monkeypatch)
+    ids = CHOSEN[chosen]
     activation, shape = LAYOUTS[layout]
     records = random(5, shape.numel, dtype=dtype, device=device) * 0.5
     base = torch.empty(8, dtype=dtype, device=device)
@@ -94,11 +111,12 @@ def test_the_experts_of_a_token_that_are_on_the_device_are_summed(
 
 
 @every_device
-@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_can_be_larger_than_a_tile(
-    experts: Any, layout: str, device: str, monkeypatch: pytest.MonkeyPatch
+    experts: Any, layout: str, how: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read(how, monkeypatch)
     monkeypatch.setattr(constants, "EXPERT_IN_TILE", constants.Tile(8, 16, 4))
     monkeypatch.setattr(constants, "EXPERT_OUT_TILE", constants.Tile(16, 8, 4))
     monkeypatch.setattr(constants, "GROUP_TILE", constants.Tile(16, 16, 4))
