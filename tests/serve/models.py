@@ -16,7 +16,7 @@ from overspill.models.gpt import GPTMoE
 from tests.models.huggingface.families import FAMILIES, Family, make_model
 from tests.models.huggingface.oracle import offloaded
 
-N_NEW = 6
+N_NEW = 4
 _LONG = [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79]
 PROMPTS: list[list[int]] = [
     [5, 9, 33, 7, 12, 80, 41, 3, 22, 10, 11],

@@ -66,10 +66,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the batches of fused steps. Few programs: the interpreter is slow."""
     from overspill.compute.decode import constants
     from overspill.serve.decode.step import DecodeStep
+    from tests.triton_interpreter import without_overflow_checks
 
-    large = constants.Tile(64, 64, 4)
+    without_overflow_checks(monkeypatch)
     for name in ("LARGE_TILE", "SMALL_TILE", "EXPERT_IN_TILE", "EXPERT_OUT_TILE"):
-        monkeypatch.setattr(constants, name, large)
+        monkeypatch.setattr(constants, name, constants.Tile(64, 64, 4))
     return count(DecodeStep, monkeypatch)
 
 
@@ -343,7 +344,7 @@ def test_routing_that_is_replaced_is_followed(tmp_path: Path, steps: list[int]) 
         model.overspill.set_homes([2, 0, 5])
         for fused in (True, False):
             runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused, 3)
-            requests = [make_request(prompt, 4) for prompt in prompts]
+            requests = [make_request(prompt, 3) for prompt in prompts]
             serve(runner, requests).close()
             found.append([request.new_tokens for request in requests])
     assert found[0] == found[1]
@@ -439,8 +440,7 @@ def test_hooks_of_the_user_are_called_for_every_token(
 def test_copies_of_experts_change_nothing(
     name: str, slots: int, tmp_path: Path, steps: list[int]
 ) -> None:
-    plain, _ = plain_model(name)
-    with decoding(plain, tmp_path, "host", [1, 0], PROMPTS[:1], slots=slots) as made:
+    with decoding(plain_model(name)[0], tmp_path, "host", [1, 0], PROMPTS[:1], None, slots) as made:
         for _ in range(2):
             made.two_steps()
         stats = made.runner.stats()

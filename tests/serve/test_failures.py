@@ -28,7 +28,7 @@ from tests.serve.models import (
 from tests.serve.test_threads import in_thread, wait_for
 
 SHORT = SamplingParams(max_tokens=4)
-LONG = SamplingParams(max_tokens=40)
+LONG = SamplingParams(max_tokens=24)
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def test_requests_fail_while_transfers_fail_and_work_afterwards(
 ) -> None:
     fail = FailingJob(kind)
     with served_gpt(mode, tmp_path, Settings(inject=fail, uploader=uploader)) as llm:
-        for _ in range(3):
+        for _ in range(2):
             assert tokens_of(llm, PROMPTS, SHORT) == [gpt_tokens(p, 4) for p in PROMPTS]
             stream = llm.stream([3, 4], LONG)
             next(stream)
@@ -204,7 +204,7 @@ def test_requests_fail_while_transfers_fail_and_work_afterwards(
             assert time.monotonic() - began < 10
             assert not llm._loop.scheduler.running
             fail.on = False
-        assert tokens_of(llm, PROMPTS, LONG) == [gpt_tokens(p, 40) for p in PROMPTS]
+        assert tokens_of(llm, PROMPTS, LONG) == [gpt_tokens(p, 24) for p in PROMPTS]
         llm.model.overspill.check_conserved()
 
 
@@ -217,8 +217,8 @@ def test_a_few_failed_transfers_change_no_tokens(
     fail = FailingJob(kind)
     expected = [gpt_tokens(prompt, 4) for prompt in PROMPTS]
     with served_gpt(mode, tmp_path, Settings(inject=fail, uploader=uploader)) as llm:
-        for skipped in range(5):
-            for prompt in ([7], [8, 9])[: skipped % 3]:  # other experts are in the slots then
+        for skipped in range(3):
+            for prompt in ([7], [8, 9])[:skipped]:  # other experts are in the slots then
                 tokens_of(llm, [prompt], SHORT)
             fail.next = count
             requests = [llm._request(prompt, SHORT) for prompt in PROMPTS]

@@ -16,6 +16,7 @@ from overspill.core.errors import BudgetError, ConfigError, OrderError
 from tests.models.huggingface.families import Family, make_model, tiny
 from tests.serve.models import (
     GREEDY,
+    N_NEW,
     PROMPTS,
     family,
     gpt_tokens,
@@ -243,7 +244,7 @@ def test_keys_and_values_use_no_more_memory_than_was_planned(tmp_path: Path) -> 
 def test_an_invalid_prompt_is_named(llm: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         llm.generate(prompt)
-    assert tokens_of(llm, [[3, 4]]) == [gpt_tokens([3, 4], 6)], "and others are served"
+    assert tokens_of(llm, [[3, 4]]) == [gpt_tokens([3, 4], N_NEW)], "and others are served"
 
 
 @pytest.mark.parametrize("prompt", [None, 5, b"abc", [[1, 2]], ["a"], []])
@@ -366,7 +367,7 @@ def test_an_abandoned_stream_leaves_its_blocks(llm: LLM) -> None:
     pool = llm._loop.scheduler._pool
     assert pool.n_free < pool.n_blocks
     stream.close()  # type: ignore[attr-defined]
-    assert tokens_of(llm, [[3, 4]]) == [gpt_tokens([3, 4], 6)]
+    assert tokens_of(llm, [[3, 4]]) == [gpt_tokens([3, 4], N_NEW)]
     assert pool.n_free == pool.n_blocks
     assert llm.stats()["requests"] == 1
 
@@ -376,7 +377,7 @@ def test_a_stream_that_is_collected_within_a_batch_does_not_hang(llm: LLM) -> No
     streams = [llm.stream([1, 2, 3], SamplingParams(max_tokens=50))]
     next(streams[0])
     hook = llm.model.embedding.register_forward_hook(lambda *_: streams.clear())
-    assert tokens_of(llm, [[3, 4]]) == [gpt_tokens([3, 4], 6)]
+    assert tokens_of(llm, [[3, 4]]) == [gpt_tokens([3, 4], N_NEW)]
     hook.remove()
     pool = llm._loop.scheduler._pool
     assert pool.n_free == pool.n_blocks
@@ -401,5 +402,5 @@ def test_streams_may_be_read_in_turn(llm: LLM) -> None:
 
 
 def test_many_prompts_are_more_than_a_batch(llm: LLM) -> None:
-    prompts = [[number % 40 + 1, number % 7] for number in range(20)]
-    assert tokens_of(llm, prompts, GREEDY) == [gpt_tokens(prompt, 6) for prompt in prompts]
+    prompts = [[number % 40 + 1, number % 7] for number in range(10)]
+    assert tokens_of(llm, prompts, GREEDY) == [gpt_tokens(prompt, N_NEW) for prompt in prompts]

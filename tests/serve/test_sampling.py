@@ -14,7 +14,7 @@ from overspill import SamplingParams
 from overspill.serve.sampling import Choice, Draw
 
 LOGITS = [1.0, -0.5, 2.0, 0.3, 1.9, -math.inf]
-DRAWS = 2000
+DRAWS = 1000
 
 
 def choose(logits: Tensor, *draws: Draw | SamplingParams) -> tuple[Any, Any]:
