@@ -1,6 +1,7 @@
 """Every family: logits, all gradients and a step of AdamW equal eager transformers."""
 
 import copy
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -90,10 +91,13 @@ def test_gradient_checkpointing(name: str, reentrant: bool, tmp_path: Path) -> N
     check(BY_NAME[name], "host", tmp_path, checkpointing=reentrant)
 
 
-@pytest.mark.parametrize("mode", ["host", "disk"])
 @pytest.mark.parametrize(
-    "name",
-    ["mixtral", "gpt_oss", "qwen2_moe", "switch_transformers", "nllb-moe", "nemotron_h", "phimoe"],
+    ("name", "mode"),
+    [
+        *product(["mixtral", "gpt_oss"], ["host", "disk"]),
+        *product(["qwen2_moe", "nllb-moe", "phimoe"], ["host"]),
+        *product(["switch_transformers", "nemotron_h"], ["disk"]),
+    ],
 )
 def test_any_split_of_frozen_experts_between_cpu_and_device(
     name: str, mode: str, tmp_path: Path
