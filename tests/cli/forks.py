@@ -4,6 +4,7 @@ Run as a program, it imports everything once and then forks a child for every co
 reads. Nothing has computed before the fork, so no thread of torch's is lost by it.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -58,12 +59,15 @@ def _serve() -> None:
     # Imported once for all children, which would otherwise each do it late.
     for name in (
         "torch._dynamo",
-        "matplotlib.figure",
         "overspill.train.trainer",
         "overspill.train.finetune.finetuner",
         "transformers.models.mixtral.modeling_mixtral",
     ):
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else each child would count the objects of all modules
+    # no pictures: they take as long as training
+    sys.modules["overspill.train.loop"].draw_loss = lambda *args: None  # type: ignore[attr-defined]
 
     for line in sys.stdin:
         what, *rest = json.loads(line)
