@@ -21,8 +21,9 @@ train: $(INSTALLED)  ## train a small MoE with an eighth of its experts on the c
 test: $(DEV)  ## run all checks in parallel: ruff, mypy, import-linter, pytest
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
+# Workers and processes of tests share bytecode: each would compile all tests for 7 s.
 pytest: $(DEV)  ## run the tests
-	$(BIN)/python -m pytest -n auto --dist worksteal $(TEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal $(TEST_ARGS)
 
 newest: $(DEV)  ## test Hugging Face models with the newest transformers
 	$(BIN)/python -m pip install --quiet --upgrade --target build/newest --no-deps transformers
