@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.sizes import format_size, parse_size, round_up
@@ -90,9 +91,10 @@ def open_source(
     config = read_config(folder)
     _check_decoder(config, folder)
     asked = _within(asked, _positions(config))
-    token_bytes = _token_bytes(config, dtype)
-    budgets, n_blocks = _reserve(budgets, asked, token_bytes)
     _check_generates(model_class(config))
+    with torch.device("meta"):
+        token_bytes = _token_bytes(model_class(config)(config), dtype)
+    budgets, n_blocks = _reserve(budgets, asked, token_bytes)
     codec = find_codec(folder)  # first: an error leaves no model behind
     loaded = load_within(folder, budgets, dtype, False, True, True, {})
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
@@ -120,7 +122,7 @@ def _given(model: Any, asked: CacheRequest) -> Source:
     else:
         _check_decoder(model.config, model.config.name_or_path)
         _check_generates(type(model))
-        token_bytes = _token_bytes(model.config, engine.dtype)
+        token_bytes = _token_bytes(model, engine.dtype)
         asked = _within(asked, _positions(model.config))
         folder = Path(model.config.name_or_path or "/nowhere")
         codec = find_codec(folder) if folder.is_dir() else None
@@ -175,9 +177,9 @@ def _check_generates(kind: Any) -> None:
         raise ConfigError(f"{kind.__name__} does not generate text; give a language model")
 
 
-def _token_bytes(config: Any, dtype: torch.dtype | str | None) -> int:
+def _token_bytes(model: Any, dtype: torch.dtype | str | None) -> int:
     """Bytes of the keys and values of one token in all layers."""
-    text = config.get_text_config()
+    text = model.config.get_text_config()
     kind = dtype if dtype not in (None, "auto") else getattr(text, "dtype", None)
     if isinstance(kind, str):
         kind = getattr(torch, kind, None)
@@ -188,7 +190,17 @@ def _token_bytes(config: Any, dtype: torch.dtype | str | None) -> int:
         return int(text.num_hidden_layers * heads * width * size)
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    return int(text.num_hidden_layers * 2 * kv_heads * width * size)
+    return int(size * max(text.num_hidden_layers * 2 * kv_heads * width, _projected(model)))
+
+
+def _projected(model: Any) -> int:
+    """The sum of the widths of keys and values: they may differ by layer."""
+    total = 0
+    for module in model.get_decoder().modules():
+        k, v = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
+        if isinstance(k, nn.Linear) and isinstance(v, nn.Linear):
+            total += k.out_features + v.out_features
+    return total
 
 
 def find_codec(folder: Path) -> Codec | None:
