@@ -45,10 +45,13 @@ class FakeRunner(Runner):
         """What the n-th call of `continue_with` raises."""
         self.failures: list[Exception] = []
         """What `check` raises."""
+        self.fail_beside: dict[int, Exception] = {}
+        """What the batch of the n-th call of `continue_with` adds to them."""
 
     def run(self, batch: Sequence[Work]) -> Tensor:
         rows = []
         for request, count in batch:
+            assert request.blocks, "a request that has ended is computed"
             end = request.computed + count
             for at in range(request.computed, end):
                 self._write(request.blocks, at, request.tokens[at])
@@ -63,6 +66,8 @@ class FakeRunner(Runner):
             return None
         assert all(count == 1 for _, count in batch)
         self.began_early += 1
+        if self.asked_early in self.fail_beside:
+            self.failures.append(self.fail_beside[self.asked_early])
         rows = []
         for (request, _), token in zip(batch, tokens_N.tolist(), strict=True):
             self._write(request.blocks, request.computed + 1, token)
@@ -78,6 +83,9 @@ class FakeRunner(Runner):
     def check(self) -> None:
         if self.failures:
             raise self.failures.pop()
+
+    def discard(self) -> None:
+        self.failures.clear()
 
     def pause(self) -> None:
         self.paused += 1

@@ -14,11 +14,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from overspill import SamplingParams
-from overspill.core.errors import EngineError, NonFiniteError, OrderError
+from overspill.core.errors import DiskError, EngineError, NonFiniteError, OrderError
 from overspill.serve.blocks import BlockPool
 from overspill.serve.loop import ServingLoop
 from overspill.serve.request import Request
-from overspill.serve.scheduler import Scheduler
+from overspill.serve.scheduler import Scheduler, Work
 from overspill.serve.text import TextStream
 from tests.interrupts import spread
 from tests.serve.fake_runner import FakeRunner, greedy, logits_after
@@ -250,6 +250,47 @@ def test_a_failure_beside_the_device_is_raised_before_its_tokens_are_given() -> 
         served.finish(request)
     assert request.new_tokens == greedy([1, 2, 3], 4)
     assert served.finish(served.ask([1, 2, 3], 5)) == [greedy([1, 2, 3], 5)]
+    served.check_idle()
+
+
+def test_a_request_that_has_ended_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch with it has begun, and cannot read an expert."""
+    whole = greedy([1, 2, 3], 30)
+    served = Served(ends=[whole[6]])
+    other = served.ask([3, 3], 20, ignore_eos=True)
+    first = served.ask([1, 2, 3], 30)
+    served.loop.run_until(lambda: first.finished)
+    assert served.loop._ahead is not None
+    runs: list[list[Request]] = []
+    run = served.runner.run
+
+    def noted(batch: Sequence[Work]) -> torch.Tensor:
+        runs.append([work.request for work in batch])
+        return run(batch)
+
+    monkeypatch.setattr(served.runner, "run", noted)
+    served.runner.failures.append(DiskError("injected"))
+    assert served.finish(first, other) == [whole[:7], greedy([3, 3], 20)]
+    assert runs == [[other], [other]], "alone, and then as always"
+    served.check_idle()
+
+
+def test_an_expert_that_only_the_batch_after_the_last_token_needs_fails_no_request() -> None:
+    whole = greedy([1, 2, 3], 30)
+    served = Served(ends=[whole[6]])
+    served.runner.fail_beside[6] = DiskError("injected")  # the eighth token
+    assert served.finish(served.ask([1, 2, 3], 30)) == [whole[:7]]
+    assert served.runner.asked_early == 6
+    served.check_idle()
+
+
+def test_a_batch_that_fails_after_it_was_given_up_fails_no_later_request() -> None:
+    whole = greedy([1, 2, 3], 30)
+    served = Served(ends=[whole[6]])
+    assert served.finish(served.ask([1, 2, 3], 30)) == [whole[:7]]
+    served.runner.failures.append(DiskError("injected"))
+    expected = greedy([4, 5], 9, frozenset([whole[6]]))
+    assert served.finish(served.ask([4, 5])) == [expected]
     served.check_idle()
 
 

@@ -60,6 +60,7 @@ class ServingLoop:
         self._turn_ended = Condition(self._waiting)
         self._closed = False
         self._ahead: Pass | None = None  # the batch after the last one that has ended
+        self._given_up = False  # a batch that nobody wants any more may still be computed, and fail
         self._last_end = 0.0
         self.stats = Stats()
 
@@ -116,31 +117,43 @@ class ServingLoop:
         assert batch, "a request waits, but nothing can be computed"
         self._compute(batch, now)
 
-    def _compute(self, batch: list[Work], now: Pass | None) -> None:
+    def _compute(self, batch: list[Work], now: Pass | None, early: bool = True) -> None:
         """If an expert cannot be read, each request of the batch is tried alone: those that do not
-        need it continue."""
+        need it continue. Without `early`, no batch begins before this one has ended."""
+        following: Pass | None = None
         try:
             with torch.inference_mode(), self._on_stream():
                 began = time.perf_counter()
-                logits = self.runner.run(batch) if now is None else None
+                logits = self._run(batch) if now is None else None
                 with DeferredInterrupt():
                     if logits is not None:
                         now = self._choose(batch, logits, began)
                     assert now is not None
-                    following = self._begin_next(now)
-                    self._ahead = None  # until the tokens of this batch are appended
+                    following = self._begin_next(now) if early else None
+                    # until the tokens of this batch are appended
+                    self._ahead, self._given_up = None, following is not None
                     self._end(now)
                     self._ahead = following if self.scheduler.running else None
+                    self._given_up = following is not self._ahead
         except Exception as error:  # a model may raise anything
             with DeferredInterrupt():
-                self._ahead = None
-                if len(batch) == 1 or not isinstance(error, DiskError):
+                self._ahead, self._given_up = None, True
+                # what has begun early may be what has failed
+                alone = len(batch) == 1 and following is None
+                if alone or not isinstance(error, DiskError):
                     self._fail([work.request for work in batch], error)
                     return
         else:
             return
         for work in batch:
-            self._compute([work], None)
+            if work.request in self.scheduler.running:
+                self._compute([work], None, early=False)
+
+    def _run(self, batch: list[Work]) -> Tensor:
+        if self._given_up:
+            self.runner.discard()
+            self._given_up = False
+        return self.runner.run(batch)
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
         for request in requests:

@@ -48,6 +48,9 @@ class Runner(abc.ABC):
     def check(self) -> None:  # noqa: B027
         """Raises what failed beside the device in a batch whose tokens are known."""
 
+    def discard(self) -> None:  # noqa: B027
+        """Batches that have begun are not wanted: forgets what fails in them."""
+
     def pause(self) -> None:  # noqa: B027
         """Nothing is computed for a while."""
 
@@ -162,6 +165,10 @@ class PagedRunner(Runner):
     def check(self) -> None:
         if self._decode is not None:
             self._decode.check()
+
+    def discard(self) -> None:
+        if self._decode is not None:
+            self._decode.discard()
 
     def pause(self) -> None:
         if self._decode is not None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -227,6 +228,15 @@ class Decode:
     def check(self) -> None:
         """Raises what failed in a step that has ended."""
         if self._host is not None:
+            self._host.check()
+
+    def discard(self) -> None:
+        """Waits for the steps that have begun, and forgets what fails in them."""
+        if self._host is None:
+            return
+        if self._engine.device.type == "cuda":
+            torch.cuda.current_stream(self._engine.device).synchronize()
+        with suppress(Exception):
             self._host.check()
 
     def pause(self) -> None:
