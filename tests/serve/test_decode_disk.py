@@ -96,6 +96,24 @@ def test_modules_compute_if_a_step_does_not_fit_into_host_memory(
     assert not steps
 
 
+def test_weights_that_are_loaded_between_steps_are_written_to_disk(tmp_path: Path) -> None:
+    """First all, so that no host slot is free; then others of the last layer: keys and values of
+    earlier tokens do not depend on them."""
+    with on_disk(tmp_path) as made:
+        use_all_experts(made)
+        made.model.load_state_dict(made.plain.state_dict())
+        step(made)
+        changed = {
+            name: -1.5 * value
+            for name, value in made.plain.state_dict().items()
+            if "blocks.2.moe.w" in name
+        }
+        assert changed
+        for model in (made.plain, made.model):
+            model.load_state_dict(changed, strict=False)
+        step(made)
+
+
 def step(made: Decoding) -> None:
     batch = made._scheduler.next_batch()
     with torch.inference_mode():

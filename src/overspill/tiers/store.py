@@ -236,6 +236,7 @@ class ExpertStore(WorkerSync):
             for entry in missing:
                 if entry.host_slot is None and not self.assign_host_slot(entry, (), leave):
                     self.release_slots(entries)
+                    self._write_oldest()
                     return None
             for entry in missing:
                 entry.io |= Part.WEIGHTS
@@ -497,12 +498,23 @@ class ExpertStore(WorkerSync):
         """Takes experts on disk out of their host slots. While nothing is transferred."""
         with self.lock:
             for entry in list(self._cached):
-                for part, file in self.files.items():
-                    if entry.dirty & part:
-                        assert entry.disk_slot is not None
-                        file.write(entry.disk_slot, self.host(entry, part))
-                        entry.dirty &= ~part
+                self._write_back(entry)
                 self._evict(entry)
+
+    def _write_oldest(self) -> None:
+        """Writes an expert whose host slot is not used to disk, if it is newer there: the stager
+        keeps those that the next pass needs."""
+        for entry in self._cached:
+            if entry.dirty and not entry.io and not entry.holds:
+                self._write_back(entry)
+                return
+
+    def _write_back(self, entry: Entry) -> None:
+        for part, file in self.files.items():
+            if entry.dirty & part:
+                assert entry.disk_slot is not None
+                file.write(entry.disk_slot, self.host(entry, part))
+                entry.dirty &= ~part
 
     def missing_slots(self, count: int) -> int:
         """How many host slots must be added before `count` experts can leave the device."""
