@@ -48,12 +48,15 @@ class Model:
     writing: bool = False
     holds: int = 0
     stale: bool = False
+    upload: Copy | None = None
     copy: Copy | None = None
+    in_step: bool = False
 
     @property
     def evictable(self) -> bool:
-        copying = self.copy is not None and not self.copy.ended
-        return self.slot and not (self.dirty or self.io or self.holds or copying)
+        copying = any(copy is not None and not copy.ended for copy in (self.upload, self.copy))
+        used = self.dirty or self.io or self.holds or self.in_step or copying
+        return self.slot and not used
 
 
 def on(condition: Callable[[Model], bool]) -> Callable[[Step], Any]:
@@ -84,6 +87,8 @@ class HostSlots(RuleBasedStateMachine):
         on_disk = [entry for entry in self.store.entries if entry.disk_slot is not None]
         self.models = {entry: Model() for entry in on_disk}
         self.uses: list[Entry] = []  # least recently used first
+        self.in_step: list[Entry] = []
+        self.reading: list[Entry] = []  # of them
 
     def _count_change(self) -> None:
         self.changes += 1
@@ -150,7 +155,7 @@ class HostSlots(RuleBasedStateMachine):
         model.io, model.writing = part, True
         model.dirty &= ~part
 
-    @on(lambda model: bool(model.io))
+    @on(lambda model: bool(model.io) and not model.in_step)
     def end_io(self, entry: Entry, model: Model) -> None:
         before = self.changes
         self.store.end_io(entry, model.io, model.writing)
@@ -163,16 +168,85 @@ class HostSlots(RuleBasedStateMachine):
     def issue_upload(self, entry: Entry, model: Model) -> None:
         self.store.begin_upload(entry)
         assert not entry.evictable, "the copy is being issued"
-        model.copy = Copy()
-        self.store.end_upload(entry, model.copy)
+        model.upload = Copy()
+        self.store.end_upload(entry, model.upload)
 
-    @on(lambda model: model.copy is not None and not model.copy.ended)
+    @on(lambda model: model.upload is not None and not model.upload.ended)
     def end_upload(self, entry: Entry, model: Model) -> None:
         before = self.changes
-        assert model.copy is not None
-        model.copy.ended = True
+        assert model.upload is not None
+        model.upload.ended = True
         self.store.upload_done(entry)
         assert self.changes == before + 1
+
+    @on(lambda model: model.slot)
+    def copy_for_steps(self, entry: Entry, model: Model) -> None:
+        copy, readable = Copy(), not model.stale and bool(model.valid & Part.WEIGHTS)
+        free = model.copy is None or model.copy.ended
+        assert self.store.begin_copy(entry, copy) == (readable and free)
+        if readable and free:
+            model.copy = copy
+
+    @on(lambda model: model.copy is not None and not model.copy.ended)
+    def end_copy(self, entry: Entry, model: Model) -> None:
+        assert model.copy is not None
+        model.copy.ended = True
+
+    @precondition(lambda self: not self.in_step)
+    @rule(numbers=st.sets(experts, min_size=1, max_size=3))
+    def begin_step(self, numbers: set[int]) -> None:
+        chosen = {self.pick(number)[0]: None for number in numbers}
+        found = self.store.hold_slots([*chosen])
+        models = [self.models[entry] for entry in chosen]
+        if any(model.io or model.stale for model in models):
+            assert found is None
+            return
+        for entry, model in zip(chosen, models, strict=True):
+            model.in_step = True
+            if model.slot:
+                self.use(entry)
+        missing = [entry for entry in chosen if not self.models[entry].valid & Part.WEIGHTS]
+        if not all(self.has_slot(entry) for entry in missing):
+            assert found is None
+            for model in models:
+                model.in_step = False
+            for model in (self.models[entry] for entry in self.uses):
+                if model.dirty and not model.io and not model.holds:
+                    model.dirty = NONE
+                    break
+            return
+        assert found == missing
+        for entry in missing:
+            self.models[entry].io, self.models[entry].writing = Part.WEIGHTS, False
+        self.in_step, self.reading = list(chosen), missing
+
+    def has_slot(self, entry: Entry) -> bool:
+        """Gives the expert a slot, if there is one."""
+        model = self.models[entry]
+        if model.slot:
+            return True
+        if sum(other.slot for other in self.models.values()) == CACHE:
+            victims = [e for e in self.uses if self.models[e].evictable]
+            if not victims:
+                return False
+            self.models[victims[0]] = Model(stale=self.models[victims[0]].stale)
+            self.uses.remove(victims[0])
+        model.slot = True
+        self.use(entry)
+        return True
+
+    @precondition(lambda self: self.in_step)
+    @rule(succeeds=st.booleans())
+    def end_step(self, succeeds: bool) -> None:
+        (self.store.end_reads if succeeds else self.store.cancel_reads)(self.reading)
+        for entry in self.reading:
+            self.models[entry].io &= ~Part.WEIGHTS
+            if succeeds:
+                self.models[entry].valid |= Part.WEIGHTS
+        self.store.release_slots(self.in_step)
+        for entry in self.in_step:
+            self.models[entry].in_step = False
+        self.in_step, self.reading = [], []
 
     @on(lambda model: not model.stale)
     def begin_update(self, entry: Entry, model: Model) -> None:
@@ -194,6 +268,7 @@ class HostSlots(RuleBasedStateMachine):
         model.valid |= Part.GRADS
         model.dirty |= Part.GRADS
 
+    @precondition(lambda self: not self.in_step)
     @precondition(lambda self: any(model.valid & Part.GRADS for model in self.models.values()))
     @rule(kept=st.sets(experts))
     def discard(self, kept: set[int]) -> None:
@@ -217,7 +292,7 @@ class HostSlots(RuleBasedStateMachine):
         assert set(self.store.cached()) == {e for e, model in self.models.items() if model.slot}
         held = [entry.host_slot for entry in self.store.entries if entry.host_slot is not None]
         assert len(held) == len(set(held)) <= HOME + CACHE
-        if not any(model.io or model.holds for model in self.models.values()):
+        if not any(model.io or model.holds or model.in_step for model in self.models.values()):
             self.store.check_conserved()
 
 

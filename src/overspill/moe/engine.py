@@ -229,15 +229,10 @@ class Engine:
     def host_weights(self, layer: int, expert: int, copy: Reader) -> Tensor | None:
         """The flat weights of an expert in host memory, which stay there until `copy` is done; None
         if they are on disk, or if another copy is being made of them."""
-        with self._store.lock:
-            entry = self._store.entry(ExpertId(layer, expert))
-            if not entry.readable:
-                return None
-            if entry.disk_slot is not None:
-                if entry.upload is not None and not entry.upload.done():
-                    return None
-                self._store.end_upload(entry, copy)
-            return self.layout.weights(self._store.host(entry, Part.WEIGHTS))
+        entry = self._store.entry(ExpertId(layer, expert))
+        if not self._store.begin_copy(entry, copy):
+            return None
+        return self.layout.weights(self._store.host(entry, Part.WEIGHTS))
 
     def new_disk_reads(self) -> DiskReads:
         """Brings experts of disk into host memory for decoding steps."""

@@ -24,6 +24,7 @@ class Entry:
     """Where one expert is. Fields are read under the store's lock and changed by the store only."""
 
     __slots__ = (
+        "copy",
         "dirty",
         "disk_slot",
         "holds",
@@ -51,6 +52,7 @@ class Entry:
         self.holds = 0  # users that need the expert to keep its host slot
         self.version = 0  # of the weights; a GPU slot with another version is out of date
         self.upload: Reader | None = None  # the last copy that reads the host slot
+        self.copy: Reader | None = None  # the same for decoding steps, beside uploads of a pass
 
     @property
     def readable(self) -> bool:
@@ -62,4 +64,4 @@ class Entry:
         """Whether the host slot can be given to another expert."""
         if self.dirty or self.io or self.holds:
             return False
-        return self.upload is None or self.upload.done()
+        return all(reader is None or reader.done() for reader in (self.upload, self.copy))

@@ -271,6 +271,16 @@ class ExpertStore(WorkerSync):
         with self.lock:
             entry.upload = copy
 
+    def begin_copy(self, entry: Entry, copy: Reader) -> bool:
+        """Keeps the host slot until `copy`, for decoding steps, is done; False if the weights are
+        not there, or another such copy reads them."""
+        with self.lock:
+            if not entry.readable or not (entry.copy is None or entry.copy.done()):
+                return False
+            if entry.disk_slot is not None:
+                entry.copy = copy
+            return True
+
     def upload_done(self, entry: Entry) -> None:
         """The copy has ended; the host slot of an expert on disk may be reused."""
         with self.lock:
@@ -356,7 +366,8 @@ class ExpertStore(WorkerSync):
     def _evict(self, entry: Entry) -> None:
         assert entry.host_slot is not None
         self._free_slots.append(entry.host_slot)
-        entry.host_slot, entry.valid, entry.upload = None, Part(0), None
+        entry.host_slot, entry.valid = None, Part(0)
+        entry.upload = entry.copy = None
         del self._cached[entry]
 
     def recount_slots(self) -> None:
@@ -364,7 +375,8 @@ class ExpertStore(WorkerSync):
         with self.lock:
             for layer, count in enumerate(self.homes):
                 for entry in self.layer_entries(layer)[:count]:
-                    entry.host_slot = entry.disk_slot = entry.upload = None
+                    entry.host_slot = entry.disk_slot = None
+                    entry.upload = entry.copy = None
                     entry.valid = entry.dirty = Part(0)
             in_host = [entry for entry in self.entries if entry.host_slot is not None]
             on_disk = [entry for entry in self.entries if entry.disk_slot is not None]
