@@ -1,7 +1,9 @@
 """Decoding steps whose experts are on disk: the CPU computes them in host memory."""
 
 import copy
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,6 +96,31 @@ def test_modules_compute_if_a_step_does_not_fit_into_host_memory(
         made.step()
         made.step()
     assert not steps
+
+
+def test_the_thread_that_a_step_waits_for_collects_no_garbage(tmp_path: Path) -> None:
+    """What ends there may wait for the device, and so for the step."""
+    outermost: set[str] = set()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+        outermost.add(frame.f_code.co_name)
+
+    with on_disk(tmp_path) as made:
+        use_all_experts(made)
+        limits = gc.get_threshold()
+        gc.callbacks.append(note)
+        gc.set_threshold(6)
+        try:
+            step(made)
+        finally:
+            gc.set_threshold(*limits)
+            gc.callbacks.remove(note)
+    assert outermost
+    assert not outermost & {"_fetch", "note"}, "native threads call the first, or nothing yet"
+    assert gc.isenabled()
 
 
 def test_weights_that_are_loaded_between_steps_are_written_to_disk(tmp_path: Path) -> None:

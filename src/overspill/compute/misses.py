@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from overspill.compute.activation import Activation, is_clamped
 from overspill.compute.cpu_kernel import group_args, loaded_library, why_unsupported
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
+from overspill.core.lifetime import pause_collection, resume_collection
 from overspill.core.sizes import round_up
 from overspill.tiers.layout import ALIGN, RecordLayout
 from overspill.tiers.slab import HostSlab
@@ -35,9 +36,10 @@ _FETCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_int64,
     ctypes.c_int64,
-    ctypes.POINTER(ctypes.c_int32),
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.POINTER(ctypes.c_int64),
+    # plain numbers: objects would be made, and garbage collected, before the call
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
 )
 _HOLD, _END_READS, _RELEASE = range(3)  # as in cpu_misses.h
 _CACHE_LINE = 64
@@ -284,21 +286,27 @@ def _fetch(
     what: int,
     first: int,
     second: int,
-    experts: Any,
-    addresses: Any,
-    offsets: Any,
+    experts: int,
+    addresses: int,
+    offsets: int,
 ) -> int:
     """`first` and `second` are a layer and a number of experts, or the arguments of `end_reads`.
     Returns the file, or -1 after a failure."""
+    pause_collection()
     try:
         if what == _RELEASE:
             source.release()
         elif what == _END_READS:
             source.end_reads(first, second)
         else:
-            for place, found in enumerate(source.hold(first, experts[:second])):
-                addresses[place], offsets[place] = found
+            ids = (ctypes.c_int32 * second).from_address(experts)
+            pointers = (ctypes.c_void_p * second).from_address(addresses)
+            numbers = (ctypes.c_int64 * second).from_address(offsets)
+            for place, found in enumerate(source.hold(first, ids[:])):
+                pointers[place], numbers[place] = found
         return source.file
     except BaseException as error:
         failures.append(error)
         return -1
+    finally:
+        resume_collection()

@@ -1,8 +1,11 @@
 """The lifetime of an engine: until it is closed, in the process that started it."""
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 from overspill.core.errors import OrderError
 
@@ -32,11 +35,36 @@ class Lifetime:
             raise OrderError("the engine is closed and its experts are gone; load the model again")
 
 
+_pause_lock = threading.Lock()
+_paused: list[bool] = []  # for each pause: whether it has disabled the garbage collector
+
+
+def pause_collection() -> None:
+    """Until `resume_collection`, no garbage is collected: what ends then may wait for a device, and
+    that for the native thread that calls this. Makes no object: that might collect."""
+    _pause_lock.acquire()  # not `with`, which makes some
+    _paused.append(gc.isenabled())
+    gc.disable()
+    _pause_lock.release()
+
+
+def resume_collection() -> None:
+    _pause_lock.acquire()
+    if _paused.pop():  # the last one: others may end in any order
+        gc.enable()
+    _pause_lock.release()
+
+
+store_locks: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Of all engines. A device may wait for a native thread that waits for one of them."""
+
+
 def outside_engine_threads(function: Callable[[], object]) -> None:
     """Calls a function that waits for an engine or its device, from the garbage collector. That may
-    run in a thread of an engine that holds what the function waits for: then another thread calls
-    it."""
-    if threading.current_thread().name.startswith("overspill-"):
+    run in a thread that holds what the function waits for, of an engine, or a native one, or with
+    the lock of a store: then another thread calls it."""
+    engine_thread = threading.current_thread().name.startswith(("overspill-", "Dummy-"))
+    if engine_thread or any(lock._is_owned() for lock in store_locks):
         threading.Thread(target=function, name="close", daemon=True).start()
     else:
         function()

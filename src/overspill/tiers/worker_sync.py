@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from overspill.core.errors import EngineError, OverspillError
 from overspill.core.interrupt import Condition
+from overspill.core.lifetime import store_locks
 
 WATCHDOG_SECONDS = 60.0
 _SLICES = 20  # a process that was suspended loses one of them, not the whole time
@@ -59,6 +60,7 @@ class WorkerSync:
 
     def __init__(self, watchdog_seconds: float = WATCHDOG_SECONDS) -> None:
         self.lock = threading.RLock()
+        store_locks.add(self.lock)
         self._main = Condition(self.lock)
         self._uploader = Condition(self.lock)
         self._updates = Condition(self.lock)

@@ -94,7 +94,10 @@ class Decode:
             assert self._experts is not None
             self._host.resume()
             self._experts.before_step()
-            return self._step(self._host, tokens, spans, draws)
+            try:
+                return self._step(self._host, tokens, spans, draws)
+            finally:
+                self._host.launched()
 
     def _step(
         self,

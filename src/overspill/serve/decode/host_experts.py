@@ -33,6 +33,7 @@ class HostExperts:
     ) -> None:
         self._engine = engine
         self._on_gpu = engine.device.type == "cuda"
+        self._end = torch.cuda.Event() if self._on_gpu else None
         self._reads: DiskReads | None = None
         self.free_slots: int | None = None
         """Host slots that experts on disk share and no step needs; None: no expert is there."""
@@ -76,6 +77,11 @@ class HostExperts:
         """A step follows."""
         self._runner.resume()
 
+    def launched(self) -> None:
+        """The step is on the current stream."""
+        if self._end is not None:
+            self._end.record()
+
     def check(self) -> None:
         """Raises what failed in a step that has ended."""
         self._runner.check()
@@ -112,6 +118,7 @@ class HostExperts:
         self._runner.close()
 
     def __del__(self) -> None:
-        """A step may be on the device when its LLM is given up: it waits for the thread."""
-        if self._on_gpu and not (self._engine.lifetime.forked or sys.is_finalizing()):
-            torch.cuda.synchronize(self._engine.device)
+        """A step may be on the device when its LLM is given up: it waits for the thread. One of
+        another LLM may as well wait for what this thread holds."""
+        if self._end is not None and not (self._engine.lifetime.forked or sys.is_finalizing()):
+            self._end.synchronize()
