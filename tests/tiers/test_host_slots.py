@@ -238,7 +238,7 @@ class HostSlots(RuleBasedStateMachine):
     @precondition(lambda self: self.in_step)
     @rule(succeeds=st.booleans())
     def end_step(self, succeeds: bool) -> None:
-        (self.store.end_reads if succeeds else self.store.cancel_reads)(self.reading)
+        self.store.end_reads(self.reading, succeeds)
         for entry in self.reading:
             self.models[entry].io &= ~Part.WEIGHTS
             if succeeds:

@@ -268,3 +268,22 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(OrderError, match="closed"):
         store.lifetime.check()
+
+
+def test_a_pass_that_waits_for_an_expert_which_a_decoding_step_reads_goes_on_at_once(
+    tmp_path: Path,
+) -> None:
+    store = new_store((1, 3, 1, 2), tmp_path)
+    entry = next(entry for entry in store.entries if entry.disk_slot is not None)
+    assert store.hold_slots([entry]) == [entry]
+    waits = threading.Thread(target=lambda: store.wait(lambda: entry.readable, "a test"))
+    waits.start()
+    while not store.main_waits:
+        time.sleep(1e-3)
+    store.end_reads([entry])
+    store.release_slots([entry])
+    began = time.monotonic()
+    waits.join()
+    assert time.monotonic() - began < 0.2
+    store.check_conserved()
+    store.close()

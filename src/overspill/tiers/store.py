@@ -242,17 +242,14 @@ class ExpertStore(WorkerSync):
                 entry.io |= Part.WEIGHTS
             return missing
 
-    def end_reads(self, entries: Iterable[Entry]) -> None:
+    def end_reads(self, entries: Iterable[Entry], succeeded: bool = True) -> None:
         with self.lock:
             for entry in entries:
                 entry.io &= ~Part.WEIGHTS
-                entry.valid |= Part.WEIGHTS
-
-    def cancel_reads(self, entries: Iterable[Entry]) -> None:
-        """The weights could not be read."""
-        with self.lock:
-            for entry in entries:
-                entry.io &= ~Part.WEIGHTS
+                if succeeded:
+                    entry.valid |= Part.WEIGHTS
+            if self.main_waits:  # it may be for one of them
+                self.wake_all()
 
     def release_slots(self, entries: Iterable[Entry]) -> None:
         with self.lock:

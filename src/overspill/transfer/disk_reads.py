@@ -115,7 +115,7 @@ class DiskReads:
         return DiskError(f"{name} could not be read from disk: {reason}")
 
     def _give_up(self) -> None:
-        self._store.cancel_reads(self._missing)
+        self._store.end_reads(self._missing, succeeded=False)
         self._missing = []
         self.release()
 
