@@ -98,6 +98,25 @@ def test_modules_compute_if_a_step_does_not_fit_into_host_memory(
     assert not steps
 
 
+def test_modules_compute_when_experts_that_left_the_device_have_taken_host_slots(
+    tmp_path: Path, steps: list[int]
+) -> None:
+    """A step of four requests may need eight experts, besides two host slots for others."""
+    with on_disk(tmp_path, host_slots=14, slots=6) as made:
+        engine = made.model.overspill
+        engine.set_homes([11] * 3)
+        assert engine.cache_slots >= 10
+        step(made)
+        assert steps == [1]
+        engine.set_homes([0] * 3)
+        assert engine.cache_slots < 10
+        step(made)
+        assert steps == [1]
+        engine.set_homes([11] * 3)
+        step(made)
+        assert steps == [1, 1]
+
+
 def test_the_thread_that_a_step_waits_for_collects_no_garbage(tmp_path: Path) -> None:
     """What ends there may wait for the device, and so for the step."""
     outermost: set[str] = set()

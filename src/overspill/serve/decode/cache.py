@@ -67,13 +67,11 @@ class ExpertCache:
         n_slots: int,
         policy: Policy | None = None,
         chunk_bytes: int = _CHUNK,
-        host_slots: int | None = None,
     ) -> None:
-        """Memory is allocated, and given back, in chunks of about `chunk_bytes`. Uploads may keep
-        so many `host_slots` (None: any) of experts on disk."""
+        """Memory is allocated, and given back, in chunks of about `chunk_bytes`."""
         self._engine = engine
         self._table = table
-        self._max_uploads = _UPLOADS if host_slots is None else min(_UPLOADS, host_slots)
+        self._max_uploads = _UPLOADS
         self._policy = policy or LFU(engine.n_layers, engine.n_experts)
         self._chunk = max(1, chunk_bytes // engine.layout.weight_bytes)  # in slots
         self._slabs: list[Tensor] = []
@@ -102,6 +100,10 @@ class ExpertCache:
         self._slabs.append(slab)
         self._free += range(self._n_slots, self._n_slots + count)
         self._n_slots += count
+
+    def limit_uploads(self, host_slots: int | None) -> None:
+        """Uploads may keep so many host slots (None: any) of experts on disk."""
+        self._max_uploads = _UPLOADS if host_slots is None else min(_UPLOADS, host_slots)
 
     @property
     def n_slots(self) -> int:

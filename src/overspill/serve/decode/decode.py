@@ -134,6 +134,9 @@ class Decode:
             self._table.set_all(addresses)
         if self._host is not None:
             self._host.update()
+        if self._host is not None and self._experts is not None:
+            # an upload keeps a host slot until the steps have ended that may wait for one
+            self._experts.limit_uploads(self._host.free_slots)
 
     def _can_step(self) -> bool:
         """Whether steps can compute this model, as it is now."""
@@ -158,8 +161,10 @@ class Decode:
         return self._graphs[key]
 
     def _has_host(self) -> bool:
-        if self._host is not None or self._cpu_refuses:
-            return not self._cpu_refuses
+        if self._cpu_refuses:
+            return False
+        if self._host is not None:
+            return self._host.fits  # experts that leave the device take host slots
         first = self._placeholders[0]
         if first.top_k is None:  # no pass yet: the modules compute a prompt of one token
             return False
@@ -177,10 +182,7 @@ class Decode:
             _log.info("%s while experts are not on the GPU: %s", _MODULES, error)
             return False
         self._n_moves = -1
-        # an upload keeps a host slot until the steps have ended that may wait for one
-        self._experts = ExpertCache(
-            self._engine, self._table, self._count_slots(), host_slots=host.free_slots
-        )
+        self._experts = ExpertCache(self._engine, self._table, self._count_slots())
         self._host = host  # last: steps use both
         return True
 

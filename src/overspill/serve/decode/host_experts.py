@@ -13,7 +13,6 @@ from overspill.core.errors import ConfigError
 from overspill.hardware.machine import usable_cores
 from overspill.moe.engine import Engine
 from overspill.trace.spans import Span
-from overspill.transfer.disk_reads import DiskReads
 from overspill.transfer.mapped import on_device
 
 _FREE = 2
@@ -34,15 +33,10 @@ class HostExperts:
         self._engine = engine
         self._on_gpu = engine.device.type == "cuda"
         self._end = torch.cuda.Event() if self._on_gpu else None
-        self._reads: DiskReads | None = None
-        self.free_slots: int | None = None
-        """Host slots that experts on disk share and no step needs; None: no expert is there."""
-        if engine.uses_disk:
-            most = min(engine.n_experts, max_batch * top_k)
-            self.free_slots = engine.cache_slots - most - _FREE
-            if self.free_slots < 0:
-                raise ConfigError(f"{most} experts of a step do not fit into host memory at once")
-            self._reads = engine.new_disk_reads()
+        self._most = min(engine.n_experts, max_batch * top_k)  # experts of a step
+        self._reads = engine.new_disk_reads() if engine.uses_disk else None
+        if not self.fits:
+            raise ConfigError(f"{self._most} experts of a step do not fit into host memory at once")
         self._runner = MissRunner(
             engine.shape,
             engine.dtype,
@@ -65,6 +59,17 @@ class HostExperts:
         except BaseException:
             self._runner.close()
             raise
+
+    @property
+    def free_slots(self) -> int | None:
+        """Host slots that experts on disk share and no step needs, until experts move; None: no
+        expert is there."""
+        return None if self._reads is None else self._engine.cache_slots - self._most - _FREE
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step finds enough host slots."""
+        return self.free_slots is None or self.free_slots >= 0
 
     def update(self) -> None:
         """Follows experts that have moved."""
