@@ -48,6 +48,18 @@ def test_without_noise_the_highest_is_that_of_torch(
 
 
 @every_device
+@pytest.mark.parametrize("seed", [16390493, 54414807])
+def test_the_only_possible_token_is_drawn_with_the_largest_noise(
+    highest: Any, device: str, seed: int
+) -> None:
+    """These seeds give random numbers that are 1 in float32."""
+    logits = torch.tensor([[0.0, -INF]], device=device)
+    number = torch.zeros(1, dtype=torch.int64, device=device)
+    _, found = highest(logits, number + seed, number, bits([1.0], device))
+    assert found.tolist() == [0]
+
+
+@every_device
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1e-20, 1e30])
 def test_tokens_are_drawn_with_the_probabilities_of_a_softmax(
     highest: Any, device: str, temperature: float

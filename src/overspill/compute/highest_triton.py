@@ -51,13 +51,14 @@ def highest(
 
 @triton.jit
 def _exponential(seed, number, tokens):
-    """Noise of an exponential distribution, above 0."""
+    """Noise of an exponential distribution, above 0 and finite."""
     zero = tokens * 0
     drawn, _, _, _ = tl.philox(seed, tokens, zero + number, zero, zero)
     uniform = (drawn.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
     # -log(1 - u) is not exact if u is small, and small values matter most
     small = uniform * (1.0 + uniform * (0.5 + uniform * 0.3333333333))
-    return tl.where(uniform < 0.005, small, -tl.log(1.0 - uniform))
+    large = -tl.log(tl.maximum(1.0 - uniform, 5.9604645e-08))  # 2 ** -24: it may be 0
+    return tl.where(uniform < 0.005, small, large)
 
 
 @triton.jit
