@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from overspill.serve.runners import Runner
+from overspill.serve.sampling import Draw, choose
 from overspill.serve.scheduler import Work
 
 VOCABULARY = 13
@@ -31,18 +32,22 @@ def greedy(prompt: Sequence[int], count: int, ends: frozenset[int] = frozenset()
 
 class FakeRunner(Runner):
     """Sees only what is in the slots of a request's blocks, as attention does. `early`: batches
-    can begin before the host knows their tokens."""
+    can begin before the host knows their tokens. Batches of one token each draw the next ones, into
+    memory that the batch after them overwrites."""
 
     def __init__(self, n_blocks: int, size: int, early: bool = True) -> None:
         self._slots = torch.full((n_blocks, size), -1)
         self._size = size
         self._early = early
+        self._drawn = torch.zeros(64, dtype=torch.int64)
         self.began_early = 0
         self.asked_early = 0
         self.paused = 0
         self.closed = False
         self.fail_early: dict[int, BaseException] = {}
         """What the n-th call of `continue_with` raises."""
+        self.fail_late: dict[int, BaseException] = {}
+        """The same, when the batch has begun."""
         self.failures: list[Exception] = []
         """What `check` raises."""
         self.fail_beside: dict[int, Exception] = {}
@@ -56,6 +61,9 @@ class FakeRunner(Runner):
             for at in range(request.computed, end):
                 self._write(request.blocks, at, request.tokens[at])
             rows.append(self._logits(request.blocks, end))
+        self.chosen = None
+        if all(count == 1 for _, count in batch):
+            self._draw(torch.stack(rows), [request.draw() for request, _ in batch])
         return torch.stack(rows)
 
     def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
@@ -72,7 +80,15 @@ class FakeRunner(Runner):
         for (request, _), token in zip(batch, tokens_N.tolist(), strict=True):
             self._write(request.blocks, request.computed + 1, token)
             rows.append(self._logits(request.blocks, request.computed + 2))
+        self._draw(torch.stack(rows), [request.draw(1) for request, _ in batch])
+        if self.asked_early in self.fail_late:
+            raise self.fail_late[self.asked_early]
         return torch.stack(rows)
+
+    def _draw(self, logits: Tensor, draws: Sequence[Draw]) -> None:
+        tokens, found = choose(logits, draws)  # the second is copied before the next batch
+        self._drawn[: len(draws)] = tokens
+        self.chosen = self._drawn[: len(draws)], found
 
     def _write(self, blocks: Sequence[int], at: int, token: int) -> None:
         self._slots[blocks[at // self._size], at % self._size] = token

@@ -306,6 +306,7 @@ def test_logits_without_finite_values_fail_their_request_alone(
         if served.runner.began_early == 4 and logits is not None:
             logits = logits.clone()
             logits[1] = float("nan")
+            served.runner.chosen = None
         return logits
 
     monkeypatch.setattr(served.runner, "continue_with", spoiled)
@@ -366,6 +367,18 @@ def test_an_interrupt_while_a_batch_begins_early_changes_no_tokens(at: int) -> N
     """The second Ctrl-C, or one with a handler of the user, takes effect at once."""
     served = Served()
     served.runner.fail_early[at] = KeyboardInterrupt()
+    requests = [served.ask(prompt) for prompt in PROMPTS]
+    with pytest.raises(KeyboardInterrupt):
+        served.finish(*requests)
+    assert served.finish(*requests) == [greedy(prompt, 9) for prompt in PROMPTS]
+    served.check_idle()
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_an_interrupt_when_a_batch_has_begun_early_changes_no_tokens(at: int) -> None:
+    """It has overwritten the tokens that it began with."""
+    served = Served()
+    served.runner.fail_late[at] = KeyboardInterrupt()
     requests = [served.ask(prompt) for prompt in PROMPTS]
     with pytest.raises(KeyboardInterrupt):
         served.finish(*requests)

@@ -129,9 +129,9 @@ class ServingLoop:
                     if logits is not None:
                         now = self._choose(batch, logits, began)
                     assert now is not None
+                    # until the tokens of this batch are appended: the next one overwrites them
+                    self._ahead, self._given_up = None, True
                     following = self._begin_next(now) if early else None
-                    # until the tokens of this batch are appended
-                    self._ahead, self._given_up = None, following is not None
                     self._end(now)
                     self._ahead = following if self.scheduler.running else None
                     self._given_up = following is not self._ahead
