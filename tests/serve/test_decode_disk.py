@@ -14,7 +14,7 @@ import torch
 
 import overspill
 from overspill import Settings
-from overspill.core.errors import DiskError
+from overspill.core.errors import DiskError, OverspillError
 from overspill.models.config import GPTConfig
 from tests.serve.models import PROMPTS
 from tests.serve.test_decode import Decoding, delays, gpt, pytestmark, small, steps
@@ -185,6 +185,17 @@ def test_a_read_that_fails_is_an_error_of_its_step_only(tmp_path: Path) -> None:
                 step(made)
             fail.on = False
             step(made)
+
+
+@pytest.mark.parametrize("kind", ["upload", "ssd read"])
+def test_a_pass_that_has_failed_fails_no_later_step(kind: str, tmp_path: Path) -> None:
+    fail = FailingJob(kind)
+    with on_disk(tmp_path, settings=Settings(inject=fail)) as made:
+        fail.on = True
+        with pytest.raises(OverspillError, match="injected"):
+            use_all_experts(made)
+        fail.on = False
+        step(made)
 
 
 def test_a_file_that_was_cut_is_a_disk_error(tmp_path: Path) -> None:

@@ -409,11 +409,15 @@ class Engine:
         """Experts at home on the compute device, and gradients there."""
         return self._moves.share
 
+    def recover(self) -> None:
+        """Before a pass or a decoding step: a failure of transfers in an earlier one is over."""
+        if (streaming := self._moves.streaming) is not None:
+            streaming.recover()
+
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
-        if (streaming := self._moves.streaming) is not None:
-            streaming.recover()
+        self.recover()
         if layer_pass.layer == 0:
             follow = self._settings.follow_usage and self._settings.activations != "keep"
             self._moves.before_pass(layer_pass, tokens, follow)

@@ -86,6 +86,7 @@ class Decode:
             complete = all(count == engine.n_experts for count in engine.homes)
             if not self._can_step() or not (complete or self._has_host()):
                 return None
+            engine.recover()
             self._follow_moves()
             if complete:
                 self._table.apply()
