@@ -363,6 +363,33 @@ def test_an_llm_can_be_given_up_in_the_middle_of_a_stream(homes: str) -> None:
                 next(stream)
 
 
+def test_an_llm_can_be_given_up_while_a_step_reads_from_disk(tmp_path: Path) -> None:
+    """Another one continues meanwhile; all host slots are given back."""
+    late = overspill.Settings(inject=delays(seed=1, longest=2e-3, only="ssd read"))
+    where: dict[str, Any] = {"mode": "disk", "disk": tmp_path, "host_slots": 40, "settings": late}
+    with (
+        offloaded(gpt(LARGE, torch.float32), "none", **where) as model,
+        overspill.LLM(model, context=128, max_batch=4) as other,
+    ):
+        beside = other.stream([4, 5], LONG)
+        expected = [next(beside).token_ids[0] for _ in range(12)]
+        beside = other.stream([4, 5], LONG)
+        tokens, got = [], []
+        for _ in range(3):
+            llm = overspill.LLM(model, context=128, max_batch=4, slots=4)
+            stream = llm.stream([1, 2, 3], LONG)
+            tokens.append([next(stream).token_ids[0] for _ in range(4)])
+            got += [next(beside).token_ids[0] for _ in range(2)]
+            del stream, llm
+            gc.collect()
+            got += [next(beside).token_ids[0] for _ in range(2)]
+        assert tokens == [tokens[0]] * 3
+        assert got == expected
+        del beside
+        other.close()
+        model.overspill.check_conserved()
+
+
 @every_home
 def test_the_engine_may_be_closed_before_the_llm(homes: str) -> None:
     with offloaded(gpt(SMALL, torch.bfloat16), homes) as model:

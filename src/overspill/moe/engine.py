@@ -242,7 +242,8 @@ class Engine:
     @property
     def cache_slots(self) -> int:
         """Host slots that experts on disk share."""
-        return self._store.cache_slots
+        with self._store.lock:  # none is on its way to another expert
+            return self._store.cache_slots
 
     @property
     def uses_disk(self) -> bool:

@@ -64,4 +64,6 @@ class Entry:
         """Whether the host slot can be given to another expert."""
         if self.dirty or self.io or self.holds:
             return False
-        return all(reader is None or reader.done() for reader in (self.upload, self.copy))
+        if self.copy is not None and not self.copy.done():
+            return False
+        return self.upload is None or self.upload.done()

@@ -4,6 +4,7 @@ Nothing waits: the routing of a step is read when a later one begins, uploads ru
 and a copy is used by the steps that begin after it has arrived.
 """
 
+import sys
 from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
@@ -59,6 +60,8 @@ class _Step(NamedTuple):
 
 class ExpertCache:
     """GPU slots for any expert of any layer."""
+
+    _stream: torch.cuda.Stream | None = None  # of an object whose __init__ has failed
 
     def __init__(
         self,
@@ -135,6 +138,11 @@ class ExpertCache:
         """Gives all memory back; no step follows."""
         self._wait()
         self._slabs.clear()
+
+    def __del__(self) -> None:
+        """Uploads may run when the LLM is given up: they write to memory that is free then."""
+        if self._stream is not None and not (self._engine.lifetime.forked or sys.is_finalizing()):
+            self._stream.synchronize()
 
     def _wait(self) -> None:
         """Until every upload has ended."""
