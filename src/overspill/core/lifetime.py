@@ -55,6 +55,17 @@ def resume_collection() -> None:
     _pause_lock.release()
 
 
+def _forget_pauses() -> None:
+    """A forked child does not have the threads that would end them."""
+    global _pause_lock
+    _pause_lock = threading.Lock()
+    if any(_paused):
+        gc.enable()
+    _paused.clear()
+
+
+os.register_at_fork(after_in_child=_forget_pauses)
+
 store_locks: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Of all engines. A device may wait for a native thread that waits for one of them."""
 
