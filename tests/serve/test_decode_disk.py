@@ -34,14 +34,20 @@ def on_disk(
     settings: Settings | None = None,
     host_slots: int = 20,
     slots: int = 0,
+    trained: bool = False,
 ) -> Iterator[Decoding]:
-    """Half of the host slots are for experts on disk, which share them."""
+    """Experts on disk share all host slots, or half of them if they are `trained`."""
     plain = gpt(CONFIG)
     given: dict[str, Any] = {"mode": "disk", "slots": 3, "host_slots": host_slots, "disk": folder}
     model: Any = overspill.offload(
-        copy.deepcopy(plain), settings=settings, device="cpu", quiet=True, progress=False, **given
+        copy.deepcopy(plain).train(trained),
+        settings=settings,
+        device="cpu",
+        quiet=True,
+        progress=False,
+        **given,
     )
-    made = Decoding(plain, model, prompts, slots)
+    made = Decoding(plain, model.eval(), prompts, slots)
     try:
         yield made
     finally:
@@ -102,7 +108,7 @@ def test_modules_compute_when_experts_that_left_the_device_have_taken_host_slots
     tmp_path: Path, steps: list[int]
 ) -> None:
     """A step of four requests may need eight experts, besides two host slots for others."""
-    with on_disk(tmp_path, host_slots=14, slots=6) as made:
+    with on_disk(tmp_path, host_slots=14, slots=6, trained=True) as made:
         engine = made.model.overspill
         engine.set_homes([11] * 3)
         assert engine.cache_slots >= 10
