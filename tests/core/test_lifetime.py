@@ -4,7 +4,8 @@ import gc
 import os
 import threading
 
-from overspill.core.lifetime import outside_engine_threads, pause_collection, resume_collection
+from overspill.core.garbage import pause_collection, resume_collection
+from overspill.core.lifetime import outside_engine_threads
 from overspill.tiers.worker_sync import WorkerSync
 
 

@@ -143,13 +143,13 @@ def _follow(command: list[str], errors: Any, report: Report, lock: threading.Loc
 
 
 def _work(seed: int, stride: int, seconds: float, device: str) -> None:
-    deadline = time.monotonic() + seconds  # the imports count
     import torch
 
     from tests.fuzz.execute import execute
     from tests.fuzz.program import program_of
 
     torch.set_num_threads(1)
+    deadline = time.monotonic() + seconds
     gc.collect()
     gc.freeze()  # what was imported
     limit = 4 * LIMIT  # the first program imports and compiles

@@ -24,7 +24,7 @@ from overspill.compute.activation import Activation, is_clamped
 from overspill.compute.cpu_kernel import group_args, loaded_library, why_unsupported
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
-from overspill.core.lifetime import pause_collection, resume_collection
+from overspill.core.garbage import pause_collection, resume_collection
 from overspill.core.sizes import round_up
 from overspill.tiers.layout import ALIGN, RecordLayout
 from overspill.tiers.slab import HostSlab

@@ -1,6 +1,5 @@
 """The lifetime of an engine: until it is closed, in the process that started it."""
 
-import gc
 import os
 import threading
 import weakref
@@ -34,37 +33,6 @@ class Lifetime:
         if self.closed:
             raise OrderError("the engine is closed and its experts are gone; load the model again")
 
-
-_pause_lock = threading.Lock()
-_paused: list[bool] = []  # for each pause: whether it has disabled the garbage collector
-
-
-def pause_collection() -> None:
-    """Until `resume_collection`, no garbage is collected: what ends then may wait for a device, and
-    that for the native thread that calls this. Makes no object: that might collect."""
-    _pause_lock.acquire()  # not `with`, which makes some
-    _paused.append(gc.isenabled())
-    gc.disable()
-    _pause_lock.release()
-
-
-def resume_collection() -> None:
-    _pause_lock.acquire()
-    if _paused.pop():  # the last one: others may end in any order
-        gc.enable()
-    _pause_lock.release()
-
-
-def _forget_pauses() -> None:
-    """A forked child does not have the threads that would end them."""
-    global _pause_lock
-    _pause_lock = threading.Lock()
-    if any(_paused):
-        gc.enable()
-    _paused.clear()
-
-
-os.register_at_fork(after_in_child=_forget_pauses)
 
 store_locks: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Of all engines. A device may wait for a native thread that waits for one of them."""

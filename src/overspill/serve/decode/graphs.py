@@ -150,12 +150,14 @@ class DecodeGraphs:
 
     def _compute(self, size: int) -> Computed:
         numbers, blocks = self._parts(self._input, size)
-        tokens, positions, real, seeds, draws, heats = numbers
+        tokens, positions, real, *draws = numbers
         ids = None if self._ids is None else self._ids[:, :size]
         logits, ids, _ = self._step(Batch(tokens, positions, real, blocks, ids))
         if not logits.is_cuda:  # Triton's interpreter would need longer to draw than for the step
             return Computed(logits, ids)
-        chosen = highest(logits, seeds, draws, heats, tokens)  # where the next step reads them
+        seeds, counts, temperatures = draws
+        # written where the next step reads them
+        chosen = highest(logits, seeds, counts, temperatures, tokens)
         return Computed(logits, ids, chosen)
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Computed]:
