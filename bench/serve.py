@@ -64,7 +64,7 @@ class Round(NamedTuple):
     """New tokens of some requests, without their prompts."""
 
     speed: float  # tokens a second
-    missing: float  # experts of a step that the CPU computed
+    missing: float  # experts of a step that were not on the GPU
 
 
 def decode(llm: overspill.LLM, size: int, tokens: int, rounds: int) -> list[Round]:
@@ -87,7 +87,7 @@ def decode(llm: overspill.LLM, size: int, tokens: int, rounds: int) -> list[Roun
         after = llm.stats()
         seconds = after["decode_seconds"] - before["decode_seconds"]
         count = after["decode_tokens"] - before["decode_tokens"]
-        missing = after.get("experts_on_cpu", 0) - before.get("experts_on_cpu", 0)
+        missing = after.get("experts_missed", 0) - before.get("experts_missed", 0)
         found.append(Round(count / seconds, missing * size / count))
     return found[1:]  # the first one compiles kernels
 

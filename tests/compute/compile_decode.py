@@ -20,7 +20,7 @@ KERNELS = {
 }
 
 NUMBERS = {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
-WIDE = {"positions", "blocks", "offsets", "table", "is_real"}
+WIDE = {"positions", "blocks", "offsets", "table", "link", "is_real"}
 FLOAT = {"sums", "stats", "weights"}
 LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
 ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
@@ -36,6 +36,9 @@ ROUTE = {
     "TOP_K": 8, "KS": 8, "BLOCK": 128, "WIDTH": 2048, "SOFTMAX_FIRST": True, "NORMALIZE": True,
     "MISSES": True, "GIVEN": False,
 }  # fmt: skip
+LOOK_UP = {
+    "TOP_K": 8, "KS": 8, "WIDTH": 2048, "ROWS": 64, "BLOCK": 128, "SHARE": 0, "MISSES": True,
+}  # fmt: skip
 IN = {
     "ACTIVATION": 0, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8, "BLOCK": 256,
     "REQUEST": 4, "ON_GPU": True,
@@ -45,14 +48,17 @@ OUT = {
     "BLOCK": 256,
 }  # fmt: skip
 CASES = [
-    ("_add_norm_kernel", {"N_PARTS": 2, "HOST": True, "ON_GPU": True, "BLOCK": 2048}, HOST),
+    ("_add_norm_kernel", {"N_PARTS": 2, "HOST": 1, "ON_GPU": True, "BLOCK": 2048}, HOST),
+    ("_add_norm_kernel", {"N_PARTS": 2, "HOST": 2, "ON_GPU": True, "BLOCK": 2048}, HOST),
+    ("_wait_kernel", {"ROWS": 64, "ON_GPU": True}, FLAGS),
     ("_linear_kernel", LINEAR, {}),
     ("_rotate_kernel", ROTATE, {}),
     ("_attend_kernel", ATTEND, {}),
     ("_combine_kernel", {"SINKS": True, "PARTS": 64, "WIDTH": 128, "LANES": 128}, {}),
     ("_route_kernel", ROUTE, HOST),
     ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, HOST),
-    ("_look_up_kernel", {"TOP_K": 8, "KS": 8, "WIDTH": 2048, "MISSES": True}, HOST),
+    ("_look_up_kernel", LOOK_UP, HOST),
+    ("_look_up_kernel", LOOK_UP | {"SHARE": 5}, HOST),
     ("_expert_in_kernel", IN, FLAGS),
     ("_expert_in_kernel", IN | {"ACTIVATION": 1}, FLAGS),
     ("_expert_in_kernel", IN | {"ACTIVATION": 2, "BIAS": True, "TRANSPOSED": True}, FLAGS),
@@ -69,7 +75,7 @@ for turned in (False, True):
     CASES.append(("_group_in_kernel", group | own, FLAGS))
     CASES.append(("_group_out_kernel", group, {"parts": "*fp32"}))
 ROWS = {"y": "*fp32", "host": "*fp32"}
-CASES.append(("_add_rows_kernel", {"BLOCK": 2048, "ON_GPU": True}, FLAGS | ROWS))
+CASES.append(("_add_rows_kernel", {"HOST": 1, "BLOCK": 2048, "ON_GPU": True}, FLAGS | ROWS))
 CASES.append(("_sum_kernel", {"KS": 8, "BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill import Settings
+from overspill.compute.decode import constants
 from overspill.core.errors import EngineError, OrderError, OverspillError
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
@@ -218,6 +219,24 @@ def test_several_requests_may_miss_experts(name: str, tmp_path: Path, steps: lis
     with decoding(plain, tmp_path, "host", [1, 2]) as made:
         made.step()
     assert steps == [4]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_several_requests_may_read_experts_over_the_link(
+    name: str, tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "SEVERAL", 2)
+    plain, _ = plain_model(name)
+    found = []
+    for share in (0, 8, 16):
+        monkeypatch.setattr(constants, "LINK_SHARE", share)
+        with decoding(plain, tmp_path, "host", [1, 0]) as made:
+            made.step()
+            made.model.overspill.exchange_homes([Exchange(0, 0, 3)])
+            made.step()
+            found.append(made.runner.stats()["experts_on_cpu"])
+    assert found[0] > found[1] > found[2] == 0
+    assert steps == [4] * 6
 
 
 @pytest.mark.parametrize("name", ["gpt", "mixtral"])

@@ -196,7 +196,7 @@ class HostSlots(RuleBasedStateMachine):
     @rule(numbers=st.sets(experts, min_size=1, max_size=3))
     def begin_step(self, numbers: set[int]) -> None:
         chosen = {self.pick(number)[0]: None for number in numbers}
-        found = self.store.hold_slots([*chosen], list)
+        found = self.store.hold_slots([*chosen])
         models = [self.models[entry] for entry in chosen]
         if any(model.io or model.stale for model in models):
             assert found is None

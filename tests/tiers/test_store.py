@@ -275,7 +275,7 @@ def test_a_pass_that_waits_for_an_expert_which_a_decoding_step_reads_goes_on_at_
 ) -> None:
     store = new_store((1, 3, 1, 2), tmp_path)
     entry = next(entry for entry in store.entries if entry.disk_slot is not None)
-    assert store.hold_slots([entry], list) == [entry]
+    assert store.hold_slots([entry]) == [entry]
     waits = threading.Thread(target=lambda: store.wait(lambda: entry.readable, "a test"))
     waits.start()
     while not store.main_waits:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from overspill.core.errors import DiskError
-from overspill.tiers.entry import Part
+from overspill.tiers.entry import Entry, Part
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.disk_reads import DiskReads
@@ -41,7 +41,8 @@ class Reader:
             self.store.set_part(entry, Part.WEIGHTS, lambda memory, n=number: memory.fill_(n + 1))
         self.policy = GivenScores(scores)
         self.recorder = Recorder()
-        self.reads = DiskReads(self.store, [self.policy], self.recorder, inject)
+        self.ahead: list[Entry] = []
+        self.reads = DiskReads(self.store, [self.policy], self.recorder, inject, self.ahead.append)
 
     def read(self, *experts: int, error: int = 0) -> int:
         """Returns how many were read from the file. They are held."""
@@ -49,6 +50,7 @@ class Reader:
         for place, (address, offset) in enumerate(self.reads.hold(0, experts)):
             if offset < 0:
                 continue
+            self.reads.learn()
             if error:
                 self.reads.end_reads(place, error)
             memory = self.store.host(self.store.entries[experts[place]], Part.WEIGHTS)
@@ -66,6 +68,13 @@ class Reader:
         self.reads.release()
         return count
 
+    def end_ahead(self, succeeded: bool = True) -> None:
+        """What is read ahead has arrived."""
+        while self.ahead:
+            entry = self.ahead.pop()
+            self.store.host(entry, Part.WEIGHTS).fill_(entry.number + 1 if succeeded else 99)
+            self.store.end_reads([entry], succeeded)
+
     def in_host(self) -> set[int]:
         return {entry.number for entry in self.store.entries if entry.host_slot is not None}
 
@@ -75,6 +84,7 @@ def test_an_expert_is_read_once_while_it_is_in_host_memory(tmp_path: Path) -> No
     assert reader.step(1, 4) == 2
     assert reader.step(4, 2) == 1
     assert reader.step(1, 2, 4) == 0
+    reader.reads.learn()
     assert reader.policy.used == [[1, 4], [4, 2], [1, 2, 4]]
     size = reader.store.part_bytes(Part.WEIGHTS)
     assert reader.recorder.counters()["ssd read"] == 3 * size
@@ -150,3 +160,47 @@ def test_slots_that_are_in_use_are_awaited(tmp_path: Path) -> None:
     assert reader.in_host() == {0, 2, 5}
     for number in (0, 2):
         reader.store.release(reader.store.entries[number])
+
+
+def test_expected_experts_are_read_ahead_and_not_again(tmp_path: Path) -> None:
+    reader = Reader(tmp_path, [1, 1, 1, 1, 0, 0])
+    reader.step(0, 1)
+    reader.reads.expect(0, [1, 4, 5])
+    assert [entry.number for entry in reader.ahead] == [4, 5], "1 is there already"
+    assert reader.in_host() == {1, 4, 5}, "1 is expected too"
+    reader.end_ahead()
+    assert reader.step(4, 2) == 1
+    assert reader.in_host() == {1, 2, 4}, "5 is not expected any more and has the lowest score"
+    reader.store.check_conserved()
+
+
+@pytest.mark.parametrize("succeeded", [True, False])
+def test_a_step_waits_for_what_is_read_ahead(succeeded: bool, tmp_path: Path) -> None:
+    """What could not be read ahead is read again."""
+    reader = Reader(tmp_path)
+    reader.reads.expect(0, [3])
+    timer = threading.Timer(0.05, reader.end_ahead, (succeeded,))
+    timer.start()
+    assert reader.step(3, 1) == 1, "the other one is read meanwhile"
+    assert not reader.ahead
+    reader.store.check_conserved()
+
+
+def test_a_failure_of_what_was_read_ahead_names_the_expert(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    reader.reads.expect(0, [3])
+    os.ftruncate(reader.reads.file, 0)
+    threading.Timer(0.05, reader.end_ahead, (False,)).start()
+    with pytest.raises(DiskError, match=r"expert 0\.3 could not be read"):
+        reader.step(3)
+    reader.store.check_conserved()
+
+
+def test_no_slot_is_free_for_experts_that_are_expected(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    reader.read(0, 1, 2)
+    reader.reads.expect(0, [4])
+    assert not reader.ahead
+    reader.reads.release()
+    assert reader.step(4) == 1
+    reader.store.check_conserved()

@@ -5,11 +5,11 @@
 // The graph continues with the experts that are on the GPU and then waits for the layer's `done`.
 #pragma once
 
-#include <cerrno>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "cpu_reads.h"
 #include "cpu_requests.h"
 
 namespace {
@@ -30,6 +30,7 @@ struct MissMemory {
     const float* weight;
     const void* x;  // [rows, D]
     float* out;     // [rows, D]: the weighted sum over a row's missing experts
+    const int32_t* ahead;  // experts that the next layer is expected to miss, -1 for none
 };
 
 struct Pair {
@@ -49,17 +50,20 @@ struct MissCounts {
     int64_t experts, ns;  // computed so far, and the time it took
 };
 
-// Asks for records that are on disk, in three calls for each request:
+// Asks for records that are on disk, in two to five calls for each request:
 //     HOLD       gives the addresses of the records of `second` experts of the layer `first`, and
-//                where in the file they must be read from; a negative offset: they are in memory
-//     END_READS  they were read; or an errno in `second`, negative for the end of the file, and
-//                the index of the expert in `first`. After that, or if it fails, nothing is held
+//                where in the file they must be read from; or PRESENT in memory, or ARRIVING there
+//     LEARN      reading takes a while: what costs time may be done now
+//     END_READS  unless all were present: they were read; or an errno in `second`, negative for
+//                the end of the file, and the index of the expert in `first`. After that, or if it
+//                fails, nothing is held. Waits for those that were arriving
+//     EXPECT     the layer `first` is likely to need these `second` experts: reading them begins
 //     RELEASE    they are not used any more
 // Returns the file, negative after a failure.
 using Fetch = int (*)(int what, int64_t first, int64_t second, const int32_t* experts,
                       void** addresses, int64_t* offsets);
-enum { HOLD, END_READS, RELEASE };
-constexpr int64_t READ_BYTES = 512 << 10;  // of one call
+enum { HOLD, LEARN, END_READS, EXPECT, RELEASE };
+constexpr int64_t PRESENT = -1, ARRIVING = -2;
 
 class MissRunner {
   public:
@@ -204,6 +208,7 @@ class MissRunner {
         span.end = now_ns();
         // Before the lock is taken: its holder may be preempted.
         memory.done[layer].store(1, std::memory_order_release);
+        if (std::exchange(held, false)) fetch(RELEASE, 0, 0, nullptr, nullptr, nullptr);
         const std::lock_guard<std::mutex> guard(lock);
         total.experts += span.experts;
         total.ns += span.end - span.begin;
@@ -241,64 +246,80 @@ class MissRunner {
                 std::memcpy(x + position[i] * row_bytes, from + missing[i].row * row_bytes,
                             row_bytes);
             });
-        if (pairs > 0) {
-            const Fetched fetched(*this, layer);
-            fill_request(request, args);
-            executor.execute(request, never);
-        }
+        if (pairs > 0 && fetch)
+            compute_fetched(layer);
+        else if (pairs > 0)
+            execute();
         for_each(rows, [&](int64_t row) {
             args.bf16 ? sum_row<uint16_t>(row, pairs) : sum_row<float>(row, pairs);
         });
         return args.count;
     }
 
-    // While it exists, the records of the group are in memory.
-    class Fetched {
-      public:
-        Fetched(MissRunner& runner, int64_t layer) : fetch(runner.fetch) {
-            if (fetch) runner.fetch_records(layer);
-        }
-        ~Fetched() {
-            if (fetch) fetch(RELEASE, 0, 0, nullptr, nullptr, nullptr);
-        }
+    void execute() {
+        fill_request(request, args);
+        executor.execute(request, never);
+    }
 
-      private:
-        const Fetch fetch;
-    };
-
-    void fetch_records(int64_t layer) {
+    // Computes what is in memory while the other records are read.
+    void compute_fetched(int64_t layer) {
         const int file = fetch(HOLD, layer, args.count, group_experts.data(),
                                group_addresses.data(), group_offsets.data());
         if (file < 0) throw std::runtime_error("records of experts are missing");
-        const int64_t bytes = sizes.record_bytes, parts = pieces(bytes, READ_BYTES);
-        std::atomic<int64_t> failed{-1};
-        std::atomic<int> error{0};
-        std::vector<int64_t> absent;
+        held = true;
+        std::vector<RecordRead> absent;
+        std::vector<int64_t> index;  // of those in the group
+        bool complete = true;
         for (int64_t i = 0; i < args.count; ++i) {
             group_records[i] = group_addresses[i];
-            if (group_offsets[i] >= 0) absent.push_back(i);
+            complete = complete && group_offsets[i] == PRESENT;
+            if (group_offsets[i] < 0) continue;
+            absent.push_back({static_cast<char*>(group_addresses[i]), group_offsets[i]});
+            index.push_back(i);
         }
-        const auto read = [&](int64_t task) {
-            const int64_t i = absent[task / parts], at = task % parts * READ_BYTES;
-            const int found = read_bytes(file, static_cast<char*>(group_addresses[i]) + at,
-                                         least(READ_BYTES, bytes - at), group_offsets[i] + at);
-            int none = 0;
-            if (found && error.compare_exchange_strong(none, found)) failed = i;
-        };
-        for_each(int64_t(absent.size()) * parts, read, 1);
-        if (fetch(END_READS, failed, error, nullptr, nullptr, nullptr) < 0)
+        if (complete) {
+            expect_records(layer + 1);
+            execute();
+            return;
+        }
+        ReadResult result;
+        const bool reading = !absent.empty(), started = guarded([&] {
+            if (reading) reads.start(file, std::move(absent), sizes.record_bytes);
+        });
+        fetch(LEARN, 0, 0, nullptr, nullptr, nullptr);  // stores its failures, as EXPECT
+        const bool first = started && execute_some(true);
+        if (reading) result = started ? reads.wait() : ReadResult{0, EAGAIN};
+        const int64_t failed = result.error ? index[result.failed] : -1;
+        if (fetch(END_READS, failed, result.error, nullptr, nullptr, nullptr) < 0) {
+            held = false;
             throw std::runtime_error("records of experts could not be read");
+        }
+        expect_records(layer + 1);
+        if (!first || !execute_some(false)) throw std::runtime_error("experts are not computed");
     }
 
-    // Returns 0, an errno, or -1 at the end of the file.
-    static int read_bytes(int file, char* to, int64_t count, int64_t offset) {
-        for (int64_t done = 0; done < count;) {
-            const ssize_t now = pread(file, to + done, count - done, offset + done);
-            if (now < 0 && errno == EINTR) continue;
-            if (now <= 0) return now < 0 ? errno : -1;
-            done += now;
+    // Those that were present in memory, or the others: an expert without rows is not computed.
+    bool execute_some(bool present) {
+        const std::vector<int64_t> saved(stops);
+        for (int64_t i = 0; i < args.count; ++i)
+            if ((group_offsets[i] == PRESENT) != present) stops[i] = starts[i];
+        const bool computed = guarded([&] { execute(); });
+        std::copy(saved.begin(), saved.end(), stops.begin());
+        return computed;
+    }
+
+    // After what this layer needs: it is more urgent.
+    void expect_records(int64_t layer) {
+        if (layer == sizes.layers) return;
+        int64_t count = 0;
+        for (int64_t i = 0; i < *memory.count; ++i) {
+            const int32_t expert = memory.ahead[i];
+            if (expert < 0 || expert >= sizes.experts || place[expert] >= 0) continue;
+            place[expert] = 0;
+            group_experts[count++] = expert;
         }
-        return 0;
+        for (int64_t i = 0; i < count; ++i) place[group_experts[i]] = -1;
+        if (count) fetch(EXPECT, layer, count, group_experts.data(), nullptr, nullptr);
     }
 
     // Copies the pairs whose expert is missing; returns their number.
@@ -381,6 +402,8 @@ class MissRunner {
     int64_t row_bytes;
     Request request;
     Executor executor{ACTIVE_NS};
+    RecordReads reads;
+    bool held = false;  // records of the current request
     Scratch x_memory, y_memory;
     char *x, *y;                    // ordered by expert
     std::vector<Pair> missing;      // of this request

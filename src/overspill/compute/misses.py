@@ -41,7 +41,7 @@ _FETCH = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     ctypes.c_void_p,
 )
-_HOLD, _END_READS, _RELEASE = range(3)  # as in cpu_misses.h
+_HOLD, _LEARN, _END_READS, _EXPECT, _RELEASE = range(5)  # as in cpu_misses.h
 _CACHE_LINE = 64
 _MAX_SPANS = 4096  # as in cpu_misses.h
 
@@ -68,6 +68,8 @@ class MissBuffers:
     x_RD: Tensor
     out_RD: Tensor
     """float32: the weighted sum over the missing experts of each row; zero for rows without."""
+    ahead_P: Tensor
+    """int32: an expert that the next layer is expected to miss, or -1, for experts on disk."""
 
 
 class RecordSource(Protocol):
@@ -79,11 +81,18 @@ class RecordSource(Protocol):
 
     def hold(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
         """The address of the record of each of these experts, valid until `release`, and where in
-        the file it must be read from first, -1 if it was read before."""
+        the file it must be read from first; or PRESENT, or ARRIVING until `end_reads` returns, as
+        in tiers.ssd."""
+
+    def expect(self, layer: int, experts: Sequence[int]) -> None:
+        """The layer after that of `hold` is likely to need these experts."""
+
+    def learn(self) -> None:
+        """Reading takes a while: follows the use of experts meanwhile."""
 
     def end_reads(self, failed: int, error: int) -> None:
-        """They were read; or an `errno`, -1 for the end of the file, and the index of the expert
-        that could not be read. Then `release` is not called."""
+        """Called unless all were present. They were read; or an `errno`, -1 for the end of the
+        file, and the index of the expert that could not be read. Then `release` is not called."""
 
     def release(self) -> None:
         """The records are not used any more."""
@@ -145,6 +154,7 @@ class MissRunner:
             ((pairs,), torch.float32),
             ((max_rows, shape.d_model), dtype),
             ((max_rows, shape.d_model), torch.float32),
+            ((pairs,), torch.int32),
         )
         self._n_layers, self._n_experts = n_layers, n_experts
         size = sum(_line_bytes(*part) for part in self._parts)
@@ -153,6 +163,7 @@ class MissRunner:
         """The bytes of all buffers."""
         self.host = self.view(self.memory)
         """The buffers, for the host."""
+        self.host.ahead_P.fill_(-1)
         # Kept here: the native threads call it until close(). It must not refer to this object.
         self._callback = (
             None if inject is None else _CALLBACK(partial(_call, inject, self._failures))
@@ -290,14 +301,18 @@ def _fetch(
     addresses: int,
     offsets: int,
 ) -> int:
-    """`first` and `second` are a layer and a number of experts, or the arguments of `end_reads`.
+    """`first` and `second` are a layer and the number of its experts, or those of `end_reads`.
     Returns the file, or -1 after a failure."""
     pause_collection()
     try:
         if what == _RELEASE:
             source.release()
+        elif what == _LEARN:
+            source.learn()
         elif what == _END_READS:
             source.end_reads(first, second)
+        elif what == _EXPECT:
+            source.expect(first, (ctypes.c_int32 * second).from_address(experts)[:])
         else:
             ids = (ctypes.c_int32 * second).from_address(experts)
             pointers = (ctypes.c_void_p * second).from_address(addresses)

@@ -17,6 +17,8 @@ from overspill.tiers.layout import ALIGN
 
 log = logging.getLogger("overspill")
 
+PRESENT, ARRIVING = -1, -2  # instead of an offset in a file, as in cpu_misses.h
+
 
 def check_folder(folder: Path, need: int) -> None:
     """Raises DiskError if `folder` cannot be written or has less than `need` bytes free."""

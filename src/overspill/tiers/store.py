@@ -218,29 +218,45 @@ class ExpertStore(WorkerSync):
             self.wake_main()
 
     def hold_slots(
-        self, entries: Sequence[Entry], order: Callable[[Iterable[Entry]], Iterable[Entry]]
+        self,
+        entries: Sequence[Entry],
+        order: Sequence[Entry] | None = None,
+        ahead: Collection[Entry] = (),
     ) -> list[Entry] | None:
         """Keeps these experts in host slots until `release_slots`, without other transfers. Returns
         those whose weights must be read there now, then `end_reads`; None if one of them, or too
-        many others, are being read, written, updated or uploaded. `order` sorts experts: the first
-        ones lose their slots."""
+        many others, are being read, written, updated or uploaded. Those of `ahead` may still be
+        read. The first ones in `order` lose their slots; by default the least recently used."""
         with self.lock:
             self.raise_error()
-            if any(entry.io or entry.stale for entry in entries):
+            if any(entry.stale or (entry.io and entry not in ahead) for entry in entries):
                 return None
             for entry in entries:
                 entry.holds += 1
                 self.touch(entry)
-            missing = [entry for entry in entries if not entry.valid & Part.WEIGHTS]
-            leave = order(self._cached) if len(missing) > len(self._free_slots) else ()
+            missing = [e for e in entries if not (e.valid | e.io) & Part.WEIGHTS]
             for entry in missing:
-                if entry.host_slot is None and not self.assign_host_slot(entry, (), leave):
+                if entry.host_slot is None and not self.assign_host_slot(entry, (), order):
                     self.release_slots(entries)
                     self._write_oldest()
                     return None
             for entry in missing:
                 entry.io |= Part.WEIGHTS
             return missing
+
+    def begin_reads(self, entries: Collection[Entry], order: Sequence[Entry]) -> list[Entry]:
+        """Gives host slots to experts that will be needed, as far as the others in `order` can
+        leave theirs, and returns those whose weights are to be read now, then `end_reads`."""
+        with self.lock:
+            found: list[Entry] = []
+            for entry in entries:
+                if entry.disk_slot is None or entry.io or entry.stale or entry.readable:
+                    continue
+                if entry.host_slot is None and not self.assign_host_slot(entry, entries, order):
+                    break
+                entry.io |= Part.WEIGHTS
+                found.append(entry)
+            return found
 
     def end_reads(self, entries: Iterable[Entry], succeeded: bool = True) -> None:
         with self.lock:

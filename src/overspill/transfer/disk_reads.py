@@ -1,7 +1,7 @@
 """Experts on disk that a decoding step needs now: they get host slots until it has used them."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 from overspill.core.errors import DiskError, EngineError
 from overspill.core.experts import ExpertId
 from overspill.tiers.entry import Entry, Part
+from overspill.tiers.ssd import ARRIVING, PRESENT
 from overspill.tiers.store import ExpertStore
 from overspill.tiers.worker_sync import WATCHDOG_SECONDS
 from overspill.trace.recorder import Recorder
 from overspill.transfer.streams import Inject
 
 _LANE = "ssd read"
+_MOST_USED = 1024
 
 
 class UsagePolicy(Protocol):
@@ -29,7 +31,7 @@ class UsagePolicy(Protocol):
 
 class DiskReads:
     """Says where the weights of experts are, and what must be read first: the caller, one native
-    thread, reads it. Nothing is read ahead."""
+    thread, reads it. Experts that the next layer is expected to need are read ahead."""
 
     def __init__(
         self,
@@ -37,16 +39,23 @@ class DiskReads:
         policies: Sequence[UsagePolicy],
         recorder: Recorder,
         inject: Inject | None,
+        read_ahead: Callable[[Entry], None] | None = None,
     ) -> None:
-        """`policies` are those of the layers."""
+        """`policies` are those of the layers. `read_ahead` reads weights in another thread, and
+        then calls `end_reads` of the store."""
         self._store = store
         self._policies = policies
         self._scores_LE: list[list[float]] = [each.scores_LE[0].tolist() for each in policies]
         self._recorder = recorder
         self._inject = inject
+        self._read_ahead = read_ahead
+        self._expected: set[Entry] = set()  # experts that were read ahead, or are being read
         self._held: list[Entry] = []
         self._missing: list[Entry] = []
+        self._ahead: list[Entry] = []  # those of the held ones that are being read ahead
         self._began = 0
+        self._used: list[tuple[int, list[int]]] = []  # layers and experts, to be learnt from
+        self._order: list[Entry] = []  # in which experts lose their slots, as known at last
 
     @property
     def file(self) -> int:
@@ -55,24 +64,29 @@ class DiskReads:
 
     def hold(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
         """The addresses of the weights of these experts, by their ids, valid until `release`; and
-        where in the file they must be read from first, -1 if they are in host memory."""
-        policy = self._policies[layer]
-        policy.use(np.array([experts]))
-        self._scores_LE[layer] = policy.scores_LE[0].tolist()
+        where in the file they must be read from first, or PRESENT in host memory, or ARRIVING there
+        until `end_reads` returns."""
+        self._used.append((layer, list(experts)))
+        if len(self._used) == _MOST_USED:  # nothing was read for long
+            self.learn()
         entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
-        self._missing = self._hold(entries)
+        expected, self._expected = self._expected, set()
+        needed = set(entries)
+        self._order[:0] = [entry for entry in expected if entry not in needed]
+        self._missing = self._hold(entries, expected)
         self._held = entries
         if self._inject is not None:
             self._inject_faults(self._inject)
+        missing = set(self._missing)
+        self._ahead = [e for e in entries if e not in missing and not e.valid & Part.WEIGHTS]
         self._began = time.perf_counter_ns()
-        missing, size = set(self._missing), self._store.part_bytes(Part.WEIGHTS)
-        return [
-            (
-                self._store.host(entry, Part.WEIGHTS).data_ptr(),
-                size * entry.disk_slot if entry in missing and entry.disk_slot is not None else -1,
-            )
-            for entry in entries
-        ]
+        return [(self._store.host(e, Part.WEIGHTS).data_ptr(), self._source(e)) for e in entries]
+
+    def _source(self, entry: Entry) -> int:
+        if entry in self._missing:
+            assert entry.disk_slot is not None
+            return self._store.part_bytes(Part.WEIGHTS) * entry.disk_slot
+        return ARRIVING if entry in self._ahead else PRESENT
 
     def _inject_faults(self, inject: Inject) -> None:
         for entry in self._missing:
@@ -84,16 +98,36 @@ class DiskReads:
                 self._give_up()
                 raise
 
-    def _hold(self, entries: Sequence[Entry]) -> list[Entry]:
+    def _hold(self, entries: Sequence[Entry], expected: set[Entry]) -> list[Entry]:
         deadline = time.monotonic() + WATCHDOG_SECONDS
-        while (missing := self._store.hold_slots(entries, self._in_order)) is None:
+        while (missing := self._store.hold_slots(entries, self._order, expected)) is None:
             if time.monotonic() > deadline:
                 raise EngineError(f"no host slots were free for {len(entries)} experts")
+            self.learn()
             time.sleep(1e-4)  # transfers end soon
         return missing
 
-    def _in_order(self, entries: Iterable[Entry]) -> list[Entry]:
-        return sorted(entries, key=lambda entry: self._scores_LE[entry.id.layer][entry.id.index])
+    def learn(self) -> None:
+        """Follows the use of experts. It takes longer than finding those of a request: the caller
+        does it while it reads."""
+        while self._used:
+            layer, experts = self._used.pop(0)
+            policy = self._policies[layer]
+            policy.use(np.array([experts]))
+            self._scores_LE[layer] = policy.scores_LE[0].tolist()
+        scores = self._scores_LE
+        with self._store.lock:
+            self._order = list(self._store.cached())
+        self._order.sort(key=lambda entry: scores[entry.id.layer][entry.id.index])
+
+    def expect(self, layer: int, experts: Iterable[int]) -> None:
+        """The layer after that of `hold` is likely to need these experts."""
+        if self._read_ahead is None:
+            return
+        entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
+        for entry in self._store.begin_reads(entries, self._order):
+            self._expected.add(entry)
+            self._read_ahead(entry)
 
     def end_reads(self, failed: int, error: int) -> None:
         """What was missing was read, or reading the expert with index `failed` has failed with this
@@ -108,6 +142,24 @@ class DiskReads:
             label = f"{len(self._missing)} experts"
             self._recorder.host_span(_LANE, label, self._began, size)
         self._missing = []
+        self._await_ahead()
+
+    def _await_ahead(self) -> None:
+        """Until what was read ahead has arrived; what could not be read then is read now."""
+        deadline = time.monotonic() + WATCHDOG_SECONDS
+        for entry in self._ahead:
+            while entry.io & Part.WEIGHTS:
+                if time.monotonic() > deadline:
+                    self._give_up()
+                    raise EngineError("an expert that was read ahead has not arrived")
+                time.sleep(2e-5)
+            if not entry.valid & Part.WEIGHTS and entry.disk_slot is not None:
+                memory = self._store.host(entry, Part.WEIGHTS)
+                try:
+                    self._store.files[Part.WEIGHTS].read(entry.disk_slot, memory)
+                except OSError as error:
+                    raise self._failed(entry, error) from error
+                self._store.end_reads([entry])
 
     def _failed(self, entry: Entry, reason: OSError) -> DiskError:
         self._give_up()
@@ -123,3 +175,9 @@ class DiskReads:
         """The experts may leave host memory again."""
         held, self._held = self._held, []
         self._store.release_slots(held)
+
+    def wait_released(self) -> None:
+        """Until the request of a step that has ended holds nothing."""
+        deadline = time.monotonic() + WATCHDOG_SECONDS
+        while self._held and time.monotonic() < deadline:
+            time.sleep(1e-5)

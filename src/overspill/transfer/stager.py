@@ -126,6 +126,21 @@ class Stager:
         else:
             self._store.end_io(entry, part, write)
 
+    def read_ahead(self, entry: Entry) -> None:
+        """Reads weights for a decoding step, after `begin_reads`. If that fails, the step reads
+        them again."""
+        self._queues["ssd read"].submit((-1,), functools.partial(self._read_ahead, entry))
+
+    def _read_ahead(self, entry: Entry) -> None:
+        succeeded = False
+        try:
+            self._move(entry, Part.WEIGHTS, "ssd read", write=False)
+            succeeded = True
+        except OSError:
+            pass
+        finally:
+            self._store.end_reads([entry], succeeded)
+
     def _fail(self, entry: Entry, part: Part, write: bool, error: BaseException) -> None:
         with self._store.lock:
             self._store.cancel_io(entry, part, write)

@@ -32,7 +32,18 @@ def miss_buffers(
     pairs = n_rows * top_k
     x = torch.full((n_rows, width), -7.0, dtype=dtype, device=device)
     weights = torch.full((pairs,), -7.0, device=device)
-    rows = ints(1), ints(1), ints(1), ints(1), ints(pairs), ints(pairs), weights, x, x.float()
+    rows = (
+        ints(1),
+        ints(1),
+        ints(1),
+        ints(1),
+        ints(pairs),
+        ints(pairs),
+        weights,
+        x,
+        x.float(),
+        ints(pairs),
+    )
     return MissBuffers(*rows)
 
 
@@ -178,3 +189,22 @@ def test_given_experts_are_looked_up_instead_of_the_chosen_ones(routing: Any, de
         assert to.experts_P.tolist() == [2, -1, -1, -1, 4, 2]
         assert torch.equal(to.x_RD[[0, 2]], x[[0, 2]])
         assert torch.equal(to.weights_P, got.weights.flatten())
+
+
+@every_device
+def test_some_missing_experts_are_found_over_the_link(routing: Any, device: str) -> None:
+    """Three of four of those that any row misses; all rows agree which."""
+    x = torch.randn(3, 8, device=device)
+    table = torch.tensor([0, ABSENT, ABSENT, 48, ABSENT, ABSENT, ABSENT], device=device)
+    pinned = 1000 + torch.arange(7, device=device)
+    real = torch.tensor([1, 1, 0], device=device)
+    ids = torch.tensor([[2, 0, 5], [5, 6, 1], [4, 4, 4]], dtype=torch.int32, device=device)
+    weights, buffers = torch.rand(3, 3, device=device), miss_buffers(3, 3, 8, FP32, device)
+    link = routing.Link(pinned, 12)
+    got = routing.look_up(ids, weights, table, real, x, buffers, link)
+    # 1, 2, 5 and 6 are missing; a row that is not real needs nothing
+    assert got.offsets.tolist() == [[1002, 0, 1005], [1005, 1006, ABSENT], [ABSENT] * 3]
+    assert got.missed_B.tolist() == [0, 1, 0]
+    assert buffers.experts_P.tolist() == [-1, -1, -1, -1, -1, 1, -1, -1, -1]
+    assert torch.equal(buffers.x_RD[1], x[1])
+    assert (buffers.x_RD[[0, 2]] == -7).all()

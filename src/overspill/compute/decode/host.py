@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.decode import constants
 from overspill.compute.decode.launch import after, early, power
 
 
@@ -20,6 +21,18 @@ class HostRows(NamedTuple):
     out_BD: Tensor
     missed_B: Tensor
     done: Tensor
+
+    def prepare(self) -> int:
+        """How a kernel that adds them waits: 1 for each row. With several rows another kernel
+        waits first, and 2 is returned: each look is a read over the link, which delays others."""
+        n_rows = len(self.missed_B)
+        if n_rows < constants.SEVERAL:
+            return 1
+        _wait_kernel[(1,)](
+            self.missed_B, self.done, n_rows, power(n_rows), self.missed_B.is_cuda, num_warps=1,
+            **early(self.missed_B.device),
+        )  # fmt: skip
+        return 2
 
 
 class Request(NamedTuple):
@@ -70,8 +83,7 @@ def send_request(ready, done, missed, n_rows, REQUEST: tl.constexpr, ON_GPU: tl.
 
 @triton.jit
 def await_host(done, count, ON_GPU: tl.constexpr):
-    """Until the CPU has computed `count` misses of this row, if there are any. The more rows look,
-    the less often: each look is a read over the link, which the CPU's reads of memory wait for."""
+    """Until the CPU has computed `count` misses, if there are any."""
     if count > 0:
         seen = tl.load(done, volatile=True)
         while seen == 0:
@@ -84,25 +96,38 @@ def await_host(done, count, ON_GPU: tl.constexpr):
         _fence(ON_GPU)
 
 
+@triton.jit
+def _wait_kernel(
+    missed, done, n_rows, ROWS: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr
+):
+    after(EARLY)
+    rows = tl.arange(0, ROWS)
+    count = tl.sum(tl.load(missed + rows, mask=rows < n_rows, other=0), 0)
+    await_host(done, count, ON_GPU)
+
+
 def add_host_rows(y_BD: Tensor, host: HostRows) -> None:
     """Adds what the CPU has computed to float32 rows, in place."""
     n_rows, width = y_BD.shape
     _add_rows_kernel[(n_rows,)](
-        y_BD, *host, width, power(width), y_BD.is_cuda, num_warps=4, **early(y_BD.device)
-    )
+        y_BD, *host, width, host.prepare(), power(width), y_BD.is_cuda, num_warps=4,
+        **early(y_BD.device),
+    )  # fmt: skip
 
 
 @triton.jit
 def _add_rows_kernel(
-    y, host, missed, done, width, BLOCK: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr
-):
+    y, host, missed, done, width, HOST: tl.constexpr, BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     after(EARLY)
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     count = tl.load(missed + row)
-    await_host(done, count, ON_GPU)
+    if HOST == 1:
+        await_host(done, count, ON_GPU)
     at = row * width + columns
     own = (columns < width) & (count > 0)
     total = tl.load(y + at, mask=own, other=0.0)
-    total += tl.load(host + at, mask=own, other=0.0, cache_modifier=".cv")
+    total += tl.load(host + at, mask=own, other=0.0)
     tl.store(y + at, total, mask=own)

@@ -25,10 +25,10 @@ def add_norm(
     n_rows, width = residual_BD.shape
     out = torch.empty_like(residual_BD)
     a, b = (*parts, *([residual_BD] * (2 - len(parts))))
-    rows = (residual_BD,) * 3 if host is None else host
+    rows, how = ((residual_BD,) * 3, 0) if host is None else (host, host.prepare())
     _add_norm_kernel[(n_rows,)](
-        residual_BD, a, b, *rows, weight_D, out, width, eps, len(parts), host is not None,
-        out.is_cuda, power(width), num_warps=8, **early(out.device),
+        residual_BD, a, b, *rows, weight_D, out, width, eps, len(parts), how, out.is_cuda,
+        power(width), num_warps=8, **early(out.device),
     )  # fmt: skip
     return out
 
@@ -49,11 +49,12 @@ def _add_norm_kernel(
         total = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
         if N_PARTS > 1:
             total += tl.load(b + at, mask=inside, other=0.0).to(tl.float32)
-        if HOST:
+        if HOST > 0:
             count = tl.load(missed + row)
-            await_host(done, count, ON_GPU)
+            if HOST == 1:
+                await_host(done, count, ON_GPU)
             own = inside & (count > 0)
-            total += tl.load(host + at, mask=own, other=0.0, cache_modifier=".cv")
+            total += tl.load(host + at, mask=own, other=0.0)
         x = (x.to(tl.float32) + total).to(residual.dtype.element_ty)
         tl.store(residual + at, x, mask=inside)
     wide = x.to(tl.float32)

@@ -15,6 +15,14 @@ from overspill.compute.decode.launch import after, early, power
 from overspill.compute.misses import MissBuffers
 
 
+class Link(NamedTuple):
+    """Experts in pinned memory that the GPU reads over the link while the CPU computes the other
+    ones that are missing."""
+
+    table_E: Tensor  # their offsets
+    share: int  # of the missing experts, in sixteenths
+
+
 class Routed(NamedTuple):
     """The experts of each token, [B, K]."""
 
@@ -57,13 +65,17 @@ def look_up(
     real_B: Tensor,
     x_BD: Tensor,
     misses: MissBuffers | None = None,
+    link: Link | None = None,
 ) -> Routed:
-    """As `route`, for experts that are chosen already."""
+    """As `route`, for experts that are chosen already. Some of those that are missing are found
+    over the link."""
     offsets, missed, to = _found(weights_BK, ids_BK, misses)
-    top_k, width = ids_BK.shape[1], x_BD.shape[1]
-    _look_up_kernel[(len(x_BD),)](
-        ids_BK, weights_BK, table_E, real_B, x_BD, offsets, *to, width, top_k, power(top_k),
-        power(width), misses is not None, num_warps=1, **early(x_BD.device),
+    (batch, top_k), width = ids_BK.shape, x_BD.shape[1]
+    link_E, share = link or (table_E, 0)
+    _look_up_kernel[(batch,)](
+        ids_BK, weights_BK, table_E, link_E, real_B, x_BD, offsets, *to, width, batch, len(table_E),
+        top_k, power(top_k), power(width), power(batch), power(len(table_E)), share,
+        misses is not None, num_warps=4 if share else 1, **early(x_BD.device),
     )  # fmt: skip
     return Routed(weights_BK, offsets, missed)
 
@@ -116,40 +128,62 @@ def _route_kernel(
     else:
         tl.store(ids + to, chosen, mask=real)
     tl.store(weights + to, value, mask=real)
-    _find(
-        chosen, value, ks, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
-        host_count, host_rows, width, TOP_K, WIDTH, MISSES,
+    used = real & (tl.load(is_real + batch) != 0)
+    offset = tl.load(table + chosen, mask=used, other=-(1 << 62))
+    _report(
+        chosen, value, offset, used, x, offsets, missed, host_experts, host_weights, host_x,
+        host_count, host_rows, width, TOP_K, KS, WIDTH, MISSES,
     )  # fmt: skip
 
 
 @triton.jit
 def _look_up_kernel(
-    ids, weights, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
-    host_count, host_rows, width, TOP_K: tl.constexpr, KS: tl.constexpr, WIDTH: tl.constexpr,
+    ids, weights, table, link, is_real, x, offsets, missed, host_experts, host_weights, host_x,
+    host_count, host_rows, width, n_rows, n_experts, TOP_K: tl.constexpr, KS: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
     MISSES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     ks = tl.arange(0, KS)
     after(EARLY)
-    to = tl.program_id(0) * TOP_K + ks
+    batch = tl.program_id(0)
+    to = batch * TOP_K + ks
     chosen = tl.load(ids + to, mask=ks < TOP_K, other=0)
     value = tl.load(weights + to, mask=ks < TOP_K, other=0.0)
-    _find(
-        chosen, value, ks, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
-        host_count, host_rows, width, TOP_K, WIDTH, MISSES,
+    used = (ks < TOP_K) & (tl.load(is_real + batch) != 0)
+    offset = tl.load(table + chosen, mask=used, other=-(1 << 62))
+    if SHARE > 0:
+        # every row finds the same experts: of those that any row misses, some are on the link
+        experts, rows = tl.arange(0, BLOCK), tl.arange(0, ROWS)
+        there = (rows < n_rows) & (tl.load(is_real + rows, mask=rows < n_rows, other=0) != 0)
+        needed = tl.zeros((BLOCK,), tl.int32)
+        for k in tl.static_range(TOP_K):
+            found = tl.load(ids + rows * TOP_K + k, mask=there, other=-1)
+            same = (found[:, None] == experts[None, :]).to(tl.int32)
+            needed = tl.maximum(needed, tl.max(same, 0))
+        place = tl.load(table + experts, mask=experts < n_experts, other=0)
+        missing = (needed > 0) & (place == -(1 << 62))
+        before = tl.cumsum(missing.to(tl.int32), 0)
+        linked = missing & (before * SHARE // 16 > (before - 1) * SHARE // 16)
+        own = (chosen[:, None] == experts[None, :]) & linked[None, :]
+        over = used & (tl.max(own.to(tl.int32), 1) > 0)
+        offset = tl.where(over, tl.load(link + chosen, mask=over, other=0), offset)
+    _report(
+        chosen, value, offset, used, x, offsets, missed, host_experts, host_weights, host_x,
+        host_count, host_rows, width, TOP_K, KS, WIDTH, MISSES,
     )  # fmt: skip
 
 
 @triton.jit
-def _find(
-    chosen, value, ks, table, is_real, x, offsets, missed, host_experts, host_weights, host_x,
-    host_count, host_rows, width, TOP_K: tl.constexpr, WIDTH: tl.constexpr, MISSES: tl.constexpr,
+def _report(
+    chosen, value, offset, used, x, offsets, missed, host_experts, host_weights, host_x,
+    host_count, host_rows, width, TOP_K: tl.constexpr, KS: tl.constexpr, WIDTH: tl.constexpr,
+    MISSES: tl.constexpr,
 ):  # fmt: skip
-    """Looks up the experts of one token."""
+    """Writes where the experts of one token are."""
     batch = tl.program_id(0)
+    ks = tl.arange(0, KS)
     real = ks < TOP_K
     to = batch * TOP_K + ks
-    used = real & (tl.load(is_real + batch) != 0)
-    offset = tl.load(table + chosen, mask=used, other=-(1 << 62))
     tl.store(offsets + to, offset, mask=real)
     if MISSES:
         absent = used & (offset == -(1 << 62))

@@ -92,6 +92,8 @@ class ExpertCache:
         self._stream = torch.cuda.Stream(engine.device) if on_gpu else None
         self.hits_L = np.zeros(engine.n_layers)
         self.uses_L = np.zeros(engine.n_layers)
+        self.n_missed = 0
+        """Experts that steps have not found; one with several tokens of a step counts once."""
         with suppress(torch.OutOfMemoryError):  # memory is divided into pieces that are too small
             while self._n_slots < n_slots:
                 self._extend(min(self._chunk, n_slots - self._n_slots))
@@ -213,6 +215,7 @@ class ExpertCache:
         self.uses_L += ids_LN.shape[1]
         layers, places = np.nonzero(~found_LN)
         missed = {*zip(layers.tolist(), ids_LN[layers, places].tolist(), strict=True)}
+        self.n_missed += len(missed)
         present_LE, scores_LE = self._table.present, self._policy.scores_LE
         wanted = [key for key in missed - self._moving if not present_LE[key]]
         wanted.sort(key=lambda key: (-scores_LE[key], key))

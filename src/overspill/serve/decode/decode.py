@@ -134,7 +134,7 @@ class Decode:
         else:
             self._table.set_all(addresses)
         if self._host is not None:
-            self._host.update()
+            self._host.update(self._table)
         if self._host is not None and self._experts is not None:
             # an upload keeps a host slot until the steps have ended that may wait for one
             self._experts.limit_uploads(self._host.free_slots)
@@ -203,6 +203,8 @@ class Decode:
         lose experts that it has read ahead."""
         if self._host is not None and self._engine.uses_disk and self._engine.device.type == "cuda":
             torch.cuda.current_stream(self._engine.device).synchronize()
+        if self._host is not None:
+            self._host.wait_released()
 
     def give_memory(self) -> bool:
         """Makes GPU memory free for a prompt; False if there is none to give."""
@@ -224,6 +226,7 @@ class Decode:
         return {
             "expert_slots": self._experts.n_slots,
             "expert_hit_rate": [float(h / max(u, 1)) for h, u in zip(hits, uses, strict=True)],
+            "experts_missed": self._experts.n_missed,
             "experts_on_cpu": self._host.n_misses,
         }
 

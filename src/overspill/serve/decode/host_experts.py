@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from overspill.compute.activation import Activation
+from overspill.compute.decode import constants
 from overspill.compute.decode.host import HostRows, Request
+from overspill.compute.decode.routing import Link
 from overspill.compute.misses import MissRunner
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import usable_cores
 from overspill.moe.engine import Engine
+from overspill.serve.decode.table import ExpertTable
 from overspill.trace.spans import Span
 from overspill.transfer.mapped import on_device
 
@@ -29,7 +32,10 @@ class HostExperts:
         top_k: int,
         max_batch: int,
         inject: Callable[[str], object] | None = None,
+        look_ahead: bool = False,
     ) -> None:
+        """With `look_ahead`, experts on disk are read as soon as a step expects to need them."""
+        self._look_ahead = look_ahead
         self._engine = engine
         self._on_gpu = engine.device.type == "cuda"
         self._end = torch.cuda.Event() if self._on_gpu else None
@@ -71,12 +77,32 @@ class HostExperts:
         """Whether a step finds enough host slots."""
         return self.free_slots is None or self.free_slots >= 0
 
-    def update(self) -> None:
+    def update(self, table: ExpertTable) -> None:
         """Follows experts that have moved."""
         if self._reads is not None:
             return
-        for layer, addresses in enumerate(self._engine.host_addresses()):
+        records = self._engine.host_addresses()
+        table.set_pinned(records)
+        for layer, addresses in enumerate(records):
             self._runner.set_records(layer, addresses)
+
+    def link(self, table: ExpertTable, layer: int, n_rows: int) -> Link | None:
+        """Experts of a layer that the device reads where they are in host memory. With few rows an
+        expert would be read more than once."""
+        share = constants.LINK_SHARE
+        if not share or self._reads is not None or n_rows < constants.SEVERAL:
+            return None
+        return Link(table.pinned[layer], share)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether it helps to know which experts the next layer will miss."""
+        return self._look_ahead and self._reads is not None
+
+    def wait_released(self) -> None:
+        """Until no step that has ended keeps host slots."""
+        if self._reads is not None:
+            self._reads.wait_released()
 
     def resume(self) -> None:
         """A step follows."""

@@ -88,7 +88,9 @@ class ModuleStep:
         buffers = None if host is None else host.buffers
         weights = weights_TK.float().contiguous()
         x_TD = x_TD.contiguous()
-        routed = look_up(ids, weights, self._table.offsets[layer], batch.real, x_TD, buffers)
+        link = None if host is None else host.link(self._table, layer, len(x_TD))
+        table = self._table.offsets[layer]
+        routed = look_up(ids, weights, table, batch.real, x_TD, buffers, link)
         request = None
         if host is not None and routed.missed_B is not None:
             request = host.request(layer, routed.missed_B)

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overspill.compute.decode.attention import attend, rotate_and_store
+from overspill.compute.decode.constants import ABSENT
 from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import HostRows
 from overspill.compute.decode.linear import linear
 from overspill.compute.decode.norm import add_norm
-from overspill.compute.decode.routing import route
+from overspill.compute.decode.routing import Routed, look_up, route
+from overspill.compute.misses import MissBuffers
 from overspill.serve.decode.host_experts import HostExperts
 from overspill.serve.decode.structure import Attention, Decoder, Experts, Norm
 from overspill.serve.decode.table import ExpertTable
@@ -74,13 +76,16 @@ class DecodeStep:
         fed, ids = Fed([]), batch.ids
         if ids is None:
             ids = self._new_ids(len(residual))
+        following = [*decoder.experts[1:], None]
         for number, layer in enumerate(decoder.layers):
             x = _add_norm(residual, fed, layer.attention_norm)
             y = self._attend(number, layer.attention, x, batch)
             x = _add_norm(residual, Fed([y]), layer.feed_norm)
             feed = layer.feed
             if isinstance(feed, Experts):
-                fed = self._experts(feed, x, batch, ids[feed.placeholder.layer])
+                at = feed.placeholder.layer
+                self._expect(following[at], x, batch)
+                fed = self._experts(feed, x, batch, ids[at])
             else:
                 fed = Fed([feed(x)])
         x = _add_norm(residual, fed, decoder.norm)
@@ -108,14 +113,36 @@ class DecodeStep:
         y = attend(q, cache, *where, own.scale, own.window, own.sinks)
         return _linear(y, own.out, own.out_bias)
 
-    def _experts(self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor) -> Fed:
+    def _expect(self, following: Experts | None, x: Tensor, batch: Batch) -> None:
+        """Tells the host which experts the next layer will miss, as its router sees this layer's
+        input: most of them are right."""
+        host = self._host
+        if host is None or not host.reads_ahead or following is None or batch.ids is not None:
+            return
+        ids = torch.empty(len(x), following.top_k, dtype=torch.int32, device=x.device)
+        offsets = self._route(following, x, batch, ids, None, given=False).offsets
+        absent = (offsets == ABSENT) & (batch.real != 0)[:, None]
+        host.buffers.ahead_P[: ids.numel()].view_as(ids).copy_(torch.where(absent, ids, -1))
+
+    def _route(
+        self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor, misses: MissBuffers | None,
+        given: bool,
+    ) -> Routed:  # fmt: skip
         wide = torch.float32 if own.wide_router else x.dtype
         logits = linear(x, own.router, own.router_bias, wide)
+        choice = own.top_k, own.softmax_first, own.normalize
+        table = self._table.offsets[own.placeholder.layer]
+        return route(logits, *choice, table, batch.real, x, ids_BK, misses, given)
+
+    def _experts(self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor) -> Fed:
         host, layer = self._host, own.placeholder.layer
-        choice = own.top_k, own.softmax_first, own.normalize, self._table.offsets[layer]
         buffers = None if host is None else host.buffers
-        given = batch.ids is not None
-        routed = route(logits, *choice, batch.real, x, ids_BK, buffers, given)
+        link = None if host is None else host.link(self._table, layer, len(x))
+        misses = buffers if link is None else None
+        routed = self._route(own, x, batch, ids_BK, misses, batch.ids is not None)
+        if link is not None:
+            table = self._table.offsets[layer]
+            routed = look_up(ids_BK, routed.weights, table, batch.real, x, buffers, link)
         request = None
         if host is not None and routed.missed_B is not None:
             request = host.request(layer, routed.missed_B)

@@ -22,6 +22,8 @@ class ExpertTable:
         self.base = torch.empty(8, dtype=engine.dtype, device=engine.device)
         """Offsets are relative to it, in elements."""
         self.offsets = torch.full(shape, ABSENT, device=engine.device)
+        self.pinned = torch.full(shape, ABSENT, device=engine.device)
+        """Where experts are in host memory, as the device finds them."""
         self._numbers = np.full(shape, ABSENT)
         count = engine.n_layers * engine.n_experts
         self._staging = [Staging(count, engine.device) for _ in range(_COPIES)]
@@ -34,16 +36,23 @@ class ExpertTable:
         return present
 
     def set(self, layer: int, expert: int, address: int | None) -> None:
-        offset = ABSENT
-        if address is not None:
-            offset = (address - self.base.data_ptr()) // self.base.element_size()
-        self._numbers[layer, expert] = offset
+        self._numbers[layer, expert] = self._offset(address)
         self._changed = True
+
+    def _offset(self, address: int | None) -> int:
+        if not address:
+            return ABSENT
+        return (address - self.base.data_ptr()) // self.base.element_size()
 
     def set_all(self, addresses: list[list[int | None]]) -> None:
         for layer, row in enumerate(addresses):
             for expert, address in enumerate(row):
                 self.set(layer, expert, address)
+
+    def set_pinned(self, addresses: list[list[int]]) -> None:
+        """The addresses in host memory of all experts that are there; 0 for the others."""
+        offsets = [[self._offset(address) for address in row] for row in addresses]
+        self.pinned.copy_(torch.tensor(offsets))
 
     def apply(self) -> None:
         """The steps that follow on the current stream see the changes."""
