@@ -202,7 +202,7 @@ class _Pass:
         return self._values[position.number]
 
     def carried(self, numbers: Iterable[int]) -> dict[int, Any]:
-        """Without their graphs: they are attached to tensors that these graphs save."""
+        """Results that are here, without their graphs."""
         found = {number: self._values[number] for number in numbers if number in self._values}
         return {number: _each(value, _without_graph) for number, value in found.items()}
 
