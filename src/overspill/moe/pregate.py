@@ -72,7 +72,8 @@ class ChainGate:
         }
         if self.gate.training and _has_jitter(self.gate):
             hidden = hidden.clone()  # it would be changed in place
-        return plain_forward(self.gate)(hidden, **others)
+        with _PASSES.at_pregate():
+            return plain_forward(self.gate)(hidden, **others)
 
 
 @dataclass(eq=False)
@@ -118,6 +119,11 @@ def install(blocks: Sequence[GatedBlock], level: int) -> None:
     if len(chains) == 1:
         replace_forward(stack, _run_stack, keep_module=True)
     pregate_cover.check_optimizers()
+
+
+def computes_pregate() -> bool:
+    """Whether this thread computes a pre-gate, a module of a later block than the current one."""
+    return _PASSES.computes_pregate
 
 
 def positions(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatePosition]]:
@@ -212,6 +218,15 @@ class _Passes(threading.local):
 
     def __init__(self) -> None:
         self.running: list[_Pass] = []
+        self.computes_pregate = False
+
+    @contextmanager
+    def at_pregate(self) -> Iterator[None]:
+        self.computes_pregate = True
+        try:
+            yield
+        finally:
+            self.computes_pregate = False
 
     def current(self, key: ChainKey) -> _Pass | None:
         """The pass that a call belongs to; None if it is a recomputation, or none is running."""
