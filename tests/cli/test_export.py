@@ -31,7 +31,7 @@ def test_train_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert app(["export", "--help"]) == 0
-    assert "overspill export runs/gated exported" in capsys.readouterr().out
+    assert "overspill export runs/nano exported" in capsys.readouterr().out
 
 
 def test_bad_input_is_one_line_and_exit_code_2(

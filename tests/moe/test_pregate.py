@@ -88,9 +88,7 @@ def test_training_follows_the_naive_model(level: int, recompute: bool) -> None:
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("where", ONE_OF_EACH)
-def test_offloaded_training_follows_the_naive_model(
-    level: int, where: str, tmp_path: Path
-) -> None:
+def test_offloaded_training_follows_the_naive_model(level: int, where: str, tmp_path: Path) -> None:
     losses, first, last = naive_run(level)
     model = TASK.model()
     model.checkpoint = level != 2
@@ -230,7 +228,7 @@ def test_a_block_alone_is_refused() -> None:
 def test_a_block_that_is_left_out_is_refused() -> None:
     model = overspill.pregate(TASK.model())
     del model.blocks[1]
-    with pytest.raises(OrderError, match="blocks.2.moe .* cannot be left out"):
+    with pytest.raises(OrderError, match=r"blocks.2.moe .* cannot be left out"):
         loss_of(model, tokens_of())
 
 

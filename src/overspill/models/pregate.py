@@ -115,4 +115,3 @@ def _find_block(model: nn.Module, path: str, kind: str) -> GatedBlock:
     assert gate is not None
     names = tuple(inspect.signature(gate.forward).parameters)
     return GatedBlock(path, stack, layer, block, gate, names)
-

@@ -144,7 +144,8 @@ def replace_forward(module: nn.Module, around: Any, keep_module: bool = False) -
     own = vars(module).pop("forward", None)
     if own is not None:
         vars(module)[_OWN_FORWARD] = own
-    module.__class__ = _subclass(type(module), around, keep_module)
+    kind: Any = type(module)  # mypy does not accept a type as hashable
+    module.__class__ = _subclass(kind, around, keep_module)
 
 
 @functools.cache
@@ -164,8 +165,7 @@ def _subclass(kind: type[Any], around: Any, keep_module: bool) -> type[Any]:
 def subclass(kind: type[Any], names: dict[str, Any], module: str) -> type[Any]:
     """A subclass with the name of `kind`."""
     named = {"__qualname__": kind.__qualname__, "__module__": module}
-    made: type[Any] = type(kind)(kind.__name__, (kind,), names | named)
-    return made
+    return type(kind.__name__, (kind,), names | named)
 
 
 def plain_forward(gate: Any) -> Callable[..., Any]:

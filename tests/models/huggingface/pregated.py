@@ -59,5 +59,3 @@ def _call_by_hand(chain: list[GatedBlock], level: int) -> None:
 
     for number, block in enumerate(chain):
         block.gate.forward = partial(forward, number)  # type: ignore[method-assign]
-
-

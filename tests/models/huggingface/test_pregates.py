@@ -316,7 +316,7 @@ def test_a_conventional_model_leaves_no_pre_gates_behind(saved: Path, tmp_path: 
 def test_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -> None:
     make_model(MIXTRAL, seed=1).save_pretrained(tmp_path / "other")
     shutil.copy(saved / FILE, tmp_path / "other")
-    with pytest.raises(CheckpointError, match="saved with another model.layers.1.mlp.gate.weight"):
+    with pytest.raises(CheckpointError, match=r"saved with another model\.layers\.1\.mlp\.gate"):
         overspill.load(tmp_path / "other", **budgets("host", tmp_path))
     with closing(overspill.load(tmp_path / "other", pregate=False, **budgets("host", tmp_path))):
         pass

@@ -48,9 +48,9 @@ def load(
 
     With `train` (the default) the model is in training mode and memory for the optimizer is
     planned; without it, the model is for inference. `dtype` is the data type of the weights, by
-    default that of the checkpoint. A checkpoint that was saved with pre-gates is loaded with them,
-    without `pregate` as the conventional model. Other keyword arguments (`dropout_rate=0`, ...) replace fields
-    of the checkpoint's config, as in `from_pretrained`; the rest is as in `overspill.offload`.
+    default that of the checkpoint. A model that was saved with pre-gates gets them, unless
+    `pregate` is False. Other keyword arguments (`dropout_rate=0`, ...) replace fields of the
+    checkpoint's config, as in `from_pretrained`; the rest is as in `overspill.offload`.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),

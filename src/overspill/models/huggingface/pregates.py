@@ -63,7 +63,8 @@ def conventional_gates(model: nn.Module) -> dict[str, Tensor]:
 
 def save_with_pregates(model: Any) -> None:
     """Makes `model.save_pretrained` write the conventional model, and the pre-gates beside it."""
-    model.__class__ = _saving(type(model))
+    kind: Any = type(model)  # mypy does not accept a type as hashable
+    model.__class__ = _saving(kind)
 
 
 @functools.cache
@@ -115,8 +116,6 @@ def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
     if not path.is_file():
         return None
     facts, tensors = _read(path)
-    if facts.get("format") != _FORMAT or not facts.get("level", "").isdecimal():
-        raise _refused(path, f"it is not a file of this format ({_FORMAT})")
     if (kind := facts.get("model_type")) != model.config.model_type:
         raise _refused(path, f"it is of a {kind}, the checkpoint is a {model.config.model_type}")
     level = int(facts["level"])
@@ -150,15 +149,26 @@ def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
     return SavedPregates(level, own)
 
 
+def saved_level(folder: Path) -> int | None:
+    """The level of the pre-gates in a folder; None if there are none."""
+    path = folder / FILE
+    return int(_read(path)[0]["level"]) if path.is_file() else None
+
+
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {}), {n: file.get_tensor(n) for n in file.keys()}
+            facts = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
     except (OSError, SafetensorError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise _refused(path, f"it cannot be read ({reason})") from error
+    if facts.get("format") != _FORMAT or not facts.get("level", "").isdecimal():
+        raise _refused(path, f"it is not a file of this format ({_FORMAT})")
+    return facts, tensors
 
 
 def _refused(path: Path, reason: str) -> CheckpointError:

@@ -42,8 +42,9 @@ def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _S
     """Writes `model` as a checkpoint that transformers loads without Overspill.
 
     The layout is that of the original checkpoint. A model with pre-gates is written as the
-    conventional one, with its pre-gates in a file beside it. For a model with `peft` adapters only these are
-    written, as `peft` does. The checkpoint is written to a temporary folder and then renamed.
+    conventional one, with its pre-gates in a file beside it. For a model with `peft` adapters only
+    these are written, as `peft` does. The checkpoint is written to a temporary folder and then
+    renamed.
     """
     if hasattr(model, "get_base_model"):  # peft
         if pregate_level(model):
