@@ -59,9 +59,11 @@ def check_level(level: int, chains: Iterable[list[GatedBlock]]) -> None:
     """Raises if a chain cannot have pre-gates of that level."""
     for chain in chains:
         if level >= len(chain):
+            most = len(chain) - 1
+            advice = f"give at most {most}" if most else "it cannot have pre-gates"
             raise ConfigError(
-                f"level={level} needs at least {level + 1} MoE blocks one after another, but there "
-                f"are {len(chain)} of {chain[0].path}; give a smaller level, if there is one"
+                f"level={level} needs at least {level + 1} MoE blocks one after another, the stack "
+                f"of {chain[0].path} has {len(chain)}: {advice}"
             )
         for earlier, block in zip(chain, chain[level:], strict=False):
             for name in block.arguments[1:]:

@@ -106,6 +106,8 @@ def install(blocks: Sequence[GatedBlock], level: int) -> None:
             position.conventional = {
                 name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()
             }
+            for parameter in each.gate.parameters():
+                parameter.is_pregate = True  # type: ignore[attr-defined]
         each.gate.pregating = position  # type: ignore[assignment]
         replace_forward(each.gate, _ask_gate)
         for module in {id(m): m for m in (each.layer, each.block)}.values():

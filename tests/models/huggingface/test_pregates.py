@@ -17,6 +17,7 @@ import overspill
 from overspill.core.errors import CheckpointError, ConfigError, OrderError
 from overspill.models.huggingface.pregates import FILE, gate_tensors
 from overspill.models.pregate import pregate_level
+from overspill.moe.dense_weights import DenseWeights
 from tests.models.huggingface.families import (
     FAMILIES,
     UNEVEN,
@@ -160,7 +161,9 @@ def test_other_families_are_refused_unchanged(name: str) -> None:
 def test_a_stack_with_one_moe_block_is_refused_unchanged() -> None:
     model = make_model(BY_NAME["switch_transformers"])  # the decoder has two
     kinds = [type(module) for module in model.modules()]
-    with pytest.raises(ConfigError, match=r"level=1 needs at least 2 .* 1 of encoder.block.1"):
+    with pytest.raises(
+        ConfigError, match=r"level=1 needs at least 2 .* of encoder.block.1.*has 1: "
+    ):
         overspill.pregate(model)
     assert [type(module) for module in model.modules()] == kinds
 
@@ -222,6 +225,27 @@ def test_generation_with_a_cache(name: str, tmp_path: Path) -> None:
     assert not torch.equal(expected, conventional)
     with closing(overspill.offload(model, **budgets("host", tmp_path))) as twin:
         assert torch.equal(twin.generate(ids, **options), expected)
+
+
+def test_a_pre_gate_copies_no_dense_weights_of_its_own_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense weights in host memory are copied block by block; this gate consists of modules."""
+    family = BY_NAME["hunyuan_v1_moe"]
+    copied: list[str] = []
+    copy_block = DenseWeights._copy
+
+    def counted(self: DenseWeights, block: Any) -> Any:
+        copied.append(block.name)
+        return copy_block(self, block)
+
+    monkeypatch.setattr(DenseWeights, "_copy", counted)
+    with offloaded(make_model(family).eval(), "disk", tmp_path) as model:
+        logits_of(model, family)
+        expected, copied = copied, []
+        overspill.pregate(model)
+        logits_of(model, family)
+    assert sorted(copied) == sorted(expected)
 
 
 def test_the_decoder_inside_may_be_called_by_itself() -> None:

@@ -14,7 +14,8 @@ from overspill.models.huggingface.dictionaries import dropouts_inside_experts
 from overspill.models.huggingface.folder import find_folder, read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.pregates import saved_level
-from overspill.models.pregate import pregate, pregate_level
+from overspill.models.huggingface.skeleton import model_class
+from overspill.models.pregate import check_level, find_chains, pregate, pregate_level
 from overspill.moe.pregate import positions
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import FinetuneData, load_data
@@ -98,11 +99,8 @@ def plan_finetuning(config: FinetuneConfig, say: Callable[[str], None]) -> Finet
     folder = find_folder(config.model.checkpoint)
     model_config = read_config(folder)
     level = config.pregate_level
-    if level and (there := saved_level(folder)) not in (None, level):
-        raise ConfigError(
-            f"--level {level}: {folder} has pre-gates of level {there}; continue them with --level "
-            f"{there}, or give a conventional checkpoint"
-        )
+    if level:
+        _check_level(level, folder, model_config)
     seq_len = choose_seq_len(config.data.seq_len, model_config)
     if config.model.balance and not hasattr(model_config, "output_router_logits"):
         raise ConfigError(
@@ -149,6 +147,18 @@ def plan_finetuning(config: FinetuneConfig, say: Callable[[str], None]) -> Finet
         data=data,
         overrides=overrides,
     )
+
+
+def _check_level(level: int, folder: Path, model_config: Any) -> None:
+    """Raises if the model cannot have pre-gates of that level, or has others."""
+    there = saved_level(folder)
+    if there not in (None, level):
+        raise ConfigError(
+            f"--level {level}: {folder} has pre-gates of level {there}; continue them with --level "
+            f"{there}, or give a conventional checkpoint"
+        )
+    with torch.device("meta"):
+        check_level(level, find_chains(model_class(model_config)(model_config)))
 
 
 _TOKENIZER_FILES = (
