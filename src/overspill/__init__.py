@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from overspill.models.huggingface.load import from_config, load
     from overspill.models.huggingface.save import save
     from overspill.models.offload import offload
+    from overspill.models.pregate import pregate
     from overspill.moe.settings import Settings
     from overspill.optim.adamw import AdamW
     from overspill.serve.llm import LLM
@@ -31,6 +32,7 @@ __all__ = [
     "from_config",
     "load",
     "offload",
+    "pregate",
     "save",
 ]
 
@@ -46,6 +48,7 @@ _HOMES = {
     "load": "overspill.models.huggingface.load",
     "save": "overspill.models.huggingface.save",
     "offload": "overspill.models.offload",
+    "pregate": "overspill.models.pregate",
 }
 
 

@@ -19,7 +19,7 @@ def _train(folder: Path, *more: str) -> Path:
 
 
 def test_train_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = _train(tmp_path, "--gated")
+    run = _train(tmp_path)
     capsys.readouterr()
     assert app(["export", str(run), str(tmp_path / "out")]) == 0
     assert f"from_pretrained('{tmp_path / 'out'}')" in capsys.readouterr().out
@@ -31,13 +31,13 @@ def test_train_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert app(["export", "--help"]) == 0
-    assert "overspill export runs/gated exported" in capsys.readouterr().out
+    assert "overspill export runs/nano exported" in capsys.readouterr().out
 
 
 def test_bad_input_is_one_line_and_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = _train(tmp_path)
+    run = _train(tmp_path, "--no-gated")
     for arguments, message in [
         ([str(run), str(tmp_path / "out")], "--gated"),
         ([str(tmp_path / "none"), str(tmp_path / "out")], "is not the folder of a run"),

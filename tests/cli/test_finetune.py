@@ -10,7 +10,7 @@ import pytest
 
 from overspill.cli.finetune import resolve
 from overspill.cli.main import app
-from overspill.train.finetune.config import FinetuneConfig
+from overspill.train.finetune.config import FinetuneConfig, PregateConfig
 from overspill.train.metrics import read_lines
 from tests.cli.forks import Forks
 from tests.train.finetune.tiny import (
@@ -48,6 +48,20 @@ def test_help_shows_every_setting_and_an_example(
         assert setting.name in ("checkpoint", "data") or setting.flag in text, setting.flag
     assert "overspill finetune OLMoE-1B-7B train.tsv --labels negative,positive" in text
     assert r"{sentence}\nLabel:" in text
+
+
+def test_pregate_has_the_settings_of_finetune_and_a_level(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app(["pregate", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--level" in text
+    assert "overspill pregate runs/nano" in text
+    own = {setting.name for setting in PregateConfig.settings()}
+    assert own == {setting.name for setting in FinetuneConfig.settings()} | {"level"}
+    words = _arguments(checkpoint, write_pairs(tmp_path / "a.jsonl"), tmp_path / "run", steps=1)
+    assert app(["pregate", *words[1:], "--level", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["final"] == str(tmp_path / "run" / "final")
 
 
 def test_a_run_prints_accuracy_before_and_after(

@@ -63,7 +63,7 @@ def test_the_picture_lies_beside_the_profile(capsys: pytest.CaptureFixture[str])
 def test_a_preset_gives_the_shape_and_flags_win(capsys: pytest.CaptureFixture[str]) -> None:
     assert app(["probe", "--preset", "nano", "--d-hidden", "64", "--threads", "1", "--json"]) == 0
     shape = json.loads(capsys.readouterr().out)["expert"]["shape"]
-    assert (shape["d_model"], shape["d_hidden"], shape["gated"]) == (128, 64, False)
+    assert (shape["d_model"], shape["d_hidden"], shape["gated"]) == (128, 64, True)
 
 
 def test_a_disk_is_measured_when_it_is_named(

@@ -15,6 +15,7 @@ import overspill
 from overspill.core.errors import BudgetError, ConfigError, DiskError
 from overspill.moe.settings import Settings
 from overspill.plan.budget import PROCESS
+from overspill.transfer.mapped import can_map
 from tests.moe.oracle import (
     Run,
     Task,
@@ -198,6 +199,7 @@ def test_host_memory_that_cannot_be_allocated_is_named(
     def no_memory(*_: object) -> NoReturn:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
+    can_map(torch.device("cpu"))  # its result is kept for the whole process
     monkeypatch.setattr(mmap, "mmap", no_memory)
     with pytest.raises(BudgetError, match=r"the host has no .* lower --host-memory"):
         _offload_to(tmp_path)

@@ -209,6 +209,20 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
             assert torch.equal(value, expected[name]), name
 
 
+def test_pre_gates_are_resumed(tmp_path: Path) -> None:
+    """The checkpoint has the conventional gates under their names."""
+    with offloaded("mixtral", "host", tmp_path) as model:
+        overspill.pregate(model)
+        trainer_of(model, arguments(tmp_path / "run", **SAVING)).train()
+        expected = weights(model)
+    with offloaded("mixtral", "host", tmp_path) as model:
+        overspill.pregate(model)
+        again = trainer_of(model, arguments(tmp_path / "run", **SAVING))
+        again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+        for name, value in weights(model).items():
+            assert torch.equal(value, expected[name]), name
+
+
 def test_bf16_weights_resume_with_their_low_bits(tmp_path: Path) -> None:
     def train(**kwargs: Any) -> dict[str, Tensor]:
         plain = make_model(BY_NAME["mixtral"], dtype=torch.bfloat16)

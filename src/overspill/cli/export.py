@@ -14,9 +14,9 @@ gated experts in every layer and at least two experts per token.
 
 [bold]Example[/bold]
 
-  overspill train nano --gated --out runs/gated
+  overspill train nano --out runs/nano
 
-  overspill export runs/gated exported
+  overspill export runs/nano exported
 """
 
 

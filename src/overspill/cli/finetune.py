@@ -39,8 +39,15 @@ _ARGUMENTS = ("checkpoint", "data")
 
 
 def add_to(app: typer.Typer) -> None:
+    add_command(app, FinetuneConfig, _HELP)
+
+
+def add_command(app: typer.Typer, kind: type[FinetuneConfig], text: str) -> None:
+    """Adds the command of these settings."""
     checkpoint = typer.Argument(
-        metavar="CHECKPOINT", help="The folder of a Hugging Face checkpoint.", show_default=False
+        metavar="CHECKPOINT",
+        help="The folder of a Hugging Face checkpoint, or of a run of overspill train.",
+        show_default=False,
     )
     data = typer.Argument(
         metavar="DATA", help="Files or folders of .jsonl or .tsv.", show_default=False
@@ -49,21 +56,21 @@ def add_to(app: typer.Typer) -> None:
         "checkpoint": Annotated[str | None, checkpoint],
         "data": Annotated[list[str] | None, data],
     }
-    flags = [setting for setting in FinetuneConfig.settings() if setting.name not in _ARGUMENTS]
-    app.command("finetune", help=_HELP)(with_flags(_finetune, arguments, flags))
+    flags = [setting for setting in kind.settings() if setting.name not in _ARGUMENTS]
+
+    def run(as_json: bool, **given: Any) -> None:
+        # An omitted argument is None or an empty list.
+        config = resolve({n: v for n, v in given.items() if v not in (None, [])}, kind)
+        # Importing torch takes seconds: only after the flags are checked.
+        from overspill.train.finetune.finetuner import finetune
+
+        run_and_report(config, finetune, as_json)
+
+    app.command(kind.command, help=text)(with_flags(run, arguments, flags))
 
 
-def _finetune(as_json: bool, **flags: Any) -> None:
-    # An omitted argument is None or an empty list.
-    config = resolve({name: value for name, value in flags.items() if value not in (None, [])})
-    # Importing torch takes seconds: only after the flags are checked.
-    from overspill.train.finetune.finetuner import finetune
-
-    run_and_report(config, finetune, as_json)
-
-
-def resolve(flags: dict[str, Any]) -> FinetuneConfig:
+def resolve(flags: dict[str, Any], kind: type[FinetuneConfig] = FinetuneConfig) -> FinetuneConfig:
     """The config of a run: flags override the run that is resumed."""
     if flags.get("resume") and "out" not in flags and "checkpoint" not in flags:
         raise ConfigError("--resume needs the folder of the run to continue; give it with --out")
-    return resolve_resume(FinetuneConfig, [flags])
+    return resolve_resume(kind, [flags])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli import export, finetune, generate, probe, train
+from overspill.cli import export, finetune, generate, pregate, probe, train
 from overspill.core.errors import OverspillError
 
 commands = typer.Typer(
@@ -20,6 +20,7 @@ commands = typer.Typer(
 )
 train.add_to(commands)
 finetune.add_to(commands)
+pregate.add_to(commands)
 generate.add_to(commands)
 export.add_to(commands)
 probe.add_to(commands)

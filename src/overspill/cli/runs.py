@@ -1,4 +1,4 @@
-"""What `overspill train` and `overspill finetune` share: resuming, and the report at the end."""
+"""What `overspill train`, `finetune` and `pregate` share: resuming, and the report at the end."""
 
 import dataclasses
 import json

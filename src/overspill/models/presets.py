@@ -28,10 +28,11 @@ PRESETS: dict[str, GPTConfig] = {
         vocab=264,  # 256 bytes and 8 special tokens
         n_layers=4,
         d_model=128,
-        d_hidden=256,
+        d_hidden=176,
         n_heads=4,
         n_experts=16,
         top_k=2,
+        gated=True,  # can be exported, fine-tuned and given pre-gates
         max_seq=256,
     ),
     "moe-s": _es_moe(12, 768, 3072, 12),

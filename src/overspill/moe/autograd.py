@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
 from overspill.core.errors import OrderError
 from overspill.core.experts import Phase
+from overspill.moe.autograd_state import graph_task, in_function
 from overspill.moe.data_parallel import check_processes
 from overspill.moe.decoding import current_decoder
 from overspill.moe.engine import Engine
@@ -67,7 +68,7 @@ def _routed(
         y: Tensor = _Experts.apply(ticket, *args)  # type: ignore[no-untyped-call]
         return y
     with engine.exclusive():
-        if layer_pass.trained and engine.can_train and _in_function():
+        if layer_pass.trained and engine.can_train and in_function():
             engine.training.expect_recomputation(layer_pass.layer)
         return _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep=False)
 
@@ -191,13 +192,7 @@ def _with_rows(all_rows: Tensor, start: int, rows: Tensor) -> Tensor:
 
 def _recomputing() -> bool:
     """Whether this forward runs inside a backward, for a checkpoint."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _in_function() -> bool:
-    """Whether this forward runs inside an autograd Function, such as a reentrant checkpoint. Torch
-    turns forward-mode gradients off there, but not under no_grad()."""
-    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+    return graph_task() != -1
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.moe.dense_memory import DenseMemory
+from overspill.moe.pregate import computes_pregate
 from overspill.transfer.driver import copy_on
 from overspill.transfer.streams import CopyStream, StreamEvent, record_event, wait_event
 
@@ -218,8 +219,8 @@ class DenseWeights:
     def _use(self, block: DenseBlock, *_: object) -> None:
         """A module of `block` is called."""
         current = self._current
-        if current is not None and current.block is block:
-            return
+        if (current is not None and current.block is block) or computes_pregate():
+            return  # a pre-gate of another block is small: it is read where it is
         # copies are used by graphs, which inference mode does not allow
         with self._lock, DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if not self._is_alone():

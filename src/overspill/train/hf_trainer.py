@@ -26,6 +26,8 @@ log = logging.getLogger("overspill")
 
 EXPERT_STATES = "overspill_optimizer.safetensors"
 """The optimizer states of the experts, next to the Trainer's optimizer.pt."""
+_PREGATES = "overspill_pregates"
+"""Key of a state dict with the weights of pre-gates, by the number of the parameter."""
 _MOVED = "_overspill_max_grad_norm"
 """Attribute of the arguments that keeps the norm moved to the optimizer."""
 
@@ -98,8 +100,18 @@ class TrainerAdamW(AdamW):
         self._output_dir = Path(output_dir).absolute()
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain state dict; right after the model was saved, the states of the experts are
-        written next to it instead."""
+        """The plain state dict, and the weights of pre-gates, because the checkpoint of the model
+        has the conventional gates instead. Right after the model was saved, the states of the
+        experts are written next to it."""
+        packed = self._without_pregates()
+        gates = {
+            number: parameter.detach().to("cpu", copy=True)
+            for number, (parameter, _) in enumerate(self._parameters())
+            if getattr(parameter, "is_pregate", False)
+        }
+        return {**packed, _PREGATES: gates} if gates else packed
+
+    def _without_pregates(self) -> dict[str, Any]:
         engine = self._expert_engine()
         folder = None if engine is None else engine.records.saved_to
         if engine is None or folder is None or self.steps_taken == 0:
@@ -135,6 +147,10 @@ class TrainerAdamW(AdamW):
         if where is not None and engine is not None:
             self._check_file(engine, where)  # before anything changes
         super().load_state_dict(state_dict)
+        parameters = self._parameters()
+        with torch.no_grad():
+            for number, value in state_dict.get(_PREGATES, {}).items():
+                parameters[number][0].copy_(value)
 
     def _check_file(self, engine: Engine, where: dict[str, Any]) -> None:
         with StreamReader(self._find(where)) as reader:

@@ -68,6 +68,20 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
     return found
 
 
+def experts_paths(model: Any) -> list[str]:
+    """Paths of the experts modules, lowest first, whether they are offloaded or not."""
+    found = [
+        path
+        for path, module in model.named_modules()
+        if (hasattr(module, PLACEHOLDER) and module is not model)
+        or all(hasattr(module, name) for name in _INTERFACE)
+        or type(module).__name__ in _DICTIONARIES
+    ]
+    if not found:
+        _refuse_others(model, [])
+    return found
+
+
 def _empty_field(model: Any) -> str:
     """The field of the config that gives the number of experts as 0."""
     text = model.config.get_text_config()

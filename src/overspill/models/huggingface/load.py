@@ -12,6 +12,7 @@ from overspill.models.budgets import Budgets, Size
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.experts import DictionaryExperts
 from overspill.models.huggingface.folder import CheckpointFolder, find_folder, read_config, silence
+from overspill.models.huggingface.pregates import read_pregates
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
 from overspill.models.offload import move_experts
@@ -37,6 +38,7 @@ def load(
     gpu_experts: int | None = None,
     dense_states: str = "auto",
     dense_weights: str = "auto",
+    pregate: bool = True,
     progress: bool | Progress = True,
     quiet: bool = False,
     **config: Any,
@@ -46,14 +48,15 @@ def load(
 
     With `train` (the default) the model is in training mode and memory for the optimizer is
     planned; without it, the model is for inference. `dtype` is the data type of the weights, by
-    default that of the checkpoint. Other keyword arguments (`dropout_rate=0`, ...) replace fields
-    of the checkpoint's config, as in `from_pretrained`; the rest is as in `overspill.offload`.
+    default that of the checkpoint. A model that was saved with pre-gates gets them, unless
+    `pregate` is False. Other keyword arguments (`dropout_rate=0`, ...) replace fields of the
+    checkpoint's config, as in `from_pretrained`; the rest is as in `overspill.offload`.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
         state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights,
     )  # fmt: skip
-    return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config)
+    return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config, pregate)
 
 
 def load_within(
@@ -64,6 +67,7 @@ def load_within(
     progress: bool | Progress,
     quiet: bool,
     changes: Mapping[str, Any],
+    pregate: bool = True,
 ) -> Any:
     """`load` with all budgets in one object; `changes` replace fields of the model's config."""
     device = budgets.compute_device
@@ -82,10 +86,13 @@ def load_within(
         model.train(train)
         layers = made.layers
         recipes = Recipes(model, layers, checkpoint)
+        pregates = read_pregates(folder, model) if pregate else None
 
         def finish() -> None:
             made.restore(model)
             adapt(model, layers)
+            if pregates is not None:
+                pregates.add_to(model)
 
         return move_experts(model, layers, budgets, progress, quiet, recipes, finish)
 

@@ -17,6 +17,8 @@ from overspill.core.experts import ExpertId
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import disk_free
 from overspill.models.huggingface.folder import INDEX, SINGLE, silence
+from overspill.models.huggingface.pregates import FILE as PREGATES
+from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.state_dict import (
@@ -39,10 +41,17 @@ _WRITERS = 4
 def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _SHARD) -> None:
     """Writes `model` as a checkpoint that transformers loads without Overspill.
 
-    The layout is that of the original checkpoint. For a model with `peft` adapters only these are
-    written, as `peft` does. The checkpoint is written to a temporary folder and then renamed.
+    The layout is that of the original checkpoint. A model with pre-gates is written as the
+    conventional one, with its pre-gates in a file beside it. For a model with `peft` adapters only
+    these are written, as `peft` does. The checkpoint is written to a temporary folder and then
+    renamed.
     """
     if hasattr(model, "get_base_model"):  # peft
+        if pregate_level(model):
+            raise ConfigError(
+                "a folder of peft adapters cannot hold pre-gates; merge the adapters first: "
+                "overspill.save(model.merge_and_unload(), ...)"
+            )
         model.save_pretrained(out)
     elif not hasattr(model, "save_pretrained"):
         raise ConfigError(
@@ -51,6 +60,8 @@ def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _S
         )
     else:
         model.save_pretrained(out, max_shard_size=max_shard_size)
+        if not pregate_level(model):
+            Path(out, PREGATES).unlink(missing_ok=True)  # those of a model that was there before
 
 
 def save_pretrained(
@@ -285,7 +296,8 @@ def _move(temporary: Path, out: Path) -> None:
         sync(out.parent)
         return
     new = sorted(temporary.iterdir(), key=lambda file: file.name == INDEX)
-    old = [file for file in out.iterdir() if _is_weights(file.name)]
+    names = {file.name for file in new}
+    old = [f for f in out.iterdir() if _is_weights(f.name) or f.name in {PREGATES} - names]
     for file in new:
         if file.name == INDEX:
             sync(out)

@@ -13,6 +13,7 @@ from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import add_host_rows
 from overspill.compute.decode.routing import look_up
 from overspill.models.attention_cache import AttentionOptions, attention_cache
+from overspill.models.gpt import GPTMoE
 from overspill.moe.decoding import decoding
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.serve.decode.host_experts import HostExperts
@@ -25,6 +26,8 @@ def can_step(model: Any, placeholders: list[ExpertPlaceholder]) -> bool:
     """Whether the kernels compute these experts, and the host has no part in a step: a graph does
     not call hooks."""
     hooks = any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+    if isinstance(model, GPTMoE):  # its forward has other arguments
+        return False
     return not hooks and all(
         isinstance(each.activation, Fused) and not each.drops for each in placeholders
     )

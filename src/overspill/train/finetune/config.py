@@ -1,4 +1,4 @@
-"""All settings of `overspill finetune`. Imports no torch: its --help reads this file."""
+"""All settings of `overspill finetune` and `pregate`. Imports no torch: --help reads this file."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,8 @@ class FinetuneModelSection:
     """The model and the parameters to train"""
 
     checkpoint: str = ""
-    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or its name on the
-    hub."""
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), its name on the
+    hub, or the folder of a run of overspill train."""
     tokenizer: str | None = None
     """Folder of the tokenizer; default: that of the checkpoint."""
     freeze_experts: bool = False
@@ -107,7 +107,12 @@ class FinetuneConfig(RunConfig):
 
     @property
     def name(self) -> str:
-        return f"finetune-{Path(self.model.checkpoint).expanduser().resolve().name}"
+        return f"{self.command}-{Path(self.model.checkpoint).expanduser().resolve().name}"
+
+    @property
+    def pregate_level(self) -> int:
+        """The level of the pre-gates to train; 0 for none."""
+        return 0
 
     @property
     def trains_experts(self) -> bool:
@@ -120,7 +125,7 @@ class FinetuneConfig(RunConfig):
             raise ConfigError(f"--epochs {self.run.epochs:g} must be more than 0")
         if data.eval_split == 1:
             raise ConfigError("--eval-split 1 leaves nothing to train on; give a share below 1")
-        if model.freeze_experts and model.freeze_dense:
+        if model.freeze_experts and model.freeze_dense and not self.pregate_level:
             raise ConfigError(
                 "--freeze-experts with --freeze-dense leaves nothing to train; drop one"
             )
@@ -134,3 +139,35 @@ class FinetuneConfig(RunConfig):
         ):
             if word not in value:
                 raise ConfigError(f"{flag} {value!r} lacks {word}; put it where the text belongs")
+
+
+@dataclass(frozen=True)
+class PregateModelSection(FinetuneModelSection):
+    """The model and the parameters to train"""
+
+    level: Count = 1
+    """The gate of an MoE block is computed this many MoE blocks earlier."""
+    freeze_experts: bool = False
+    """Freeze the experts and train everything else; with --freeze-dense, the pre-gates alone."""
+    freeze_dense: bool = False
+    """Freeze everything but the experts and the pre-gates."""
+
+
+@dataclass(frozen=True)
+class PregateConfig(FinetuneConfig):
+    """All settings of `overspill pregate`."""
+
+    command: ClassVar[str] = "pregate"
+    model: PregateModelSection = field(default_factory=PregateModelSection)
+
+    @property
+    def pregate_level(self) -> int:
+        return self.model.level
+
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
+        if self.model.lora is not None:
+            raise ConfigError(
+                "--lora: a folder of adapters cannot hold pre-gates; drop it, or train the "
+                "pre-gates first and then adapters of their checkpoint with overspill finetune"
+            )

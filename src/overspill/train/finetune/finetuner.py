@@ -1,8 +1,9 @@
-"""`overspill finetune`: its steps and evaluations in the loop, the best and the final model."""
+"""`overspill finetune` and `pregate`: steps and evaluations in the loop, the best and the final
+model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import torch
 from overspill.models.huggingface.save import save
 from overspill.train.batch_order import BatchOrder
 from overspill.train.checkpoint import TrainState
+from overspill.train.export import export
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.evaluation import chosen, mean_loss, row_losses, summed_losses
 from overspill.train.finetune.lora import check_peft, save_adapter
@@ -23,6 +25,7 @@ from overspill.train.progress import Display
 from overspill.train.run_folder import RunFolder, choose_folder
 from overspill.train.session import Builder, Session, build_session, open_session
 from overspill.train.summary import Summary
+from overspill.train.trained import find_checkpoint, is_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,12 @@ class FinetuneSummary(Summary):
         return lines
 
 
+class PregateSummary(FinetuneSummary):
+    """How a run that trains pre-gates ended."""
+
+    command: ClassVar[str] = "pregate"
+
+
 def finetune(
     config: FinetuneConfig, display: Display, build: Builder = build_session
 ) -> FinetuneSummary:
@@ -59,9 +68,23 @@ def finetune(
     folder = choose_folder(config)
     if config.model.lora is not None:
         check_peft()
+    config = _with_exported(config, display)
     spec = plan_finetuning(config, display.say)
     with _no_progress_bars(), open_session(spec, folder, display, build) as (session, state):
         return Finetuner(spec, folder, session, state, display).finish()
+
+
+def _with_exported(config: FinetuneConfig, display: Display) -> FinetuneConfig:
+    """The settings with a Hugging Face checkpoint in place of a run of `overspill train`, whose
+    newest checkpoint is exported once, into the folder of that run."""
+    run = Path(config.model.checkpoint).expanduser()
+    if not config.model.checkpoint or not is_run(run):
+        return config
+    out = run / f"exported-{find_checkpoint(run)[1].name}"
+    if not out.exists():
+        display.say(f"exporting {run} to {out}")
+        export(run, out)
+    return replace(config, model=replace(config.model, checkpoint=str(out)))
 
 
 @contextmanager
@@ -182,7 +205,8 @@ class Finetuner(Loop[FinetuneSummary]):
         last = self.evaluations[-1] if self.evaluations else None
         base = asdict(self.base_summary(interrupted, seconds))
         base["eval_loss"] = last.eval_loss if last else None
-        return FinetuneSummary(
+        kind = PregateSummary if self.config.pregate_level else FinetuneSummary
+        return kind(
             **base,
             eval_loss_before=first.eval_loss if first else None,
             accuracy_before=first.accuracy if first else None,

@@ -1,4 +1,4 @@
-"""What a run of `overspill finetune` is built from: a checkpoint, its tokenizer and the data."""
+"""What a run of `overspill finetune` or `pregate` is built from: checkpoint, tokenizer, data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +13,10 @@ from overspill.hardware.machine import choose_device
 from overspill.models.huggingface.dictionaries import dropouts_inside_experts
 from overspill.models.huggingface.folder import find_folder, read_config
 from overspill.models.huggingface.load import load_within
+from overspill.models.huggingface.pregates import saved_level
+from overspill.models.huggingface.skeleton import model_class
+from overspill.models.pregate import check_level, find_chains, pregate, pregate_level
+from overspill.moe.pregate import positions
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
@@ -62,17 +66,28 @@ class FinetuneSpec(RunSpec):
         section = self.config.model
         if section.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.config.pregate_level and not pregate_level(model):
+            pregate(model, self.config.pregate_level)
         torch.manual_seed(self.config.run.seed)  # for the weights of adapters, and for dropout
         if section.lora is not None:
             model = add_lora(model, section, self.seq2seq)
-        freeze(model, experts=section.freeze_experts, dense=section.freeze_dense)
+        freeze(
+            model,
+            experts=section.freeze_experts,
+            dense=section.freeze_dense,
+            pregates=self.config.pregate_level == 0,
+        )
         return cast(nn.Module, model.train())
 
 
-def freeze(model: nn.Module, experts: bool, dense: bool) -> None:
-    """Freezes the experts (one placeholder parameter per layer), the other parameters, or both."""
+def freeze(model: nn.Module, experts: bool, dense: bool, pregates: bool = True) -> None:
+    """Freezes the experts (one placeholder parameter per layer), the other parameters, or both.
+    Pre-gates count as others only with `pregates`."""
+    gates = [gate for _, gate, position in positions(model) if position.is_pregate]
+    kept = set() if pregates else {id(p) for gate in gates for p in gate.parameters()}
     for parameter in model.parameters():
-        if experts if hasattr(parameter, "is_expert_placeholder") else dense:
+        frozen = experts if hasattr(parameter, "is_expert_placeholder") else dense
+        if frozen and id(parameter) not in kept:
             parameter.requires_grad_(False)
 
 
@@ -83,6 +98,9 @@ def plan_finetuning(config: FinetuneConfig, say: Callable[[str], None]) -> Finet
         raise ConfigError("CHECKPOINT is missing; give the folder of a Hugging Face checkpoint")
     folder = find_folder(config.model.checkpoint)
     model_config = read_config(folder)
+    level = config.pregate_level
+    if level:
+        _check_level(level, folder, model_config)
     seq_len = choose_seq_len(config.data.seq_len, model_config)
     if config.model.balance and not hasattr(model_config, "output_router_logits"):
         raise ConfigError(
@@ -121,6 +139,7 @@ def plan_finetuning(config: FinetuneConfig, say: Callable[[str], None]) -> Finet
             "freeze_dense": model.freeze_dense,
             "lora": model.lora,
             "lora_targets": model.lora_targets,
+            "pregate_level": level or None,
         },
         folder=folder,
         model_config=model_config,
@@ -128,6 +147,18 @@ def plan_finetuning(config: FinetuneConfig, say: Callable[[str], None]) -> Finet
         data=data,
         overrides=overrides,
     )
+
+
+def _check_level(level: int, folder: Path, model_config: Any) -> None:
+    """Raises if the model cannot have pre-gates of that level, or has others."""
+    there = saved_level(folder)
+    if there not in (None, level):
+        raise ConfigError(
+            f"--level {level}: {folder} has pre-gates of level {there}; continue them with --level "
+            f"{there}, or give a conventional checkpoint"
+        )
+    with torch.device("meta"):
+        check_level(level, find_chains(model_class(model_config)(model_config)))
 
 
 _TOKENIZER_FILES = (

@@ -1,0 +1,119 @@
+"""`overspill.pregate`: pre-gates for the MoE blocks of a model."""
+
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from overspill.core.errors import ConfigError
+from overspill.moe.layer import MoE
+from overspill.moe.pregate import GatedBlock, install, positions
+
+_GATES = ("gate", "router")
+"""Names of the gate beside its experts."""
+_PASSED_ON = {"pieces", "input_ids", "expert_bias"}
+"""Arguments of gates that are the same for all blocks."""
+_REFUSED = {"nllb-moe": "its layers may be dropped in training"}
+
+
+def pregate(model: Any, level: int = 1) -> Any:
+    """Gives a model pre-gates, in place, before or after `overspill.offload`.
+
+    The gate of MoE block m becomes the pre-gate of block m - level: it is computed there, on the
+    input of that block's gate, and chooses and weights the experts of block m. The first `level`
+    blocks keep their gates. A pre-gate starts with the weights of the gate and is then trained like
+    any other parameter. Returns the model. `overspill.save` writes the conventional model, and the
+    pre-gates beside it.
+    """
+    if isinstance(level, bool) or not isinstance(level, int) or level < 1:
+        raise ConfigError(f"level={level!r} must be a whole number of at least 1")
+    if hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"{type(model).__name__} has adapters of peft; call overspill.pregate before they are "
+            "added"
+        )
+    if there := pregate_level(model):
+        raise ConfigError(
+            f"the model has pre-gates of level {there} already; for others, load the conventional "
+            "model: overspill.load(..., pregate=False)"
+        )
+    chains = find_chains(model)
+    check_level(level, chains)
+    for chain in chains:
+        install(chain, level)
+    if hasattr(model, "save_pretrained"):
+        from overspill.models.huggingface.pregates import save_with_pregates
+
+        save_with_pregates(model)
+    return model
+
+
+def pregate_level(model: nn.Module) -> int:
+    """The level of a model's pre-gates; 0 if it has none."""
+    return next((position.level for _, _, position in positions(model)), 0)
+
+
+def check_level(level: int, chains: Iterable[list[GatedBlock]]) -> None:
+    """Raises if a chain cannot have pre-gates of that level."""
+    for chain in chains:
+        if level >= len(chain):
+            most = len(chain) - 1
+            advice = f"give at most {most}" if most else "it cannot have pre-gates"
+            raise ConfigError(
+                f"level={level} needs at least {level + 1} MoE blocks one after another, the stack "
+                f"of {chain[0].path} has {len(chain)}: {advice}"
+            )
+        for earlier, block in zip(chain, chain[level:], strict=False):
+            for name in block.arguments[1:]:
+                known = name in _PASSED_ON and name in earlier.arguments
+                if not known and not hasattr(block.block, name):
+                    raise ConfigError(
+                        f"{block.path} cannot have a pre-gate: {type(block.gate).__name__} depends "
+                        f"on {name}, which {earlier.path} does not know"
+                    )
+
+
+def find_chains(model: Any) -> list[list[GatedBlock]]:
+    """The MoE blocks of a model, one list for each stack of layers. Raises for models that cannot
+    have pre-gates."""
+    if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
+        from overspill.models.huggingface.adapt import experts_paths
+
+        kind = model.config.model_type
+        if kind in _REFUSED:
+            raise ConfigError(f"{kind} cannot have pre-gates: {_REFUSED[kind]}")
+        paths = [path.rpartition(".")[0] for path in experts_paths(model)]
+    else:
+        kind = type(model).__name__
+        paths = [path for path, module in model.named_modules() if isinstance(module, MoE)]
+        if not paths:
+            raise ConfigError(f"{kind} has no Mixture-of-Experts layer that Overspill supports")
+    chains: dict[str, list[GatedBlock]] = {}
+    for path in paths:
+        found = _find_block(model, path, kind)
+        chains.setdefault(re.sub(r"(^|\.)\d+(\.|$)", r"\1*\2", path, count=1), []).append(found)
+    return list(chains.values())
+
+
+def _find_block(model: nn.Module, path: str, kind: str) -> GatedBlock:
+    block = model.get_submodule(path)
+    gates = [block._modules[name] for name in _GATES if block._modules.get(name) is not None]
+    parts = path.split(".")
+    stack = layer = None
+    for end in range(1, len(parts) + 1):
+        above = model.get_submodule(".".join(parts[: end - 1]))
+        if isinstance(above, nn.ModuleList):
+            stack = model.get_submodule(".".join(parts[: end - 2]))
+            layer = model.get_submodule(".".join(parts[:end]))
+            break
+    if len(gates) != 1 or stack is None or layer is None:
+        raise ConfigError(
+            f"{kind} cannot have pre-gates: {path} has no module for its gate, or is not in a list "
+            "of layers"
+        )
+    (gate,) = gates
+    assert gate is not None
+    names = tuple(inspect.signature(gate.forward).parameters)
+    return GatedBlock(path, stack, layer, block, gate, names)

@@ -1,0 +1,349 @@
+"""Pre-gates: gates that are computed some blocks before the experts that they choose.
+
+The gates of a chain of MoE blocks are numbered. With level L, gate m >= L is a pre-gate: block
+m - L computes it, on the input of its own gate, and block m uses the result. The first L gates work
+as before. Every module keeps its place, its parameters and its hooks: only the class of some
+modules is replaced by a subclass with another `forward`.
+
+- The stack (the module with the list of layers) opens a pass, which holds results on their way.
+- A gate returns the result that was carried to it and computes the pre-gate of a later block.
+- Layers and MoE blocks attach what their gates are about to take to their input tensor. A
+  recomputation by a non-reentrant checkpoint runs in another thread or after other forwards, but
+  gets the same tensor.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from overspill.core.errors import OrderError
+from overspill.moe import pregate_cover
+from overspill.moe.autograd_state import graph_task, in_function
+
+_CARRIED = "_overspill_carried"
+"""Attribute of the input of a layer: what its gates take, by chain."""
+_OWN_FORWARD = "_forward_before_pregate"
+"""Attribute of a module that had a `forward` of its own, not that of its class."""
+
+
+class ChainKey:
+    """Identifies a chain. Gates refer to it, not to the chain: this would be a reference cycle."""
+
+
+@dataclass(eq=False)
+class GatePosition:
+    """What a gate knows of its chain; its attribute `pregating`."""
+
+    key: ChainKey
+    level: int
+    number: int
+    path: str
+    conventional: dict[str, Tensor] = field(default_factory=dict)
+    """The tensors of the gate that the pre-gate has replaced, on the CPU."""
+
+    @property
+    def is_pregate(self) -> bool:
+        return self.number >= self.level
+
+
+@dataclass(eq=False)
+class ChainGate:
+    """A gate and the MoE block that it belongs to. `arguments` are those of its `forward`, the
+    hidden state first."""
+
+    gate: nn.Module
+    block: nn.Module
+    arguments: tuple[str, ...]
+
+    def compute(self, given: dict[str, Any], hidden: Tensor) -> Any:
+        """The result for the input of another gate, which was called with `given`. Arguments that
+        are attributes of a block, such as a bias, are those of the gate's own block."""
+        others = {
+            name: getattr(self.block, name, given.get(name))
+            for name in self.arguments[1:]
+            if name in given or hasattr(self.block, name)
+        }
+        if self.gate.training and _has_jitter(self.gate):
+            hidden = hidden.clone()  # it would be changed in place
+        with _PASSES.at_pregate():
+            return plain_forward(self.gate)(hidden, **others)
+
+
+@dataclass(eq=False)
+class Chain:
+    key: ChainKey
+    level: int
+    gates: tuple[ChainGate, ...]
+
+
+@dataclass(frozen=True)
+class GatedBlock:
+    """Where a model has an MoE block: in a layer of a stack."""
+
+    path: str
+    stack: nn.Module
+    layer: nn.Module
+    block: nn.Module
+    gate: nn.Module
+    arguments: tuple[str, ...]
+
+
+def install(blocks: Sequence[GatedBlock], level: int) -> None:
+    """Gives the blocks of one chain pre-gates; all was checked."""
+    key = ChainKey()
+    gates = tuple(ChainGate(each.gate, each.block, each.arguments) for each in blocks)
+    for number, each in enumerate(blocks):
+        position = GatePosition(key, level, number, each.path)
+        if position.is_pregate:
+            state = each.gate.state_dict()
+            position.conventional = {
+                name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()
+            }
+            for parameter in each.gate.parameters():
+                parameter.is_pregate = True  # type: ignore[attr-defined]
+        each.gate.pregating = position  # type: ignore[assignment]
+        replace_forward(each.gate, _ask_gate)
+        for module in {id(m): m for m in (each.layer, each.block)}.values():
+            numbers = vars(module).setdefault("pregated", [])
+            numbers.append((key, number))
+            if len(numbers) == 1:
+                replace_forward(module, _enter)
+    stack = blocks[0].stack
+    chains = vars(stack).setdefault("pregate_chains", [])
+    chains.append(Chain(key, level, gates))
+    if len(chains) == 1:
+        replace_forward(stack, _run_stack, keep_module=True)
+    pregate_cover.check_optimizers()
+
+
+def computes_pregate() -> bool:
+    """Whether this thread computes a pre-gate, a module of a later block than the current one."""
+    return _PASSES.computes_pregate
+
+
+def positions(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatePosition]]:
+    """Path, gate and position of all gates of chains with pre-gates."""
+    for path, module in model.named_modules():
+        position = vars(module).get("pregating")
+        if position is not None:
+            yield path, module, position
+
+
+# -- subclasses with another method --------------------------------------------------------------
+
+
+def replace_forward(module: nn.Module, around: Any, keep_module: bool = False) -> None:
+    """Makes `module.forward` call `around(module, plain forward, args, kwargs)`. The class is
+    replaced by a subclass, so that copies of the module work too. With `keep_module` it has the
+    name of the class and its module, by which transformers finds what it knows of a model."""
+    own = vars(module).pop("forward", None)
+    if own is not None:
+        vars(module)[_OWN_FORWARD] = own
+    kind: Any = type(module)  # mypy does not accept a type as hashable
+    module.__class__ = _subclass(kind, around, keep_module)
+
+
+@functools.cache
+def _subclass(kind: type[Any], around: Any, keep_module: bool) -> type[Any]:
+    plain = kind.forward
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(self, vars(self).get(_OWN_FORWARD) or MethodType(plain, self), args, kwargs)
+
+    names = {"forward": forward, "plain_forward": plain}
+    if around is _ask_gate:
+        names["_replicate_for_data_parallel"] = _refuse_replica
+    return subclass(kind, names, kind.__module__ if keep_module else __name__)
+
+
+def subclass(kind: type[Any], names: dict[str, Any], module: str) -> type[Any]:
+    """A subclass with the name of `kind`."""
+    named = {"__qualname__": kind.__qualname__, "__module__": module}
+    return type(kind.__name__, (kind,), names | named)
+
+
+def plain_forward(gate: Any) -> Callable[..., Any]:
+    """The `forward` of a gate without its chain."""
+    return vars(gate).get(_OWN_FORWARD) or gate.plain_forward  # type: ignore[no-any-return]
+
+
+def _refuse_replica(gate: nn.Module) -> NoReturn:
+    raise OrderError(
+        "torch.nn.DataParallel does not support pre-gates: a copy of a block would use the gates "
+        "of another GPU; train in one process with one GPU"
+    )
+
+
+# -- passes --------------------------------------------------------------------------------------
+
+
+class _Pass:
+    """A forward through a chain, or the recomputation of one of its blocks."""
+
+    def __init__(self, chain: Chain, values: dict[int, Any], recomputed: bool = False) -> None:
+        self.chain = chain
+        self.task = graph_task()
+        self.in_function = in_function()
+        self._values = values
+        self._recomputed = recomputed
+
+    def put(self, number: int, value: Any) -> None:
+        if not self._recomputed:  # else the later block has taken it in the forward
+            self._values[number] = value
+
+    def take(self, position: GatePosition) -> Any:
+        self._values.pop(position.number - 1, None)
+        if position.number not in self._values:
+            raise OrderError(
+                f"{position.path} has a pre-gate, which the block {position.level} MoE blocks "
+                "before it computes; that block has not run in this forward. Layers cannot be "
+                "left out or called in another order (layer drop, early exit)"
+            )
+        return self._values[position.number]
+
+    def carried(self, numbers: Iterable[int]) -> dict[int, Any]:
+        """Results that are here, without their graphs."""
+        found = {number: self._values[number] for number in numbers if number in self._values}
+        return {number: _each(value, _without_graph) for number, value in found.items()}
+
+
+class _Passes(threading.local):
+    """Of this thread, the innermost one last."""
+
+    def __init__(self) -> None:
+        self.running: list[_Pass] = []
+        self.computes_pregate = False
+
+    @contextmanager
+    def at_pregate(self) -> Iterator[None]:
+        self.computes_pregate = True
+        try:
+            yield
+        finally:
+            self.computes_pregate = False
+
+    def current(self, key: ChainKey) -> _Pass | None:
+        """The pass that a call belongs to; None if it is a recomputation, or none is running."""
+        for each in reversed(self.running):
+            if each.task != graph_task():
+                return None
+            if each.chain.key is key:
+                return each
+        return None
+
+    @contextmanager
+    def run(self, passes: Sequence[_Pass]) -> Iterator[None]:
+        before = len(self.running)
+        self.running += passes
+        try:
+            yield
+        finally:
+            del self.running[before:]
+
+
+_PASSES = _Passes()
+
+
+def _run_stack(stack: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if torch.is_grad_enabled():
+        pregate_cover.note(stack)
+    with _PASSES.run([_Pass(chain, {}) for chain in stack.pregate_chains]):
+        return plain(*args, **kwargs)
+
+
+def _enter(module: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The forward of a layer or of an MoE block."""
+    keys = {key: None for key, _ in module.pregated}
+    passes = [_PASSES.current(key) for key in keys]
+    running = [each for each in passes if each is not None]
+    if not torch.is_grad_enabled():
+        if in_function() and any(not each.in_function for each in running):
+            raise OrderError(
+                "a reentrant checkpoint loses the gradients of pre-gates, which leave the "
+                "checkpointed block; use checkpoint(..., use_reentrant=False), or "
+                "gradient_checkpointing_enable({'use_reentrant': False})"
+            )
+        return plain(*args, **kwargs)
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, Tensor) or (not running and graph_task() == -1):
+        return plain(*args, **kwargs)  # the gate raises
+    if running:
+        notes = vars(hidden).setdefault(_CARRIED, {})
+        for each in running:
+            numbers = [number for key, number in module.pregated if key is each.chain.key]
+            notes[each.chain.key] = each.chain, each.carried(numbers)
+        return plain(*args, **kwargs)
+    found = [note for key, note in vars(hidden).get(_CARRIED, {}).items() if key in keys]
+    recomputed = [
+        _Pass(chain, {n: _each(v, _again) for n, v in carried.items()}, recomputed=True)
+        for chain, carried in found
+    ]
+    with _PASSES.run(recomputed):
+        return plain(*args, **kwargs)
+
+
+def _ask_gate(gate: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    position: GatePosition = gate.pregating
+    running = _PASSES.current(position.key)
+    if running is None:
+        raise _no_pass(position)
+    result = running.take(position) if position.is_pregate else plain(*args, **kwargs)
+    later = position.number + position.level
+    gates = running.chain.gates
+    if later < len(gates):
+        names = gates[position.number].arguments
+        given = dict(zip(names, args, strict=False)) | kwargs
+        running.put(later, gates[later].compute(given, given[names[0]]))
+    return result
+
+
+def _no_pass(position: GatePosition) -> OrderError:
+    if graph_task() == -1:
+        return OrderError(
+            f"{position.path} is part of a model with pre-gates and was called outside the forward "
+            "of the model, where no block before it has chosen its experts; call the model"
+        )
+    return OrderError(
+        f"{position.path} has pre-gates and is recomputed in backward with an input that is not "
+        "that of its forward; apply torch.utils.checkpoint to whole layers after "
+        "overspill.pregate, without hooks that move saved tensors (save_on_cpu) and not inside "
+        "another checkpoint"
+    )
+
+
+# -- values --------------------------------------------------------------------------------------
+
+
+def _each(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Applies a function to the tensors that a gate returns."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        made = [_each(each, function) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    return value
+
+
+def _without_graph(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _again(carried: Tensor) -> Tensor:
+    """For a recomputation, which must save what the forward has saved. Not a leaf, since the block
+    may change it in place."""
+    return carried.clone() if carried.requires_grad else carried
+
+
+def _has_jitter(gate: nn.Module) -> bool:
+    return any(
+        "jitter" in name and isinstance(value, float) and value > 0
+        for name, value in vars(gate).items()
+    )

@@ -1,0 +1,131 @@
+"""`overspill pregate`: fine-tuning with pre-gates."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import overspill
+from overspill.core.errors import CheckpointError, ConfigError
+from overspill.models.huggingface.pregates import FILE
+from overspill.models.pregate import pregate_level
+from overspill.train.batch_order import BatchOrder
+from overspill.train.finetune.config import FinetuneConfig, PregateConfig
+from overspill.train.finetune.finetuner import FinetuneSummary, finetune
+from overspill.train.finetune.rows import collate
+from overspill.train.finetune.spec import plan_finetuning
+from overspill.train.schedule import lr_share
+from tests.models.huggingface.pregated import call_by_hand
+from tests.train.fakes import Watcher
+from tests.train.finetune.tiny import tiny_settings, write_pairs
+from tests.train.test_export import trained
+
+
+def run(settings: dict[str, Any], display: Watcher | None = None) -> FinetuneSummary:
+    return finetune(PregateConfig.make(settings), display or Watcher())
+
+
+def naive_losses(settings: dict[str, Any]) -> list[float]:
+    """The oracle: a plain model whose gates are called by hand, and torch's optimizer."""
+    config = PregateConfig.make(settings)
+    plan = plan_finetuning(config, lambda line: None)
+    model = AutoModelForCausalLM.from_pretrained(settings["checkpoint"]).train()
+    call_by_hand(model, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.01)
+    order, losses = BatchOrder(len(plan.data.train), config.run.seed), []
+    for step in range(plan.steps):
+        rows = [plan.data.train[n] for n in order.take(4 * step, 4)]
+        optimizer.param_groups[0]["lr"] = plan.lr * lr_share(step, plan.warmup, plan.steps, 0.0)
+        loss = model(**collate(rows, plan.pad, plan.device)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_follows_gates_that_are_called_by_hand(mixtral: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, data, tmp_path / "run", steps=4, lr=3e-4)
+    display = Watcher()
+    summary = run(settings, display)
+    assert display.losses == pytest.approx(naive_losses(settings), rel=1e-5)
+    final = Path(str(summary.final))
+    name = "model.layers.1.mlp.gate.weight"
+    gates = load_file(final / FILE)
+    plain = AutoModelForCausalLM.from_pretrained(mixtral).state_dict()
+    assert torch.equal(gates[f"gate.{name}"], plain[name])
+    assert not torch.equal(gates[f"pregate.{name}"], plain[name])
+    conventional = AutoModelForCausalLM.from_pretrained(final).state_dict()
+    assert torch.equal(conventional[name], plain[name])
+
+
+def test_a_stopped_run_resumes_to_the_same_bits(mixtral: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+
+    def stop(done: int) -> None:
+        if done == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    straight = run(tiny_settings(mixtral, data, tmp_path / "a", steps=5))
+    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=5)
+    first = run(settings, Watcher(stop))
+    assert f"to continue: overspill pregate --resume --out {tmp_path / 'b'}" in first.lines()
+    second = run({**settings, "resume": True})
+    for file in sorted(Path(str(straight.final)).glob("*.safetensors")):
+        other = load_file(Path(str(second.final)) / file.name)
+        for name, value in load_file(file).items():
+            assert torch.equal(other[name], value), name
+    with pytest.raises(CheckpointError, match="pregate_level=1; this run has pregate_level=None"):
+        finetune(FinetuneConfig.make({**settings, "resume": True, "steps": 9}), Watcher())
+
+
+def test_the_pre_gates_alone_and_then_continued(mixtral: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    frozen = {"freeze_experts": True, "freeze_dense": True}
+    alone = run(tiny_settings(mixtral, data, tmp_path / "a", steps=2, **frozen))
+    before = AutoModelForCausalLM.from_pretrained(mixtral).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(str(alone.final)).state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    first = load_file(Path(str(alone.final), FILE))
+    again = run(tiny_settings(Path(str(alone.final)), data, tmp_path / "b", steps=2))
+    second = load_file(Path(str(again.final), FILE))
+    for name, value in first.items():
+        assert torch.equal(second[name], value) == name.startswith("gate."), name
+    with pytest.raises(ConfigError, match=r"--level 2: .* has pre-gates of level 1"):
+        run(tiny_settings(Path(str(alone.final)), data, tmp_path / "c", level=2))
+
+
+def test_a_run_of_overspill_train_is_exported_first(tmp_path: Path) -> None:
+    source = trained(tmp_path, layers=3)
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(source, data, tmp_path / "pregated", steps=2, level=2, seq_len=32)
+    display = Watcher()
+    summary = run(settings, display)
+    assert (source / "exported-step-00000004" / "config.json").is_file()
+    model = overspill.load(str(summary.final), train=False, device="cpu", quiet=True)
+    assert pregate_level(model) == 2
+    model.overspill.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"level": 0}, "--level 0 must be at least 1"),
+        ({"level": 2}, r"level=2 needs at least 3 MoE blocks .* has 2: give at most 1"),
+        ({"lora": 2}, "--lora: a folder of adapters cannot hold pre-gates"),
+    ],
+)
+def test_what_is_not_possible_is_named_before_anything_is_loaded(
+    mixtral: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    with pytest.raises(ConfigError, match=message):
+        run(tiny_settings(mixtral, data, tmp_path / "run", **change))
+    assert not (tmp_path / "run").exists()
