@@ -24,7 +24,7 @@ import overspill
 from overspill.compute.cpu_kernel import read_bandwidth
 from overspill.core.garbage import short_collections
 from overspill.hardware.machine import usable_cores
-from overspill.simulate import ReplayedRouting, routed_by
+from overspill.simulate import DrawnRouting, ReplayedRouting, routed_by
 
 HBM = 4.5e12
 """Bytes a second that kernels of our own have read on an H200."""
@@ -260,7 +260,9 @@ def read_tokens(llm: overspill.LLM, number: int, tokens: int) -> ReadTokens:
 
 
 def run_on_disk(bench: Bench) -> None:
-    """W2 with 4 GiB of host memory: most experts are read from disk."""
+    """W2 with 4 GiB of host memory: most experts are read from disk. With the routers of random
+    weights most of them are found in memory again; with even routing every expert is as likely as
+    any other."""
     args = bench.args
     settings = overspill.Settings(residency=False, follow_usage=False)
     model = overspill.from_config(
@@ -268,26 +270,38 @@ def run_on_disk(bench: Bench) -> None:
     )  # fmt: skip
     engine = model.overspill
     bandwidth = disk_bandwidth(args.disk, engine.layout.weight_bytes, 256)["read"]
-    _, needed = token_bytes(model)
-    with overspill.LLM(model, context=4096, slots=0) as llm, short_collections():
-        found = [read_tokens(llm, number, args.tokens_on_disk) for number in range(args.rounds + 1)]
-    found = found[1:]  # the first one fills the host memory
-    each = statistics.median(read.nbytes for read in found)
+    shares = [[1 / engine.n_experts] * engine.n_experts] * engine.n_layers
+    even = DrawnRouting(shares, model.config.num_experts_per_tok)
+    with overspill.LLM(model, context=4096) as llm, short_collections():
+        write_on_disk("ssd", "random weights", llm, bandwidth, args, 3 * args.tokens_on_disk)
+        with routed_by(model, even):
+            write_on_disk("ssd-even", "even routing", llm, bandwidth, args, args.tokens_on_disk)
+    engine.close()
+
+
+def write_on_disk(
+    name: str, routing: str, llm: overspill.LLM, bandwidth: float, args: argparse.Namespace, n: int
+) -> None:
+    """`n` tokens in each round; the first one fills the memory."""
+    found = [read_tokens(llm, number, n) for number in range(args.rounds + 1)][1:]
+    _, needed = token_bytes(llm.model)
+    speeds = [read.speed * read.nbytes for read in found]
     metrics = {
         "tokens_per_second": metric([read.speed for read in found], "tokens/s"),
-        "disk_read": metric([read.speed * read.nbytes / 1e9 for read in found], "GB/s"),
+        "share": metric([100 * speed / bandwidth for speed in speeds], "%"),
+        "disk_read": metric([speed / 1e9 for speed in speeds], "GB/s"),
         "disk_bandwidth": metric([bandwidth / 1e9], "GB/s"),
         "needed": metric([needed / 1e9], "GB a token"),
     }
     details = {
-        "row": "W2, one request, 4 GiB of host memory, the other experts on disk",
-        "show": ["disk_read", "disk_bandwidth", "needed"],
-        "tokens": args.tokens_on_disk,
-        "placement": engine.describe(),
+        "row": f"W2, one request, 4 GiB of host memory, the other experts on disk, {routing}",
+        "show": ["share", "disk_read", "disk_bandwidth", "needed"],
+        "tokens": n,
+        "placement": llm.model.overspill.describe(),
     }
-    engine.close()
+    each = statistics.median(read.nbytes for read in found)
     limit = Limit(bandwidth / each, "tokens/s", "reading missing experts from disk")
-    write_record("serve-ssd", details, metrics, limit, args.out)
+    write_record(f"serve-{name}", details, metrics, limit, args.out)
 
 
 def main() -> None:

@@ -10,17 +10,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from overspill.compute.decode import attention, expert_groups, experts, host, linear, norm, routing
+from overspill.compute.decode import (
+    attention,
+    expert_groups,
+    experts,
+    host,
+    linear,
+    migrate,
+    norm,
+    routing,
+)
 
 KERNELS = {
     name: kernel
-    for module in (attention, expert_groups, experts, host, linear, norm, routing)
+    for module in (attention, expert_groups, experts, host, linear, migrate, norm, routing)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }
 
 NUMBERS = {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
-WIDE = {"positions", "blocks", "offsets", "table", "link", "is_real"}
+WIDE = {"positions", "blocks", "offsets", "table", "staged", "link", "is_real", "pinned"}
 FLOAT = {"sums", "stats", "weights"}
 LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
 ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
@@ -37,7 +46,8 @@ ROUTE = {
     "MISSES": True, "GIVEN": False,
 }  # fmt: skip
 LOOK_UP = {
-    "TOP_K": 8, "KS": 8, "WIDTH": 2048, "ROWS": 64, "BLOCK": 128, "SHARE": 0, "MISSES": True,
+    "TOP_K": 8, "KS": 8, "WIDTH": 2048, "ROWS": 64, "BLOCK": 128, "SHARE": 0, "STAGED": False,
+    "MISSES": True,
 }  # fmt: skip
 IN = {
     "ACTIVATION": 0, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8, "BLOCK": 256,
@@ -47,6 +57,7 @@ OUT = {
     "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 1,
     "BLOCK": 256,
 }  # fmt: skip
+CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
 CASES = [
     ("_add_norm_kernel", {"N_PARTS": 2, "HOST": 1, "ON_GPU": True, "BLOCK": 2048}, HOST),
     ("_add_norm_kernel", {"N_PARTS": 2, "HOST": 2, "ON_GPU": True, "BLOCK": 2048}, HOST),
@@ -58,7 +69,9 @@ CASES = [
     ("_route_kernel", ROUTE, HOST),
     ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, HOST),
     ("_look_up_kernel", LOOK_UP, HOST),
-    ("_look_up_kernel", LOOK_UP | {"SHARE": 5}, HOST),
+    ("_look_up_kernel", LOOK_UP | {"SHARE": 5, "STAGED": True}, HOST),
+    ("_choose_kernel", {"TOP_K": 8, "ROWS": 4, "BLOCK": 128, "SLOTS": 32}, CHOOSE),
+    ("_migrate_kernel", {"IN_WORD": 2, "BLOCK": 2048}, CHOOSE | {"to": "*i32", "base": "*i32"}),
     ("_expert_in_kernel", IN, FLAGS),
     ("_expert_in_kernel", IN | {"ACTIVATION": 1}, FLAGS),
     ("_expert_in_kernel", IN | {"ACTIVATION": 2, "BIAS": True, "TRANSPOSED": True}, FLAGS),
@@ -79,13 +92,14 @@ CASES.append(("_add_rows_kernel", {"HOST": 1, "BLOCK": 2048, "ON_GPU": True}, FL
 CASES.append(("_sum_kernel", {"KS": 8, "BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
-    "top_k",
+    "top_k", "n_slots", "words",
 }  # fmt: skip
 
 
 def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str], to: int) -> None:
     kernel = KERNELS[name]
-    constants = constants | {"EARLY": to >= 90}
+    if "EARLY" in KERNELS[name].arg_names:
+        constants = constants | {"EARLY": to >= 90}
     signature, aligned = {}, {}
     for position, arg in enumerate(kernel.arg_names):
         if arg in constants:

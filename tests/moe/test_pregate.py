@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import overspill
 from overspill.core.errors import ConfigError, OrderError
+from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.models.pregate import pregate_level
 from tests.moe.oracle import (
@@ -408,3 +409,37 @@ def test_training_with_clipping_and_accumulation(tmp_path: Path) -> None:
         loss = train_step(model, adamw(model, task, eps=1e-4), batches)
         assert loss == pytest.approx(expected, rel=1e-5)
         assert_close(weights_of(model), weights_of(plain))
+
+
+def uploads(monkeypatch: pytest.MonkeyPatch, announced: bool) -> int:
+    """Experts that are uploaded in some forwards, also those that were not needed."""
+    config = GPTConfig(
+        vocab=48, n_layers=6, d_model=16, d_hidden=24, n_heads=2, n_experts=16, top_k=1
+    )
+    model: Any = overspill.offload(
+        overspill.pregate(GPTMoE(config).eval()),
+        mode="host",
+        slots=24,
+        device="cpu",
+        quiet=True,
+        progress=False,
+        settings=overspill.Settings(residency=False, follow_usage=False),
+    )
+    engine, generator = model.overspill, torch.Generator().manual_seed(0)
+    if not announced:
+        monkeypatch.setattr(type(engine), "announce", lambda *args: None)
+    for _ in range(6):
+        with torch.no_grad():
+            model(torch.randint(0, config.vocab, (1, 4), generator=generator))
+        engine.flush()
+    count: int = engine.recorder.counters()["upload"] // engine.layout.weight_bytes
+    engine.close()
+    return count
+
+
+def test_experts_that_pre_gates_have_chosen_are_uploaded_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer of those that are not needed are uploaded."""
+    with_gates = uploads(monkeypatch, announced=True)
+    assert with_gates < 0.8 * uploads(monkeypatch, announced=False)

@@ -93,10 +93,16 @@ class Decoding:
     """Requests of an offloaded model, which get the likeliest tokens of the plain one."""
 
     def __init__(
-        self, plain: Any, model: Any, prompts: Sequence[list[int]] = PROMPTS[:3], slots: int = 0
+        self,
+        plain: Any,
+        model: Any,
+        prompts: Sequence[list[int]] = PROMPTS[:3],
+        slots: int = 0,
+        mode: str = "auto",
     ) -> None:
         self.plain, self.model = plain, model
-        self.runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 4, fused=True, slots=slots)
+        limits = BLOCKS, SIZE, 64, 4
+        self.runner = PagedRunner(model, CPU, *limits, fused=True, slots=slots, mode=mode)
         self._scheduler = Scheduler(BlockPool(BLOCKS, SIZE), 4, 64)
         self.requests = [make_request(prompt, 30) for prompt in prompts]
         for request in self.requests:

@@ -34,9 +34,13 @@ def on_disk(
     host_slots: int = 20,
     slots: int = 0,
     trained: bool = False,
+    mode: str = "auto",
+    level: int = 0,
 ) -> Iterator[Decoding]:
     """Experts on disk share all host slots, or half of them if they are `trained`."""
     plain = gpt(CONFIG)
+    if level:
+        overspill.pregate(plain, level)
     given: dict[str, Any] = {"mode": "disk", "slots": 3, "host_slots": host_slots, "disk": folder}
     model: Any = overspill.offload(
         copy.deepcopy(plain).train(trained),
@@ -46,7 +50,7 @@ def on_disk(
         progress=False,
         **given,
     )
-    made = Decoding(plain, model.eval(), prompts, slots)
+    made = Decoding(plain, model.eval(), prompts, slots, mode)
     try:
         yield made
     finally:
@@ -72,6 +76,24 @@ def test_several_requests_with_late_reads(tmp_path: Path, steps: list[int]) -> N
         made.step()
         made.step()
     assert steps == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("mode", "level"),
+    [("on-demand", 0), ("lookahead", 0), ("prefetch-all", 1), ("pre-gated", 1), ("auto", 2)],
+)
+def test_experts_are_read_ahead_in_some_modes(
+    mode: str, level: int, tmp_path: Path, steps: list[int]
+) -> None:
+    late = Settings(inject=delays(seed=2, longest=1e-3, only="ssd read"))
+    prompts = small(PROMPTS[: 1 if mode == "prefetch-all" else 3])
+    with on_disk(tmp_path, prompts, late, mode=mode, level=level, host_slots=24) as made:
+        before = made.model.overspill.recorder.counters()["ssd read"]
+        made.step()
+        made.step()
+        assert made.model.overspill.recorder.counters()["ssd read"] > before
+        made.model.overspill.flush()  # what nobody has waited for
+    assert steps == [1 if mode == "prefetch-all" else 4] * 2
 
 
 def test_experts_on_disk_may_have_copies_on_the_device(tmp_path: Path, steps: list[int]) -> None:

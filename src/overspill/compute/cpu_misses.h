@@ -30,7 +30,8 @@ struct MissMemory {
     const float* weight;
     const void* x;  // [rows, D]
     float* out;     // [rows, D]: the weighted sum over a row's missing experts
-    const int32_t* ahead;  // experts that the next layer is expected to miss, -1 for none
+    const int32_t* ahead;  // [pairs or experts]: those that a later layer will miss, -1 for none
+    int32_t* ahead_layer;  // that layer, -1 for none; the thread resets it
 };
 
 struct Pair {
@@ -278,7 +279,7 @@ class MissRunner {
             index.push_back(i);
         }
         if (complete) {
-            expect_records(layer + 1);
+            expect_records();
             execute();
             return;
         }
@@ -294,7 +295,7 @@ class MissRunner {
             held = false;
             throw std::runtime_error("records of experts could not be read");
         }
-        expect_records(layer + 1);
+        expect_records();
         if (!first || !execute_some(false)) throw std::runtime_error("experts are not computed");
     }
 
@@ -309,10 +310,11 @@ class MissRunner {
     }
 
     // After what this layer needs: it is more urgent.
-    void expect_records(int64_t layer) {
-        if (layer == sizes.layers) return;
+    void expect_records() {
+        const int64_t layer = std::exchange(*memory.ahead_layer, -1);
+        if (layer < 0 || layer >= sizes.layers) return;
         int64_t count = 0;
-        for (int64_t i = 0; i < *memory.count; ++i) {
+        for (int64_t i = 0; i < most(sizes.rows * sizes.top_k, sizes.experts); ++i) {
             const int32_t expert = memory.ahead[i];
             if (expert < 0 || expert >= sizes.experts || place[expert] >= 0) continue;
             place[expert] = 0;

@@ -68,8 +68,10 @@ class MissBuffers:
     x_RD: Tensor
     out_RD: Tensor
     """float32: the weighted sum over the missing experts of each row; zero for rows without."""
-    ahead_P: Tensor
-    """int32: an expert that the next layer is expected to miss, or -1, for experts on disk."""
+    ahead_N: Tensor
+    """int32: experts on disk that a later layer will miss, or -1."""
+    ahead_layer: Tensor
+    """int32 [1]: that layer, or -1. The thread resets it."""
 
 
 class RecordSource(Protocol):
@@ -85,7 +87,7 @@ class RecordSource(Protocol):
         in tiers.ssd."""
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
-        """The layer after that of `hold` is likely to need these experts."""
+        """A layer after that of `hold` is likely to need these experts."""
 
     def learn(self) -> None:
         """Reading takes a while: follows the use of experts meanwhile."""
@@ -154,7 +156,8 @@ class MissRunner:
             ((pairs,), torch.float32),
             ((max_rows, shape.d_model), dtype),
             ((max_rows, shape.d_model), torch.float32),
-            ((pairs,), torch.int32),
+            ((max(pairs, n_experts),), torch.int32),
+            ((1,), torch.int32),
         )
         self._n_layers, self._n_experts = n_layers, n_experts
         size = sum(_line_bytes(*part) for part in self._parts)
@@ -163,7 +166,7 @@ class MissRunner:
         """The bytes of all buffers."""
         self.host = self.view(self.memory)
         """The buffers, for the host."""
-        self.host.ahead_P.fill_(-1)
+        self.host.ahead_layer.fill_(-1)
         # Kept here: the native threads call it until close(). It must not refer to this object.
         self._callback = (
             None if inject is None else _CALLBACK(partial(_call, inject, self._failures))

@@ -22,6 +22,9 @@ class ExpertDecoder(Protocol):
     ) -> Tensor:
         """Each token's weighted sum over its experts, [T, D]."""
 
+    def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
+        """A pre-gate has chosen these experts of a later layer."""
+
 
 _CURRENT: ContextVar[ExpertDecoder | None] = ContextVar("expert_decoder", default=None)
 

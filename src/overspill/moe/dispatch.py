@@ -82,6 +82,9 @@ class Dispatcher(Protocol):
     def count(self, order: RowOrder) -> None:
         """Lets the host know the rows of each expert, if it does not yet."""
 
+    def start_count(self, layer: int, expert_ids_TK: Tensor) -> Tensor:
+        """The rows of each expert, in host memory when the device has come so far."""
+
     def sort(self, order: RowOrder, last: frozenset[int]) -> None:
         """Sorts the rows by expert; those of the experts `last` come after all others."""
 
@@ -146,6 +149,13 @@ class LocalDispatcher:
         if need_counts or drops:
             self.count(order)
         return order
+
+    def start_count(self, layer: int, expert_ids_TK: Tensor) -> Tensor:
+        counts_E = count_rows(self._positions(layer, expert_ids_TK), self._n_experts)
+        host = torch.empty(
+            counts_E.shape, dtype=counts_E.dtype, pin_memory=counts_E.device.type == "cuda"
+        )
+        return host.copy_(counts_E, non_blocking=True)
 
     def count(self, order: RowOrder) -> None:
         if order.counts is None:

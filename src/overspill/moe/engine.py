@@ -245,6 +245,14 @@ class Engine:
         assert self._moves.streaming is not None
         self._moves.streaming.read_ahead(entry)
 
+    def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
+        """A pre-gate has chosen these experts for the next forward through a layer: they are
+        uploaded, and read from disk, with those of the layers before it."""
+        streaming = self._moves.streaming
+        if streaming is not None and sum(self._store.homes) < len(self._store.entries):
+            with self.exclusive():
+                streaming.compute.announce(layer, expert_ids_TK)
+
     @property
     def cache_slots(self) -> int:
         """Host slots that experts on disk share."""

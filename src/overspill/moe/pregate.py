@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from overspill.core.errors import OrderError
 from overspill.moe import pregate_cover
 from overspill.moe.autograd_state import graph_task, in_function
+from overspill.moe.decoding import current_decoder
+from overspill.moe.placeholder import ExpertPlaceholder
 
 _CARRIED = "_overspill_carried"
 """Attribute of the input of a layer: what its gates take, by chain."""
@@ -301,8 +303,31 @@ def _ask_gate(gate: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> A
     if later < len(gates):
         names = gates[position.number].arguments
         given = dict(zip(names, args, strict=False)) | kwargs
-        running.put(later, gates[later].compute(given, given[names[0]]))
+        routing = gates[later].compute(given, given[names[0]])
+        running.put(later, routing)
+        if not torch.is_grad_enabled():
+            _announce(gates[later].block, routing)
     return result
+
+
+def _announce(block: nn.Module, routing: Any) -> None:
+    """Experts of a later block are known: they are uploaded, or read, meanwhile."""
+    ids = _find_ids(routing)
+    placeholder = next((p for p in block.parameters() if isinstance(p, ExpertPlaceholder)), None)
+    if ids is None or placeholder is None or placeholder.source is not None:
+        return
+    if (decoder := current_decoder()) is not None:
+        decoder.announce(placeholder.layer, ids)
+    else:
+        placeholder.engine.announce(placeholder.layer, ids)
+
+
+def _find_ids(routing: Any) -> Tensor | None:
+    """The ids of experts [T, K] in what a gate returns; None where its block chooses them later."""
+    values = routing if isinstance(routing, tuple) else (routing,)
+    whole = torch.int32, torch.int64
+    found = [each for each in values if isinstance(each, Tensor) and each.dtype in whole]
+    return found[0].reshape(-1, found[0].shape[-1]) if len(found) == 1 else None
 
 
 def _no_pass(position: GatePosition) -> OrderError:

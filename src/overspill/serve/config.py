@@ -24,8 +24,12 @@ class ModelSection:
     """cuda or cpu; default: the GPU if there is one."""
     dtype: Literal["bf16", "fp32"] | None = None
     """Data type of the weights: bf16 or fp32; default: that of the checkpoint."""
-    mode: Literal["auto", "gpu-only"] = "auto"
-    """auto: experts are kept where the budgets allow; gpu-only: all of them on the GPU."""
+    mode: Literal["auto", "gpu-only", "on-demand", "prefetch-all", "lookahead", "pre-gated"] = (
+        "auto"
+    )
+    """auto: the CPU computes experts that are not on the GPU; gpu-only: all are there; the others
+    copy what is missing: when it is needed, all of the next layer, what its router would choose
+    now, or what pre-gates have chosen."""
     slots: Count | None = None
     """Number of experts that fit on the compute device; overrides --gpu-memory."""
     host_slots: Count | None = None

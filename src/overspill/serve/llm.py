@@ -10,7 +10,9 @@ import torch
 from overspill.core.errors import ConfigError, OrderError, OverspillError
 from overspill.hardware.native import has_triton
 from overspill.models.budgets import Budgets, Size
+from overspill.models.pregate import pregate_level
 from overspill.serve.blocks import BlockPool
+from overspill.serve.decode.modes import check_mode, new_mode
 from overspill.serve.loop import ServingLoop
 from overspill.serve.params import Piece, Result, SamplingParams
 from overspill.serve.request import Request
@@ -23,7 +25,6 @@ from overspill.trace.spans import Span
 
 Prompt = str | Sequence[int]
 
-_MODES = {"auto": "auto", "gpu-only": "gpu"}
 _LEAST_SLOTS = 2
 """For prompts: one expert computes while another loads."""
 _BLOCK = 16
@@ -58,8 +59,7 @@ class LLM:
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
     ) -> None:
-        if mode not in _MODES:
-            raise ConfigError(f"mode={mode!r} must be one of {', '.join(map(repr, _MODES))}")
+        check_mode(mode)
         for name, value in (("context", context), ("max_batch", max_batch)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
@@ -69,12 +69,13 @@ class LLM:
             raise ConfigError(f"slots={slots!r} must be a whole number of at least 0")
         streaming = None if slots is None else max(_LEAST_SLOTS, slots)
         budgets = Budgets(
-            gpu_memory, host_memory, disk, device, _MODES[mode], streaming, host_slots
-        )
+            gpu_memory, host_memory, disk, device, "gpu" if mode == "gpu-only" else "auto",
+            streaming, host_slots,
+        )  # fmt: skip
         if not isinstance(model, str | os.PathLike):
             given = {
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
-                "mode": None if mode == "auto" else mode, "host_slots": host_slots,
+                "mode": mode if mode == "gpu-only" else None, "host_slots": host_slots,
                 "device": device, "dtype": dtype,
             }  # fmt: skip
             _check_not_given(given)
@@ -85,13 +86,14 @@ class LLM:
         """The model itself, as a module of PyTorch."""
         self.device: torch.device = source.model.overspill.device
         self.context = source.context
+        new_mode(mode, pregate_level(source.model))  # it may refuse the model
         paged = can_page(source.model)
         runner: Runner
         if paged:
             on_gpu = self.device.type == "cuda"
             dense_there = not source.model.overspill.placement.dense_weights
             fused = on_gpu and dense_there and has_triton("fused decoding")
-            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused, slots
+            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused, slots, mode
             runner = PagedRunner(source.model, self.device, *limits)
         else:
             runner = SequentialRunner(source.model, self.device)

@@ -84,9 +84,11 @@ class PagedRunner(Runner):
         max_batch: int,
         fused: bool,
         slots: int | None = None,
+        mode: str = "auto",
     ) -> None:
         """`fused`: one new token of each request is computed by kernels for that. `slots` experts
-        of host memory get a copy on the device for it (None: as many as fit)."""
+        of host memory get a copy on the device for it (None: as many as fit). `mode` is one of
+        decode/modes."""
         self._model = model
         self._device = device
         self._cache = PagedCache(n_blocks, block_size)
@@ -100,7 +102,7 @@ class PagedRunner(Runner):
         if fused:
             from overspill.serve.decode import decode
 
-            self._decode = decode.Decode(model, self._cache, context, max_batch, slots)
+            self._decode = decode.Decode(model, self._cache, context, max_batch, slots, mode)
         if self._before is not None:
             model.set_attn_implementation(ATTENTION)
 

@@ -244,15 +244,19 @@ class ExpertStore(WorkerSync):
                 entry.io |= Part.WEIGHTS
             return missing
 
-    def begin_reads(self, entries: Collection[Entry], order: Sequence[Entry]) -> list[Entry]:
-        """Gives host slots to experts that will be needed, as far as the others in `order` can
-        leave theirs, and returns those whose weights are to be read now, then `end_reads`."""
+    def begin_reads(
+        self, entries: Iterable[Entry], order: Sequence[Entry], keep: Iterable[Entry] = ()
+    ) -> list[Entry]:
+        """Gives host slots to experts that will be needed, as far as those in `order` can leave
+        theirs without these and those to `keep`, and returns whose weights are to be read now, then
+        `end_reads`."""
+        needed = {*entries, *keep}
         with self.lock:
             found: list[Entry] = []
             for entry in entries:
                 if entry.disk_slot is None or entry.io or entry.stale or entry.readable:
                     continue
-                if entry.host_slot is None and not self.assign_host_slot(entry, entries, order):
+                if entry.host_slot is None and not self.assign_host_slot(entry, needed, order):
                     break
                 entry.io |= Part.WEIGHTS
                 found.append(entry)

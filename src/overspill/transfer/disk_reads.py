@@ -49,7 +49,8 @@ class DiskReads:
         self._recorder = recorder
         self._inject = inject
         self._read_ahead = read_ahead
-        self._expected: set[Entry] = set()  # experts that were read ahead, or are being read
+        # experts that were read ahead, or are being read, by layer
+        self._expected: dict[int, set[Entry]] = {}
         self._held: list[Entry] = []
         self._missing: list[Entry] = []
         self._ahead: list[Entry] = []  # those of the held ones that are being read ahead
@@ -70,8 +71,7 @@ class DiskReads:
         if len(self._used) == _MOST_USED:  # nothing was read for long
             self.learn()
         entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
-        expected, self._expected = self._expected, set()
-        needed = set(entries)
+        expected, needed = self._expected.pop(layer, set()), set(entries)
         self._order[:0] = [entry for entry in expected if entry not in needed]
         self._missing = self._hold(entries, expected)
         self._held = entries
@@ -121,12 +121,14 @@ class DiskReads:
         self._order.sort(key=lambda entry: scores[entry.id.layer][entry.id.index])
 
     def expect(self, layer: int, experts: Iterable[int]) -> None:
-        """The layer after that of `hold` is likely to need these experts."""
+        """A layer after that of `hold` is likely to need these experts."""
         if self._read_ahead is None:
             return
         entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
-        for entry in self._store.begin_reads(entries, self._order):
-            self._expected.add(entry)
+        expected = self._expected.setdefault(layer, set())
+        others = {entry for layer in self._expected.values() for entry in layer}
+        for entry in self._store.begin_reads(entries, self._order, others):
+            expected.add(entry)
             self._read_ahead(entry)
 
     def end_reads(self, failed: int, error: int) -> None:

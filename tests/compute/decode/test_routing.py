@@ -32,19 +32,8 @@ def miss_buffers(
     pairs = n_rows * top_k
     x = torch.full((n_rows, width), -7.0, dtype=dtype, device=device)
     weights = torch.full((pairs,), -7.0, device=device)
-    rows = (
-        ints(1),
-        ints(1),
-        ints(1),
-        ints(1),
-        ints(pairs),
-        ints(pairs),
-        weights,
-        x,
-        x.float(),
-        ints(pairs),
-    )
-    return MissBuffers(*rows)
+    lists = ints(pairs), ints(pairs), weights, x, x.float(), ints(pairs), ints(1)
+    return MissBuffers(ints(1), ints(1), ints(1), ints(1), *lists)
 
 
 def chosen(

@@ -66,16 +66,21 @@ def look_up(
     x_BD: Tensor,
     misses: MissBuffers | None = None,
     link: Link | None = None,
+    staged_E: Tensor | None = None,
 ) -> Routed:
-    """As `route`, for experts that are chosen already. Some of those that are missing are found
-    over the link."""
+    """As `route`, for experts that are chosen already. Those that `table_E` does not have may be
+    staged, or found over the link. `staged_E` may be written on another stream, for which this one
+    waits."""
     offsets, missed, to = _found(weights_BK, ids_BK, misses)
     (batch, top_k), width = ids_BK.shape, x_BD.shape[1]
     link_E, share = link or (table_E, 0)
+    tables = table_E, table_E if staged_E is None else staged_E, link_E
+    # a launch that begins early waits for the kernel before it, and not for other streams
+    how = early(x_BD.device) if staged_E is None else {"EARLY": False}
     _look_up_kernel[(batch,)](
-        ids_BK, weights_BK, table_E, link_E, real_B, x_BD, offsets, *to, width, batch, len(table_E),
+        ids_BK, weights_BK, *tables, real_B, x_BD, offsets, *to, width, batch, len(table_E),
         top_k, power(top_k), power(width), power(batch), power(len(table_E)), share,
-        misses is not None, num_warps=4 if share else 1, **early(x_BD.device),
+        staged_E is not None, misses is not None, num_warps=4 if share else 1, **how,
     )  # fmt: skip
     return Routed(weights_BK, offsets, missed)
 
@@ -137,11 +142,25 @@ def _route_kernel(
 
 
 @triton.jit
+def needed_experts(
+    ids, is_real, n_rows, TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Whether any token needs them, for each expert."""
+    experts, rows = tl.arange(0, BLOCK), tl.arange(0, ROWS)
+    there = (rows < n_rows) & (tl.load(is_real + rows, mask=rows < n_rows, other=0) != 0)
+    needed = tl.zeros((BLOCK,), tl.int32)
+    for k in tl.static_range(TOP_K):
+        found = tl.load(ids + rows * TOP_K + k, mask=there, other=-1)
+        needed = tl.maximum(needed, tl.max((found[:, None] == experts[None, :]).to(tl.int32), 0))
+    return needed > 0
+
+
+@triton.jit
 def _look_up_kernel(
-    ids, weights, table, link, is_real, x, offsets, missed, host_experts, host_weights, host_x,
-    host_count, host_rows, width, n_rows, n_experts, TOP_K: tl.constexpr, KS: tl.constexpr,
+    ids, weights, table, staged, link, is_real, x, offsets, missed, host_experts, host_weights,
+    host_x, host_count, host_rows, width, n_rows, n_experts, TOP_K: tl.constexpr, KS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
-    MISSES: tl.constexpr, EARLY: tl.constexpr,
+    STAGED: tl.constexpr, MISSES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     ks = tl.arange(0, KS)
     after(EARLY)
@@ -151,17 +170,19 @@ def _look_up_kernel(
     value = tl.load(weights + to, mask=ks < TOP_K, other=0.0)
     used = (ks < TOP_K) & (tl.load(is_real + batch) != 0)
     offset = tl.load(table + chosen, mask=used, other=-(1 << 62))
+    if STAGED:
+        absent = used & (offset == -(1 << 62))
+        offset = tl.where(absent, tl.load(staged + chosen, mask=absent, other=0), offset)
     if SHARE > 0:
         # every row finds the same experts: of those that any row misses, some are on the link
-        experts, rows = tl.arange(0, BLOCK), tl.arange(0, ROWS)
-        there = (rows < n_rows) & (tl.load(is_real + rows, mask=rows < n_rows, other=0) != 0)
-        needed = tl.zeros((BLOCK,), tl.int32)
-        for k in tl.static_range(TOP_K):
-            found = tl.load(ids + rows * TOP_K + k, mask=there, other=-1)
-            same = (found[:, None] == experts[None, :]).to(tl.int32)
-            needed = tl.maximum(needed, tl.max(same, 0))
-        place = tl.load(table + experts, mask=experts < n_experts, other=0)
-        missing = (needed > 0) & (place == -(1 << 62))
+        experts = tl.arange(0, BLOCK)
+        inside = experts < n_experts
+        place = tl.load(table + experts, mask=inside, other=0)
+        if STAGED:
+            other = tl.load(staged + experts, mask=inside, other=0)
+            place = tl.where(place == -(1 << 62), other, place)
+        needed = needed_experts(ids, is_real, n_rows, TOP_K, ROWS, BLOCK)
+        missing = needed & (place == -(1 << 62))
         before = tl.cumsum(missing.to(tl.int32), 0)
         linked = missing & (before * SHARE // 16 > (before - 1) * SHARE // 16)
         own = (chosen[:, None] == experts[None, :]) & linked[None, :]

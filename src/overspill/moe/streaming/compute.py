@@ -63,6 +63,7 @@ class StreamingCompute(ExpertCompute):
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)
         self.split = self._new_split(costs)
         self._cpu: CpuExperts | None = None
+        self._announced: dict[int, Tensor] = {}  # rows of each expert, by layer
         self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
         self.uploader, self._waves = self._start_uploads(settings.uploader)
         store.watch_device(self._device_busy)
@@ -129,8 +130,20 @@ class StreamingCompute(ExpertCompute):
             may_resort=allowed,
             unsorted=allowed and self._expects_split(layer_pass.layer),
         )
+        self._follow_announced()
         self._enter(layer_pass, phase)
         self.trace.enter_experts()
+
+    def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
+        """Nothing waits for the device: its counts are read when the next pass begins, which has
+        waited for those of its own."""
+        self._announced[layer] = self.dispatcher.start_count(layer, expert_ids_TK)
+
+    def _follow_announced(self) -> None:
+        announced, self._announced = self._announced, {}
+        with self._store.lock:
+            for layer, counts_E in announced.items():
+                self.cursor.announce(layer, counts_E.tolist())
 
     def enter_backward(self, layer_pass: LayerPass) -> None:
         self._store.lifetime.check()

@@ -17,11 +17,13 @@ class CountSource(enum.Enum):
 
 
 class ExpectedCounts:
-    """Before a forward the last passes tell what to expect; backward has the forward's routing."""
+    """Before a forward the last passes tell what to expect, or pre-gates; backward has the
+    forward's routing."""
 
     def __init__(self, n_layers: int) -> None:
         self._routed: list[tuple[float, ...] | None] = [None] * n_layers
         self._history: list[tuple[float, ...] | None] = [None] * n_layers
+        self._announced: list[tuple[float, ...] | None] = [None] * n_layers
 
     def observe(self, layer: int, counts: Sequence[int]) -> None:
         """The routing of a forward."""
@@ -32,11 +34,17 @@ class ExpectedCounts:
             pairs = zip(before, counts, strict=True)
             self._history[layer] = tuple(_DECAY * old + (1 - _DECAY) * new for old, new in pairs)
         self._routed[layer] = tuple(counts)
+        self._announced[layer] = None
+
+    def announce(self, layer: int, counts: Sequence[int]) -> None:
+        """A pre-gate has chosen the routing of the next forward."""
+        self._announced[layer] = tuple(counts)
 
     def exchange(self, layer: int, first: int, second: int) -> None:
         """The experts at two positions have exchanged places."""
         self._routed[layer] = _exchanged(self._routed[layer], first, second)
         self._history[layer] = _exchanged(self._history[layer], first, second)
+        self._announced[layer] = _exchanged(self._announced[layer], first, second)
 
     def expected(
         self, layer: int, phase: Phase
@@ -44,6 +52,8 @@ class ExpectedCounts:
         """The counts of the next pass through the layer; None if nothing is known."""
         if phase is Phase.BACKWARD:
             return self._routed[layer], CountSource.ROUTING
+        if self._announced[layer] is not None:
+            return self._announced[layer], CountSource.ROUTING
         return self._history[layer], CountSource.HISTORY
 
 

@@ -36,6 +36,10 @@ class StepCursor:
             self._counts_ahead.observe(layer, counts)
             self.usage.observe(layer, counts)
 
+    def announce(self, layer: int, counts: Sequence[int]) -> None:
+        """The token rows of each expert in the next forward through a layer."""
+        self._counts_ahead.announce(layer, counts)
+
     def exchange(self, layer: int, first: int, second: int) -> None:
         """The experts at two positions have exchanged places."""
         self._counts_ahead.exchange(layer, first, second)

@@ -12,11 +12,15 @@ from overspill.compute.cpu_kernel import why_unsupported
 from overspill.core.errors import ConfigError
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.routing import RoutingSource
+from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.serve.decode.cache import ExpertCache
 from overspill.serve.decode.graphs import CaptureError, DecodeGraphs
 from overspill.serve.decode.host_experts import HostExperts
+from overspill.serve.decode.linked_experts import LinkedExperts
+from overspill.serve.decode.missing import MissingExperts
+from overspill.serve.decode.modes import new_mode
 from overspill.serve.decode.module_step import ModuleStep, can_step
 from overspill.serve.decode.step import Computed, DecodeStep
 from overspill.serve.decode.structure import read_decoder
@@ -43,6 +47,7 @@ class Decode:
         context: int,
         max_batch: int,
         slots: int | None = None,
+        mode: str = "auto",
     ) -> None:
         """`slots` are the GPU slots for copies of experts; None: as many as fit into the budget."""
         engine = model.overspill
@@ -52,6 +57,8 @@ class Decode:
         self._max_blocks = -(-context // cache.block_size)
         self._cache = cache
         self._slots = slots
+        self._level = pregate_level(model)
+        self._mode = new_mode(mode, self._level)
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         with torch.inference_mode(False):  # what is made here outlives it
             self._table = ExpertTable(engine)
@@ -60,16 +67,24 @@ class Decode:
                 first = self._decoder.layers[0].attention
                 like = self._decoder.embedding.new_empty(first.kv_heads, first.width)
                 self._memory = cache.allocate(len(self._decoder.layers), like)
+        if mode == "lookahead" and self._decoder is None:
+            raise ConfigError(
+                f"mode='lookahead' is not for {type(model).__name__}: its routers are not known; "
+                "choose another mode"
+            )
         # the model cannot be a graph
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
         activation = self._placeholders[0].activation
-        reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
+        self._on_cpu = self._mode.on_cpu or engine.uses_disk
+        reason = None
+        if self._on_cpu:
+            reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
         self._held = not self._refused and reason is None
         if self._held:  # copies use the memory better: any expert may have one
             engine.hold_homes(self)
         self._n_moves = -1  # of experts, as the table has them
         self._n_written = 0  # as copies have them
-        self._host: HostExperts | None = None
+        self._missing: MissingExperts | None = None
         self._experts: ExpertCache | None = None
         self._cpu_refuses = False  # experts that are not on the device
         # with experts on the host or without, by what chooses experts instead of the routers
@@ -84,31 +99,31 @@ class Decode:
         # no thread moves experts before the step is on the stream; Ctrl-C would lose GPU slots
         with engine.exclusive(), DeferredInterrupt():
             complete = all(count == engine.n_experts for count in engine.homes)
-            if not self._can_step() or not (complete or self._has_host()):
+            if not self._can_step() or not (complete or self._has_missing()):
                 return None
             engine.recover()
             self._follow_moves()
             if complete:
                 self._table.apply()
                 return self._step(None, tokens, spans, draws)
-            assert self._host is not None
+            assert self._missing is not None
             assert self._experts is not None
-            self._host.resume()
+            self._missing.resume()
             self._experts.before_step()
             try:
-                return self._step(self._host, tokens, spans, draws)
+                return self._step(self._missing, tokens, spans, draws)
             finally:
-                self._host.launched()
+                self._missing.launched()
 
     def _step(
         self,
-        host: HostExperts | None,
+        missing: MissingExperts | None,
         tokens: Sequence[int] | Tensor,
         spans: Sequence[Span],
         draws: Sequence[Draw],
     ) -> Computed | None:
         try:
-            computed = self._graphs_of(host).run(tokens, spans, draws)
+            computed = self._graphs_of(missing).run(tokens, spans, draws)
         except CaptureError as error:
             if self._decoder is not None:
                 raise
@@ -118,7 +133,7 @@ class Decode:
             self._release_homes()
             _log.info("%s without a CUDA graph: %s", _MODULES, error)
             return None
-        if host is not None and self._experts is not None:
+        if missing is not None and self._experts is not None:
             self._experts.after_step(computed.ids_LBK)
         return computed
 
@@ -133,11 +148,11 @@ class Decode:
             self._experts.follow_moves(addresses, keep)
         else:
             self._table.set_all(addresses)
-        if self._host is not None:
-            self._host.update(self._table)
-        if self._host is not None and self._experts is not None:
+        if self._missing is not None:
+            self._missing.update()
+        if self._missing is not None and self._experts is not None:
             # an upload keeps a host slot until the steps have ended that may wait for one
-            self._experts.limit_uploads(self._host.free_slots)
+            self._experts.limit_uploads(self._missing.free_slots)
 
     def _can_step(self) -> bool:
         """Whether steps can compute this model, as it is now."""
@@ -146,26 +161,27 @@ class Decode:
         # routing may be replaced for a while
         return all(each.source is None for each in self._placeholders)
 
-    def _graphs_of(self, host: HostExperts | None) -> DecodeGraphs:
+    def _graphs_of(self, missing: MissingExperts | None) -> DecodeGraphs:
         found = (each.source for each in self._placeholders)
         sources = tuple(source for source in found if source is not None)
-        key = host is not None, sources
+        key = missing is not None, sources
         if key not in self._graphs:
             step: DecodeStep | ModuleStep
             if self._decoder is None:
-                step = ModuleStep(self._model, self._table, self._cache, host)
+                step = ModuleStep(self._model, self._table, self._cache, missing, self._mode)
             else:
                 size = self._cache.block_size
-                step = DecodeStep(self._decoder, self._table, self._memory, size, host)
+                args = self._decoder, self._table, self._memory, size, missing, self._mode
+                step = DecodeStep(*args)
             limits = self._max_batch, self._max_blocks, self._cache.spare_block
             self._graphs[key] = DecodeGraphs(step, *limits, self._engine.device, sources)
         return self._graphs[key]
 
-    def _has_host(self) -> bool:
+    def _has_missing(self) -> bool:
         if self._cpu_refuses:
             return False
-        if self._host is not None:
-            return self._host.fits  # experts that leave the device take host slots
+        if self._missing is not None:
+            return self._missing.fits  # experts that leave the device take host slots
         first = self._placeholders[0]
         if first.top_k is None:  # no pass yet: the modules compute a prompt of one token
             return False
@@ -174,37 +190,45 @@ class Decode:
             if not can_map(self._engine.device):
                 raise ConfigError(f"{self._engine.device} cannot access pinned memory")
             with torch.inference_mode(False):  # the buffers outlive it
-                host = HostExperts(
-                    self._engine, first.activation, first.top_k, size, self._engine.settings.inject
-                )
+                missing = self._new_missing(first, first.top_k, size)
         except ConfigError as error:
             self._cpu_refuses = True
             self._release_homes()
             _log.info("%s while experts are not on the GPU: %s", _MODULES, error)
             return False
         self._n_moves = -1
-        self._experts = ExpertCache(self._engine, self._table, self._count_slots())
-        self._host = host  # last: steps use both
+        slots = self._count_slots(missing.most_bytes)
+        self._experts = ExpertCache(self._engine, self._table, slots)
+        self._missing = missing  # last: steps use both
         return True
 
-    def _count_slots(self) -> int:
-        """GPU slots within the budget, beside what is allocated: at least one prompt was computed
-        before."""
+    def _new_missing(self, first: ExpertPlaceholder, top_k: int, size: int) -> MissingExperts:
+        engine, table = self._engine, self._table
+        if not self._on_cpu:
+            every = self._mode.copies_all
+            most = engine.n_experts if every else min(engine.n_experts, size * top_k)
+            return LinkedExperts(engine, table, max(1, self._level), most)
+        return HostExperts(engine, table, first.activation, top_k, size, engine.settings.inject)
+
+    def _count_slots(self, others: int) -> int:
+        """GPU slots within the budget, beside what is allocated (at least one prompt was computed
+        before) and `others` bytes."""
         engine = self._engine
         elsewhere = engine.n_layers * engine.n_experts - sum(engine.homes)
         use = engine.gpu_use()
         if self._slots is not None or use is None:
             return min(self._slots or 0, elsewhere)
-        free = _CACHE_SHARE * (use["budget"] - use["reserved"])
+        free = _CACHE_SHARE * (use["budget"] - use["reserved"]) - others
         return max(0, min(elsewhere, int(free // engine.layout.weight_bytes)))
 
     def wait(self) -> None:
         """Until no step needs host slots that experts on disk share: a pass of the modules would
         lose experts that it has read ahead."""
-        if self._host is not None and self._engine.uses_disk and self._engine.device.type == "cuda":
+        if self._missing is None or not self._engine.uses_disk:
+            return
+        if self._engine.device.type == "cuda":
             torch.cuda.current_stream(self._engine.device).synchronize()
-        if self._host is not None:
-            self._host.wait_released()
+        self._missing.wait_released()
 
     def give_memory(self) -> bool:
         """Makes GPU memory free for a prompt; False if there is none to give."""
@@ -220,38 +244,38 @@ class Decode:
 
     def stats(self) -> dict[str, Any]:
         """What steps have found on the device."""
-        if self._experts is None or self._host is None:
+        if self._experts is None or self._missing is None:
             return {}
         hits, uses = self._experts.hits_L, self._experts.uses_L
         return {
             "expert_slots": self._experts.n_slots,
             "expert_hit_rate": [float(h / max(u, 1)) for h, u in zip(hits, uses, strict=True)],
             "experts_missed": self._experts.n_missed,
-            "experts_on_cpu": self._host.n_misses,
+            "experts_on_cpu": self._missing.n_misses,
         }
 
     def take_spans(self) -> list[TraceSpan]:
         """When the CPU computed experts, since the last call."""
-        return [] if self._host is None else self._host.take_spans()
+        return [] if self._missing is None else self._missing.take_spans()
 
     def check(self) -> None:
         """Raises what failed in a step that has ended."""
-        if self._host is not None:
-            self._host.check()
+        if self._missing is not None:
+            self._missing.check()
 
     def discard(self) -> None:
         """Waits for the steps that have begun, and forgets what fails in them."""
-        if self._host is None:
+        if self._missing is None:
             return
         if self._engine.device.type == "cuda":
             torch.cuda.current_stream(self._engine.device).synchronize()
         with suppress(Exception):
-            self._host.check()
+            self._missing.check()
 
     def pause(self) -> None:
         """No step follows for a while."""
-        if self._host is not None and not self._engine.lifetime.forked:
-            self._host.pause()
+        if self._missing is not None and not self._engine.lifetime.forked:
+            self._missing.pause()
 
     def close(self) -> None:
         if self._engine.device.type == "cuda":
@@ -261,5 +285,5 @@ class Decode:
         self._release_homes()
         if self._experts is not None:
             self._experts.close()
-        if self._host is not None:
-            self._host.close()
+        if self._missing is not None:
+            self._missing.close()

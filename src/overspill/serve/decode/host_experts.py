@@ -8,12 +8,14 @@ from torch import Tensor
 
 from overspill.compute.activation import Activation
 from overspill.compute.decode import constants
+from overspill.compute.decode.constants import ABSENT
 from overspill.compute.decode.host import HostRows, Request
 from overspill.compute.decode.routing import Link
 from overspill.compute.misses import MissRunner
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import usable_cores
 from overspill.moe.engine import Engine
+from overspill.serve.decode.modes import Ahead
 from overspill.serve.decode.table import ExpertTable
 from overspill.trace.spans import Span
 from overspill.transfer.mapped import on_device
@@ -28,17 +30,17 @@ class HostExperts:
     def __init__(
         self,
         engine: Engine,
+        table: ExpertTable,
         activation: Activation | None,
         top_k: int,
         max_batch: int,
         inject: Callable[[str], object] | None = None,
-        look_ahead: bool = False,
     ) -> None:
-        """With `look_ahead`, experts on disk are read as soon as a step expects to need them."""
-        self._look_ahead = look_ahead
         self._engine = engine
+        self._table = table
         self._on_gpu = engine.device.type == "cuda"
         self._end = torch.cuda.Event() if self._on_gpu else None
+        self._all = torch.arange(engine.n_experts, dtype=torch.int32, device=engine.device)
         self._most = min(engine.n_experts, max_batch * top_k)  # experts of a step
         self._reads = engine.new_disk_reads() if engine.uses_disk else None
         if not self.fits:
@@ -67,6 +69,11 @@ class HostExperts:
             raise
 
     @property
+    def most_bytes(self) -> int:
+        """Steps need no memory of the device for them."""
+        return 0
+
+    @property
     def free_slots(self) -> int | None:
         """Host slots that experts on disk share and no step needs, until experts move; None: no
         expert is there."""
@@ -77,27 +84,39 @@ class HostExperts:
         """Whether a step finds enough host slots."""
         return self.free_slots is None or self.free_slots >= 0
 
-    def update(self, table: ExpertTable) -> None:
+    def update(self) -> None:
         """Follows experts that have moved."""
         if self._reads is not None:
             return
         records = self._engine.host_addresses()
-        table.set_pinned(records)
+        self._table.set_pinned(records)
         for layer, addresses in enumerate(records):
             self._runner.set_records(layer, addresses)
 
-    def link(self, table: ExpertTable, layer: int, n_rows: int) -> Link | None:
+    def link(self, layer: int, n_rows: int) -> Link | None:
         """Experts of a layer that the device reads where they are in host memory. With few rows an
         expert would be read more than once."""
         share = constants.LINK_SHARE
         if not share or self._reads is not None or n_rows < constants.SEVERAL:
             return None
-        return Link(table.pinned[layer], share)
+        return Link(self._table.pinned[layer], share)
 
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether it helps to know which experts the next layer will miss."""
-        return self._look_ahead and self._reads is not None
+    def begin(self, ahead: Ahead, real_B: Tensor) -> None:
+        """Experts on disk that a later layer needs are read when the CPU gets its next request."""
+        if self._reads is None:
+            return
+        ids = self._all if ahead.ids_BK is None else ahead.ids_BK
+        absent = self._table.offsets[ahead.layer][ids] == ABSENT
+        if ahead.ids_BK is not None:
+            absent &= (real_B != 0)[:, None]
+        buffers = self.buffers
+        buffers.ahead_N.fill_(-1)
+        buffers.ahead_N[: ids.numel()].copy_(torch.where(absent, ids, -1).flatten())
+        buffers.ahead_layer.fill_(ahead.layer)
+
+    def staged(self, layer: int) -> Tensor | None:
+        """Nothing is copied to the device."""
+        return None
 
     def wait_released(self) -> None:
         """Until no step that has ended keeps host slots."""
@@ -121,14 +140,16 @@ class HostExperts:
         """No step follows for a while."""
         self._runner.pause()
 
-    def request(self, layer: int, missed_B: Tensor) -> Request:
+    def request(self, layer: int, missed_B: Tensor | None) -> Request | None:
         """Tells the thread that the token rows and the missing experts of a layer are in the
         buffers."""
         buffers = self.buffers
+        assert missed_B is not None
         return Request(buffers.ready_L[layer:], buffers.done_L[layer:], missed_B)
 
-    def rows(self, layer: int, missed_B: Tensor) -> HostRows:
+    def rows(self, layer: int, missed_B: Tensor | None) -> HostRows | None:
         """What the CPU computes of them."""
+        assert missed_B is not None
         return HostRows(self.buffers.out_RD, missed_B, self.buffers.done_L[layer:])
 
     @property

@@ -14,9 +14,11 @@ from overspill.compute.decode.host import add_host_rows
 from overspill.compute.decode.routing import look_up
 from overspill.models.attention_cache import AttentionOptions, attention_cache
 from overspill.models.gpt import GPTMoE
+from overspill.models.pregate import pregate_level
 from overspill.moe.decoding import decoding
 from overspill.moe.placeholder import ExpertPlaceholder
-from overspill.serve.decode.host_experts import HostExperts
+from overspill.serve.decode.missing import MissingExperts
+from overspill.serve.decode.modes import Mode
 from overspill.serve.decode.step import Batch, Computed
 from overspill.serve.decode.table import ExpertTable
 from overspill.serve.paged import PagedCache
@@ -37,17 +39,27 @@ class ModuleStep:
     """Computes logits with the modules of the model."""
 
     def __init__(
-        self, model: Any, table: ExpertTable, cache: PagedCache, host: HostExperts | None
+        self,
+        model: Any,
+        table: ExpertTable,
+        cache: PagedCache,
+        missing: MissingExperts | None,
+        mode: Mode,
     ) -> None:
         self._model = model
         self._table = table
         self._cache = cache
-        self._host = host
+        self._missing = missing
+        self._mode = mode
+        self.level = pregate_level(model)
+        self.n_layers = len(table.offsets)
+        self._announced: dict[int, Tensor] = {}  # experts of later layers
         self._batch: Batch | None = None
         self._ids: Tensor | None = None
 
     def __call__(self, batch: Batch) -> Computed:
         self._batch, self._ids = batch, None
+        self._announced.clear()
         with attention_cache(self), decoding(self):
             logits = self._model(
                 input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False
@@ -80,7 +92,7 @@ class ModuleStep:
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
     ) -> Tensor:
-        batch, host, layer = self._batch, self._host, placeholder.layer
+        batch, missing, layer = self._batch, self._missing, placeholder.layer
         assert batch is not None
         engine = placeholder.engine
         if self._ids is None:
@@ -88,21 +100,34 @@ class ModuleStep:
             self._ids = torch.empty(shape, dtype=torch.int32, device=x_TD.device)
         ids = self._ids[layer]
         ids.copy_(expert_ids_TK)
-        buffers = None if host is None else host.buffers
+        buffers = None if missing is None else missing.buffers
         weights = weights_TK.float().contiguous()
         x_TD = x_TD.contiguous()
-        link = None if host is None else host.link(self._table, layer, len(x_TD))
+        link = staged = None
+        if missing is not None:
+            ahead = self._mode.ahead(layer, self)
+            if ahead is not None:
+                missing.begin(ahead, batch.real)
+            link, staged = missing.link(layer, len(x_TD)), missing.staged(layer)
         table = self._table.offsets[layer]
-        routed = look_up(ids, weights, table, batch.real, x_TD, buffers, link)
-        request = None
-        if host is not None and routed.missed_B is not None:
-            request = host.request(layer, routed.missed_B)
+        routed = look_up(ids, weights, table, batch.real, x_TD, buffers, link, staged)
+        request = None if missing is None else missing.request(layer, routed.missed_B)
         assert isinstance(placeholder.activation, Fused)
         activation = SILU if placeholder.activation.gated else GELU
         y = experts(
             x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden, activation,
             engine.shape.bias, engine.shape.transposed, request,
         )  # fmt: skip
-        if host is not None and routed.missed_B is not None:
-            add_host_rows(y, host.rows(layer, routed.missed_B))
+        rows = None if missing is None else missing.rows(layer, routed.missed_B)
+        if rows is not None:
+            add_host_rows(y, rows)
         return y.to(x_TD.dtype)
+
+    def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
+        self._announced[layer] = expert_ids_TK.to(torch.int32)
+
+    def known(self, layer: int) -> Tensor | None:
+        return self._announced.get(layer)
+
+    def guess(self, layer: int) -> Tensor:
+        raise AssertionError("the routers of other layers are not known; refused before")

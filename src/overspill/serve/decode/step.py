@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overspill.compute.decode.attention import attend, rotate_and_store
-from overspill.compute.decode.constants import ABSENT
 from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import HostRows
 from overspill.compute.decode.linear import linear
 from overspill.compute.decode.norm import add_norm
 from overspill.compute.decode.routing import Routed, look_up, route
 from overspill.compute.misses import MissBuffers
-from overspill.serve.decode.host_experts import HostExperts
+from overspill.serve.decode.missing import MissingExperts
+from overspill.serve.decode.modes import Auto, Mode
 from overspill.serve.decode.structure import Attention, Decoder, Experts, Norm
 from overspill.serve.decode.table import ExpertTable
 from overspill.serve.sampling import Chosen
@@ -59,42 +59,39 @@ class DecodeStep:
         table: ExpertTable,
         cache: Sequence[KeysValues],
         block_size: int,
-        host: HostExperts | None = None,
+        missing: MissingExperts | None = None,
+        mode: Mode | None = None,
     ) -> None:
-        """`cache` has the keys and values of each layer; `host` computes experts that are not on
-        the device."""
-        self._decoder = decoder
-        self._table = table
+        """`cache` has the keys and values of each layer; `missing` gives experts that are not on
+        the device, as `mode` wants it."""
+        self.decoder = decoder
+        self.table = table
         self._cache = cache
         self._block_size = block_size
-        self._host = host
+        self._missing = missing
+        self._mode = mode or Auto()
 
     def __call__(self, batch: Batch) -> Computed:
         """The logits after these tokens, the last of their sequences."""
-        decoder = self._decoder
+        decoder = self.decoder
         residual = F.embedding(batch.tokens, decoder.embedding)
         fed, ids = Fed([]), batch.ids
         if ids is None:
             ids = self._new_ids(len(residual))
-        following = [*decoder.experts[1:], None]
+        routing = _Routing(self, batch, ids)
         for number, layer in enumerate(decoder.layers):
             x = _add_norm(residual, fed, layer.attention_norm)
             y = self._attend(number, layer.attention, x, batch)
             x = _add_norm(residual, Fed([y]), layer.feed_norm)
             feed = layer.feed
-            if isinstance(feed, Experts):
-                at = feed.placeholder.layer
-                self._expect(following[at], x, batch)
-                fed = self._experts(feed, x, batch, ids[at])
-            else:
-                fed = Fed([feed(x)])
+            fed = self._feed(feed, x, routing) if isinstance(feed, Experts) else Fed([feed(x)])
         x = _add_norm(residual, fed, decoder.norm)
         return Computed(_linear(x, decoder.head, decoder.head_bias), ids)
 
     def _new_ids(self, n_rows: int) -> Tensor:
-        layers = self._decoder.experts
+        layers = self.decoder.experts
         shape = len(layers), n_rows, layers[0].top_k
-        return torch.empty(shape, dtype=torch.int32, device=self._table.offsets.device)
+        return torch.empty(shape, dtype=torch.int32, device=self.table.offsets.device)
 
     def _attend(self, layer: int, own: Attention, x: Tensor, batch: Batch) -> Tensor:
         qkv = _linear(x, own.qkv, own.qkv_bias)
@@ -107,54 +104,88 @@ class DecodeStep:
             norms = own.head_norms[0].weight, own.head_norms[1].weight
             eps = own.head_norms[0].eps
         cache = self._cache[layer]
-        tables = self._decoder.cosines, self._decoder.sines
+        tables = self.decoder.cosines, self.decoder.sines
         where = batch.positions, batch.blocks, self._block_size
         q = rotate_and_store(qkv, tables, norms, eps, *where, cache)
         y = attend(q, cache, *where, own.scale, own.window, own.sinks)
         return _linear(y, own.out, own.out_bias)
 
-    def _expect(self, following: Experts | None, x: Tensor, batch: Batch) -> None:
-        """Tells the host which experts the next layer will miss, as its router sees this layer's
-        input: most of them are right."""
-        host = self._host
-        if host is None or not host.reads_ahead or following is None or batch.ids is not None:
-            return
-        ids = torch.empty(len(x), following.top_k, dtype=torch.int32, device=x.device)
-        offsets = self._route(following, x, batch, ids, None, given=False).offsets
-        absent = (offsets == ABSENT) & (batch.real != 0)[:, None]
-        host.buffers.ahead_P[: ids.numel()].view_as(ids).copy_(torch.where(absent, ids, -1))
-
-    def _route(
+    def route(
         self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor, misses: MissBuffers | None,
         given: bool,
     ) -> Routed:  # fmt: skip
         wide = torch.float32 if own.wide_router else x.dtype
         logits = linear(x, own.router, own.router_bias, wide)
         choice = own.top_k, own.softmax_first, own.normalize
-        table = self._table.offsets[own.placeholder.layer]
+        table = self.table.offsets[own.placeholder.layer]
         return route(logits, *choice, table, batch.real, x, ids_BK, misses, given)
 
-    def _experts(self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor) -> Fed:
-        host, layer = self._host, own.placeholder.layer
-        buffers = None if host is None else host.buffers
-        link = None if host is None else host.link(self._table, layer, len(x))
-        misses = buffers if link is None else None
-        routed = self._route(own, x, batch, ids_BK, misses, batch.ids is not None)
-        if link is not None:
-            table = self._table.offsets[layer]
-            routed = look_up(ids_BK, routed.weights, table, batch.real, x, buffers, link)
-        request = None
-        if host is not None and routed.missed_B is not None:
-            request = host.request(layer, routed.missed_B)
+    def _feed(self, own: Experts, x: Tensor, routing: "_Routing") -> Fed:
+        layer, missing = own.placeholder.layer, self._missing
+        routed = routing.enter(layer, x, missing, self._mode)
         shape = own.placeholder.engine.shape
+        request = None if missing is None else missing.request(layer, routed.missed_B)
         y = experts(
-            x, routed.weights, routed.offsets, self._table.base, shape.d_hidden, own.activation,
+            x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
             shape.bias, shape.transposed, request,
         )  # fmt: skip
         parts = [y] if own.shared is None else [y, own.shared(x)]
-        if host is None or routed.missed_B is None:
-            return Fed(parts)
-        return Fed(parts, host.rows(layer, routed.missed_B))
+        return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))
+
+
+class _Routing:
+    """The experts of the tokens of one step: those of the current layer, and of later ones as far
+    as pre-gates have chosen them."""
+
+    def __init__(self, step: DecodeStep, batch: Batch, ids_LBK: Tensor) -> None:
+        self._step = step
+        self._batch = batch
+        self._ids_LBK = ids_LBK
+        self._given = batch.ids is not None
+        self.level = step.decoder.level
+        self.n_layers = len(ids_LBK)
+        self._weights: dict[int, Tensor] = {}  # of layers whose experts are chosen already
+        self._x: Tensor | None = None  # of the current layer
+
+    def enter(self, layer: int, x: Tensor, missing: MissingExperts | None, mode: Mode) -> Routed:
+        """The experts of a layer with this input, and where they are."""
+        self._x = x
+        link = None if missing is None else missing.link(layer, len(x))
+        simple = link is None and not self.level
+        buffers = None if missing is None else missing.buffers
+        routed = None
+        if layer not in self._weights:
+            routed = self._choose(layer, buffers if simple else None)
+        later = layer + self.level
+        if self.level and later < self.n_layers:
+            self._weights[later] = self._choose(later, None).weights
+        if missing is not None:
+            ahead = mode.ahead(layer, self)
+            if ahead is not None:
+                missing.begin(ahead, self._batch.real)
+        if routed is not None and simple:
+            return routed
+        weights = self._weights.pop(layer) if routed is None else routed.weights
+        staged = None if missing is None else missing.staged(layer)
+        table, ids = self._step.table.offsets[layer], self._ids_LBK[layer]
+        return look_up(ids, weights, table, self._batch.real, x, buffers, link, staged)
+
+    def known(self, layer: int) -> Tensor | None:
+        return self._ids_LBK[layer]
+
+    def guess(self, layer: int) -> Tensor:
+        if self._given:  # the routers do not choose
+            return self._ids_LBK[layer]
+        assert self._x is not None
+        ids = torch.empty_like(self._ids_LBK[layer])
+        own = self._step.decoder.experts[layer]
+        self._step.route(own, self._x, self._batch, ids, None, given=False)
+        return ids
+
+    def _choose(self, layer: int, misses: MissBuffers | None) -> Routed:
+        assert self._x is not None
+        own, ids = self._step.decoder.experts[layer], self._ids_LBK[layer]
+        return self._step.route(own, self._x, self._batch, ids, misses, self._given)
 
 
 def _add_norm(residual: Tensor, fed: Fed, norm: Norm) -> Tensor:

@@ -6,6 +6,7 @@ all tokens beside them. Models that differ run through their own modules.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from overspill.compute.activation import Fused, is_clamped
 from overspill.compute.decode.constants import CLAMPED, GELU, SILU
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.experts import PLACEHOLDER
+from overspill.models.pregate import pregate_level
+from overspill.moe import pregate
 from overspill.moe.placeholder import ExpertPlaceholder
 
 _TYPES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"})
@@ -85,8 +88,9 @@ class Decoder:
     head_bias: Tensor | None
     cosines: Tensor  # [positions, width / 2]
     sines: Tensor
+    level: int = 0  # of the pre-gates: a router is computed so many layers earlier
 
-    @property
+    @cached_property
     def experts(self) -> list[Experts]:
         """Of all layers that have some."""
         return [layer.feed for layer in self.layers if isinstance(layer.feed, Experts)]
@@ -112,7 +116,7 @@ def read_decoder(model: Any, context: int) -> Decoder | None:
     head = model.lm_head
     return Decoder(
         inner.embed_tokens.weight.data, layers, _norm(inner.norm), head.weight.data,
-        _data(head.bias), cosines.contiguous(), sines.contiguous(),
+        _data(head.bias), cosines.contiguous(), sines.contiguous(), pregate_level(model),
     )  # fmt: skip
 
 
@@ -122,6 +126,8 @@ def _quirks(model: Any) -> Iterator[bool]:
         yield bool(module._forward_hooks or module._forward_pre_hooks)
         yield "forward" in vars(module)
         kind = type(module)
+        if kind.__module__ == pregate.__name__:  # what it changes is read too
+            kind = kind.__mro__[1]
         # a subclass, LoRA, quantized weights
         yield kind not in _PLAIN and kind.__module__ not in _FILES
         if isinstance(getattr(module, PLACEHOLDER, None), ExpertPlaceholder):
@@ -246,5 +252,5 @@ def _read_gpt(model: GPTMoE) -> Decoder | None:
     assert isinstance(head, Tensor)
     return Decoder(
         model.embedding.weight.data, layers, _norm(model.norm), head.data, None,
-        model.rope.cos, model.rope.sin,
+        model.rope.cos, model.rope.sin, pregate_level(model),
     )  # fmt: skip

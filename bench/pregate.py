@@ -1,0 +1,288 @@
+"""Modes of serving compared: experts on the GPU, copied on demand, ahead of their use, or all.
+
+PYTHONPATH=src python3 bench/pregate.py switch-64 switch-128 latency cache memory w2 \
+    --routing gptoss20b_decode_experts_only.npz
+PYTHONPATH=src python3 bench/pregate.py ssd --disk FOLDER
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from record import Limit, Metric, metric, write_record
+from serve import PCIE, Even, decode, read_routing, w2
+
+import overspill
+from overspill.core.garbage import short_collections
+from overspill.models.config import GPTConfig
+from overspill.plan.eviction import LFU, LRU
+from overspill.serve.decode import cache
+from overspill.simulate import routed_by
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COPYING = ("on-demand", "prefetch-all", "lookahead", "pre-gated")
+GPU_ONLY = "gpu-only"
+
+
+def switch(n_experts: int, top_k: int = 1) -> GPTConfig:
+    """The decoder of Switch-Base: every second layer has experts."""
+    return GPTConfig(
+        vocab=32_128, n_layers=12, d_model=768, d_hidden=3072, n_heads=12, n_experts=n_experts,
+        top_k=top_k, moe_every=2, max_seq=1024,
+    )  # fmt: skip
+
+
+def build(config: GPTConfig, level: int = 1, disk: Path | None = None, **budgets: Any) -> Any:
+    """A model with pre-gates whose experts are in host memory."""
+    dtype = torch.bfloat16
+    model = overspill.GPTMoE(
+        config, checkpoint=False, meta_experts=True, device=DEVICE, dtype=dtype
+    )
+    overspill.pregate(model.eval(), level)
+    settings = overspill.Settings(residency=False, follow_usage=False)
+    return overspill.offload(
+        model, disk=disk, quiet=True, progress=False, settings=settings, **budgets
+    )
+
+
+class Speed(NamedTuple):
+    tokens: list[float]  # of a request in a second, in each round
+    peak: int  # bytes of GPU memory
+    token_ids: list[int]  # of a greedy request
+
+
+def measure(
+    model: Any,
+    mode: str,
+    rounds: int,
+    tokens: int,
+    slots: int = 0,
+    routing: Callable[[], Any] | None = None,
+    size: int = 1,
+) -> Speed:
+    """`size` requests at once."""
+    engine = model.overspill
+    on_gpu = mode == GPU_ONLY
+    homes = [engine.n_experts if on_gpu else 0] * engine.n_layers
+    if engine.homes != homes:
+        engine.set_homes(homes)
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    chosen: AbstractContextManager[None] = nullcontext()
+    if routing is not None:
+        chosen = routed_by(model, routing())  # from its beginning
+    with (
+        overspill.LLM(
+            model, context=512, max_batch=size, slots=slots, mode="auto" if on_gpu else mode
+        ) as llm,
+        short_collections(),
+        chosen,
+    ):
+        if slots:
+            decode(llm, 1, tokens, 2)  # the cache learns
+        found = decode(llm, size, tokens, rounds)
+        greedy = overspill.SamplingParams(max_tokens=32, ignore_eos=True)
+        ids = list(llm.generate([[5, 6, 7]], greedy)[0].token_ids)
+    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+    return Speed([each.speed / size for each in found], peak, ids)
+
+
+def compare(
+    model: Any, modes: Sequence[str], args: argparse.Namespace, **options: Any
+) -> dict[str, Speed]:
+    """Interleaved would be fairer, but every change of a mode moves all experts."""
+    found = {}
+    for mode in modes:
+        tokens = 8 if mode == "prefetch-all" else args.tokens
+        found[mode] = measure(model, mode, args.rounds, tokens, **options)
+        speed = statistics.median(found[mode].tokens)
+        print(
+            f"  {mode:14s} {speed:8.1f} tokens/s, {found[mode].peak / 2**20:,.0f} MiB", flush=True
+        )
+    expected = next(iter(found.values())).token_ids
+    for mode, each in found.items():
+        if each.token_ids != expected:
+            print(f"  {mode}: other tokens than {modes[0]}", flush=True)
+    return found
+
+
+def rows(found: dict[str, Speed], n_blocks: int, **more: Any) -> list[dict[str, Any]]:
+    return [
+        more
+        | {
+            "mode": mode,
+            "tokens/s": round(statistics.median(each.tokens), 1),
+            "ms a block": round(1e3 / statistics.median(each.tokens) / n_blocks, 3),
+            "peak MiB": round(each.peak / 2**20),
+        }
+        for mode, each in found.items()
+    ]
+
+
+def ratios(found: dict[str, Speed]) -> dict[str, Metric]:
+    own = statistics.median(found["pre-gated"].tokens)
+    others = {mode: statistics.median(each.tokens) for mode, each in found.items()}
+    return {
+        f"over_{mode.replace('-', '_')}": metric([own / speed], "times")
+        for mode, speed in others.items()
+        if mode != "pre-gated"
+    }
+
+
+def link_limit(model: Any) -> Limit:
+    """Every expert of a token is copied over PCIe."""
+    engine, config = model.overspill, model.config
+    top_k = getattr(config, "top_k", None) or config.num_experts_per_tok
+    nbytes = engine.n_layers * top_k * engine.layout.weight_bytes
+    return Limit(PCIE / nbytes, "tokens/s", "PCIe, the experts of a token")
+
+
+def run_switch(n_experts: int, args: argparse.Namespace) -> None:
+    model = build(switch(n_experts))
+    found = compare(model, (GPU_ONLY, "auto", *COPYING), args)
+    metrics = {"tokens_per_second": metric(found["pre-gated"].tokens, "tokens/s")} | ratios(found)
+    details = {
+        "row": f"Switch-Base-{n_experts} shape, one request, pre-gated, nothing cached",
+        "compare": "paper: 0.81 of GPU-only, 1.5 times on-demand, 27 times prefetch-all",
+        "tokens": args.tokens,
+    }
+    n_blocks = model.overspill.n_layers
+    limit = link_limit(model)
+    model.overspill.close()
+    write_record(
+        f"pregate-switch-{n_experts}", details, metrics, limit, args.out, rows(found, n_blocks)
+    )
+
+
+def run_w2(args: argparse.Namespace) -> None:
+    """A quarter of the experts cached, routing of gpt-oss."""
+    settings = overspill.Settings(residency=False, follow_usage=False)
+    model = overspill.from_config(
+        w2(), dtype=torch.bfloat16, train=False, quiet=True, settings=settings
+    )
+    overspill.pregate(model)
+    engine = model.overspill
+
+    def routing() -> Any:
+        return read_routing(args.routing, engine.n_layers, engine.n_experts)
+
+    found = compare(
+        model, ("auto", "on-demand", "lookahead", "pre-gated"), args, slots=384, routing=routing
+    )
+    metrics = {"tokens_per_second": metric(found["auto"].tokens, "tokens/s")}
+    best = max(statistics.median(each.tokens) for each in found.values())
+    metrics["share_of_the_best"] = metric(
+        [100 * statistics.median(found["auto"].tokens) / best], "%"
+    )
+    details = {"row": "W2, one request, a quarter cached, routing of gpt-oss, auto"}
+    n_blocks = engine.n_layers
+    engine.close()
+    write_record("pregate-w2", details, metrics, None, args.out, rows(found, n_blocks))
+
+
+def run_latency(args: argparse.Namespace) -> None:
+    """Requests whose tokens all need other experts: so many are active in a block."""
+    model = build(switch(64))
+    engine = model.overspill
+    table: list[dict[str, Any]] = []
+    headline: dict[str, Metric] = {}
+    even = Even(engine.n_layers, engine.n_experts, 1)
+    for active in (1, 4, 16, 64):
+        print(f" {active} active experts", flush=True)
+        modes = (GPU_ONLY, "auto", *COPYING)
+        found = compare(model, modes, args, routing=lambda: even, size=active)
+        table += rows(found, engine.n_layers, active=active)
+        own = [1e3 / speed / engine.n_layers for speed in found["pre-gated"].tokens]
+        headline[f"block_of_{active}"] = metric(own, "ms")
+    engine.close()
+    row = "Switch-Base-64 shape, MoE block of a pre-gated model, by active experts"
+    write_record("pregate-latency", {"row": row}, headline, None, args.out, table)
+
+
+def run_cache(args: argparse.Namespace) -> None:
+    model = build(switch(128))
+    engine = model.overspill
+    table: list[dict[str, Any]] = []
+    total = engine.n_layers * engine.n_experts
+    headline: dict[str, Metric] = {}
+    cases = [("none", 0), *((name, share) for name in ("LRU", "LFU") for share in (1, 5, 10, 20))]
+    for name, percent in cases:
+        print(f" {name}, {percent}%", flush=True)
+        policy = LRU if name == "LRU" else LFU
+        slots = round(percent * total / 100)
+        with mock.patch.object(cache, "LFU", policy):
+            found = compare(model, ("on-demand", "lookahead", "pre-gated"), args, slots=slots)
+        table += rows(found, engine.n_layers, policy=name, cached=f"{percent}%")
+        headline[f"{name.lower()}_{percent}"] = metric(found["pre-gated"].tokens, "tokens/s")
+    engine.close()
+    row = "Switch-Base-128 shape, one request, pre-gated, by the share of experts cached"
+    write_record("pregate-cache", {"row": row}, headline, None, args.out, table)
+
+
+def run_memory(args: argparse.Namespace) -> None:
+    """GPU slots for prompts are as few as possible."""
+    model = build(switch(128), slots=2)
+    engine = model.overspill
+    dense = sum(p.nbytes for p in model.parameters() if p.device.type == DEVICE)
+    found = compare(model, (GPU_ONLY, *COPYING), args)
+    equation = dense + 2 * model.config.top_k * engine.layout.weight_bytes
+    headline = {
+        "pre_gated": metric([found["pre-gated"].peak / 2**20], "MiB"),
+        "equation_1": metric([equation / 2**20], "MiB"),
+        "more": metric([100 * (found["pre-gated"].peak / equation - 1)], "%"),
+    }
+    table = rows(found, engine.n_layers)
+    engine.close()
+    row = "Switch-Base-128 shape, one request, peak GPU memory, pre-gated"
+    write_record("pregate-memory", {"row": row}, headline, None, args.out, table)
+
+
+def run_ssd(args: argparse.Namespace) -> None:
+    model = build(switch(64), disk=args.disk, mode="disk", slots=8, host_slots=96)
+    engine = model.overspill
+    few = argparse.Namespace(**{**vars(args), "tokens": min(24, args.tokens)})
+    found = compare(model, ("auto", "on-demand", "lookahead", "pre-gated"), few)
+    metrics = {"tokens_per_second": metric(found["pre-gated"].tokens, "tokens/s")} | ratios(found)
+    details = {
+        "row": "Switch-Base-64 shape, one request, a quarter in host memory, the rest on disk",
+        "placement": engine.describe(),
+    }
+    table = rows(found, engine.n_layers)
+    engine.close()
+    write_record("pregate-ssd", details, metrics, None, args.out, table)
+
+
+RUNS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "switch-64": partial(run_switch, 64),
+    "switch-128": partial(run_switch, 128),
+    "w2": run_w2,
+    "latency": run_latency,
+    "cache": run_cache,
+    "memory": run_memory,
+    "ssd": run_ssd,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="+", choices=[*RUNS])
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss")
+    parser.add_argument("--disk", type=Path, help="folder for experts, for ssd")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    for name in args.names:
+        print(name, flush=True)
+        RUNS[name](args)
+
+
+if __name__ == "__main__":
+    main()

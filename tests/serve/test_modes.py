@@ -1,0 +1,98 @@
+"""Modes of decoding steps: whatever is copied when, the tokens are those of the plain model."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import overspill
+from overspill.core.errors import ConfigError
+from overspill.models.config import GPTConfig
+from overspill.serve.decode.modes import new_mode
+from tests.models.huggingface.oracle import offloaded
+from tests.serve.models import PROMPTS, plain_gpt, plain_model
+from tests.serve.test_decode import Decoding, gpt, pytestmark, small, steps
+
+__all__ = ["pytestmark", "steps"]  # fixtures
+DEEP = GPTConfig(
+    vocab=48, n_layers=5, d_model=16, d_hidden=24, n_heads=2, n_experts=6, top_k=2, max_seq=64
+)
+COPYING = ["on-demand", "prefetch-all", "lookahead"]
+ALL = ["auto", *COPYING, "pre-gated"]
+
+
+@contextmanager
+def served(
+    plain: Any,
+    mode: str,
+    folder: Path,
+    prompts: list[list[int]],
+    slots: int = 0,
+) -> Iterator[Decoding]:
+    with offloaded(plain, "host", folder) as model:
+        made = Decoding(plain, model, prompts, slots, mode)
+        try:
+            yield made
+        finally:
+            made.runner.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "slots"), [("on-demand", 3), ("prefetch-all", 0), ("lookahead", 0), ("lookahead", 3)]
+)
+def test_the_tokens_of_the_conventional_model(
+    mode: str, slots: int, tmp_path: Path, steps: list[int]
+) -> None:
+    plain, _ = plain_model("mixtral")
+    with served(plain, mode, tmp_path, PROMPTS[:1], slots) as made:
+        for _ in range(2):
+            made.two_steps()
+        assert made.runner.stats()["experts_on_cpu"] == 0
+        found = made.runner.stats()["expert_hit_rate"]
+    assert (sum(found) > 0) == (slots > 0)
+    assert steps == [1] * 4
+
+
+@pytest.mark.parametrize("mode", COPYING)
+def test_several_requests(mode: str, tmp_path: Path, steps: list[int]) -> None:
+    with served(plain_gpt(), mode, tmp_path, small(PROMPTS[:3]), 2) as made:
+        made.step()
+    assert steps == [4]
+
+
+@pytest.mark.parametrize(
+    ("mode", "level"),
+    [*((mode, 1) for mode in ALL), ("pre-gated", 2), ("pre-gated", 3), ("auto", 3)],
+)
+def test_the_tokens_of_a_model_with_pre_gates(
+    mode: str, level: int, tmp_path: Path, steps: list[int]
+) -> None:
+    plain = overspill.pregate(gpt(DEEP), level)
+    with served(plain, mode, tmp_path, small(PROMPTS[:1])) as made:
+        made.two_steps()
+    assert steps == [1, 1]
+
+
+def test_several_requests_of_a_model_with_pre_gates(tmp_path: Path, steps: list[int]) -> None:
+    plain = overspill.pregate(gpt(DEEP), 2)
+    with served(plain, "pre-gated", tmp_path, small(PROMPTS[:3]), 4) as made:
+        made.step()
+    assert steps == [4]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_pre_gates_of_transformers(name: str, tmp_path: Path, steps: list[int]) -> None:
+    plain = overspill.pregate(copy.deepcopy(plain_model(name)[0]))
+    with served(plain, "pre-gated", tmp_path, PROMPTS[:2]) as made:
+        made.step()
+    assert steps == [2]
+
+
+def test_a_mode_needs_what_it_uses() -> None:
+    with pytest.raises(ConfigError, match="needs a model with pre-gates"):
+        new_mode("pre-gated", 0)
+    with pytest.raises(ConfigError, match="must be one of 'auto', 'gpu-only'"):
+        new_mode("fast", 1)

@@ -1,0 +1,90 @@
+"""Modes of serving on a GPU: the tokens do not depend on what is copied when."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overspill
+from overspill.models.config import GPTConfig
+from overspill.models.gpt import GPTMoE
+from tests.models.huggingface.families import make_model
+from tests.moe.oracle import delays
+from tests.serve.models import family
+from tests.serve.test_gpu import GREEDY, PROMPTS, offloaded, tokens_of
+
+pytestmark = pytest.mark.gpu
+COPYING = ["on-demand", "prefetch-all", "lookahead"]
+DEEP = GPTConfig(
+    vocab=256, n_layers=5, d_model=64, d_hidden=96, n_heads=4, n_experts=12, top_k=2, gated=True,
+    max_seq=128,
+)  # fmt: skip
+
+
+def deep(level: int) -> GPTMoE:
+    model = GPTMoE(DEEP, checkpoint=False, seed=3).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    return overspill.pregate(model.to("cuda"), level) if level else model.to("cuda")
+
+
+def check(plain: Any, served: str, slots: int | None, **given: Any) -> None:
+    """Serves a model in the mode `served`; `given` are budgets."""
+    expected = [tokens_of(plain, prompt, 12) for prompt in PROMPTS]
+    with (
+        offloaded(plain, "none", **given) as model,
+        overspill.LLM(model, context=64, max_batch=16, mode=served, slots=slots) as llm,
+    ):
+        for _ in range(2):
+            assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected, "together"
+            assert [llm.generate(p, GREEDY)[0].token_ids for p in PROMPTS] == expected, "alone"
+        many = [r.token_ids for r in llm.generate(PROMPTS * 4, GREEDY)]
+        assert many == expected * 4, "an expert of many tokens is read once"
+
+
+@pytest.mark.parametrize("slots", [0, 3])
+@pytest.mark.parametrize("mode", COPYING)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_the_tokens_of_transformers(name: str, mode: str, slots: int) -> None:
+    check(make_model(family(name)).eval().to("cuda"), mode, slots)
+
+
+@pytest.mark.parametrize("slots", [0, 6])
+@pytest.mark.parametrize(
+    ("mode", "level"),
+    [("auto", 2), ("on-demand", 1), ("lookahead", 2), ("pre-gated", 1), ("pre-gated", 3)],
+)
+def test_the_tokens_of_a_model_with_pre_gates(mode: str, level: int, slots: int) -> None:
+    check(deep(level), mode, slots)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("mode", ["auto", "pre-gated"])
+def test_pre_gates_of_transformers(name: str, mode: str) -> None:
+    """The second one is computed by its modules."""
+    plain = overspill.pregate(make_model(family(name)).eval().to("cuda"))
+    check(plain, mode, 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "level"), [("on-demand", 0), ("lookahead", 0), ("pre-gated", 1), ("auto", 2)]
+)
+def test_experts_on_disk(mode: str, level: int, tmp_path: Path) -> None:
+    late = overspill.Settings(inject=delays(seed=1, longest=1e-3, only="ssd read"))
+    given = {"mode": "disk", "host_slots": 40, "disk": tmp_path, "settings": late}
+    check(deep(level), mode, 0, **given)
+
+
+def test_modes_in_bf16_give_the_same_tokens() -> None:
+    plain = copy.deepcopy(deep(1)).to(torch.bfloat16)
+    found = []
+    for mode in ("on-demand", "prefetch-all", "lookahead", "pre-gated"):
+        with (
+            offloaded(plain, "none") as model,
+            overspill.LLM(model, context=64, max_batch=4, mode=mode, slots=0) as llm,
+        ):
+            found.append([llm.generate(p, GREEDY)[0].token_ids for p in PROMPTS])
+    assert all(each == found[0] for each in found)
