@@ -76,7 +76,7 @@ def test_an_expert_is_read_once_while_it_is_in_host_memory(tmp_path: Path) -> No
     assert reader.step(4, 2) == 1
     assert reader.step(1, 2, 4) == 0
     assert reader.policy.used == [[1, 4], [4, 2], [1, 2, 4]]
-    size = reader.store.part_bytes(Part.WEIGHTS)
+    size = reader.store.memory.size(Part.WEIGHTS)
     assert reader.recorder.counters()["ssd read"] == 3 * size
     reader.store.check_conserved()
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from overspill.core.errors import DiskError, EngineError
 from overspill.core.experts import ExpertId
+from overspill.tiers.decoding_slots import DecodingSlots
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.store import ExpertStore
 from overspill.tiers.worker_sync import WATCHDOG_SECONDS
@@ -40,6 +41,7 @@ class DiskReads:
     ) -> None:
         """`policies` are those of the layers."""
         self._store = store
+        self._slots = DecodingSlots(store)
         self._policies = policies
         self._scores_LE: list[list[float]] = [each.scores_LE[0].tolist() for each in policies]
         self._recorder = recorder
@@ -51,7 +53,7 @@ class DiskReads:
     @property
     def file(self) -> int:
         """The file descriptor of the weights."""
-        return self._store.files[Part.WEIGHTS].fd
+        return self._store.memory.files[Part.WEIGHTS].fd
 
     def hold(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
         """The addresses of the weights of these experts, by their ids, valid until `release`; and
@@ -65,7 +67,7 @@ class DiskReads:
         if self._inject is not None:
             self._inject_faults(self._inject)
         self._began = time.perf_counter_ns()
-        missing, size = set(self._missing), self._store.part_bytes(Part.WEIGHTS)
+        missing, size = set(self._missing), self._store.memory.size(Part.WEIGHTS)
         return [
             (
                 self._store.host(entry, Part.WEIGHTS).data_ptr(),
@@ -86,7 +88,7 @@ class DiskReads:
 
     def _hold(self, entries: Sequence[Entry]) -> list[Entry]:
         deadline = time.monotonic() + WATCHDOG_SECONDS
-        while (missing := self._store.hold_slots(entries, self._in_order)) is None:
+        while (missing := self._slots.hold(entries, self._in_order)) is None:
             if time.monotonic() > deadline:
                 raise EngineError(f"no host slots were free for {len(entries)} experts")
             time.sleep(1e-4)  # transfers end soon
@@ -99,10 +101,10 @@ class DiskReads:
         """What was missing was read, or reading the expert with index `failed` has failed with this
         `errno`, -1 for the end of the file."""
         if error:
-            reason = self._store.files[Part.WEIGHTS].read_error(error)
+            reason = self._store.memory.files[Part.WEIGHTS].read_error(error)
             raise self._failed(self._held[failed], reason)
-        self._store.end_reads(self._missing)
-        size = len(self._missing) * self._store.part_bytes(Part.WEIGHTS)
+        self._slots.end_reads(self._missing)
+        size = len(self._missing) * self._store.memory.size(Part.WEIGHTS)
         if size:
             self._recorder.add_bytes(_LANE, size)
             label = f"{len(self._missing)} experts"
@@ -115,11 +117,11 @@ class DiskReads:
         return DiskError(f"{name} could not be read from disk: {reason}")
 
     def _give_up(self) -> None:
-        self._store.end_reads(self._missing, succeeded=False)
+        self._slots.end_reads(self._missing, succeeded=False)
         self._missing = []
         self.release()
 
     def release(self) -> None:
         """The experts may leave host memory again."""
         held, self._held = self._held, []
-        self._store.release_slots(held)
+        self._slots.release(held)

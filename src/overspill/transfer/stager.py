@@ -137,7 +137,7 @@ class Stager:
     def _move(self, entry: Entry, part: Part, lane: str, write: bool) -> None:
         if self._inject is not None:
             self._inject(lane)
-        file, memory = self._store.files[part], self._store.host(entry, part)
+        file, memory = self._store.memory.files[part], self._store.host(entry, part)
         assert entry.disk_slot is not None
         self._recorder.add_bytes(lane, memory.nbytes)
         label = f"{part.name} {entry.id.layer}.{entry.id.index}"
