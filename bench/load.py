@@ -17,7 +17,7 @@ from record import Limit, metric, write_record
 from ssd import disk_bandwidth
 
 import overspill
-from overspill.hardware.machine import peak_resident_memory, resident_memory
+from overspill.hardware.machine import peak_resident_memory
 
 
 def make(folder: Path, gigabytes: float) -> None:
@@ -66,7 +66,8 @@ def main() -> None:
         marks.setdefault(f"{what} begins", time.perf_counter())
         marks[f"{what} ends"] = time.perf_counter()
 
-    before = resident_memory()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    before = pages * os.sysconf("SC_PAGE_SIZE")
     start = time.perf_counter()
     model = overspill.load(
         checkpoint, "40GiB", mode="host", train=args.train, progress=progress, quiet=True

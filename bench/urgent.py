@@ -33,7 +33,7 @@ def main() -> None:
     device = torch.device("cuda")
     layout = RecordLayout(ExpertShape(1024, 4096, gated=False), torch.bfloat16)
     store = ExpertStore(1, ExpertMap.whole(N_EXPERTS), layout, N_EXPERTS, 0, pinned=True)
-    store.wait_allocated()
+    store.memory.wait_allocated()
     recorder = Recorder(device=device)
     slab = device_slab(N_EXPERTS, layout.weight_bytes, device)
     stream = CopyStream("upload", device, recorder, None)

@@ -122,12 +122,12 @@ def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str
         assert "ld.global.v4.b32" in ptx, name
 
 
-def main() -> None:
+def main(capabilities: list[str]) -> None:
     assert {name for name, _, _ in CASES} == set(KERNELS), "each kernel has a case"
-    for capability, (name, constants, types) in itertools.product(sys.argv[1:], CASES):
+    for capability, (name, constants, types) in itertools.product(capabilities, CASES):
         print(capability, name, constants)
         compile_kernel(name, constants, types, int(capability))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -50,9 +50,9 @@ def shared_memory(
     return int(triton.compile(source, target=target, options=options).metadata.shared)
 
 
-def main() -> None:
-    capability, limit = int(sys.argv[1]), int(sys.argv[2])
-    every = "all" in sys.argv
+def main(arguments: list[str]) -> None:
+    capability, limit = int(arguments[0]), int(arguments[1])
+    every = "all" in arguments
     for dtype in POINTERS if every else [torch.bfloat16]:
         kernels = [
             *(("_product", {"stride_ak", "stride_wk"}, b) for b in PRODUCT_BLOCKS[dtype]),
@@ -67,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -60,7 +60,7 @@ def test_this_process_and_machine_have_sensible_sizes(tmp_path: Path) -> None:
     assert 0 < machine.available_memory() <= machine.total_memory()
     assert 1 <= machine.usable_cores() <= (os.cpu_count() or 1)
     ballast = bytearray(os.urandom(1) * 2**26)
-    assert len(ballast) <= machine.resident_memory() <= machine.peak_resident_memory()
+    assert len(ballast) <= machine.peak_resident_memory()
     assert machine.disk_free(tmp_path / "not" / "there") > 0
 
 

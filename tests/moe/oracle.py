@@ -40,6 +40,8 @@ WHERE: dict[str, dict[str, Any]] = {
     "disk behind 9 host slots": {"mode": "disk", "slots": 8, "host_slots": 9},
 }
 ONE_OF_EACH = ["gpu", "host with 2 slots", "disk, 5 at home"]
+HOME_OR_NOT = ["gpu", "disk, 5 at home"]
+"""For what does not depend on tiers: all experts are at home, or some of them are streamed."""
 STREAMED = [name for name in WHERE if name != "gpu"]
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overspill.core.errors import OrderError
-from tests.moe.oracle import ONE_OF_EACH, Task, adamw, plain_run, spilled, train
+from tests.moe.oracle import HOME_OR_NOT, Task, adamw, plain_run, spilled, train
 
 TASK = Task(n_layers=2, steps=4)
 
@@ -41,7 +41,7 @@ def processes(count: int, folder: Path) -> Iterator[None]:
 
 def test_copies_on_several_gpus_are_refused(tmp_path: Path) -> None:
     model = TASK.model()
-    with spilled(model, ONE_OF_EACH[1], tmp_path):
+    with spilled(model, HOME_OR_NOT[1], tmp_path):
         with pytest.raises(OrderError, match=r"DataParallel .* start one process per GPU"):
             replicate(model)
         replicate(model.blocks[0].attention)
@@ -49,14 +49,14 @@ def test_copies_on_several_gpus_are_refused(tmp_path: Path) -> None:
 
 def test_data_parallel_without_several_gpus_is_the_model(tmp_path: Path) -> None:
     model = TASK.model()
-    with spilled(model, ONE_OF_EACH[1], tmp_path):
+    with spilled(model, HOME_OR_NOT[1], tmp_path):
         wrapped: Any = nn.DataParallel(model, device_ids=[])
         assert train(wrapped, adamw(model, TASK), TASK).losses == pytest.approx(
             plain_run(TASK).losses, rel=1e-5
         )
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_one_process_of_distributed_data_parallel_trains_as_the_plain_model(
     where: str, clip: float | None, tmp_path: Path
@@ -71,7 +71,7 @@ def test_one_process_of_distributed_data_parallel_trains_as_the_plain_model(
 
 def test_several_processes_that_train_experts_are_refused(tmp_path: Path) -> None:
     model, (tokens,) = TASK.model(), next(TASK.batches())
-    with processes(2, tmp_path), spilled(model, ONE_OF_EACH[1], tmp_path):
+    with processes(2, tmp_path), spilled(model, HOME_OR_NOT[1], tmp_path):
         wrapped = DistributedDataParallel(model)
         with pytest.raises(OrderError, match=r"2 processes, .* freeze the experts"):
             wrapped(tokens[:, :-1])
@@ -84,7 +84,7 @@ def test_several_processes_that_train_experts_are_refused(tmp_path: Path) -> Non
 
 def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
     model, (tokens,) = TASK.model(), next(TASK.batches())
-    with processes(1, tmp_path), spilled(model, ONE_OF_EACH[1], tmp_path, idle=False):
+    with processes(1, tmp_path), spilled(model, HOME_OR_NOT[1], tmp_path, idle=False):
         fully_shard(model)
         with pytest.raises(OrderError, match=r"FSDP .* load the model without it"):
             model(tokens[:, :-1])

@@ -12,7 +12,7 @@ from overspill.simulate import ReplayedRouting, routed_by
 from overspill.train.checkpoint_tensors import read_optimizer, write_optimizer
 from tests.moe.fake_memory import FakeMemory
 from tests.moe.oracle import (
-    ONE_OF_EACH,
+    HOME_OR_NOT,
     Run,
     Task,
     adamw,
@@ -60,7 +60,7 @@ def plain_unfreezing_run(task: Task, trained_from: int) -> Run:
 
 @pytest.mark.parametrize(
     ("where", "clip", "checkpoint", "overlap"),
-    all_pairs(ONE_OF_EACH, [None, 0.5], [False, True], [True, False]),
+    all_pairs(HOME_OR_NOT, [None, 0.5], [False, True], [True, False]),
 )
 def test_states_are_allocated_when_experts_are_unfrozen(
     where: str, clip: float | None, checkpoint: bool, overlap: bool, tmp_path: Path
@@ -120,7 +120,7 @@ def test_homes_follow_usage_while_an_optimizer_has_frozen_experts(tmp_path: Path
         assert engine.at_home == [(3, 4)]
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_states_of_frozen_experts_are_loaded_if_there_are_some(where: str, tmp_path: Path) -> None:
     """As in torch: those of a state dict, and those of a checkpoint."""
     task = Task(n_layers=2, steps=2)
@@ -145,7 +145,7 @@ def test_states_of_frozen_experts_are_loaded_if_there_are_some(where: str, tmp_p
             assert all(torch.equal(entry[n], loaded[number][n]) for n in ("exp_avg", "exp_avg_sq"))
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_frozen_experts_are_saved_and_loaded_without_states(where: str, tmp_path: Path) -> None:
     task = Task(n_layers=2, steps=2)
     file = tmp_path / "optimizer"

@@ -21,6 +21,7 @@ from overspill.moe.settings import Settings
 from overspill.moe.streaming import gradients as streaming_gradients
 from tests.interrupts import calls_of, interrupted, spread
 from tests.moe.oracle import (
+    HOME_OR_NOT,
     ONE_OF_EACH,
     Run,
     Task,
@@ -60,7 +61,7 @@ def test_an_interrupt_in_forward_leaves_nothing_behind(
         engine.check_conserved()
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_batch_whose_backward_was_interrupted_can_be_skipped(
     where: str, accumulate: bool, tmp_path: Path
@@ -139,7 +140,7 @@ def test_after_an_interrupt_anywhere_in_a_step_training_goes_on_from_a_checkpoin
             restore()
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 @pytest.mark.parametrize("call", ["step", "zero_grad", "forward", "backward", "save"])
 def test_what_follows_an_interrupted_step_says_what_to_do(
     where: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,7 +249,7 @@ class _Failure(torch.autograd.Function):
         return grad
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_step_after_dense_code_failed_is_that_of_plain_pytorch(
     where: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -288,7 +289,7 @@ def _with_failure(out: Any) -> Any:
     return tuple(map(_Failure.apply, out)) if isinstance(out, tuple) else _Failure.apply(out)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_a_backward_that_failed_before_its_first_update_can_be_dropped(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

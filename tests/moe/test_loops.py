@@ -9,7 +9,6 @@ import torch
 from overspill.core.errors import OrderError
 from tests.moe.oracle import (
     ONE_OF_EACH,
-    WHERE,
     Run,
     Task,
     adamw,
@@ -24,7 +23,7 @@ from tests.moe.oracle import (
 )
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", [*ONE_OF_EACH, "host with 12 slots"])
 def test_evaluation_between_steps_changes_no_bit(where: str, tmp_path: Path) -> None:
     task = Task(steps=2)
     model, run = task.model(), Run()

@@ -1,5 +1,6 @@
 """The optimizer over dense parameters and experts is torch.optim.AdamW with clipping."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ def test_an_expert_without_tokens_only_decays(tmp_path: Path) -> None:
         torch.testing.assert_close(run.weights[name][STARVED], before[name][STARVED] * left)
 
 
+everywhere = pytest.mark.parametrize(
+    ("where", "clip"),
+    [("gpu", 0.5), ("host with 2 slots", None), *product(["disk, 5 at home"], [None, 0.5])],
+)
+
+
 @pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_the_norm_is_that_of_all_gradients_dense_and_experts(where: str, tmp_path: Path) -> None:
     task = Task(clip=1e-3, steps=2, micro_batches=2)  # every gradient is clipped
@@ -57,8 +64,7 @@ def _groups(model: GPTMoE, lr: float) -> list[dict[str, Any]]:
     return [*blocks, {"params": [model.embedding.weight, model.norm.weight], "lr": lr}]
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("clip", [None, 0.5])
+@everywhere
 def test_parameter_groups_and_schedulers_reach_every_layer(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
@@ -95,8 +101,7 @@ def test_parameter_groups_and_schedulers_reach_every_layer(
     assert_follows(run, expected)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize("clip", [None, 0.5])
+@everywhere
 def test_a_run_continues_from_its_state_dicts_to_the_bit(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:

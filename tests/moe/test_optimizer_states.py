@@ -9,7 +9,7 @@ import torch
 
 from overspill.core.errors import ConfigError
 from tests.moe.oracle import (
-    ONE_OF_EACH,
+    HOME_OR_NOT,
     Task,
     adamw,
     assert_same_bits,
@@ -27,7 +27,7 @@ DTYPES = list(product((FP32, BF16), repeat=2))
 
 @pytest.mark.parametrize(
     ("where", "clip", "dtype", "steps"),
-    all_pairs(ONE_OF_EACH, [None, 0.5], [FP32, BF16], [0, 1]),
+    all_pairs(HOME_OR_NOT, [None, 0.5], [FP32, BF16], [0, 1]),
     ids=str,
 )
 def test_a_state_from_earlier_in_the_run_is_restored_to_the_bit(
@@ -50,7 +50,7 @@ def test_a_state_from_earlier_in_the_run_is_restored_to_the_bit(
     assert_same_bits(again, once)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_the_first_state_is_restored_after_a_backward_without_step(
     where: str, tmp_path: Path
 ) -> None:
@@ -73,7 +73,7 @@ def test_the_first_state_is_restored_after_a_backward_without_step(
 
 @pytest.mark.parametrize(
     ("where", "source", "target"),
-    all_pairs(ONE_OF_EACH, DTYPES, DTYPES, allowed=lambda where, source, target: source != target),
+    all_pairs(HOME_OR_NOT, DTYPES, DTYPES, allowed=lambda where, source, target: source != target),
     ids=str,
 )
 def test_moments_are_converted_to_the_dtype_of_the_optimizer(

@@ -11,7 +11,7 @@ import torch
 from overspill.core.errors import ConfigError, OrderError
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
-    ONE_OF_EACH,
+    HOME_OR_NOT,
     Run,
     Task,
     adamw,
@@ -32,7 +32,7 @@ TASK = Task(n_layers=2, steps=4)
 CLIPPED = Task(n_layers=2, steps=3, clip=0.5)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_a_second_backward_without_step_names_accumulate(where: str, tmp_path: Path) -> None:
     one, two, *rest = TASK.batches()
     model = TASK.model()
@@ -48,7 +48,7 @@ def test_a_second_backward_without_step_names_accumulate(where: str, tmp_path: P
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_the_same_graph_twice_is_a_second_backward_too(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path):
@@ -74,7 +74,7 @@ def test_a_forward_before_step_with_clipping_says_so(where: str, tmp_path: Path)
         assert torch.isfinite(loss_of(model, two[0]))
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_a_backward_without_optimizer_names_it(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path):
@@ -83,7 +83,7 @@ def test_a_backward_without_optimizer_names_it(where: str, tmp_path: Path) -> No
             loss.backward()
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_zero_grad_after_an_update_during_backward_says_so(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path):
@@ -95,7 +95,7 @@ def test_zero_grad_after_an_update_during_backward_says_so(where: str, tmp_path:
         optimizer.step()
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_zero_grad_with_clipping_drops_the_batch(where: str, tmp_path: Path) -> None:
     expected = losses_without(CLIPPED, where, tmp_path, skip=1)
     model, losses = CLIPPED.model(), []
@@ -129,7 +129,7 @@ def test_zero_grad_drops_what_was_accumulated(where: str, tmp_path: Path) -> Non
     assert losses == expected
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_a_learning_rate_set_between_backward_and_step_is_not_ignored(
     where: str, tmp_path: Path
 ) -> None:
@@ -160,7 +160,7 @@ def test_accumulate_ends_with_its_block_also_on_an_error(tmp_path: Path) -> None
         assert not optimizer.accumulating
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_an_offloaded_model_can_be_neither_copied_nor_pickled(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path) as engine:
@@ -179,7 +179,7 @@ def test_an_offloaded_model_can_be_neither_copied_nor_pickled(where: str, tmp_pa
         model.load_state_dict(torch.load(file))
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_state_dicts_between_updates_during_backward_and_step_are_refused(
     where: str, tmp_path: Path
 ) -> None:
@@ -195,7 +195,7 @@ def test_state_dicts_between_updates_during_backward_and_step_are_refused(
         assert optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_state_dicts_between_backward_and_step_with_clipping_are_those_before(
     where: str, tmp_path: Path
 ) -> None:
@@ -213,7 +213,7 @@ def test_state_dicts_between_backward_and_step_with_clipping_are_those_before(
         optimizer.step()
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_weights_loaded_over_updates_during_backward_need_a_new_step(
     where: str, tmp_path: Path
 ) -> None:
@@ -272,7 +272,7 @@ def test_a_forward_after_close_says_so(where: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "clip", "stepped"), all_pairs(ONE_OF_EACH, [None, 0.5], [False, True])
+    ("where", "clip", "stepped"), all_pairs(HOME_OR_NOT, [None, 0.5], [False, True])
 )
 def test_gradients_of_other_tensors_after_the_update_are_refused(
     where: str, clip: float | None, stepped: bool, tmp_path: Path
@@ -295,7 +295,7 @@ def test_gradients_of_other_tensors_after_the_update_are_refused(
             optimizer.step()
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_a_graph_from_before_step_is_refused_also_with_frozen_experts(
     where: str, tmp_path: Path
 ) -> None:
@@ -311,7 +311,7 @@ def test_a_graph_from_before_step_is_refused_also_with_frozen_experts(
             before.backward()
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_graph_from_before_step_is_refused_and_changes_nothing(
     where: str, clip: float | None, tmp_path: Path
@@ -341,7 +341,7 @@ def test_a_graph_from_before_step_is_refused_and_changes_nothing(
         train_step(model, optimizer, [tokens])
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_retained_graph_used_twice_is_refused_and_the_first_backward_counts(
     where: str, clip: float | None, tmp_path: Path
@@ -367,7 +367,7 @@ def test_a_retained_graph_used_twice_is_refused_and_the_first_backward_counts(
     assert_follows(found, replace(plain_run(task), norms=[]))
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_autograd_grad_of_experts_is_refused(where: str, tmp_path: Path) -> None:
     task = Task()
     model = task.model()
@@ -378,7 +378,7 @@ def test_autograd_grad_of_experts_is_refused(where: str, tmp_path: Path) -> None
             torch.autograd.grad(loss_of(model, tokens), list(model.parameters()))
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_clipping_by_torch_is_refused(where: str, clip: float | None, tmp_path: Path) -> None:
     """It cannot scale the gradients of experts, and would scale the others alone."""
@@ -394,7 +394,7 @@ def test_clipping_by_torch_is_refused(where: str, clip: float | None, tmp_path: 
 
 @pytest.mark.parametrize(
     ("where", "clip", "by"),
-    all_pairs(ONE_OF_EACH, [None, 0.5], ["optimizer", "model", "parameters"]),
+    all_pairs(HOME_OR_NOT, [None, 0.5], ["optimizer", "model", "parameters"]),
 )
 def test_a_backward_after_step_needs_zero_grad(
     where: str, clip: float | None, by: str, tmp_path: Path

@@ -12,7 +12,7 @@ import overspill
 from overspill.core.errors import ConfigError, OrderError
 from overspill.models.gpt import GPTMoE
 from tests.moe.oracle import (
-    ONE_OF_EACH,
+    HOME_OR_NOT,
     Run,
     Task,
     assert_follows,
@@ -51,7 +51,7 @@ def train(
     return run
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_groups_by_dimension_decay_experts_as_in_the_plain_model(
     where: str, tmp_path: Path
 ) -> None:
@@ -71,7 +71,7 @@ def test_groups_by_dimension_decay_experts_as_in_the_plain_model(
     assert_follows(run, expected)
 
 
-@pytest.mark.parametrize(("where", "clip", "at_first"), all_pairs(ONE_OF_EACH, [None, 0.5], [0, 1]))
+@pytest.mark.parametrize(("where", "clip", "at_first"), all_pairs(HOME_OR_NOT, [None, 0.5], [0, 1]))
 def test_experts_that_are_unfrozen_later_learn_from_then_on(
     where: str, clip: float | None, at_first: int, tmp_path: Path
 ) -> None:

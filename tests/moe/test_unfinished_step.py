@@ -13,7 +13,7 @@ import overspill
 from overspill.core.errors import OrderError
 from overspill.models.gpt import GPTMoE
 from tests.moe.oracle import (
-    ONE_OF_EACH,
+    HOME_OR_NOT,
     Run,
     Task,
     adamw,
@@ -52,7 +52,7 @@ def _interrupt(*_: object) -> None:
 
 @pytest.mark.parametrize(
     ("where", "clip", "how"),
-    all_pairs(ONE_OF_EACH, [None, 0.5], ["complete", "accumulated", "failed"]),
+    all_pairs(HOME_OR_NOT, [None, 0.5], ["complete", "accumulated", "failed"]),
 )
 def test_a_new_optimizer_drops_an_unfinished_step(
     where: str, clip: float | None, how: str, tmp_path: Path
@@ -82,7 +82,7 @@ def test_a_new_optimizer_drops_an_unfinished_step(
     assert_same_bits(run, expected)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 @pytest.mark.parametrize(
     "dropped_by", ["a new optimizer", "model.zero_grad()", "optimizer.load_state_dict()"]
 )
@@ -115,7 +115,7 @@ def test_loading_weights_ends_a_step_that_was_given_up(
 
 
 @pytest.mark.parametrize(
-    ("where", "clip", "accumulated"), all_pairs(ONE_OF_EACH, [None, 0.5], [False, True])
+    ("where", "clip", "accumulated"), all_pairs(HOME_OR_NOT, [None, 0.5], [False, True])
 )
 def test_experts_that_are_frozen_between_backward_and_step_are_updated_once_more(
     where: str, clip: float | None, accumulated: bool, tmp_path: Path
@@ -157,7 +157,7 @@ def bf16_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_the_default_dtype_does_not_round_the_gradient_norm(
     where: str, bf16_by_default: None, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from overspill.core.errors import OrderError
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
-    ONE_OF_EACH,
+    HOME_OR_NOT,
     Run,
     Task,
     adamw,
@@ -67,7 +67,7 @@ def run(model: GPTMoE, optimizer: Any, task: Task, drop: Drop, complete: bool) -
 @pytest.mark.parametrize(
     ("where", "when", "drop"),
     all_pairs(
-        ONE_OF_EACH,
+        HOME_OR_NOT,
         [(None, False), (0.5, False), (0.5, True)],
         ["model.zero_grad()", "opt.zero_grad()", "one layer"],
     ),
@@ -81,7 +81,7 @@ def test_dropped_gradients_are_those_of_the_plain_model(
 
 @pytest.mark.parametrize(
     ("where", "clip", "drop"),
-    all_pairs(ONE_OF_EACH, [None, 0.5], ["model.zero_grad(False)", "opt.zero_grad(False)"]),
+    all_pairs(HOME_OR_NOT, [None, 0.5], ["model.zero_grad(False)", "opt.zero_grad(False)"]),
 )
 def test_gradients_that_are_set_to_zero_between_micro_batches_are_dropped(
     where: str, clip: float | None, drop: str, tmp_path: Path
@@ -102,7 +102,7 @@ def check(where: str, disk: Path, clip: float | None, drop: Drop, complete: bool
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_model_zero_grad_after_an_update_during_backward_is_refused(
     where: str, set_to_none: bool, tmp_path: Path
 ) -> None:

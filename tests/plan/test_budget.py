@@ -122,7 +122,7 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetReque
     request = replace(request, mode="auto", slots=None, host_slots=None, keep_gradients=None)
     placement = placed(model, request)
     layer = model.n_experts * model.weight_record if model.training else 0
-    dense = model.dense + (0 if request.dense_states == "host" else model.dense_states)
+    dense = model.dense + model.dense_states - placement.dense_states
     if placement.dense_weights:
         dense = model.dense_buffers
     # a quarter of the device remains for activations

@@ -209,7 +209,7 @@ def test_requests_fail_while_transfers_fail_and_work_afterwards(
 
 
 @each_transfer
-@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("count", [1, 20])
 def test_a_few_failed_transfers_change_no_tokens(
     kind: str, mode: str, uploader: str, count: int, tmp_path: Path
 ) -> None:

@@ -49,8 +49,13 @@ def draw(logits: list[float], count: int, seed: int = 0, **params: Any) -> list[
     return tokens  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (2, 1.0), (0, 0.7), (4, 0.6), (99, 0.95)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [
+        (0.5, 0, 1.0), (1.0, 0, 1.0), (3.0, 2, 1.0), (1.0, 2, 1.0), (0.5, 0, 0.7), (3.0, 0, 0.7),
+        (1.0, 4, 0.6), (3.0, 4, 0.6), (0.5, 99, 0.95),
+    ],
+)  # fmt: skip
 def test_tokens_have_the_probabilities_of_the_reference(
     temperature: float, top_k: int, top_p: float
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
+from overspill.tiers.decoding_slots import DecodingSlots
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.store import ExpertStore
@@ -80,6 +81,7 @@ class HostSlots(RuleBasedStateMachine):
         whole = ExpertMap.whole(N_EXPERTS)
         path = Path(self.folder.name)
         self.store = ExpertStore(1, whole, LAYOUT, HOME, CACHE, False, path, watchdog_seconds=5)
+        self.decoding = DecodingSlots(self.store)
         self.changes = 0
         self.store.on_change(self._count_change)
         for part in (Part.STATES, Part.GRADS):
@@ -196,7 +198,7 @@ class HostSlots(RuleBasedStateMachine):
     @rule(numbers=st.sets(experts, min_size=1, max_size=3))
     def begin_step(self, numbers: set[int]) -> None:
         chosen = {self.pick(number)[0]: None for number in numbers}
-        found = self.store.hold_slots([*chosen])
+        found = self.decoding.hold([*chosen])
         models = [self.models[entry] for entry in chosen]
         if any(model.io or model.stale for model in models):
             assert found is None
@@ -238,12 +240,12 @@ class HostSlots(RuleBasedStateMachine):
     @precondition(lambda self: self.in_step)
     @rule(succeeds=st.booleans())
     def end_step(self, succeeds: bool) -> None:
-        self.store.end_reads(self.reading, succeeds)
+        self.decoding.end_reads(self.reading, succeeds)
         for entry in self.reading:
             self.models[entry].io &= ~Part.WEIGHTS
             if succeeds:
                 self.models[entry].valid |= Part.WEIGHTS
-        self.store.release_slots(self.in_step)
+        self.decoding.release(self.in_step)
         for entry in self.in_step:
             self.models[entry].in_step = False
         self.in_step, self.reading = [], []

@@ -67,7 +67,7 @@ def test_close_releases_the_memory() -> None:
 @pytest.mark.parametrize("background", [False, True])
 def test_allocation_threads_have_ended(background: bool) -> None:
     for _ in range(50):
-        slab = HostSlab("weights", 64, ALIGN, pinned=False, background=background)
+        slab = HostSlab("weights", 64, ALIGN, False, background=background, piece_bytes=4 * ALIGN)
         if background:
             slab.close()
         assert not [t.name for t in threading.enumerate() if t.name.startswith("overspill-")]

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from overspill.core.errors import DiskError, EngineError, OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
+from overspill.tiers.decoding_slots import DecodingSlots
 from overspill.tiers.entry import Part
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.store import ExpertStore
@@ -70,8 +71,8 @@ def test_every_expert_has_one_home_and_homes_are_spread_evenly(split: Split) -> 
         homes = [sum(entry.id.layer == layer for entry in in_host) for layer in range(layers)]
         assert max(homes) - min(homes) <= 1
         slots = store.home_slots + store.cache_slots
-        assert store.host_bytes() == slots * LAYOUT.weight_bytes
-        assert store.disk_bytes() == store.disk_slots * LAYOUT.weight_bytes
+        assert store.memory.host_bytes == slots * LAYOUT.weight_bytes
+        assert store.memory.disk_bytes == store.disk_slots * LAYOUT.weight_bytes
         store.close()
         assert not list(Path(folder).iterdir())
 
@@ -115,12 +116,12 @@ def store(tmp_path: Path) -> Iterator[ExpertStore]:
 
 
 def test_memory_of_a_part_is_allocated_once(store: ExpertStore) -> None:
-    before = store.host_bytes(), store.disk_bytes()
+    before = store.memory.host_bytes, store.memory.disk_bytes
     store.allocate(Part.WEIGHTS)
-    assert (store.host_bytes(), store.disk_bytes()) == before
+    assert (store.memory.host_bytes, store.memory.disk_bytes) == before
     store.allocate(Part.STATES)
-    assert store.host_bytes() == before[0] + 4 * LAYOUT.state_bytes
-    assert store.disk_bytes() == before[1] + 4 * LAYOUT.state_bytes
+    assert store.memory.host_bytes == before[0] + 4 * LAYOUT.state_bytes
+    assert store.memory.disk_bytes == before[1] + 4 * LAYOUT.state_bytes
 
 
 def test_writing_weights_makes_the_copy_on_the_gpu_out_of_date(store: ExpertStore) -> None:
@@ -275,13 +276,14 @@ def test_a_pass_that_waits_for_an_expert_which_a_decoding_step_reads_goes_on_at_
 ) -> None:
     store = new_store((1, 3, 1, 2), tmp_path)
     entry = next(entry for entry in store.entries if entry.disk_slot is not None)
-    assert store.hold_slots([entry]) == [entry]
+    slots = DecodingSlots(store)
+    assert slots.hold([entry]) == [entry]
     waits = threading.Thread(target=lambda: store.wait(lambda: entry.readable, "a test"))
     waits.start()
     while not store.main_waits:
         time.sleep(1e-3)
-    store.end_reads([entry])
-    store.release_slots([entry])
+    slots.end_reads([entry])
+    slots.release([entry])
     began = time.monotonic()
     waits.join()
     assert time.monotonic() - began < 0.2

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from overspill.core.errors import DiskError
+from overspill.tiers.decoding_slots import DecodingSlots
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
@@ -73,7 +74,7 @@ class Reader:
         while self.ahead:
             entry = self.ahead.pop()
             self.store.host(entry, Part.WEIGHTS).fill_(entry.number + 1 if succeeded else 99)
-            self.store.end_reads([entry], succeeded)
+            DecodingSlots(self.store).end_reads([entry], succeeded)
 
     def in_host(self) -> set[int]:
         return {entry.number for entry in self.store.entries if entry.host_slot is not None}
@@ -86,7 +87,7 @@ def test_an_expert_is_read_once_while_it_is_in_host_memory(tmp_path: Path) -> No
     assert reader.step(1, 2, 4) == 0
     reader.reads.learn()
     assert reader.policy.used == [[1, 4], [4, 2], [1, 2, 4]]
-    size = reader.store.part_bytes(Part.WEIGHTS)
+    size = reader.store.memory.size(Part.WEIGHTS)
     assert reader.recorder.counters()["ssd read"] == 3 * size
     reader.store.check_conserved()
 

@@ -52,7 +52,7 @@ def test_on_a_gpu_a_stream_that_waits_for_the_arrival_reads_the_current_weights(
     device, numbers = torch.device("cuda"), random.Random(seed)
     layout = RecordLayout(ExpertShape(512, 4096, gated=False), torch.bfloat16)
     store = ExpertStore(1, ExpertMap.whole(12), layout, 12, 0, pinned=True)
-    store.wait_allocated()
+    store.memory.wait_allocated()
     for entry in store.entries:
         store.host(entry, Part.WEIGHTS).fill_(value_of(entry))
     slab = device_slab(6, layout.weight_bytes, device)

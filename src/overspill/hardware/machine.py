@@ -46,14 +46,9 @@ def cpu_threads(wanted: int | None = None) -> int:
     return wanted or max(1, cores - 4, cores * 3 // 4)
 
 
-def resident_memory(proc: Path = _PROC) -> int:
-    """Bytes of host memory of this process."""
-    return _status(proc)["VmRSS"]
-
-
-def peak_resident_memory(proc: Path = _PROC) -> int:
+def peak_resident_memory() -> int:
     """The most bytes of host memory that this process has used."""
-    return _status(proc)["VmHWM"]
+    return _kilobytes((_PROC / "self" / "status").read_text())["VmHWM"]
 
 
 def gpu() -> Gpu | None:
@@ -100,10 +95,6 @@ def disk_free(folder: str | os.PathLike[str]) -> int:
 
 def _meminfo(proc: Path) -> dict[str, int]:
     return _kilobytes((proc / "meminfo").read_text())
-
-
-def _status(proc: Path) -> dict[str, int]:
-    return _kilobytes((proc / "self" / "status").read_text())
 
 
 def _kilobytes(text: str) -> dict[str, int]:

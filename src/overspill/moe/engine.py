@@ -328,7 +328,7 @@ class Engine:
         return {
             "gpu": self._homes.nbytes + self._slot_bytes,
             "host": self._moves.host_bytes + self._dense_memory.host_bytes,
-            "disk": self._store.disk_bytes(),
+            "disk": self._store.memory.disk_bytes,
         }
 
     @property

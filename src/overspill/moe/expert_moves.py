@@ -22,6 +22,7 @@ from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
 from overspill.plan.homes import DeviceShare, spread_homes
 from overspill.plan.usage import Exchange
+from overspill.tiers.home_changes import HomeChanges
 from overspill.tiers.store import ExpertStore
 
 _log = logging.getLogger("overspill")
@@ -45,6 +46,7 @@ class ExpertMoves:
         """`user` is the model among those that share the device."""
         self._store = store
         self._homes = homes
+        self._changes = HomeChanges(store)
         self._records = records
         self._placement = placement
         self._training = training
@@ -99,8 +101,8 @@ class ExpertMoves:
             self._stream_if_needed(sum(counts))
             leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
             if leaving:
-                self._store.empty_cache()
-                self._extend_host(self._store.missing_slots(leaving))
+                self._changes.empty_cache()
+                self._extend_host(self._changes.missing_slots(leaving))
             for layer, count in enumerate(counts):  # first those that leave: they make room
                 if count < before[layer]:
                     self._records.move_to_host(layer, count)
@@ -155,7 +157,7 @@ class ExpertMoves:
     def _extend_host(self, missing: int) -> None:
         if missing == 0:
             return
-        size = sum(map(self._store.part_bytes, self._store.slabs))
+        size = sum(map(self._store.memory.size, self._store.memory.slabs))
         need = missing * size + self.host_bytes + self._placement.reserved
         if need > self._placement.host_memory:
             raise BudgetError(
@@ -163,13 +165,13 @@ class ExpertMoves:
                 f"{format_size(need, up=True)}, it is {format_size(self._placement.host_memory)}; "
                 f"raise it{'' if self._store.disk_slots else ', or give a --disk folder'}"
             )
-        self._store.extend(missing)
+        self._changes.extend_host(missing)
 
     @property
     def host_bytes(self) -> int:
         """Host memory of the experts and of what streams them."""
         streaming = self.streaming
-        return self._store.host_bytes() if streaming is None else streaming.host_bytes
+        return self._store.memory.host_bytes if streaming is None else streaming.host_bytes
 
     # -- to use the memory of the device ----------------------------------------------------------
 

@@ -87,8 +87,8 @@ class ExpertGradients:
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
         """Allocates the optimizer states once, and with `keep` memory for kept gradients."""
         self._store.lifetime.check()
-        if Part.STATES not in self._store.slabs:
-            self._store.set_state_dtype(state_dtype)
+        if Part.STATES not in self._store.memory.slabs:
+            self._store.memory.set_state_dtype(state_dtype)
             self._store.allocate(Part.STATES)
         self._make_room(keep)
         before, self.keep = self.keep, keep
@@ -102,7 +102,7 @@ class ExpertGradients:
 
     def reset_states(self) -> None:
         """Sets all optimizer states to zero."""
-        if Part.STATES not in self._store.slabs:
+        if Part.STATES not in self._store.memory.slabs:
             return
         self.of_homes.reset_states()
         if (streaming := self._streaming()) is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from overspill.core.experts import ExpertId
 from overspill.moe.homes.memory import DeviceHomes, LayerRecords
 from overspill.tiers.entry import Part
+from overspill.tiers.home_changes import HomeChanges
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.store import ExpertStore
 from overspill.transfer.requests import run_all
@@ -22,6 +23,7 @@ class ExpertRecords:
     def __init__(self, store: ExpertStore, homes: DeviceHomes) -> None:
         self._store = store
         self._homes = homes
+        self._changes = HomeChanges(store)
         self._saved_to: Path | None = None
         self.n_written = 0
         """How often `write_weights` has changed an expert."""
@@ -88,7 +90,7 @@ class ExpertRecords:
             weights.copy_(own.record)
 
         run_all(fill_one, self.ids(), workers)
-        self._store.wait_allocated()
+        self._store.memory.wait_allocated()
 
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
         """Copies an expert's flat weights into `out` [numel]."""
@@ -118,7 +120,7 @@ class ExpertRecords:
             return
         entry = self._store.entry(expert)
         self._store.write_part(entry, Part.WEIGHTS, lambda m: fill(self.layout.weights(m)))
-        if self.layout.dtype == torch.bfloat16 and Part.STATES in self._store.slabs:
+        if self.layout.dtype == torch.bfloat16 and Part.STATES in self._store.memory.slabs:
             self._store.write_part(entry, Part.STATES, self._clear_low_bits)
 
     def _clear_low_bits(self, memory: Tensor) -> None:
@@ -155,7 +157,7 @@ class ExpertRecords:
             for position in range(self._store.homes[layer], count):
                 self._copy_to_device(layer, position)
             self._homes.wait()  # the host slots are given to others
-            self._store.leave_host(layer, count)
+            self._changes.leave_host(layer, count)
         except BaseException:
             self._homes.resize(layer, self._store.homes[layer])
             raise
@@ -177,7 +179,7 @@ class ExpertRecords:
         try:
             for position in reversed(range(count, self._store.homes[layer])):
                 entry = self._store.at(layer, position)
-                self._store.enter_host(
+                self._changes.enter_host(
                     entry, {part: self._copier(records, position, part) for part in self._parts()}
                 )
         finally:
@@ -189,17 +191,17 @@ class ExpertRecords:
         store, row = self._store, self._homes[layer].weights[home]
         entries = store.at(layer, home), store.at(layer, streamed)
         with store.lock:
-            host = self.layout.weights(store.load_weights(entries[1]))
+            host = self.layout.weights(self._changes.load_weights(entries[1]))
             before, map_before = (row.clone(), host.to(row.device, copy=True)), store.maps[layer]
             try:
-                store.exchange(*entries, lambda: _copy_pair(before[::-1], (row, host)))
+                self._changes.exchange(*entries, lambda: _copy_pair(before[::-1], (row, host)))
             except BaseException:
                 if store.maps[layer] is map_before:
                     _copy_pair(before, (row, host))
                 raise
 
     def _parts(self) -> list[Part]:
-        return [part for part in (Part.WEIGHTS, Part.STATES) if part in self._store.slabs]
+        return [part for part in (Part.WEIGHTS, Part.STATES) if part in self._store.memory.slabs]
 
     def _copier(self, records: LayerRecords, row: int, part: Part) -> Callable[[Tensor], None]:
         def copy(memory: Tensor) -> None:

@@ -21,9 +21,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from overspill.core.errors import NonFiniteError, OrderError
@@ -32,6 +31,7 @@ from overspill.moe.gradients import ExpertGradients
 from overspill.moe.layer_pass import LayerPass, PendingBackward, Wave
 from overspill.moe.records import ExpertRecords
 from overspill.optim.gradient_norm import gradient_norm
+from overspill.optim.interfaces import UpdateRule
 from overspill.optim.kernel import AdamHyper
 
 
@@ -51,25 +51,6 @@ _AFTER_BACKWARD = (LayerState.COMPLETE, LayerState.UPDATED)
 _FAILED = (LayerState.RUNNING, LayerState.STEPPING)
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-
-
-class UpdateRule(Protocol):
-    """What a training step asks its optimizer."""
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """The dtype of the moments."""
-
-    @property
-    def keep_gradients(self) -> bool:
-        """Whether updates wait for step(), because of clipping or without overlap."""
-
-    @property
-    def accumulating(self) -> bool:
-        """Whether the current backward is not the last one of its step."""
-
-    def hyper(self, layer: int) -> AdamHyper | None:
-        """The numbers of the next update of a layer's experts; None if it does not have them."""
 
 
 def _exclusive(

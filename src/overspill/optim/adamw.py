@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,54 +15,9 @@ from overspill.core.errors import ConfigError, NonFiniteError
 from overspill.core.experts import ExpertId
 from overspill.hardware.machine import usable_cores
 from overspill.optim.gradient_norm import gradient_norm
+from overspill.optim.interfaces import ExpertEngine
 from overspill.optim.kernel import AdamHyper, RecordState, adamw_
-from overspill.tiers.layout import RecordLayout
-
-
-class ExpertTraining(Protocol):
-    """The training step as the optimizer uses it."""
-
-    @property
-    def has_states(self) -> bool: ...
-    def attach(self, rule: "AdamW", trained: bool) -> bool: ...
-    def allocate_states(self) -> None: ...
-    def check_joins(self, layers: Iterable[int]) -> None: ...
-    def check_between_steps(self, what: str) -> None: ...
-    def is_fresh(self, layer: int) -> bool: ...
-    def steps(self, layer: int) -> int: ...
-    def set_steps(self, layer: int, steps: int) -> None: ...
-    def gradient_squares(self) -> float: ...
-    def step(self) -> None: ...
-    def discard(self) -> None: ...
-    def zero_grad(self) -> None: ...
-    def restart(self) -> bool: ...
-
-
-class StateRecords(Protocol):
-    """The experts' records as the optimizer uses them."""
-
-    def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None: ...
-    def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None: ...
-
-
-class ExpertEngine(Protocol):
-    """The engine as the optimizer uses it."""
-
-    @property
-    def training(self) -> ExpertTraining: ...
-    @property
-    def records(self) -> StateRecords: ...
-    @property
-    def layout(self) -> RecordLayout: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_experts(self) -> int: ...
-    @property
-    def overlap_updates(self) -> bool: ...
-    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor: ...
-    def flush(self) -> None: ...
-
+from overspill.optim.parameters import check_dense, check_group, is_placeholder
 
 EXPERTS_ELSEWHERE = "overspill_experts"
 """Key of a state dict that refers to a file with the states of the experts."""
@@ -107,7 +62,7 @@ class AdamW(torch.optim.Optimizer):
         self.state_dtype = state_dtype or torch.float32
         self._has_groups = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _check_group(defaults)
+        check_group(defaults)
         super().__init__(params, defaults)
         self._has_groups = True
         self._find_experts()
@@ -116,10 +71,10 @@ class AdamW(torch.optim.Optimizer):
         """As in torch. Experts can be added as well, for example when they are unfrozen."""
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
-                if parameter.requires_grad and not _is_placeholder(parameter):
-                    _check_dense(parameter)
+                if parameter.requires_grad and not is_placeholder(parameter):
+                    check_dense(parameter)
             if self._has_groups:  # the constructor adds all its groups first
                 self._find_experts()
         except BaseException:
@@ -128,7 +83,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _find_experts(self) -> None:
         """Finds the groups of expert layers, and attaches to the engine of the first experts."""
-        placeholders = [(p, group) for p, group in self._parameters() if _is_placeholder(p)]
+        placeholders = [(p, group) for p, group in self._parameters() if is_placeholder(p)]
         engine = self._find_engine([p.engine for p, _ in placeholders])
         layer_groups = {p.layer: group for p, group in placeholders}
         if engine is not None and self._engine is None:
@@ -152,7 +107,7 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError("one AdamW supports one offloaded model; create one AdamW per model")
         return engines[0] if engines else None
 
-    # -- interface for the training step (moe.training_step.UpdateRule) --------------------
+    # -- interface for the training step (UpdateRule) --------------------------------------
 
     @property
     def keep_gradients(self) -> bool:
@@ -210,9 +165,9 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         dense = [(p, group) for p, group in self._dense() if p.grad is not None]
         for parameter, _ in dense:
-            _check_dense(parameter)
+            check_dense(parameter)
         for parameter, _ in self._parameters():
-            if _is_placeholder(parameter):
+            if is_placeholder(parameter):
                 parameter.check_gradient()
         self._scale = self._clip()
         try:
@@ -232,7 +187,7 @@ class AdamW(torch.optim.Optimizer):
         return [(p, group) for group in self.param_groups for p in group["params"]]
 
     def _dense(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        return [(p, group) for p, group in self._parameters() if not _is_placeholder(p)]
+        return [(p, group) for p, group in self._parameters() if not is_placeholder(p)]
 
     def _clip(self) -> float:
         """The factor for all gradients, dense and expert, as in torch's clip_grad_norm_."""
@@ -337,7 +292,7 @@ class AdamW(torch.optim.Optimizer):
             for number, entry in packed["state"].items()
         }
         for number, (parameter, _) in enumerate(self._parameters()):
-            if not _is_placeholder(parameter) or engine.training.steps(parameter.layer) == 0:
+            if not is_placeholder(parameter) or engine.training.steps(parameter.layer) == 0:
                 continue  # as in torch, there are no states before the first update
             entry: dict[str, Any] = {"step": engine.training.steps(parameter.layer)}
             for name, dtype in self.expert_sections():
@@ -361,7 +316,7 @@ class AdamW(torch.optim.Optimizer):
         entries = [state_dict["state"].get(number) for number in numbers]
         self._check_entries(entries)
         for other in saved:
-            _check_group({**self.defaults, **other})
+            check_group({**self.defaults, **other})
         self._restart()
         for group, other in zip(self.param_groups, saved, strict=True):
             values = {key: value for key, value in other.items() if key != "params"}
@@ -375,7 +330,7 @@ class AdamW(torch.optim.Optimizer):
         """Raises if an entry is not an AdamW state of its parameter, before anything changes."""
         for number, (parameter, _) in enumerate(self._parameters()):
             size = tuple(parameter.shape)
-            if _is_placeholder(parameter):
+            if is_placeholder(parameter):
                 size = (parameter.engine.n_experts, parameter.engine.layout.shape.numel)
             entry = entries[number]
             for name in () if entry is None else _MOMENTS:
@@ -395,7 +350,7 @@ class AdamW(torch.optim.Optimizer):
     def _set_dense_states(self, entries: list[Any]) -> None:
         self.state = defaultdict(dict)
         for (parameter, _), entry in zip(self._parameters(), entries, strict=True):
-            if entry and not _is_placeholder(parameter):
+            if entry and not is_placeholder(parameter):
                 self.state[parameter] = self._dense_state(parameter, entry)
 
     def _load_experts(self, state_dict: dict[str, Any], entries: list[Any]) -> None:
@@ -408,7 +363,7 @@ class AdamW(torch.optim.Optimizer):
             return
         self._engine.flush()
         for (parameter, _), entry in zip(self._parameters(), entries, strict=True):
-            if _is_placeholder(parameter):
+            if is_placeholder(parameter):
                 self._load_layer(parameter.layer, entry or {"step": 0})
 
     def _load_layer(self, layer: int, entry: dict[str, Any]) -> None:
@@ -447,39 +402,6 @@ class AdamW(torch.optim.Optimizer):
             number, key = name.split(".", 1)
             entries[int(number)][key] = value
         self._set_dense_states(entries)
-
-
-def _check_group(group: Mapping[str, Any]) -> None:
-    """Raises for values that torch.optim.AdamW refuses, and for its variants."""
-    for name in ("lr", "eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ConfigError(f"{name}={group[name]} must not be negative")
-    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ConfigError(f"betas={group['betas']} must be two numbers, each in [0, 1)")
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise ConfigError(f"{name}=True is not supported by overspill.AdamW; leave it out")
-
-
-def _check_dense(parameter: Tensor) -> None:
-    """Raises for a dense parameter that cannot be updated."""
-    if parameter.dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(
-            f"a dense parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; "
-            "overspill.AdamW updates float32 and bfloat16: convert the model before offloading it, "
-            "or freeze the parameter with requires_grad_(False)"
-        )
-    sparse = parameter.grad is not None and parameter.grad.layout != torch.strided
-    if sparse or parameter.layout != torch.strided:
-        raise ConfigError(
-            f"a dense parameter of shape {tuple(parameter.shape)} is sparse or has a sparse "
-            "gradient, which overspill.AdamW does not support; make it dense (for nn.Embedding: "
-            "sparse=False), or freeze it"
-        )
-
-
-def _is_placeholder(parameter: Tensor) -> bool:
-    return getattr(parameter, "is_expert_placeholder", False)
 
 
 def _accelerate_accumulates() -> bool:

@@ -74,9 +74,14 @@ class HostSlab:
             ) from error
         self.slots = torch.frombuffer(memory, dtype=torch.uint8).view(slots, slot_bytes)
         self._views = self.slots.unbind()  # created once, because slots are accessed often
+        pieces = self.slots.split(slots_per_piece)
+        if not pinned and (background or len(pieces) == 1):  # there is no work for threads
+            if not background:
+                _allocate_piece(self._registered, pieces[0], pinned, touch=True)
+            return
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="overspill-allocate")
         try:
-            for piece in self.slots.split(slots_per_piece):
+            for piece in pieces:
                 args = self._registered, piece, pinned, not background
                 self._pieces.append(self._threads.submit(_allocate_piece, *args))
             self._threads.shutdown(wait=False)  # the threads end after these pieces

@@ -1,7 +1,6 @@
 """Which steps of a run are traced."""
 
 import time
-from collections.abc import Callable
 
 from overspill.trace.recorder import Recorder
 
@@ -9,15 +8,9 @@ from overspill.trace.recorder import Recorder
 class Tracer:
     """Traces the first `count` of every `every` steps; the others run at full speed."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        every: int,
-        count: int,
-        clock: Callable[[], int] = time.perf_counter_ns,
-    ) -> None:
+    def __init__(self, recorder: Recorder, every: int, count: int) -> None:
         self.recorder = recorder
-        self._every, self._count, self._clock = every, min(count, every), clock
+        self._every, self._count = every, min(count, every)
         self._since = self._until = 0
         self._running = False
 
@@ -26,12 +19,12 @@ class Tracer:
             self.recorder.clear()  # at the end of the run only the last group is left
             self.recorder.start()
             self._running = True
-            self._since = self._clock()
+            self._since = time.perf_counter_ns()
 
     def after_step(self, step: int) -> None:
         if not self._running:
             return
-        self._until = self._clock()
+        self._until = time.perf_counter_ns()
         if step % self._every == self._count - 1:
             self.recorder.stop()
             self._running = False

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from overspill.core.errors import DiskError, EngineError
 from overspill.core.experts import ExpertId
+from overspill.tiers.decoding_slots import DecodingSlots
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.ssd import ARRIVING, PRESENT
 from overspill.tiers.store import ExpertStore
@@ -44,6 +45,7 @@ class DiskReads:
         """`policies` are those of the layers. `read_ahead` reads weights in another thread, and
         then calls `end_reads` of the store."""
         self._store = store
+        self._slots = DecodingSlots(store)
         self._policies = policies
         self._scores_LE: list[list[float]] = [each.scores_LE[0].tolist() for each in policies]
         self._recorder = recorder
@@ -61,7 +63,7 @@ class DiskReads:
     @property
     def file(self) -> int:
         """The file descriptor of the weights."""
-        return self._store.files[Part.WEIGHTS].fd
+        return self._store.memory.files[Part.WEIGHTS].fd
 
     def hold(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
         """The addresses of the weights of these experts, by their ids, valid until `release`; and
@@ -85,7 +87,7 @@ class DiskReads:
     def _source(self, entry: Entry) -> int:
         if entry in self._missing:
             assert entry.disk_slot is not None
-            return self._store.part_bytes(Part.WEIGHTS) * entry.disk_slot
+            return self._store.memory.size(Part.WEIGHTS) * entry.disk_slot
         return ARRIVING if entry in self._ahead else PRESENT
 
     def _inject_faults(self, inject: Inject) -> None:
@@ -100,7 +102,7 @@ class DiskReads:
 
     def _hold(self, entries: Sequence[Entry], expected: set[Entry]) -> list[Entry]:
         deadline = time.monotonic() + WATCHDOG_SECONDS
-        while (missing := self._store.hold_slots(entries, self._order, expected)) is None:
+        while (missing := self._slots.hold(entries, self._order, expected)) is None:
             if time.monotonic() > deadline:
                 raise EngineError(f"no host slots were free for {len(entries)} experts")
             self.learn()
@@ -127,7 +129,7 @@ class DiskReads:
         entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
         expected = self._expected.setdefault(layer, set())
         others = {entry for layer in self._expected.values() for entry in layer}
-        for entry in self._store.begin_reads(entries, self._order, others):
+        for entry in self._slots.begin_reads(entries, self._order, others):
             expected.add(entry)
             self._read_ahead(entry)
 
@@ -135,10 +137,10 @@ class DiskReads:
         """What was missing was read, or reading the expert with index `failed` has failed with this
         `errno`, -1 for the end of the file."""
         if error:
-            reason = self._store.files[Part.WEIGHTS].read_error(error)
+            reason = self._store.memory.files[Part.WEIGHTS].read_error(error)
             raise self._failed(self._held[failed], reason)
-        self._store.end_reads(self._missing)
-        size = len(self._missing) * self._store.part_bytes(Part.WEIGHTS)
+        self._slots.end_reads(self._missing)
+        size = len(self._missing) * self._store.memory.size(Part.WEIGHTS)
         if size:
             self._recorder.add_bytes(_LANE, size)
             label = f"{len(self._missing)} experts"
@@ -158,10 +160,10 @@ class DiskReads:
             if not entry.valid & Part.WEIGHTS and entry.disk_slot is not None:
                 memory = self._store.host(entry, Part.WEIGHTS)
                 try:
-                    self._store.files[Part.WEIGHTS].read(entry.disk_slot, memory)
+                    self._store.memory.files[Part.WEIGHTS].read(entry.disk_slot, memory)
                 except OSError as error:
                     raise self._failed(entry, error) from error
-                self._store.end_reads([entry])
+                self._slots.end_reads([entry])
 
     def _failed(self, entry: Entry, reason: OSError) -> DiskError:
         self._give_up()
@@ -169,14 +171,14 @@ class DiskReads:
         return DiskError(f"{name} could not be read from disk: {reason}")
 
     def _give_up(self) -> None:
-        self._store.end_reads(self._missing, succeeded=False)
+        self._slots.end_reads(self._missing, succeeded=False)
         self._missing = []
         self.release()
 
     def release(self) -> None:
         """The experts may leave host memory again."""
         held, self._held = self._held, []
-        self._store.release_slots(held)
+        self._slots.release(held)
 
     def wait_released(self) -> None:
         """Until the request of a step that has ended holds nothing."""

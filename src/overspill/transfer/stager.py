@@ -4,6 +4,7 @@ ones back. It is told what will be needed in which order, and only carries that 
 import functools
 from collections.abc import Callable, Iterable
 
+from overspill.tiers.decoding_slots import DecodingSlots
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
@@ -139,7 +140,7 @@ class Stager:
         except OSError:
             pass
         finally:
-            self._store.end_reads([entry], succeeded)
+            DecodingSlots(self._store).end_reads([entry], succeeded)
 
     def _fail(self, entry: Entry, part: Part, write: bool, error: BaseException) -> None:
         with self._store.lock:
@@ -152,7 +153,7 @@ class Stager:
     def _move(self, entry: Entry, part: Part, lane: str, write: bool) -> None:
         if self._inject is not None:
             self._inject(lane)
-        file, memory = self._store.files[part], self._store.host(entry, part)
+        file, memory = self._store.memory.files[part], self._store.host(entry, part)
         assert entry.disk_slot is not None
         self._recorder.add_bytes(lane, memory.nbytes)
         label = f"{part.name} {entry.id.layer}.{entry.id.index}"

@@ -94,7 +94,7 @@ class CpuExperts:
         shape, dtype = store.layout.shape, store.layout.dtype
         max_rows = max_cpu_rows(shape.d_model, dtype)
         size = CpuBuffers.size(max_rows, shape.d_model, dtype)
-        self._slab = HostSlab("token rows", 1, size, store.pinned)
+        self._slab = HostSlab("token rows", 1, size, store.memory.pinned)
         self._host = CpuBuffers.cut(self._slab[0], max_rows, shape.d_model, dtype)
         mapped = on_device(self._slab[0], device)
         self._mapped = CpuBuffers.cut(mapped, max_rows, shape.d_model, dtype)

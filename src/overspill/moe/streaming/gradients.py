@@ -99,7 +99,7 @@ class StreamingGradients:
             count = self._placement.ring
             count = min(_RING_WHEN_KEPT, count) if keep else count
             size = self._store.layout.weight_bytes
-            pinned = self._store.pinned
+            pinned = self._store.memory.pinned
             slab = HostSlab("gradient buffers", count, size, pinned, self._progress)
             ring, squares = GradientRing(self._store, slab), (self._squares, self._added_squares)
             self._updates = Updates(
@@ -108,7 +108,7 @@ class StreamingGradients:
 
     def _allocate_kept(self) -> None:
         """Allocates memory for kept gradients, once."""
-        if Part.GRADS in self._store.slabs:
+        if Part.GRADS in self._store.memory.slabs:
             return
         kept = self._store.host_slots * self._store.layout.weight_bytes
         need = self.host_bytes() + kept + self._placement.reserved
@@ -130,7 +130,7 @@ class StreamingGradients:
     def host_bytes(self) -> int:
         """Host memory of all slabs."""
         ring = 0 if self._updates is None else self._updates.ring.buffers.nbytes
-        return self._store.host_bytes() + ring
+        return self._store.memory.host_bytes + ring
 
     @property
     def updates(self) -> Updates:

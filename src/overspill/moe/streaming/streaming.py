@@ -139,7 +139,7 @@ class Streaming:
     def host_bytes(self) -> int:
         """Host memory of host slots and buffers."""
         gradients = self.gradients
-        host = self._store.host_bytes() if gradients is None else gradients.host_bytes()
+        host = self._store.memory.host_bytes if gradients is None else gradients.host_bytes()
         return host + self.compute.cpu_bytes
 
     def recover(self) -> None:

@@ -34,7 +34,8 @@ def add_lora(model: nn.Module, section: FinetuneModelSection, seq2seq: bool) -> 
         target_modules=targets,
         task_type="SEQ_2_SEQ_LM" if seq2seq else "CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    adapted: nn.Module = get_peft_model(model, config)
+    return adapted
 
 
 def attention_layers(model: nn.Module) -> list[str]:

@@ -13,10 +13,10 @@ from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
 from overspill.serve.decode.modes import new_mode
 from tests.models.huggingface.oracle import offloaded
+from tests.serve.decode.decoding import INTERPRETED, Decoding, gpt, small
 from tests.serve.models import PROMPTS, plain_gpt, plain_model
-from tests.serve.test_decode import Decoding, gpt, pytestmark, small, steps
 
-__all__ = ["pytestmark", "steps"]  # fixtures
+pytestmark = INTERPRETED
 DEEP = GPTConfig(
     vocab=48, n_layers=5, d_model=16, d_hidden=24, n_heads=2, n_experts=6, top_k=2, max_seq=64
 )

@@ -15,11 +15,12 @@ import overspill
 from overspill import Settings
 from overspill.core.errors import DiskError, OverspillError
 from overspill.models.config import GPTConfig
+from tests.moe.oracle import delays
+from tests.serve.decode.decoding import INTERPRETED, Decoding, gpt, small
 from tests.serve.models import PROMPTS
-from tests.serve.test_decode import Decoding, delays, gpt, pytestmark, small, steps
 from tests.serve.test_failures import FailingJob, cut_weights
 
-__all__ = ["pytestmark", "steps"]  # fixtures
+pytestmark = INTERPRETED
 PROMPT = small(PROMPTS[:1])
 CONFIG = GPTConfig(
     vocab=48, n_layers=3, d_model=16, d_hidden=24, n_heads=2, n_experts=12, top_k=2, max_seq=64

@@ -1,0 +1,42 @@
+"""Parameters and parameter groups that `overspill.AdamW` accepts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import ConfigError
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raises for values that torch.optim.AdamW refuses, and for its variants."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ConfigError(f"{name}={group[name]} must not be negative")
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ConfigError(f"betas={group['betas']} must be two numbers, each in [0, 1)")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise ConfigError(f"{name}=True is not supported by overspill.AdamW; leave it out")
+
+
+def check_dense(parameter: Tensor) -> None:
+    """Raises for a dense parameter that cannot be updated."""
+    if parameter.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(
+            f"a dense parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; "
+            "overspill.AdamW updates float32 and bfloat16: convert the model before offloading it, "
+            "or freeze the parameter with requires_grad_(False)"
+        )
+    sparse = parameter.grad is not None and parameter.grad.layout != torch.strided
+    if sparse or parameter.layout != torch.strided:
+        raise ConfigError(
+            f"a dense parameter of shape {tuple(parameter.shape)} is sparse or has a sparse "
+            "gradient, which overspill.AdamW does not support; make it dense (for nn.Embedding: "
+            "sparse=False), or freeze it"
+        )
+
+
+def is_placeholder(parameter: Tensor) -> bool:
+    return getattr(parameter, "is_expert_placeholder", False)

@@ -1,0 +1,83 @@
+"""Host slots of the experts that a decoding step needs."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from overspill.tiers.entry import Entry, Part
+from overspill.tiers.store import ExpertStore
+
+
+class DecodingSlots:
+    """A part of the store; its methods take the store's lock."""
+
+    def __init__(self, store: ExpertStore) -> None:
+        self._store = store
+
+    def hold(
+        self,
+        entries: Sequence[Entry],
+        order: Sequence[Entry] | None = None,
+        ahead: Collection[Entry] = (),
+    ) -> list[Entry] | None:
+        """Keeps these experts in host slots until `release`, without other transfers. Returns those
+        whose weights must be read there now, then `end_reads`; None if one of them, or too many
+        others, are being read, written, updated or uploaded. Those of `ahead` may still be read.
+        The first ones in `order` lose their slots; by default the least recently used."""
+        store = self._store
+        with store.lock:
+            store.raise_error()
+            if any(entry.stale or (entry.io and entry not in ahead) for entry in entries):
+                return None
+            for entry in entries:
+                entry.holds += 1
+                store.touch(entry)
+            missing = [e for e in entries if not (e.valid | e.io) & Part.WEIGHTS]
+            for entry in missing:
+                if entry.host_slot is None and not store.assign_host_slot(entry, (), order):
+                    self.release(entries)
+                    self._write_oldest()
+                    return None
+            for entry in missing:
+                entry.io |= Part.WEIGHTS
+            return missing
+
+    def begin_reads(
+        self, entries: Iterable[Entry], order: Sequence[Entry], keep: Iterable[Entry] = ()
+    ) -> list[Entry]:
+        """Gives host slots to experts that will be needed, as far as those in `order` can leave
+        theirs without these and those to `keep`, and returns whose weights are to be read now, then
+        `end_reads`."""
+        store, needed = self._store, {*entries, *keep}
+        with store.lock:
+            found: list[Entry] = []
+            for entry in entries:
+                if entry.disk_slot is None or entry.io or entry.stale or entry.readable:
+                    continue
+                if entry.host_slot is None and not store.assign_host_slot(entry, needed, order):
+                    break
+                entry.io |= Part.WEIGHTS
+                found.append(entry)
+            return found
+
+    def _write_oldest(self) -> None:
+        """Writes an expert whose host slot is not used to disk, if it is newer there: the stager
+        keeps those that the next pass needs."""
+        for entry in self._store.cached():
+            if entry.dirty and not entry.io and not entry.holds:
+                self._store.write_back(entry)
+                return
+
+    def end_reads(self, entries: Iterable[Entry], succeeded: bool = True) -> None:
+        with self._store.lock:
+            for entry in entries:
+                entry.io &= ~Part.WEIGHTS
+                if succeeded:
+                    entry.valid |= Part.WEIGHTS
+            if self._store.main_waits:  # it may be for one of them
+                self._store.wake_all()
+
+    def release(self, entries: Iterable[Entry]) -> None:
+        with self._store.lock:
+            for entry in entries:
+                entry.holds -= 1
+            if self._store.main_waits:  # a pass of another thread whose experts have lost slots
+                self._store.request_transfers()

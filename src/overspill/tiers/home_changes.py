@@ -1,0 +1,94 @@
+"""Experts that move between the compute device and host memory or disk."""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from overspill.tiers.entry import Entry, Part
+from overspill.tiers.store import ExpertStore
+
+
+class HomeChanges:
+    """A part of the store; its methods take the store's lock. Used while nothing is transferred."""
+
+    def __init__(self, store: ExpertStore) -> None:
+        self._store = store
+
+    def missing_slots(self, count: int) -> int:
+        """How many host slots must be added before `count` experts can leave the device."""
+        store = self._store
+        with store.lock:
+            to_host = count - len(store.free_records)
+            missing = to_host + store.least_cache - len(store.free_slots)
+            return max(0, missing) if to_host > 0 else 0
+
+    def extend_host(self, count: int) -> None:
+        """Adds host slots."""
+        store = self._store
+        with store.lock:
+            slots = store.host_slots + count
+            store.memory.extend(slots)
+            store.free_slots += range(store.host_slots, slots)
+            store.host_slots = slots
+
+    def empty_cache(self) -> None:
+        """Takes experts on disk out of their host slots."""
+        with self._store.lock:
+            for entry in list(self._store.cached()):
+                self._store.write_back(entry)
+                self._store.evict(entry)
+
+    def leave_host(self, layer: int, count: int) -> None:
+        """The home of the first `count` experts of a layer is the compute device now: their host
+        slots and disk slots are free."""
+        with self._store.lock:
+            self._store.homes[layer] = count
+            self._store.recount_slots()
+
+    def enter_host(self, entry: Entry, fills: Mapping[Part, Callable[[Tensor], None]]) -> None:
+        """The expert, the last one of its layer at home on the device, gets a host slot or a disk
+        slot; `fills` write its parts."""
+        store, layer = self._store, entry.id.layer
+        with store.lock:
+            assert store.position(entry) == store.homes[layer] - 1
+            in_host = len(store.free_slots) > store.least_cache  # experts on disk need some
+            free = store.free_slots if in_host else store.free_records
+            for part, fill in fills.items():
+                if in_host:
+                    fill(store.memory.slabs[part][free[-1]])
+                else:
+                    store.memory.write(part, free[-1], fill)
+            if in_host:
+                entry.host_slot, entry.valid = free[-1], Part(sum(store.memory.slabs))
+            else:
+                entry.disk_slot = free[-1]
+            entry.version += 1
+            store.homes[layer] -= 1  # until now it was on the device, whatever came
+            free.pop()
+
+    def load_weights(self, entry: Entry) -> Tensor:
+        """The weights in the expert's host slot; an expert on disk gets one."""
+        store = self._store
+        with store.lock:
+            if not entry.readable:
+                if entry.host_slot is None and not store.assign_host_slot(entry, ()):
+                    self.empty_cache()  # what is not yet on disk is written now
+                    store.assign_host_slot(entry, ())
+                assert entry.disk_slot is not None
+                memory = store.host(entry, Part.WEIGHTS)
+                store.memory.files[Part.WEIGHTS].read(entry.disk_slot, memory)
+                entry.valid |= Part.WEIGHTS
+            return store.host(entry, Part.WEIGHTS)
+
+    def exchange(self, home: Entry, streamed: Entry, copy: Callable[[], None]) -> None:
+        """Two experts of a layer exchange their places, one at home on the device and one in a host
+        slot: `copy` exchanges their weights. If it raises, the caller has the old weights."""
+        store, layer = self._store, home.id.layer
+        with store.lock:
+            new = store.maps[layer].exchanged(store.position(home), store.position(streamed))
+            streamed.version += 1  # the copy on the GPU is out of date
+            if streamed.disk_slot is not None:
+                streamed.dirty |= Part.WEIGHTS
+            copy()
+            store.maps[layer] = new
+            home.id, streamed.id = streamed.id, home.id

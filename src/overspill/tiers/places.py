@@ -1,0 +1,177 @@
+"""Where each expert is: on the compute device, in a host slot or on disk; which slots are free."""
+
+from collections.abc import Collection, Iterable
+
+from overspill.core.expert_map import ExpertMap
+from overspill.core.experts import ExpertId
+from overspill.tiers.entry import Entry, Part
+from overspill.tiers.worker_sync import WorkerSync
+
+
+class ExpertPlaces(WorkerSync):
+    """The entries of all local experts, and the slots of those that are streamed.
+
+    The first `homes[layer]` experts of each layer have their home on the compute device and nothing
+    here. Of the others, `home_slots`, spread evenly over the layers, always stay in host memory;
+    the rest is on disk and passes through `cache_slots` further host slots.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        experts: ExpertMap,
+        home_slots: int,
+        cache_slots: int,
+        homes: list[int] | None,
+        spare_records: int,
+        watchdog_seconds: float,
+    ) -> None:
+        """If there are experts on disk, `spare_records` further ones find room there."""
+        super().__init__(watchdog_seconds)
+        self.experts = experts
+        self.maps = [experts] * n_layers
+        """Which expert of each layer is at which position."""
+        self.n_layers = n_layers
+        self.homes = homes if homes is not None else [0] * n_layers
+        """Experts of each layer at home on the compute device: the first ones."""
+        count = n_layers * experts.n_local - sum(self.homes)
+        self.home_slots = min(home_slots, count)
+        on_disk = count - self.home_slots
+        self.disk_slots = on_disk + spare_records if on_disk else 0
+        self.least_cache = min(cache_slots, on_disk)
+        """Host slots that experts on disk need."""
+        assert self.disk_slots == 0 or self.least_cache >= 1
+        self.host_slots = self.home_slots + self.least_cache
+        self.entries = self._number_entries(count)
+        self._cached: dict[Entry, None] = {}
+        self.recount_slots()
+
+    def _number_entries(self, streamed: int) -> list[Entry]:
+        entries, in_host, on_disk = [], 0, 0
+        for number in range(self.n_layers * self.experts.n_local):
+            layer, position = divmod(number, self.experts.n_local)
+            id = ExpertId(layer, self.experts.global_id(position))
+            if position < self.homes[layer]:
+                entries.append(Entry(id, number, None, None))
+            # evenly spread, so that the disk is read at a steady rate through a step
+            elif (in_host + on_disk + 1) * self.home_slots // streamed > in_host:
+                entries.append(Entry(id, number, in_host, None))
+                in_host += 1
+            else:
+                entries.append(Entry(id, number, None, on_disk))
+                on_disk += 1
+        return entries
+
+    # -- lookup ---------------------------------------------------------------------------
+
+    def entry(self, id: ExpertId) -> Entry:
+        return self.at(id.layer, self.maps[id.layer].position(id.index))
+
+    def id_of(self, number: int) -> ExpertId:
+        """The expert that is at a position now, by the number of its entry."""
+        layer, position = divmod(number, self.experts.n_local)
+        return ExpertId(layer, self.maps[layer].global_id(position))
+
+    def at(self, layer: int, position: int) -> Entry:
+        return self.entries[layer * self.experts.n_local + position]
+
+    def layer_entries(self, layer: int) -> list[Entry]:
+        first = layer * self.experts.n_local
+        return self.entries[first : first + self.experts.n_local]
+
+    def streamed(self, layer: int) -> list[Entry]:
+        """The experts of a layer that are not at home on the compute device."""
+        return self.layer_entries(layer)[self.homes[layer] :]
+
+    def position(self, entry: Entry) -> int:
+        """The local position of an expert in its layer."""
+        return entry.number % self.experts.n_local
+
+    # -- slots ----------------------------------------------------------------------------
+
+    @property
+    def in_host(self) -> int:
+        """Experts that always stay in host memory."""
+        return sum(e.host_slot is not None and e.disk_slot is None for e in self.entries)
+
+    @property
+    def on_disk(self) -> int:
+        """Experts on disk."""
+        return self.disk_slots - len(self.free_records)
+
+    @property
+    def cache_slots(self) -> int:
+        """Host slots that the experts on disk share."""
+        return len(self.free_slots) + len(self._cached)
+
+    def cached(self) -> Iterable[Entry]:
+        """Under the lock: the experts on disk that have a host slot."""
+        return self._cached
+
+    def disk_busy(self) -> bool:
+        return any(entry.io for entry in self._cached)
+
+    def touch(self, entry: Entry) -> None:
+        """Notes that the expert is needed, for the choice of the least recently used."""
+        with self.lock:
+            if entry in self._cached:
+                del self._cached[entry]
+                self._cached[entry] = None
+
+    def assign_host_slot(
+        self, entry: Entry, needed: Collection[Entry], order: Iterable[Entry] | None = None
+    ) -> bool:
+        """Gives the expert a host slot: a free one, or that of the least recently used expert, or
+        the first in `order`, that is not among the `needed` and not in use. False if there is
+        none."""
+        with self.lock:
+            assert entry.host_slot is None
+            if not self.free_slots:
+                held = self._cached if order is None else (e for e in order if e in self._cached)
+                idle = (each for each in held if each not in needed and each.evictable)
+                first = next(idle, None)
+                if first is None:
+                    return False
+                self.evict(first)
+            entry.host_slot = self.free_slots.pop()
+            entry.valid = Part(0)
+            self._cached[entry] = None
+            return True
+
+    def evict(self, entry: Entry) -> None:
+        """Under the lock: takes the host slot of an expert on disk."""
+        assert entry.host_slot is not None
+        self.free_slots.append(entry.host_slot)
+        entry.host_slot, entry.valid = None, Part(0)
+        entry.upload = entry.copy = None
+        del self._cached[entry]
+
+    def recount_slots(self) -> None:
+        """At the beginning and after an interrupt: the entries say which slots are free."""
+        with self.lock:
+            for layer, count in enumerate(self.homes):
+                for entry in self.layer_entries(layer)[:count]:
+                    entry.host_slot = entry.disk_slot = None
+                    entry.upload = entry.copy = None
+                    entry.valid = entry.dirty = Part(0)
+            in_host = [entry for entry in self.entries if entry.host_slot is not None]
+            on_disk = [entry for entry in self.entries if entry.disk_slot is not None]
+            held = {entry.host_slot for entry in in_host}
+            # experts on disk that have a host slot, the least recently used first
+            cached = {entry for entry in in_host if entry.disk_slot is not None}
+            known = [entry for entry in self._cached if entry in cached]
+            self._cached = dict.fromkeys([*known, *cached])
+            self.free_slots = [slot for slot in range(self.host_slots) if slot not in held]
+            stored = {entry.disk_slot for entry in on_disk}
+            self.free_records = [n for n in range(self.disk_slots) if n not in stored]
+
+    def check_conserved(self) -> None:
+        """When idle: every host slot is either free or held by exactly one expert."""
+        with self.lock:
+            held = [entry.host_slot for entry in self.entries if entry.host_slot is not None]
+            slots = sorted([*held, *self.free_slots])
+            assert slots == list(range(self.host_slots)), "host slots leaked"
+            stored = [entry.disk_slot for entry in self.entries if entry.disk_slot is not None]
+            records = sorted([*stored, *self.free_records])
+            assert records == list(range(self.disk_slots)), "disk slots leaked"
+            assert not any(entry.io or entry.holds for entry in self.entries), "not idle"

@@ -1,0 +1,100 @@
+"""The memory of the experts' parts: host slots and records on disk. Which expert has them is known
+to the store alone."""
+
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from overspill.tiers.entry import Part
+from overspill.tiers.layout import ALIGN, RecordLayout
+from overspill.tiers.slab import HostSlab, Progress
+from overspill.tiers.ssd import RecordFile, check_folder
+
+
+class RecordMemory:
+    """Each part has a slab of host slots and, in the folder `disk`, a file of records."""
+
+    def __init__(
+        self,
+        layout: RecordLayout,
+        disk_slots: int,
+        pinned: bool,
+        disk: Path | None,
+        progress: Progress | None,
+    ) -> None:
+        assert disk is not None or not disk_slots
+        self.layout = layout
+        self.pinned = pinned
+        self.slabs: dict[Part, HostSlab] = {}
+        self.files: dict[Part, RecordFile] = {}
+        self._disk_slots = disk_slots
+        self._folder = disk if disk_slots else None
+        self._progress = progress
+        if self._folder is not None:
+            check_folder(self._folder, disk_slots * layout.weight_bytes)
+
+    def size(self, part: Part) -> int:
+        """Bytes of `part` of one expert."""
+        return self.layout.state_bytes if part == Part.STATES else self.layout.weight_bytes
+
+    def set_state_dtype(self, dtype: torch.dtype) -> None:
+        """Sets the dtype of the moments, before their memory is allocated."""
+        assert Part.STATES not in self.slabs
+        self.layout = RecordLayout(self.layout.shape, self.layout.dtype, dtype)
+
+    def allocate(self, part: Part, host_slots: int, background: bool) -> None:
+        """Allocates the memory and disk space for `part` of every expert."""
+        name = part.name.lower() if part.name else "?"
+        size = self.size(part)
+        if self._folder is not None:
+            check_folder(self._folder, self._disk_slots * size)
+            # a unique name: two processes may share a disk folder
+            path = self._folder / f"overspill-{os.getpid()}-{uuid.uuid4().hex[:8]}-{name}.bin"
+            self.files[part] = RecordFile(path, self._disk_slots, size)
+        self.slabs[part] = HostSlab(name, host_slots, size, self.pinned, self._progress, background)
+
+    def extend(self, host_slots: int) -> None:
+        """Adds host slots, up to this number."""
+        for slab in self.slabs.values():  # one of them may have failed before
+            slab.extend(host_slots - len(slab))
+
+    def wait_allocated(self) -> None:
+        """Blocks until the memory of all slabs is allocated and pinned."""
+        for slab in self.slabs.values():
+            slab.wait_allocated()
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(file.nbytes for file in self.files.values())
+
+    def read(self, part: Part, record: int) -> Tensor:
+        """A copy of a record on disk."""
+        scratch = self._scratch(part)
+        self.files[part].read(record, scratch)
+        return scratch
+
+    def write(self, part: Part, record: int, fill: Callable[[Tensor], None]) -> None:
+        """Sets a record on disk to what `fill` writes."""
+        scratch = self._scratch(part)
+        fill(scratch)
+        self.files[part].write(record, scratch)
+
+    def _scratch(self, part: Part) -> Tensor:
+        size = self.size(part)
+        memory = torch.empty(size + ALIGN, dtype=torch.uint8)
+        skip = -memory.data_ptr() % ALIGN  # direct I/O needs an aligned buffer
+        return memory[skip : skip + size]
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        for slab in self.slabs.values():
+            slab.close()

@@ -1,0 +1,121 @@
+"""On a GPU: frozen experts on the CPU, and experts that exchange places."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import overspill
+from overspill.models.gpt import GPTMoE
+from overspill.moe.engine import Engine
+from overspill.moe.settings import Settings
+from overspill.plan.usage import Exchange
+from overspill.simulate import routed_by
+from tests.moe.gpu_training import CONFIG, MODES, batches, delays
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_roughly")]
+
+
+def exchange(engine: Engine, rng: random.Random) -> None:
+    """Experts at home and streamed ones of each layer exchange places."""
+    pairs = []
+    for layer, count in enumerate(engine.homes):
+        streamed = rng.sample(range(count, CONFIG.n_experts), 2)
+        pairs += [Exchange(layer, home, other) for home, other in enumerate(streamed)]
+    engine.exchange_homes(pairs)
+
+
+def frozen_gradients(
+    dtype: torch.dtype, settings: Settings, exchanged: bool = False, **options: object
+) -> list[torch.Tensor]:
+    """The gradients of all parameters but the experts, over some small batches. With `exchanged`,
+    experts exchange places before every forward and every backward."""
+    model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=dtype)
+    for moe in model.moe_layers():
+        moe.w_in.requires_grad_(False)
+        moe.w_out.requires_grad_(False)
+    where = {"gpu_memory": "2GiB", "mode": "host", "slots": 12, **options}
+    overspill.offload(model, settings=settings, quiet=True, **where)
+    engine, rng = model.overspill, random.Random(5)
+    try:
+        for tokens in batches(20, seed=5):
+            few = tokens[:1, :25]
+            if exchanged:
+                exchange(engine, rng)
+            loss = model(few[:, :-1], few[:, 1:]).loss
+            if exchanged:
+                exchange(engine, rng)
+            loss.backward()
+        engine.check_conserved()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+    finally:
+        model.overspill.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_frozen_experts_on_the_cpu_give_the_gradients_of_the_gpu(
+    dtype: torch.dtype, late: bool
+) -> None:
+    want = frozen_gradients(dtype, Settings())
+    inject = delays if late else None
+    got = frozen_gradients(dtype, Settings(cpu_experts=True, inject=inject))
+    assert want
+    near = 1e-4 if dtype == torch.float32 else 3e-2  # both sides round in another order
+    for one, other in zip(got, want, strict=True):
+        assert float((one - other).abs().max()) <= near * float(other.abs().max())
+
+
+@pytest.mark.parametrize("where", [MODES[3], {**MODES[5], "dense_weights": "gpu"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cpu_experts", [False, True])
+def test_experts_that_exchange_places_between_passes_give_the_same_gradients(
+    where: dict[str, object], dtype: torch.dtype, cpu_experts: bool, tmp_path: Path
+) -> None:
+    if where["mode"] == "disk":
+        where = {**where, "disk": tmp_path}
+    settings = Settings(inject=delays, cpu_experts=cpu_experts)
+    want = frozen_gradients(dtype, Settings())
+    got = frozen_gradients(dtype, settings, exchanged=True, **where)
+    assert want
+    near = 1e-4 if dtype == torch.float32 else 3e-2
+    for one, other in zip(got, want, strict=True):
+        assert float((one - other).abs().max()) <= near * float(other.abs().max())
+
+
+class TwoExperts:
+    """A routing that uses the last two experts of each layer."""
+
+    n_layers, n_experts, top_k = CONFIG.n_layers, CONFIG.n_experts, 2
+
+    def __call__(self, layer: int, n_tokens: int, device: torch.device) -> torch.Tensor:
+        ids = torch.arange(self.n_experts - 2, self.n_experts, device=device)
+        return ids.expand(n_tokens, 2)
+
+
+@pytest.mark.parametrize("where", [MODES[3], {**MODES[5], "dense_weights": "gpu"}], ids=str)
+def test_the_most_used_experts_move_to_the_gpu(where: dict[str, object], tmp_path: Path) -> None:
+    if where["mode"] == "disk":
+        where = {**where, "disk": tmp_path}
+    model = GPTMoE(CONFIG, seed=1, device="cuda", dtype=torch.bfloat16).eval()
+    before = {name: value.cpu() for name, value in model.state_dict().items()}
+    overspill.offload(model, gpu_memory="2GiB", quiet=True, **where)
+    engine, tokens = model.overspill, batches(1, 0)[0][:, :-1]
+    try:
+        with torch.inference_mode(), routed_by(model, TwoExperts()):
+            first = model(tokens).logits
+            for _ in range(20):
+                last = model(tokens).logits
+        assert all({6, 7} <= set(experts) for experts in engine.at_home)
+        torch.testing.assert_close(last, first, rtol=1e-2, atol=1e-2)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.cpu(), before[name]), name
+        engine.flush()
+        uploads = engine.recorder.counters()
+        with torch.inference_mode(), routed_by(model, TwoExperts()):
+            model(tokens)
+        engine.flush()
+        assert engine.recorder.counters() == uploads, "what is used is at home"
+    finally:
+        engine.close()

@@ -1,0 +1,81 @@
+"""Fused steps through the serving loop."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from overspill import Settings
+from overspill.core.errors import EngineError
+from overspill.serve.runners import PagedRunner
+from tests.models.huggingface.oracle import offloaded
+from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, serve
+from tests.serve.models import PROMPTS, plain_model
+from tests.serve.requests import make_request
+
+pytestmark = INTERPRETED
+
+
+@pytest.mark.parametrize("homes", [[4, 4], [1, 2]], ids=["on the device", "some in host memory"])
+def test_greedy_tokens_are_those_of_transformers(
+    homes: list[int], tmp_path: Path, steps: list[int]
+) -> None:
+    plain, expected = plain_model("mixtral")
+    with offloaded(plain, "host", tmp_path) as model:
+        model.overspill.set_homes(homes)
+        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True)
+        requests = [make_request(PROMPTS[0], 4), make_request(PROMPTS[1], 2)]
+        serve(runner, requests).close()
+    assert [request.new_tokens for request in requests] == [expected[0][:4], expected[1][:2]]
+    assert sorted(set(steps)) == [1, 2]
+
+
+def test_a_batch_without_memory_to_begin_early_begins_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from overspill.serve.decode.decode import Decode
+
+    run, refused = Decode.run, []
+
+    def fail(self: Decode, tokens: Any, *others: Any) -> Any:
+        if isinstance(tokens, Tensor):
+            refused.append(1)
+            raise torch.OutOfMemoryError("injected")
+        return run(self, tokens, *others)
+
+    monkeypatch.setattr(Decode, "run", fail)
+    plain, expected = plain_model("mixtral")
+    with offloaded(plain, "gpu", tmp_path) as model:
+        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True)
+        made = make_request(PROMPTS[0], 4)
+        serve(runner, [made]).close()
+    assert refused
+    assert made.new_tokens == expected[0][:4]
+
+
+def test_a_failure_of_the_cpu_fails_its_requests(tmp_path: Path) -> None:
+    """Also with the last token; the next request works."""
+    calls = itertools.count()
+    fails: set[int] = set()
+
+    def inject(kind: str) -> None:
+        if kind == "cpu" and next(calls) in fails:
+            raise EngineError("injected")
+
+    plain, expected = plain_model("mixtral")
+    with offloaded(plain, "host", tmp_path, Settings(inject=inject)) as model:
+        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True)
+        made = make_request(PROMPTS[0], 2)
+        serve(runner, [made])
+        assert made.new_tokens == expected[0][:2]
+        fails.add(next(calls) + 1)
+        failed = make_request(PROMPTS[1], 2)
+        serve(runner, [failed])
+        assert str(failed.error) == "injected"
+        again = make_request(PROMPTS[1], 2)
+        serve(runner, [again])
+        assert again.new_tokens == expected[1][:2]
+        runner.close()

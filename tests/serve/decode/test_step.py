@@ -1,0 +1,142 @@
+"""Decoding with fused kernels, in Triton's interpreter, compared with the plain model."""
+
+from pathlib import Path
+
+import pytest
+
+from overspill import Settings
+from overspill.compute.decode import constants
+from overspill.models.config import GPTConfig
+from overspill.plan.usage import Exchange
+from tests.moe.oracle import delays
+from tests.serve.decode.decoding import GATED, INTERPRETED, decoding, gpt, small
+from tests.serve.models import PROMPTS, plain_gpt, plain_model
+
+pytestmark = INTERPRETED
+
+QUICK = ["mixtral", "qwen3_moe", "gpt_oss"]
+
+SLOW = ["qwen2_moe", "olmoe"]  # they differ from those in little
+
+READ = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path, steps: list[int]) -> None:
+    with decoding(plain_model(name)[0], tmp_path, prompts=PROMPTS[2:3]) as made:
+        made.step()
+    assert steps == [1]
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK[1:] + SLOW)]
+)
+def test_several_requests_are_computed_together(
+    name: str, tmp_path: Path, steps: list[int]
+) -> None:
+    with decoding(plain_model(name)[0], tmp_path) as made:
+        made.step()
+    assert steps == [4], "a batch of three is filled up"
+
+
+@pytest.mark.parametrize("config", [None, GATED], ids=["gelu", "gated, with dense blocks"])
+def test_logits_are_those_of_gpt_moe(
+    config: GPTConfig | None, tmp_path: Path, steps: list[int]
+) -> None:
+    plain = plain_gpt() if config is None else gpt(config)
+    with decoding(plain, tmp_path, prompts=small(PROMPTS[:3])) as made:
+        made.step()
+    with decoding(plain, tmp_path, prompts=small(PROMPTS[:1])) as made:
+        made.step()
+    assert steps == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "homes"),
+    [("mixtral", 0), ("qwen2_moe", 1), ("qwen3_moe", 3), ("gpt_oss", 0), ("gpt_oss", 1)],
+)
+def test_experts_may_be_in_host_memory(
+    name: str, homes: int, tmp_path: Path, steps: list[int]
+) -> None:
+    plain, _ = plain_model(name)
+    late = Settings(inject=delays(seed=3, longest=5e-4, only="cpu"))
+    with decoding(plain, tmp_path, "host", [homes] * 2, PROMPTS[:1], late) as made:
+        made.two_steps()
+    assert steps == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_several_requests_may_miss_experts(name: str, tmp_path: Path, steps: list[int]) -> None:
+    plain, _ = plain_model(name)
+    with decoding(plain, tmp_path, "host", [1, 2]) as made:
+        made.step()
+    assert steps == [4]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_several_requests_may_read_experts_over_the_link(
+    name: str, tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "SEVERAL", 2)
+    plain, _ = plain_model(name)
+    found = []
+    for share in (0, 8, 16):
+        monkeypatch.setattr(constants, "LINK_SHARE", share)
+        with decoding(plain, tmp_path, "host", [1, 0]) as made:
+            made.step()
+            made.model.overspill.exchange_homes([Exchange(0, 0, 3)])
+            made.step()
+            found.append(made.runner.stats()["experts_on_cpu"])
+    assert found[0] > found[1] > found[2] == 0
+    assert steps == [4] * 6
+
+
+@pytest.mark.parametrize("name", ["gpt", "mixtral"])
+def test_the_first_prompt_may_have_one_token(name: str, tmp_path: Path, steps: list[int]) -> None:
+    plain = plain_gpt() if name == "gpt" else plain_model(name)[0]
+    with decoding(plain, tmp_path, "host", prompts=[[4]]) as made:
+        assert not steps
+        made.step()
+    assert steps == [1]
+
+
+def test_gpt_moe_may_miss_experts(tmp_path: Path, steps: list[int]) -> None:
+    with decoding(plain_gpt(), tmp_path, "host", [0, 2, 5], small(PROMPTS[:1])) as made:
+        made.two_steps()
+    assert steps == [1, 1]
+
+
+def test_experts_may_move_between_steps(tmp_path: Path, steps: list[int]) -> None:
+    plain, _ = plain_model("mixtral")
+    with decoding(plain, tmp_path, "host", [2, 2], PROMPTS[:1]) as made:
+        engine = made.model.overspill
+        for homes in ([4, 4], [0, 3], [4, 4]):
+            made.step()
+            engine.set_homes(homes)
+        made.step()
+        engine.set_homes([2, 2])
+        engine.exchange_homes([Exchange(0, 0, 3), Exchange(1, 1, 2)])
+        made.step()
+    assert steps == [1] * 5
+
+
+def test_modules_compute_experts_on_disk(tmp_path: Path, steps: list[int]) -> None:
+    with decoding(plain_model("mixtral")[0], tmp_path, "disk", None, PROMPTS[:1]) as made:
+        made.step()
+        made.step()
+    assert not steps
+
+
+def test_modules_compute_if_the_device_cannot_access_pinned_memory(
+    tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the second GPU of a machine."""
+    from overspill.serve.decode import decode
+
+    monkeypatch.setattr(decode, "can_map", lambda device: False)
+    with decoding(plain_gpt(), tmp_path, "host", prompts=small(PROMPTS[:1])) as made:
+        made.step()
+        assert not steps
+        made.model.overspill.set_homes([5, 5, 5])
+        made.step()
+        assert steps == [1]
