@@ -39,15 +39,16 @@ def switch(n_experts: int, top_k: int = 1) -> GPTConfig:
 
 
 def build(config: GPTConfig, level: int = 1, disk: Path | None = None, **budgets: Any) -> Any:
-    """A model with pre-gates whose experts are in host memory."""
+    """A model with pre-gates, or without if the level is 0, whose experts are in host memory."""
     dtype = torch.bfloat16
     model = overspill.GPTMoE(
         config, checkpoint=False, meta_experts=True, device=DEVICE, dtype=dtype
     )
-    overspill.pregate(model.eval(), level)
+    if level:
+        overspill.pregate(model.eval(), level)
     settings = overspill.Settings(residency=False, follow_usage=False)
     return overspill.offload(
-        model, disk=disk, quiet=True, progress=False, settings=settings, **budgets
+        model.eval(), disk=disk, quiet=True, progress=False, settings=settings, **budgets
     )
 
 
@@ -146,7 +147,10 @@ def link_limit(model: Any) -> Limit:
 
 def run_switch(n_experts: int, args: argparse.Namespace) -> None:
     model = build(switch(n_experts))
-    found = compare(model, (GPU_ONLY, "auto", *COPYING), args)
+    found = compare(model, (GPU_ONLY, "auto", "on-demand", "prefetch-all", "pre-gated"), args)
+    conventional = build(switch(n_experts), level=0)
+    found |= compare(conventional, ("lookahead",), args)
+    conventional.overspill.close()
     metrics = {"tokens_per_second": metric(found["pre-gated"].tokens, "tokens/s")} | ratios(found)
     details = {
         "row": f"Switch-Base-{n_experts} shape, one request, pre-gated, nothing cached",

@@ -53,6 +53,18 @@ def test_the_serving_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     exec(compile(code, "docs/serving.md", "exec"), {})
 
 
+def test_the_commands_for_pre_gates_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = README.split("## Pre-gates")[1]
+    (block,) = re.findall(r"```bash\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": "def main():\\n    pass"}\n' * 8)
+    for line in block.replace("--steps 20", "--steps 1").strip().splitlines():
+        program, *words = shlex.split(line)
+        assert program == "overspill"
+        assert app(words) == 0
+    assert (tmp_path / "runs/pregated/final/pregates.safetensors").is_file()
+
+
 def test_all_links_exist() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
@@ -70,7 +82,9 @@ def test_all_flags_of_training_commands_exist(capsys: pytest.CaptureFixture[str]
     assert named - {"--help"} <= known
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/finetuning.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/benchmarks.md", "docs/finetuning.md", "docs/pre-gates.md"]
+)
 def test_the_tables_match_the_records(page: str) -> None:
     command = [sys.executable, "bench/tables.py", "--check", page]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
