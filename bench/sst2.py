@@ -79,13 +79,13 @@ def pretrain(train: Path, folder: Path, steps: int) -> Path:
     return Path(checkpoint)
 
 
-def make_tokenizer(sentences: list[str]) -> Tokenizer:
+def make_tokenizer(sentences: list[str], vocab: int = VOCAB) -> Tokenizer:
     """A BPE tokenizer of these sentences with a small vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
