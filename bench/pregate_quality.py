@@ -299,6 +299,8 @@ def run(args: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory() as own:
         work = args.work or Path(own)
         work.mkdir(parents=True, exist_ok=True)
+        if args.measurements is not None:  # now, not after the first training
+            args.measurements.parent.mkdir(parents=True, exist_ok=True)
         models = Models(*settings(args), args.data, work, args.device)
         found = read(args.measurements, models.digest)
         complete = measure(models, args, found)

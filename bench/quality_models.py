@@ -58,7 +58,7 @@ class Base:
 class Tuning:
     """Fine-tuning on both tasks."""
 
-    steps: int = 300
+    steps: int = 400
     batch: int = 32
     lr: float = 3e-4
     sst2_steps: int = 350

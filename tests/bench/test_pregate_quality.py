@@ -40,7 +40,6 @@ def made(tmp_path: Path) -> Path:
 
 def run(bench: ModuleType, patch: pytest.MonkeyPatch, data: Path, out: Path, flags: str) -> int:
     given = ["--data", str(data), "--out", str(out), "--measurements", str(out / "lines")]
-    out.mkdir(exist_ok=True)
     patch.setattr(sys, "argv", ["bench/pregate_quality.py", *given, *flags.split()])
     return int(bench.main())
 
@@ -79,10 +78,16 @@ def test_a_later_call_continues_and_draws_the_picture(
 
 @pytest.mark.skipif(not (DATA / "wikitext-2").is_dir(), reason=f"there is no {DATA}/wikitext-2")
 def test_the_files_of_wikitext_and_sst2_are_read(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(bench, monkeypatch, DATA, tmp_path / "out", f"{TINY} --device cpu") == 0
-    check(tmp_path / "out")
+    flags = f"{TINY} --device cpu --parts sst2"
+    assert run(bench, monkeypatch, DATA, tmp_path / "out", flags) == 0
+    assert "step 1: validation perplexity 5" in capsys.readouterr().out  # of 512 tokens
+    record = json.loads((tmp_path / "out" / "pregate-quality.json").read_text())
+    assert record["metrics"]["accuracy_n3"]["unit"] == "share"
 
 
 @pytest.mark.gpu
