@@ -172,7 +172,8 @@ def save(found: Sequence[Measurement], models: Models, args: argparse.Namespace)
         metrics |= text.metrics("perplexity", "perplexity")
         for row, level in zip(table, LEVELS, strict=True):
             row |= text.cells(level, "perplexity", ".2f")
-            row["against N = 0"] = _range(text.increases(level), "+.2f") + " %" if level else None
+            increase = _range(text.increases(level), "+.2f") + " %" if level else None
+            row["perplexity, fine-tuned, against N = 0"] = increase
     if sentences.by_seed:
         metrics |= sentences.metrics("accuracy", "share")
         for row, level in zip(table, LEVELS, strict=True):
