@@ -59,6 +59,7 @@ def check(out: Path) -> None:
     assert len(before) > 1
 
 
+@pytest.mark.slow
 def test_a_later_call_continues_and_draws_the_picture(
     bench: ModuleType, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
