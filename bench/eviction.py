@@ -10,18 +10,6 @@ import numpy as np
 from overspill.plan.eviction import Floats, Ids, Mask, Policy
 
 
-class LRU(Policy):
-    """Evicts the expert that was not used for the longest time."""
-
-    def __init__(self, n_layers: int, n_experts: int) -> None:
-        super().__init__(n_layers, n_experts)
-        self._time = 0
-
-    def use(self, experts_LN: Ids) -> None:
-        self.scores_LE[self._rows_L1, experts_LN] = self._time
-        self._time += 1
-
-
 class Belady(Policy):
     """Evicts the expert whose next use is the farthest: the optimum, which needs the future (and
     distinct experts: one that several requests of a batch need is as good as any other)."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from eviction import LRU, Belady, hit_rates, retained
+from eviction import Belady, hit_rates, retained
 from record import Metric, metric, write_record
 
-from overspill.plan.eviction import LFU, Ids, NextUse, Policy
+from overspill.plan.eviction import LFU, LRU, Ids, NextUse, Policy
 
 ROOMS = (8, 16)
 W2 = (48, 128, 8)  # layers, experts, top-k

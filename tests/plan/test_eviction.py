@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.eviction import LRU, Belady, hit_rates, retained
-from overspill.plan.eviction import LFU, Ids, NextUse, Policy
+from bench.eviction import Belady, hit_rates, retained
+from overspill.plan.eviction import LFU, LRU, Ids, NextUse, Policy
 from tests.simulate.recordings import TRACE, needs_recordings
 
 ONLINE: list[Callable[[int, int], Policy]] = [LRU, LFU, NextUse]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import overspill
-from bench.eviction import LRU
 from overspill.moe.engine import Engine
+from overspill.plan.eviction import LRU
 from overspill.serve.decode.cache import ExpertCache
 from overspill.serve.decode.table import ExpertTable
 from tests.models.huggingface.families import FAMILIES, make_model

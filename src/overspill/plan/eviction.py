@@ -31,6 +31,18 @@ class Policy(ABC):
         """These experts were needed now."""
 
 
+class LRU(Policy):
+    """Evicts the expert that was not used for the longest time."""
+
+    def __init__(self, n_layers: int, n_experts: int) -> None:
+        super().__init__(n_layers, n_experts)
+        self._time = 0
+
+    def use(self, experts_LN: Ids) -> None:
+        self.scores_LE[self._rows_L1, experts_LN] = self._time
+        self._time += 1
+
+
 class LFU(Policy):
     """Evicts the expert that was used least; a use counts less with every token after it."""
 
