@@ -10,6 +10,7 @@ import pytest
 
 from overspill.cli.finetune import resolve
 from overspill.cli.main import app
+from overspill.core.errors import ConfigError
 from overspill.train.finetune.config import FinetuneConfig, PregateConfig
 from overspill.train.metrics import read_lines
 from tests.cli.forks import Forks
@@ -166,6 +167,14 @@ def _numbers(out: Path) -> list[tuple[object, ...]]:
 def _models(out: Path) -> dict[str, bytes]:
     files = [*out.glob("best/*.safetensors"), *out.glob("final/*.safetensors")]
     return {str(file.relative_to(out)): file.read_bytes() for file in files}
+
+
+def test_a_run_is_resumed_by_the_command_that_began_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(PregateConfig().to_json())
+    resumed = {"resume": True, "out": str(tmp_path)}
+    assert resolve(resumed, PregateConfig).pregate_level == 1
+    with pytest.raises(ConfigError, match=r"by overspill finetune .*; use the command that began"):
+        resolve(resumed)
 
 
 def test_a_killed_run_resumes_to_the_same_bits(

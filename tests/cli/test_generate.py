@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_generate_streams_what_json_gives(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", str(run), "abc", "--max-tokens", "6", "--seed", "3"]
-    assert app(words) == 0
+    assert app([*words, "--mode", "on-demand", "--slots", "0"]) == 0
     text = capsys.readouterr().out
     assert app([*words, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -76,6 +76,7 @@ def test_a_question_that_is_too_long_ends_only_its_answer(
         (["generate", "/nowhere", "a"], "/nowhere does not exist"),
         (["generate", "RUN", "a", "--top-p", "0"], "top_p=0.0 must be above 0"),
         (["generate", "RUN", "a", "--mode", "fast"], "--mode"),
+        (["generate", "RUN", "a", "--mode", "pre-gated"], "train them with overspill pregate"),
         (["generate", "RUN", "abc", "--context", "3"], "leaves no room in the context of 3"),
         (["chat"], "MODEL"),
     ],

@@ -437,6 +437,35 @@ def uploads(monkeypatch: pytest.MonkeyPatch, announced: bool) -> int:
     return count
 
 
+def test_a_pass_forgets_what_one_that_has_failed_has_announced() -> None:
+    """Pre-gates of two blocks ahead: the experts of the last blocks are not known at first."""
+    config = GPTConfig(
+        vocab=48, n_layers=6, d_model=16, d_hidden=24, n_heads=2, n_experts=16, top_k=1
+    )
+    model: Any = overspill.offload(
+        overspill.pregate(GPTMoE(config).eval(), 2), mode="host", slots=24, device="cpu",
+        quiet=True, progress=False,
+    )  # fmt: skip
+    expected = model.overspill.compute.cursor.expected
+    sources: list[list[str]] = []
+
+    def note(*_: object) -> None:
+        sources.append([expected(layer)[1].value for layer in range(1, 6)])
+
+    def fail(*_: object) -> None:
+        raise ValueError("injected")
+
+    model.blocks[0].moe.register_forward_hook(note)
+    handle = model.blocks[3].register_forward_hook(fail)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="injected"):
+            model(torch.arange(4)[None])
+        handle.remove()
+        model(torch.arange(4)[None])
+    assert sources == [["by history", "by routing", *["by history"] * 3]] * 2
+    model.overspill.close()
+
+
 def test_experts_that_pre_gates_have_chosen_are_uploaded_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,7 @@ import overspill
 from overspill import LLM, SamplingParams
 from overspill.core.errors import BudgetError, ConfigError, OrderError
 from tests.models.huggingface.families import Family, make_model, tiny
+from tests.moe.oracle import threads_left
 from tests.serve.models import (
     GREEDY,
     N_NEW,
@@ -116,6 +117,13 @@ def test_a_folder_that_is_neither_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match="not the folder of a run"):
         LLM(tmp_path, device="cpu")
+
+
+def test_a_checkpoint_that_the_mode_is_not_for_is_closed_again(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a model with pre-gates") as raised:
+        LLM(checkpoint, device="cpu", mode="pre-gated", slots=2)
+    assert raised.tb is not None, "it refers to the model"
+    assert not threads_left()
 
 
 def test_a_model_for_training_is_refused() -> None:

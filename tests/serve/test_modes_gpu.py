@@ -78,6 +78,38 @@ def test_experts_on_disk(mode: str, level: int, tmp_path: Path) -> None:
     check(deep(level), mode, 0, **given)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_a_step_whose_capture_finds_no_memory_is_tried_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies have begun on another stream. Copies of experts give way; the second model is
+    computed by its modules."""
+    from overspill.serve.decode import module_step, step
+
+    failed: list[bool] = []
+
+    def fail_once(compute: Any) -> Any:
+        def experts(*args: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing() and not failed:
+                failed.append(True)
+                raise torch.OutOfMemoryError("injected")
+            return compute(*args)
+
+        return experts
+
+    for module in (step, module_step):
+        monkeypatch.setattr(module, "experts", fail_once(module.experts))
+    plain = make_model(family(name)).eval().to("cuda")
+    expected = tokens_of(plain, PROMPTS[0], 12)
+    with (
+        offloaded(plain, "none") as model,
+        overspill.LLM(model, context=64, max_batch=2, mode="prefetch-all", slots=3) as llm,
+    ):
+        assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected
+        assert failed
+        assert llm.stats()["expert_slots"] == 0, "they were given back, and steps go on"
+
+
 def test_modes_in_bf16_give_the_same_tokens() -> None:
     plain = copy.deepcopy(deep(1)).to(torch.bfloat16)
     found = []

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from overspill.core.errors import ConfigError
 from overspill.train.run_folder import find_run
 from overspill.train.sections import RunConfig
 
@@ -25,8 +27,20 @@ def resolve_resume(kind: type[C], given: Sequence[Mapping[str, Any]]) -> C:
         return config
     folder = find_run(config.run.out, config.name)
     # A run that was killed early has no config yet.
-    saved = [kind.read_file(folder.config)] if folder.config.exists() else []
-    return kind.make(*saved, *given, {"out": str(folder.path)})
+    saved = _read(kind, folder.config) if folder.config.exists() else {}
+    return kind.make(saved, *given, {"out": str(folder.path)})
+
+
+def _read(kind: type[C], file: Path) -> Mapping[str, Any]:
+    try:
+        saved = kind.read_file(file)
+        kind.make(saved)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{file.parent} cannot be resumed by overspill {kind.command} ({error}); use the "
+            "command that began it"
+        ) from error
+    return saved
 
 
 def run_and_report(config: C, run: "Callable[[C, Display], Summary]", as_json: bool) -> None:

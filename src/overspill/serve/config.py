@@ -30,8 +30,8 @@ class ModelSection:
     """auto: the CPU computes experts that are not on the GPU; gpu-only: all are there; the others
     copy what is missing: when it is needed, all of the next layer, what its router would choose
     now, or what pre-gates have chosen."""
-    slots: Count | None = None
-    """Number of experts that fit on the compute device; overrides --gpu-memory."""
+    slots: NotNegativeInt | None = None
+    """GPU slots for copies of experts, 0 for none; overrides --gpu-memory."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     context: Count = 4096

@@ -86,11 +86,20 @@ class LLM:
         """The model itself, as a module of PyTorch."""
         self.device: torch.device = source.model.overspill.device
         self.context = source.context
+        try:
+            self._loop = self._new_loop(max_batch, slots, mode)
+        except BaseException:  # the mode may not be for this model
+            if source.owned:
+                source.model.overspill.close()
+            raise
+
+    def _new_loop(self, max_batch: int, slots: int | None, mode: str) -> ServingLoop:
+        source = self._source
         new_mode(mode, pregate_level(source.model))  # it may refuse the model
+        on_gpu = self.device.type == "cuda"
         paged = can_page(source.model)
         runner: Runner
         if paged:
-            on_gpu = self.device.type == "cuda"
             dense_there = not source.model.overspill.placement.dense_weights
             fused = on_gpu and dense_there and has_triton("fused decoding")
             limits = source.n_blocks, _BLOCK, source.context, max_batch, fused, slots, mode
@@ -99,9 +108,8 @@ class LLM:
             runner = SequentialRunner(source.model, self.device)
         pool = BlockPool(source.n_blocks, _BLOCK, share=paged)
         scheduler = Scheduler(pool, max_batch, _CHUNK if paged else source.context, paged)
-        on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
-        self._loop = ServingLoop(runner, scheduler, source.ends, stream)
+        return ServingLoop(runner, scheduler, source.ends, stream)
 
     def generate(
         self,

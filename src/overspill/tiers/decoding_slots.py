@@ -72,7 +72,8 @@ class DecodingSlots:
                 entry.io &= ~Part.WEIGHTS
                 if succeeded:
                     entry.valid |= Part.WEIGHTS
-            if self._store.main_waits:  # it may be for one of them
+            if self._store.main_waits:  # it may be for one of them, or for its slot
+                self._store.request_transfers()
                 self._store.wake_all()
 
     def release(self, entries: Iterable[Entry]) -> None:

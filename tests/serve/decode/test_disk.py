@@ -1,8 +1,10 @@
 """Decoding steps whose experts are on disk: the CPU computes them in host memory."""
 
 import copy
+import errno
 import gc
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,6 +215,30 @@ def test_a_read_that_fails_is_an_error_of_its_step_only(tmp_path: Path) -> None:
                 step(made)
             fail.on = False
             step(made)
+
+
+def test_a_prompt_reads_what_could_not_be_read_ahead(tmp_path: Path) -> None:
+    """It waits for an expert that is being read for a step, which fails then."""
+    late: list[str] = []
+
+    def fail(kind: str) -> None:
+        if kind in late:
+            late.remove(kind)
+            time.sleep(0.2)
+            raise OSError(errno.EIO, "injected")
+
+    with on_disk(tmp_path, settings=Settings(inject=fail), host_slots=10) as made:
+        engine = made.model.overspill
+        use_all_experts(made)  # those of the last layer are in host memory
+        engine.flush()
+        late.append("ssd read")
+        reads = engine.new_disk_reads()
+        reads.learn()
+        reads.expect(0, [11])
+        with torch.no_grad():
+            found = made.model(torch.arange(48)[None]).logits
+            torch.testing.assert_close(found, made.plain(torch.arange(48)[None]).logits)
+        assert not late
 
 
 @pytest.mark.parametrize("kind", ["upload", "ssd read"])

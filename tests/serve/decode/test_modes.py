@@ -1,12 +1,15 @@
 """Modes of decoding steps: whatever is copied when, the tokens are those of the plain model."""
 
 import copy
+import dataclasses
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import overspill
 from overspill.core.errors import ConfigError
@@ -89,6 +92,41 @@ def test_pre_gates_of_transformers(name: str, tmp_path: Path, steps: list[int]) 
     with served(plain, "pre-gated", tmp_path, PROMPTS[:2]) as made:
         made.step()
     assert steps == [2]
+
+
+def test_memory_for_experts_of_later_layers_is_counted_and_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are slots for each size of a batch: graphs refer to them."""
+    from overspill.serve.decode import linked_experts, migration
+
+    made_slots: list[weakref.ref[torch.Tensor]] = []
+    most: list[int] = []
+    new_region, new = migration.new_region, linked_experts.LinkedExperts.__init__
+
+    def noted(*args: Any) -> Any:
+        region = new_region(*args)
+        made_slots.append(weakref.ref(region.slots_ND))
+        return region
+
+    def counted(self: Any, *args: Any) -> None:
+        new(self, *args)
+        most.append(self.most_bytes)
+
+    monkeypatch.setattr(migration, "new_region", noted)
+    monkeypatch.setattr(linked_experts.LinkedExperts, "__init__", counted)
+    plain = gpt(dataclasses.replace(DEEP, n_layers=3, n_experts=12))
+    with served(plain, "lookahead", tmp_path, small(PROMPTS[:3])) as made:
+        made.step()
+        made.requests.pop()
+        made._scheduler.remove(made._scheduler.running[-1])
+        made.step()
+        assert len(made_slots) == 2 * 2
+        slots = [each() for each in made_slots]
+        assert sum(each.nbytes for each in slots if each is not None) <= most[0]
+        del slots
+    assert made.runner is not None
+    assert not any(each() is not None for each in made_slots)
 
 
 def test_a_mode_needs_what_it_uses() -> None:

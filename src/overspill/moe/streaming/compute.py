@@ -130,7 +130,7 @@ class StreamingCompute(ExpertCompute):
             may_resort=allowed,
             unsorted=allowed and self._expects_split(layer_pass.layer),
         )
-        self._follow_announced()
+        self._follow_announced(first=layer_pass.layer == 0)
         self._enter(layer_pass, phase)
         self.trace.enter_experts()
 
@@ -139,9 +139,11 @@ class StreamingCompute(ExpertCompute):
         waited for those of its own."""
         self._announced[layer] = self.dispatcher.start_count(layer, expert_ids_TK)
 
-    def _follow_announced(self) -> None:
+    def _follow_announced(self, first: bool) -> None:
         announced, self._announced = self._announced, {}
         with self._store.lock:
+            if first:  # what an earlier pass has announced is over: it may have failed
+                self.cursor.forget_announced()
             for layer, counts_E in announced.items():
                 self.cursor.announce(layer, counts_E.tolist())
 

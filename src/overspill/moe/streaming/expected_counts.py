@@ -40,6 +40,10 @@ class ExpectedCounts:
         """A pre-gate has chosen the routing of the next forward."""
         self._announced[layer] = tuple(counts)
 
+    def forget_announced(self) -> None:
+        """That forward does not come."""
+        self._announced = [None] * len(self._announced)
+
     def exchange(self, layer: int, first: int, second: int) -> None:
         """The experts at two positions have exchanged places."""
         self._routed[layer] = _exchanged(self._routed[layer], first, second)

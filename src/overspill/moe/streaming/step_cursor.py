@@ -40,6 +40,10 @@ class StepCursor:
         """The token rows of each expert in the next forward through a layer."""
         self._counts_ahead.announce(layer, counts)
 
+    def forget_announced(self) -> None:
+        """No routing is known before its forward."""
+        self._counts_ahead.forget_announced()
+
     def exchange(self, layer: int, first: int, second: int) -> None:
         """The experts at two positions have exchanged places."""
         self._counts_ahead.exchange(layer, first, second)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from overspill.serve.decode.linked_experts import LinkedExperts
 from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import new_mode
 from overspill.serve.decode.module_step import ModuleStep, can_step
-from overspill.serve.decode.step import Computed, DecodeStep
+from overspill.serve.decode.step import Batch, Computed, DecodeStep
 from overspill.serve.decode.structure import read_decoder
 from overspill.serve.decode.table import ExpertTable
 from overspill.serve.paged import PagedCache, Span
@@ -174,7 +175,8 @@ class Decode:
                 args = self._decoder, self._table, self._memory, size, missing, self._mode
                 step = DecodeStep(*args)
             limits = self._max_batch, self._max_blocks, self._cache.spare_block
-            self._graphs[key] = DecodeGraphs(step, *limits, self._engine.device, sources)
+            call = partial(_compute, step, missing)
+            self._graphs[key] = DecodeGraphs(call, *limits, self._engine.device, sources)
         return self._graphs[key]
 
     def _has_missing(self) -> bool:
@@ -205,9 +207,10 @@ class Decode:
     def _new_missing(self, first: ExpertPlaceholder, top_k: int, size: int) -> MissingExperts:
         engine, table = self._engine, self._table
         if not self._on_cpu:
-            every = self._mode.copies_all
-            most = engine.n_experts if every else min(engine.n_experts, size * top_k)
-            return LinkedExperts(engine, table, max(1, self._level), most)
+            every = engine.n_experts
+            sizes = {min(every, top_k << n) for n in range(size.bit_length())}  # by batch
+            sizes = {every} if self._mode.copies_all else sizes
+            return LinkedExperts(engine, table, max(1, self._level), sizes)
         return HostExperts(engine, table, first.activation, top_k, size, engine.settings.inject)
 
     def _count_slots(self, others: int) -> int:
@@ -287,3 +290,15 @@ class Decode:
             self._experts.close()
         if self._missing is not None:
             self._missing.close()
+
+
+def _compute(
+    step: DecodeStep | ModuleStep, missing: MissingExperts | None, batch: Batch
+) -> Computed:
+    try:
+        return step(batch)
+    except BaseException:
+        if missing is not None:
+            with suppress(RuntimeError):  # the first failure counts
+                missing.give_up()
+        raise

@@ -118,6 +118,8 @@ class HostExperts:
         """Nothing is copied to the device."""
         return None
 
+    def give_up(self) -> None: ...
+
     def wait_released(self) -> None:
         """Until no step that has ended keeps host slots."""
         if self._reads is not None:

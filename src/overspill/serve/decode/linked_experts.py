@@ -1,5 +1,7 @@
 """Experts in host memory during a decoding step: the device reads them, or copies them ahead."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,13 @@ class LinkedExperts:
     free_slots = None
     n_misses = 0
 
-    def __init__(self, engine: Engine, table: ExpertTable, layers_ahead: int, most: int) -> None:
-        """`most` experts of a layer are copied at once."""
+    def __init__(
+        self, engine: Engine, table: ExpertTable, layers_ahead: int, sizes: Collection[int]
+    ) -> None:
+        """`sizes` are the numbers of experts of a layer that steps copy at once: there are slots
+        for each."""
         assert not engine.uses_disk
-        self.most_bytes = (layers_ahead + 1) * most * engine.layout.weight_bytes
+        self.most_bytes = (layers_ahead + 1) * sum(sizes) * engine.layout.weight_bytes
         self._engine = engine
         self._table = table
         self._migration = Migration(engine, table, layers_ahead)
@@ -46,6 +51,10 @@ class LinkedExperts:
     def staged(self, layer: int) -> Tensor | None:
         """Where those of this layer are."""
         return self._migration.end(layer)
+
+    def give_up(self) -> None:
+        """A step has failed."""
+        self._migration.give_up()
 
     def request(self, layer: int, missed_B: Tensor | None) -> Request | None:
         return None
@@ -70,3 +79,4 @@ class LinkedExperts:
         """When no step is on the device."""
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
+        self._migration.close()

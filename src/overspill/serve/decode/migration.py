@@ -64,3 +64,13 @@ class Migration:
         if end is not None:
             torch.cuda.current_stream(self._engine.device).wait_event(end)
         return table
+
+    def give_up(self) -> None:
+        """A step has failed: its copies are not used. A graph that is captured cannot end before
+        they are waited for."""
+        for layer in list(self._begun):
+            self.end(layer)
+
+    def close(self) -> None:
+        """When no step is on the device, and none follows."""
+        self._regions.clear()

@@ -44,6 +44,9 @@ class MissingExperts(Protocol):
     def staged(self, layer: int) -> Tensor | None:
         """Where those of a layer are on the device that were copied after `begin`."""
 
+    def give_up(self) -> None:
+        """The step has failed before all of it was on the stream."""
+
     def request(self, layer: int, missed_B: Tensor | None) -> Request | None:
         """Tells the CPU that the token rows and the missing experts of a layer are listed."""
 
