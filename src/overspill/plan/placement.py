@@ -16,6 +16,7 @@ first `rows_GE[0, e]` rows to GPU 0, the next to GPU 1, and so on.
 Shapes: G GPUs, E experts of a layer.
 """
 
+import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,11 +49,15 @@ class PlacementCosts:
             raise ValueError(f"costs must not be negative, and a row must cost something: {self}")
 
 
+@functools.lru_cache(maxsize=8)
 def owners(n_experts: int, n_gpus: int) -> Rows:
-    """The GPU that owns each expert, [E]: adjacent experts, as many for each GPU as possible."""
+    """The GPU that owns each expert, [E]: adjacent experts, equally many for each GPU if possible.
+    The array is shared and cannot be written to."""
     if n_gpus < 1:
         raise ValueError(f"n_gpus={n_gpus} must be at least 1")
-    return np.arange(n_experts, dtype=np.int64) * n_gpus // max(1, n_experts)
+    owners_E = np.arange(n_experts, dtype=np.int64) * n_gpus // max(1, n_experts)
+    owners_E.flags.writeable = False
+    return owners_E
 
 
 def static_rows(tokens: Sequence[int] | NDArray[Any], n_gpus: int) -> Rows:
@@ -87,8 +92,18 @@ def dynamic_rows(
 
 def layer_seconds(rows_GE: Rows, costs: PlacementCosts, resident: bool = False) -> float:
     """How long the busiest GPU uploads or computes, without `costs.wait`."""
-    uploads_G = _uploads(rows_GE, resident)
+    uploads_G = uploaded(rows_GE, resident)
     return float(np.maximum(uploads_G * costs.upload, rows_GE.sum(1) * costs.row).max())
+
+
+def uploaded(rows_GE: Rows, resident: bool = False) -> Rows:
+    """Experts that each GPU uploads, [G]: those `resident` on it are there."""
+    uploaded_GE = rows_GE > 0
+    if resident:
+        n_gpus, n_experts = rows_GE.shape
+        uploaded_GE[owners(n_experts, n_gpus), np.arange(n_experts)] = False
+    uploads_G: Rows = uploaded_GE.sum(1)
+    return uploads_G
 
 
 def balance(rows_GE: Rows) -> float:
@@ -102,15 +117,6 @@ def _counts(tokens: Sequence[int] | NDArray[Any]) -> Rows:
     if counts_E.ndim != 1 or (counts_E < 0).any():
         raise ValueError(f"token rows must be one number, at least 0, for each expert: {tokens}")
     return counts_E
-
-
-def _uploads(rows_GE: Rows, resident: bool) -> Rows:
-    """Experts that each GPU uploads, [G]."""
-    uploaded_GE = rows_GE > 0
-    if resident:
-        n_gpus, n_experts = rows_GE.shape
-        uploaded_GE[owners(n_experts, n_gpus), np.arange(n_experts)] = False
-    return uploaded_GE.sum(1)
 
 
 @dataclass
@@ -130,8 +136,8 @@ class _Load:
 
     @classmethod
     def of(cls, rows_GE: Rows, upload: float, resident: bool) -> "_Load":
-        uploads = _uploads(rows_GE, resident).tolist()
-        return cls(rows_GE.sum(1).tolist(), [count * upload for count in uploads])
+        counts = uploaded(rows_GE, resident).tolist()
+        return cls(rows_GE.sum(1).tolist(), [count * upload for count in counts])
 
 
 def _longest_first(tokens_E: Rows, static: _Load, upload: float) -> tuple[Rows, _Load]:
@@ -159,33 +165,37 @@ def _longest_first(tokens_E: Rows, static: _Load, upload: float) -> tuple[Rows, 
 def _split(whole_GE: Rows, load: _Load, upload: float, resident: bool) -> tuple[Rows, float]:
     """Moves rows from the busiest GPU to the least busy one while that makes it faster; changes
     `load`. Returns the new placement and its work, or the given one if it is as good."""
-    n_gpus, n_experts = whole_GE.shape
-    homes: list[int] = owners(n_experts, n_gpus).tolist() if resident else [-1] * n_experts
     rows, uploads, work, mean = load.rows, load.uploads, load.work, load.mean
     before, rows_GE = max(work), whole_GE.copy()
-    # a GPU that receives rows has at most the mean afterwards, so rows never move twice
+    # A GPU that receives rows has at most the mean afterwards, so it never gives any. All rows of
+    # an expert are on one GPU at first.
+    giving: dict[int, tuple[int, int]] = {}  # by GPU: the expert whose rows it gives, and how many
     while True:
-        high = work.index(max(work))
-        if uploads[high] >= rows[high] or rows[high] <= (1 + _CLOSE) * mean:
+        busiest = max(work)
+        high = work.index(busiest)
+        if uploads[high] >= busiest or rows[high] <= (1 + _CLOSE) * mean:
             break
-        below = [gpu for gpu in range(n_gpus) if rows[gpu] + 1 <= mean]
+        below = [(work[gpu], gpu) for gpu, count in enumerate(rows) if count + 1 <= mean]
         if not below:
             break
-        low = min(below, key=work.__getitem__)
-        expert = int(rows_GE[high].argmax())
-        moved = min(int(rows[high] - mean), int(mean - rows[low]), int(rows_GE[high, expert]))
-        is_there = homes[expert] == low or rows_GE[low, expert] > 0
-        more = 0.0 if is_there else upload
-        if moved < 1 or max(rows[low] + moved, uploads[low] + more) >= work[high]:
+        low = min(below)[1]
+        if high not in giving:
+            expert = int(rows_GE[high].argmax())
+            giving[high] = expert, int(rows_GE[high, expert])
+        expert, left = giving[high]
+        moved = min(int(rows[high] - mean), int(mean - rows[low]), left)
+        if moved < 1 or max(rows[low] + moved, uploads[low] + upload) >= busiest:
             break
-        rows_GE[high, expert] -= moved
-        rows_GE[low, expert] += moved
+        rows_GE[high, expert] = left - moved
+        rows_GE[low, expert] = moved
         rows[high] -= moved
         rows[low] += moved
-        uploads[low] += more
-        if homes[expert] != high and not rows_GE[high, expert]:
-            uploads[high] -= upload
-        for gpu in (high, low):
-            work[gpu] = max(rows[gpu], uploads[gpu])
+        uploads[low] += upload
+        giving[high] = expert, left - moved
+        if moved == left:
+            del giving[high]
+            uploads[high] -= 0 if resident else upload
+        work[high] = max(rows[high], uploads[high])
+        work[low] = max(rows[low], uploads[low])
     after = max(work)
     return (rows_GE, after) if after <= _WORTH * before else (whole_GE, before)
