@@ -66,12 +66,14 @@ def cases(folder: Path) -> Iterator[Case]:
         yield Case(f"recorded, OLMoE on {domain}", 3 * 2048 * 1024, olmoe)
     mixtral = DrawnRouting.from_counts(counts, 2, "mistral", "github")
     yield Case("recorded, Mixtral on github", 3 * 4096 * 14336, mixtral)
-    yield drawn("MoE-M, top-1", 64, 1, 2 * 1024 * 4096, 6, batch=64)
+    for batch in (16, 32, 64):  # with few rows for each expert, uploads take longer than compute
+        yield drawn("MoE-M, top-1", 64, 1, 2 * 1024 * 4096, 6, batch)
     yield drawn("OLMoE, top-8", 64, 8, 3 * 2048 * 1024, 6)
     yield drawn("Qwen3-30B-A3B, top-8", 128, 8, 3 * 2048 * 768, 6)
     yield drawn("DeepSeek-V3, top-8", 256, 8, 3 * 7168 * 2048, 10)
-    yield drawn("Qwen3-Next, top-10", 512, 10, 3 * 2048 * 512, 12)
-    yield drawn("Qwen3-Next, top-10", 512, 10, 3 * 2048 * 512, 12, batch=64)
+    for batch in (16, 64):
+        yield drawn("Qwen3-Next, top-10", 512, 10, 3 * 2048 * 512, 12, batch)
+    yield drawn("Qwen3-Next, top-10, more uneven", 512, 10, 3 * 2048 * 512, 24)
     yield one_hot()
 
 
@@ -84,7 +86,7 @@ def costs_of(expert: int, rates: NodeRates) -> PlacementCosts:
 def measure(case: Case, n_gpus: int, rates: NodeRates) -> dict[str, Any]:
     costs = costs_of(case.expert, rates)
     tokens = case.batch * 1024 * n_gpus
-    static, dynamic, seconds, shortest, parts, bound = [], [], [], [], [], []
+    static, dynamic, seconds, shortest, parts, bound, gain = [], [], [], [], [], [], []
     for layer in range(case.source.n_layers):
         ids_TK = case.source(layer, tokens, torch.device("cpu"))
         counts_E = torch.bincount(ids_TK.flatten(), minlength=case.source.n_experts).numpy()
@@ -96,6 +98,8 @@ def measure(case: Case, n_gpus: int, rates: NodeRates) -> dict[str, Any]:
         static.append(balance(before_GE))
         dynamic.append(balance(rows_GE))
         shortest.append(layer_seconds(rows_GE, costs))
+        wait = 0.0 if np.array_equal(rows_GE, before_GE) else costs.wait
+        gain.append((shortest[-1] + wait) / layer_seconds(before_GE, costs))
         parts.append(int((rows_GE > 0).sum()) - np.count_nonzero(counts_E))
         bound.append(shortest[-1] > 1.01 * costs.row * float(rows_GE.sum(1).max()))
     update = case.source.n_experts * case.expert / rates.cpu_update
@@ -108,7 +112,8 @@ def measure(case: Case, n_gpus: int, rates: NodeRates) -> dict[str, Any]:
         "gpu_ms": 1e3 * statistics.mean(shortest),
         "streamed_ms": 1e3 * max(update, statistics.mean(shortest)),
         "parts": statistics.mean(parts),
-        "bound": statistics.mean(bound),
+        "bound": bound,
+        "gain": statistics.mean(gain),
     }
 
 
@@ -122,7 +127,8 @@ def row(found: dict[str, Any]) -> dict[str, Any]:
         "static": _spread(found["static"]),
         "dynamic": _spread(found["dynamic"]),
         "further uploads": f"{found['parts']:.1f}",
-        "limit": "uploads" if found["bound"] > 0.5 else "compute",
+        "time over static": f"{found['gain']:.2f}",
+        "limit": "uploads" if statistics.mean(found["bound"]) > 0.5 else "compute",
         "plan, ms": f"{found['ms']:.2f}",
         "of GPU time": f"{found['ms'] / found['gpu_ms']:.1%}",
         "of streamed layer": f"{found['ms'] / found['streamed_ms']:.2%}",
@@ -140,11 +146,12 @@ def main() -> None:
     args = parser.parse_args()
     rates = measured_rates()
     found = [measure(case, n, rates) for case in cases(args.routing) for n in GPUS]
+    # layers of 64 or more experts with a static placement of 2.0 or more; whether uploads limit
     many = [
-        after
+        (after, bound)
         for one in found
         if one["case"].source.n_experts >= 64
-        for before, after in zip(one["static"], one["dynamic"], strict=True)
+        for before, after, bound in zip(one["static"], one["dynamic"], one["bound"], strict=True)
         if before >= 2.0
     ]
     hot = [value for one in found if "60%" in one["case"].label for value in one["dynamic"]]
@@ -155,7 +162,16 @@ def main() -> None:
             "costs": "upload 50 GB/s, compute of scale-moe-l, 8 experts on the GPU",
         },
         {
-            "many_experts_uneven": metric(many, "max/mean"),
+            "many_experts_uneven": metric([after for after, _ in many], "max/mean"),
+            "many_experts_uneven_compute_limits": metric(
+                [after for after, bound in many if not bound], "max/mean"
+            ),
+            "many_experts_uneven_uploads_limit": metric(
+                [after for after, bound in many if bound], "max/mean"
+            ),
+            "many_experts_uneven_within_1.15": metric(
+                [100 * statistics.mean(after <= 1.15 for after, _ in many)], "% of layers"
+            ),
             "one_expert_60_percent": metric(hot, "max/mean"),
             "plan": metric([one["ms"] for one in found], "ms"),
             "plan_of_gpu_time": metric([100 * one["ms"] / one["gpu_ms"] for one in found], "%"),
