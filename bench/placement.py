@@ -101,7 +101,9 @@ def measure(case: Case, n_gpus: int, rates: NodeRates) -> dict[str, Any]:
         wait = 0.0 if np.array_equal(rows_GE, before_GE) else costs.wait
         gain.append((shortest[-1] + wait) / layer_seconds(before_GE, costs))
         parts.append(int((rows_GE > 0).sum()) - np.count_nonzero(counts_E))
-        bound.append(shortest[-1] > 1.01 * costs.row * float(rows_GE.sum(1).max()))
+        # of the routing, not of the plan: even uploads take longer than even token rows
+        even_uploads = np.count_nonzero(counts_E) * costs.upload
+        bound.append(bool(even_uploads > counts_E.sum() * costs.row))
     update = case.source.n_experts * case.expert / rates.cpu_update
     return {
         "case": case,
