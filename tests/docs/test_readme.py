@@ -83,7 +83,14 @@ def test_all_flags_of_training_commands_exist(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/benchmarks.md", "docs/finetuning.md", "docs/pre-gates.md"]
+    "page",
+    [
+        "README.md",
+        "docs/benchmarks.md",
+        "docs/finetuning.md",
+        "docs/multi-gpu.md",
+        "docs/pre-gates.md",
+    ],
 )
 def test_the_tables_match_the_records(page: str) -> None:
     command = [sys.executable, "bench/tables.py", "--check", page]
