@@ -61,8 +61,9 @@ class Budgets:
         asked = None if size is None else parse_size(size, "--gpu-memory")
         return MEMORY_LIMITS.claimed(device, asked)
 
-    def request(self, device: torch.device) -> BudgetRequest:
-        """The budgets in bytes for the planner; those not given come from the machine."""
+    def request(self, device: torch.device, n_ranks: int = 1) -> BudgetRequest:
+        """The budgets in bytes for the planner; those not given come from the machine. Ranks share
+        host memory and disk; each has a GPU of its own."""
         if self.folder is not None:
             check_folder(self.folder, need=0)  # even if the disk turns out not to be needed
         available, states, weights = available_memory(), self.dense_states, self.dense_weights
@@ -70,9 +71,9 @@ class Budgets:
             weights = "gpu" if weights == "auto" else weights
             states = "gpu" if (states, weights) == ("auto", "gpu") else states
         return BudgetRequest(
-            gpu_memory=self._gpu_bytes(device, available),
-            host_memory=self._host_bytes(available),
-            disk_free=None if self.folder is None else disk_free(self.folder),
+            gpu_memory=self._gpu_bytes(device, available // n_ranks),
+            host_memory=self._host_bytes(available) // n_ranks,
+            disk_free=None if self.folder is None else disk_free(self.folder) // n_ranks,
             mode=self.mode,
             slots=self.slots,
             host_slots=self.host_slots,

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from overspill.core.errors import ConfigError
 from overspill.core.expert_map import ExpertMap
@@ -22,12 +23,14 @@ from overspill.models.budgets import Budgets, Size
 from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.progress_bar import TerminalProgress
+from overspill.models.ranks import check_supported, divide_cores, facts, rank_part
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
+from overspill.parallel.ranks import Ranks
 from overspill.plan.budget import ModelSizes, Placement, place
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
@@ -58,6 +61,7 @@ def offload(
     dense_weights: str = "auto",
     progress: bool | Progress = True,
     quiet: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Moves the model to the compute device and its experts to the memory the budgets allow.
 
@@ -89,18 +93,34 @@ def offload(
             so are the optimizer states.
         progress: show a progress bar, or a function that is called with (what, done, total).
         quiet: do not print where the experts are.
+        mesh: ranks among which the experts of each layer are divided, in training; a
+            `torch.distributed.device_mesh.DeviceMesh` of one dimension. Each rank passes the same
+            model and its own part of the batch; the loss is the mean over ranks. They share
+            `host_memory` and `disk`; the other budgets are those of each rank.
     """
+    if mesh is not None and device is None:
+        device = mesh.device_type
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
         state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights,
     )  # fmt: skip
-    return offload_within(model, budgets, progress, quiet)
+    return offload_within(model, budgets, progress, quiet, mesh)
 
 
 def offload_within(
-    model: nn.Module, budgets: Budgets, progress: bool | Progress = True, quiet: bool = False
+    model: nn.Module,
+    budgets: Budgets,
+    progress: bool | Progress = True,
+    quiet: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """`offload` with all budgets in one object."""
+    ranks = None if mesh is None else Ranks(mesh, budgets.compute_device)
+    if ranks is not None and ranks.size > 1:
+        with ranks.together("overspill.offload") as agree:
+            check_supported(model, budgets.settings)
+            layers = _moe_layers(model)
+            return move_experts(model, layers, budgets, progress, quiet, None, agree, ranks)
     if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
         from overspill.models.huggingface.adapt import adapt, find_experts
 
@@ -109,12 +129,17 @@ def offload_within(
         return move_experts(
             model, found, budgets, progress, quiet, finish=lambda: adapt(model, found)
         )
+    return move_experts(model, _moe_layers(model), budgets, progress, quiet)
+
+
+def _moe_layers(model: nn.Module) -> list[MoE]:
+    """The layers of a model of our own, checked."""
     layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
     check_layers(layers, model.training)
     check_weights(model, [p for layer in layers.values() for p in layer.expert_parameters()])
-    return move_experts(model, [*layers.values()], budgets, progress, quiet)
+    return [*layers.values()]
 
 
 class ExpertSource(Protocol):
@@ -135,13 +160,14 @@ def move_experts(
     quiet: bool = False,
     source: ExpertSource | None = None,
     finish: Callable[[], object] = lambda: None,
+    ranks: Ranks | None = None,
 ) -> nn.Module:
     """Moves the experts of `layers` to a new engine, `model.overspill`, and the rest of the model
     to the compute device, then calls `finish`. Without `source` the weights of the layers are
     copied. They are released when all has succeeded; a failure leaves the model as it was."""
     # what is made here outlives an inference mode of the caller
     with torch.inference_mode(False), budgets.claimed(budgets.compute_device):
-        return _move_experts(model, layers, budgets, progress, quiet, source, finish)
+        return _move_experts(model, layers, budgets, progress, quiet, source, finish, ranks)
 
 
 def _move_experts(
@@ -152,18 +178,26 @@ def _move_experts(
     quiet: bool,
     source: ExpertSource | None,
     finish: Callable[[], object],
+    ranks: Ranks | None,
 ) -> nn.Module:
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
+    experts = ExpertMap.whole(layers[0].n_experts)
     request = budgets.request(device)
-    placement = place(_sizes(model, layers, layout), request)
+    if ranks is not None:
+        experts, budgets = rank_part(experts.n_global, ranks), divide_cores(budgets, ranks)
+        request = budgets.request(device, ranks.size)
+        ranks.check_same(facts(model, layers, layout, budgets.settings))
+    placement = place(_sizes(model, layers, layout, experts.n_local), request)
     with ExitStack() as undo:
         with _shown(progress) as show:
             costs = None
             if placement.mode != "gpu":
                 costs = cpu_expert_costs(layout, device, budgets.settings, show)
             with DeferredInterrupt() as interrupt:
-                engine = _engine(layers, layout, device, placement, budgets, show, costs)
+                engine = _engine(
+                    layers, experts, layout, device, placement, budgets, show, costs, ranks
+                )
                 undo.callback(engine.close)
                 _fill(engine, layers, source, show, interrupt)
                 released = [p for layer in layers for p in layer.expert_parameters()]
@@ -201,7 +235,9 @@ def _dense_bytes(model: weakref.ref[nn.Module]) -> Callable[[], int]:
     return count
 
 
-def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout) -> ModelSizes:
+def _sizes(
+    model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout, n_local: int
+) -> ModelSizes:
     experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     training = model.training
     blocks = dense_blocks(model, experts)
@@ -216,7 +252,7 @@ def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout
     row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * shape.d_model) * layout.dtype.itemsize
     return ModelSizes(
         len(layers),
-        layers[0].n_experts,
+        n_local,
         layout.weight_bytes,
         layout.state_bytes,
         dense,
@@ -229,18 +265,20 @@ def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout
 
 def _engine(
     layers: Sequence[ExpertLayer],
+    experts: ExpertMap,
     layout: RecordLayout,
     device: torch.device,
     placement: Placement,
     budgets: Budgets,
     progress: Progress | None,
     costs: ExpertCosts | None,
+    ranks: Ranks | None,
 ) -> Engine:
     if placement.mode == "gpu":
         _log.info("all experts compute on %s: they fit there", device)
     return Engine(
         len(layers),
-        ExpertMap.whole(layers[0].n_experts),
+        experts,
         layout,
         device,
         placement,
@@ -249,6 +287,7 @@ def _engine(
         budgets.folder,
         progress,
         costs,
+        ranks,
     )
 
 

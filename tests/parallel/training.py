@@ -1,0 +1,135 @@
+"""The same training twice: plain PyTorch in one process with the batches of all ranks, and ranks
+that divide the experts."""
+
+import dataclasses
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import overspill
+from overspill.models.gpt import GPTMoE
+from overspill.moe.settings import Settings
+from overspill.moe.state_dict import split_record
+from tests.moe.oracle import Task, loss_of
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training on several ranks."""
+
+    task: Task = field(default_factory=lambda: Task(n_layers=2, lr=1e-3, steps=STEPS))
+    n_ranks: int = 2
+    uneven: bool = False  # batches of different sizes
+    where: dict[str, Any] = field(default_factory=lambda: {"mode": "host", "slots": 2})
+    settings: Settings = field(default_factory=Settings)
+
+    def batches(self, rank: int) -> list[list[Tensor]]:
+        """The micro-batches of each step of one rank."""
+        task = dataclasses.replace(self.task, micro_batches=self.task.micro_batches * self.n_ranks)
+        mine = [step[rank :: self.n_ranks] for step in task.batches()]
+        n_sequences = 1 + rank % 3 if self.uneven else 2
+        return [[tokens[:n_sequences] for tokens in step] for step in mine]
+
+
+@dataclass
+class Result:
+    """The results of a training; with several ranks, those of one."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    dense: dict[str, Tensor] = field(default_factory=dict)
+    experts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+
+
+def plain(case: Case) -> Result:
+    """The loss is the mean over ranks of the mean of their batches."""
+    task, result = case.task, Result()
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+    ranks = [case.batches(rank) for rank in range(case.n_ranks)]
+    for step in range(task.steps):
+        batches = [tokens for batches in ranks for tokens in batches[step]]
+        losses = [loss_of(model, tokens) / len(batches) for tokens in batches]
+        torch.stack(losses).sum().backward()
+        result.losses.append(sum(loss.item() for loss in losses))
+        if task.clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+            result.norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    moes = model.moe_layers()
+    stacks = {id(p) for moe in moes for p in moe.expert_parameters()}
+    result.dense = {n: p.detach() for n, p in model.named_parameters() if id(p) not in stacks}
+    for layer, moe in enumerate(moes):
+        for expert in range(moe.n_experts):
+            result.experts[layer, expert] = [moe.w_in[expert].detach(), moe.w_out[expert].detach()]
+    return result
+
+
+def offload(model: GPTMoE, mesh: DeviceMesh, **options: Any) -> None:
+    options = {"mode": "host", "slots": 2, "settings": Settings(threads=1), **options}
+    overspill.offload(model, mesh=mesh, quiet=True, **options)
+
+
+def train_rank(mesh: DeviceMesh, case: Case) -> Result:
+    """What one rank does: a user's loop."""
+    task, result = case.task, Result()
+    model = task.model()
+    settings = dataclasses.replace(case.settings, threads=1)
+    offload(model, mesh, settings=settings, **case.where)
+    optimizer = overspill.AdamW(
+        model, lr=task.lr, weight_decay=task.weight_decay, max_grad_norm=task.clip
+    )
+    for step in case.batches(mesh.get_local_rank()):
+        losses = []
+        for number, tokens in enumerate(step, start=1):
+            with nullcontext() if number == len(step) else optimizer.accumulate():
+                loss = loss_of(model, tokens) / len(step)
+                loss.backward()
+                losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        result.losses.append(sum(losses))
+        if optimizer.total_norm is not None:
+            result.norms.append(optimizer.total_norm)
+    engine: Any = model.overspill
+    engine.flush()
+    engine.check_conserved()
+    result.dense = {
+        n: p.detach().clone()
+        for n, p in model.named_parameters()
+        if not hasattr(p, "is_expert_placeholder")
+    }
+    for expert in engine.records.ids():
+        record = torch.empty(engine.shape.numel, dtype=engine.dtype)
+        engine.records.read_weights(expert, record)
+        result.experts[tuple(expert)] = split_record(record, engine.shape)
+    engine.close()
+    return result
+
+
+def assert_follows(ranks: list[Result], want: Result) -> None:
+    """Losses and all parameters agree to 1e-5; dense parameters are the same bits on all ranks, and
+    each expert is on one."""
+    for result in ranks:
+        if isinstance(result, Exception):
+            raise result
+    means = [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks), strict=True)]
+    assert means == pytest.approx(want.losses, rel=1e-5)
+    for result in ranks:
+        assert result.norms == pytest.approx(want.norms, rel=1e-5)
+        assert result.norms == ranks[0].norms
+        assert result.dense.keys() == want.dense.keys()
+        for name, expected in want.dense.items():
+            assert torch.equal(result.dense[name], ranks[0].dense[name]), name
+            torch.testing.assert_close(result.dense[name], expected, rtol=1e-5, atol=1e-5)
+    assert sum(len(result.experts) for result in ranks) == len(want.experts)
+    for expert, tensors in {e: t for r in ranks for e, t in r.experts.items()}.items():
+        torch.testing.assert_close(tensors, want.experts[expert], rtol=1e-5, atol=1e-5)
