@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-_TIMEOUT = 30.0  # seconds until a rank that waits for another one fails
+_TIMEOUT = 20.0  # seconds until a rank that waits for another one fails
 
 
 def run_ranks(n_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """The results of `function(mesh, *args)` on each rank, or the exceptions it has raised."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel.training"])
+    context.set_forkserver_preload(["tests.parallel.training", "torch._dynamo"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the server, when it starts
     pipes, processes = [], []

@@ -17,14 +17,12 @@ from overspill.moe.settings import Settings
 from overspill.moe.state_dict import split_record
 from tests.moe.oracle import Task, loss_of
 
-STEPS = 5
-
 
 @dataclass(frozen=True)
 class Case:
     """A training on several ranks."""
 
-    task: Task = field(default_factory=lambda: Task(n_layers=2, lr=1e-3, steps=STEPS))
+    task: Task
     n_ranks: int = 2
     uneven: bool = False  # batches of different sizes
     where: dict[str, Any] = field(default_factory=lambda: {"mode": "host", "slots": 2})

@@ -7,11 +7,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from overspill.core.errors import ConfigError
 from overspill.core.expert_map import ExpertMap
@@ -35,6 +34,9 @@ from overspill.plan.budget import ModelSizes, Placement, place
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("overspill")
 _READERS = 8
@@ -61,7 +63,7 @@ def offload(
     dense_weights: str = "auto",
     progress: bool | Progress = True,
     quiet: bool = False,
-    mesh: DeviceMesh | None = None,
+    mesh: "DeviceMesh | None" = None,
 ) -> nn.Module:
     """Moves the model to the compute device and its experts to the memory the budgets allow.
 
@@ -112,7 +114,7 @@ def offload_within(
     budgets: Budgets,
     progress: bool | Progress = True,
     quiet: bool = False,
-    mesh: DeviceMesh | None = None,
+    mesh: "DeviceMesh | None" = None,
 ) -> nn.Module:
     """`offload` with all budgets in one object."""
     ranks = None if mesh is None else Ranks(mesh, budgets.compute_device)
