@@ -118,30 +118,37 @@ def offload_within(
 ) -> nn.Module:
     """`offload` with all budgets in one object."""
     ranks = None if mesh is None else Ranks(mesh, budgets.compute_device)
-    if ranks is not None and ranks.size > 1:
-        with ranks.together("overspill.offload") as agree:
-            check_supported(model, budgets.settings)
-            layers = _moe_layers(model)
-            return move_experts(model, layers, budgets, progress, quiet, None, agree, ranks)
+    if ranks is None or ranks.size == 1:
+        return _offload(model, budgets, progress, quiet)
+    with ranks.together("overspill.offload") as agree:
+        check_supported(model, budgets.settings)
+        return _offload(model, budgets, progress, quiet, agree, ranks)
+
+
+def _offload(
+    model: nn.Module,
+    budgets: Budgets,
+    progress: bool | Progress,
+    quiet: bool,
+    finish: Callable[[], object] = lambda: None,
+    ranks: Ranks | None = None,
+) -> nn.Module:
     if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
         from overspill.models.huggingface.adapt import adapt, find_experts
 
+        def finish_adapted() -> None:
+            adapt(model, found)
+            finish()
+
         found = find_experts(model)
         check_weights(model)
-        return move_experts(
-            model, found, budgets, progress, quiet, finish=lambda: adapt(model, found)
-        )
-    return move_experts(model, _moe_layers(model), budgets, progress, quiet)
-
-
-def _moe_layers(model: nn.Module) -> list[MoE]:
-    """The layers of a model of our own, checked."""
+        return move_experts(model, found, budgets, progress, quiet, None, finish_adapted, ranks)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
     check_layers(layers, model.training)
     check_weights(model, [p for layer in layers.values() for p in layer.expert_parameters()])
-    return [*layers.values()]
+    return move_experts(model, [*layers.values()], budgets, progress, quiet, None, finish, ranks)
 
 
 class ExpertSource(Protocol):

@@ -19,11 +19,6 @@ from overspill.tiers.layout import RecordLayout
 
 def check_supported(model: nn.Module, settings: Settings) -> None:
     """Raises for what several ranks cannot do yet."""
-    if hasattr(model, "set_experts_implementation"):
-        raise ConfigError(
-            "a mesh does not support models of Hugging Face transformers yet; train a GPTMoE, or "
-            "leave out the mesh"
-        )
     if not model.training:
         raise ConfigError(
             "a mesh supports training only, and the model is in evaluation mode; call "
@@ -59,8 +54,10 @@ def facts(
     dense = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]
     trained = [p.requires_grad for layer in layers for p in layer.expert_parameters()]
     shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in dense]
+    config = vars(model.config) if hasattr(model, "config") else {}
     return {
-        "the model's config": repr(getattr(model, "config", None)),
+        "the class of the model": type(model).__name__,
+        **{f"config.{name}": repr(value) for name, value in config.items() if name[0] != "_"},
         "the number of MoE layers": str(len(layers)),
         "the experts of a layer": f"{layers[0].n_experts} of {layout.shape}, {layout.dtype}",
         "a digest of which experts are frozen": _digest(trained),

@@ -305,6 +305,7 @@ class AdamW(torch.optim.Optimizer):
         packed, engine = super().state_dict(), self._engine
         if engine is None:
             return packed
+        engine.check_whole("the optimizer's state_dict()")
         engine.training.check_between_steps("saved")
         engine.flush()
         packed["state"] = {
@@ -330,6 +331,8 @@ class AdamW(torch.optim.Optimizer):
         """Restores a `state_dict`, as torch does: a parameter without an entry has no state after
         it. Moments are converted to `state_dtype`, where torch's method would convert them to the
         parameter's dtype."""
+        if self._engine is not None:
+            self._engine.check_whole("the optimizer's load_state_dict()")
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ConfigError(
@@ -404,6 +407,8 @@ class AdamW(torch.optim.Optimizer):
 
     def dense_state_dict(self) -> dict[str, Tensor]:
         """The dense states under flat names `number.key`, and the steps of each expert layer."""
+        if self._engine is not None:
+            self._engine.check_whole("a checkpoint")
         flat = {}
         for number, (parameter, _) in enumerate(self._parameters()):
             for key, value in self.state.get(parameter, {}).items():

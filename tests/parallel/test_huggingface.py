@@ -1,0 +1,91 @@
+"""Models of Hugging Face train on two ranks as in one process: three steps."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import overspill
+from overspill.core.experts import ExpertId
+from overspill.moe.settings import Settings
+from overspill.moe.state_dict import placeholders, split_record
+from tests.models.huggingface.families import FAMILIES, make_batch, make_model
+from tests.models.huggingface.oracle import ADAM
+from tests.parallel.processes import run_ranks
+
+STEPS, RANKS, CLIP = 3, 2, 0.5
+NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+REENTRANT = {"mixtral": True, "gpt_oss": False}  # families that recompute their blocks
+BY_NAME = {family.name: family for family in FAMILIES}
+
+Weights = dict[str, Tensor]
+
+
+def new_model(name: str) -> Any:
+    model: Any = make_model(BY_NAME[name])
+    if name in REENTRANT:
+        model.gradient_checkpointing_enable({"use_reentrant": REENTRANT[name]})
+    return model
+
+
+def batch(name: str, model: Any, step: int, rank: int) -> dict[str, Tensor]:
+    return make_batch(BY_NAME[name], model, seed=10 * step + rank)
+
+
+def plain(name: str) -> tuple[list[float], Weights]:
+    model, losses = new_model(name), []
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    for step in range(STEPS):
+        parts = [model(**batch(name, model, step, rank)).loss / RANKS for rank in range(RANKS)]
+        torch.stack(parts).sum().backward()
+        losses.append(sum(part.item() for part in parts))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {key: value.detach() for key, value in model.named_parameters()}
+
+
+def train_rank(mesh: DeviceMesh, name: str) -> tuple[list[float], Weights, Weights]:
+    """The losses, the dense weights, and those of this rank's experts by path and index."""
+    rank, model, losses = mesh.get_local_rank(), new_model(name), []
+    settings = Settings(threads=1)
+    overspill.offload(model, mode="host", slots=2, mesh=mesh, quiet=True, settings=settings)
+    optimizer = overspill.AdamW(model, max_grad_norm=CLIP, **ADAM)
+    for step in range(STEPS):
+        loss = model(**batch(name, model, step, rank)).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = model.overspill
+    engine.flush()
+    dense = {key: p.detach() for key, p in model.named_parameters() if p.numel()}
+    experts = {}
+    for path, placeholder, places in placeholders(model):
+        for index in engine.experts.local_ids:
+            record = torch.empty(engine.shape.numel)
+            engine.records.read_weights(ExpertId(placeholder.layer, index), record)
+            parts = split_record(record, engine.shape)
+            for place, part in zip(places(index), parts, strict=True):
+                experts[f"{path}.{place.name} {place.expert}"] = part
+    engine.close()
+    return losses, dense, experts
+
+
+def train_all(mesh: DeviceMesh) -> list[tuple[list[float], Weights, Weights]]:
+    return [train_rank(mesh, name) for name in NAMES]
+
+
+def test_two_ranks_follow_eager_transformers() -> None:
+    for name, *results in zip(NAMES, *run_ranks(RANKS, train_all), strict=True):
+        losses, weights = plain(name)
+        means = [sum(pair) / RANKS for pair in zip(*(result[0] for result in results), strict=True)]
+        torch.testing.assert_close(means, losses, rtol=1e-5, atol=1e-6)
+        for key, value in results[0][1].items():
+            assert torch.equal(value, results[1][1][key]), key
+            torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=1e-5)
+        for key, value in {**results[0][2], **results[1][2]}.items():
+            path, index = key.rsplit(" ", 1)
+            torch.testing.assert_close(value, weights[path][int(index)], rtol=1e-5, atol=1e-5)
+        assert {key.rsplit(" ", 1)[0] for key in results[0][2]} | results[0][1].keys() == {*weights}
