@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,12 +20,28 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 _TIMEOUT = 20.0  # seconds until a rank that waits for another one fails
 
 
+FAMILY_NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+_PRELOAD = [
+    "tests.parallel.training",
+    "torch._dynamo",  # imported by torch.optim
+    *(f"transformers.models.{name}.modeling_{name}" for name in FAMILY_NAMES),
+]
+
+
+def start_server() -> None:
+    """After it, processes start in milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        process = context.Process(target=int)
+        process.start()
+        process.join()
+
+
 def run_ranks(n_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """The results of `function(mesh, *args)` on each rank, or the exceptions it has raised."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel.training", "torch._dynamo"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the server, when it starts
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -41,10 +58,6 @@ def run_ranks(n_ranks: int, function: Callable[..., Any], *args: Any) -> list[An
             for process in processes:
                 process.join(_TIMEOUT)
                 process.kill()
-            if before is None:
-                del os.environ["PYTHONPATH"]
-            else:
-                os.environ["PYTHONPATH"] = before
 
 
 def _run(

@@ -12,10 +12,9 @@ from overspill.moe.settings import Settings
 from overspill.moe.state_dict import placeholders, split_record
 from tests.models.huggingface.families import FAMILIES, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM
-from tests.parallel.processes import run_ranks
+from tests.parallel.processes import FAMILY_NAMES, run_ranks
 
 STEPS, RANKS, CLIP = 3, 2, 0.5
-NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 REENTRANT = {"mixtral": True, "gpt_oss": False}  # families that recompute their blocks
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -74,11 +73,11 @@ def train_rank(mesh: DeviceMesh, name: str) -> tuple[list[float], Weights, Weigh
 
 
 def train_all(mesh: DeviceMesh) -> list[tuple[list[float], Weights, Weights]]:
-    return [train_rank(mesh, name) for name in NAMES]
+    return [train_rank(mesh, name) for name in FAMILY_NAMES]
 
 
 def test_two_ranks_follow_eager_transformers() -> None:
-    for name, *results in zip(NAMES, *run_ranks(RANKS, train_all), strict=True):
+    for name, *results in zip(FAMILY_NAMES, *run_ranks(RANKS, train_all), strict=True):
         losses, weights = plain(name)
         means = [sum(pair) / RANKS for pair in zip(*(result[0] for result in results), strict=True)]
         torch.testing.assert_close(means, losses, rtol=1e-5, atol=1e-6)
