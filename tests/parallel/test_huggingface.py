@@ -1,5 +1,6 @@
 """Models of Hugging Face train on two ranks as in one process: three steps."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from tests.parallel.processes import FAMILY_NAMES, run_ranks
 
 STEPS, RANKS, CLIP = 3, 2, 0.5
 REENTRANT = {"mixtral": True, "gpt_oss": False}  # families that recompute their blocks
+TOKENS = torch.arange(3, 27).view(2, 12)
 BY_NAME = {family.name: family for family in FAMILIES}
 
 Weights = dict[str, Tensor]
@@ -88,3 +90,18 @@ def test_two_ranks_follow_eager_transformers() -> None:
             path, index = key.rsplit(" ", 1)
             torch.testing.assert_close(value, weights[path][int(index)], rtol=1e-5, atol=1e-5)
         assert {key.rsplit(" ", 1)[0] for key in results[0][2]} | results[0][1].keys() == {*weights}
+
+
+def load_rank(mesh: DeviceMesh, folder: Path) -> tuple[Tensor, tuple[int, ...]]:
+    """Logits of a model of which this rank has read its experts alone."""
+    model = overspill.load(folder, mode="host", slots=2, mesh=mesh, quiet=True, progress=False)
+    return model(input_ids=TOKENS).logits.detach(), model.overspill.experts.local_ids
+
+
+def test_each_rank_loads_its_own_experts(tmp_path: Path) -> None:
+    model = make_model(BY_NAME["mixtral"])
+    model.save_pretrained(tmp_path)
+    want = model(input_ids=TOKENS).logits
+    for (logits, ids), own in zip(run_ranks(2, load_rank, tmp_path), [(0, 1), (2, 3)], strict=True):
+        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
+        assert ids == own

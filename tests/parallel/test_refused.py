@@ -82,7 +82,7 @@ def test_a_failure_of_one_rank_ends_offload_on_all_and_leaves_plain_models() -> 
     ((other, own),) = raised(small_budget)
     assert isinstance(own, BudgetError)
     assert isinstance(other, RankError)
-    assert "overspill.offload failed on rank 1: BudgetError" in str(other)
+    assert "offloading the model failed on rank 1: BudgetError" in str(other)
     assert str(own) in str(other)
 
 

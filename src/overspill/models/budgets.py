@@ -4,6 +4,7 @@ import dataclasses
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from overspill.moe.settings import Settings
 from overspill.plan.budget import BudgetRequest
 from overspill.tiers.ssd import check_folder
 from overspill.transfer.mapped import can_map
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Size = str | int | None
 _HOST_SHARE = 0.95
@@ -38,6 +42,7 @@ class Budgets:
     gpu_experts: int | None = None
     dense_states: str = "auto"
     dense_weights: str = "auto"
+    mesh: "DeviceMesh | None" = None
 
     def __post_init__(self) -> None:
         for size, flag in ((self.gpu_memory, "--gpu-memory"), (self.host_memory, "--host-memory")):
@@ -49,7 +54,10 @@ class Budgets:
 
     @property
     def compute_device(self) -> torch.device:
-        return choose_device(self.device)
+        given = self.device
+        if given is None and self.mesh is not None:
+            given = self.mesh.device_type
+        return choose_device(given)
 
     @property
     def folder(self) -> Path | None:

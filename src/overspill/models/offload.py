@@ -100,55 +100,31 @@ def offload(
             model and its own part of the batch; the loss is the mean over ranks. They share
             `host_memory` and `disk`; the other budgets are those of each rank.
     """
-    if mesh is not None and device is None:
-        device = mesh.device_type
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights,
+        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh,
     )  # fmt: skip
-    return offload_within(model, budgets, progress, quiet, mesh)
+    return offload_within(model, budgets, progress, quiet)
 
 
 def offload_within(
-    model: nn.Module,
-    budgets: Budgets,
-    progress: bool | Progress = True,
-    quiet: bool = False,
-    mesh: "DeviceMesh | None" = None,
+    model: nn.Module, budgets: Budgets, progress: bool | Progress = True, quiet: bool = False
 ) -> nn.Module:
     """`offload` with all budgets in one object."""
-    ranks = None if mesh is None else Ranks(mesh, budgets.compute_device)
-    if ranks is None or ranks.size == 1:
-        return _offload(model, budgets, progress, quiet)
-    with ranks.together("overspill.offload") as agree:
-        check_supported(model, budgets.settings)
-        return _offload(model, budgets, progress, quiet, agree, ranks)
-
-
-def _offload(
-    model: nn.Module,
-    budgets: Budgets,
-    progress: bool | Progress,
-    quiet: bool,
-    finish: Callable[[], object] = lambda: None,
-    ranks: Ranks | None = None,
-) -> nn.Module:
     if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
         from overspill.models.huggingface.adapt import adapt, find_experts
 
-        def finish_adapted() -> None:
-            adapt(model, found)
-            finish()
-
         found = find_experts(model)
         check_weights(model)
-        return move_experts(model, found, budgets, progress, quiet, None, finish_adapted, ranks)
+        return move_experts(
+            model, found, budgets, progress, quiet, finish=lambda: adapt(model, found)
+        )
     layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
     check_layers(layers, model.training)
     check_weights(model, [p for layer in layers.values() for p in layer.expert_parameters()])
-    return move_experts(model, [*layers.values()], budgets, progress, quiet, None, finish, ranks)
+    return move_experts(model, [*layers.values()], budgets, progress, quiet)
 
 
 class ExpertSource(Protocol):
@@ -169,14 +145,20 @@ def move_experts(
     quiet: bool = False,
     source: ExpertSource | None = None,
     finish: Callable[[], object] = lambda: None,
-    ranks: Ranks | None = None,
 ) -> nn.Module:
     """Moves the experts of `layers` to a new engine, `model.overspill`, and the rest of the model
     to the compute device, then calls `finish`. Without `source` the weights of the layers are
     copied. They are released when all has succeeded; a failure leaves the model as it was."""
+    device = budgets.compute_device
+    ranks = None if budgets.mesh is None else Ranks(budgets.mesh, device)
+    args = model, layers, budgets, progress, quiet, source
     # what is made here outlives an inference mode of the caller
-    with torch.inference_mode(False), budgets.claimed(budgets.compute_device):
-        return _move_experts(model, layers, budgets, progress, quiet, source, finish, ranks)
+    with torch.inference_mode(False), budgets.claimed(device):
+        if ranks is None or ranks.size == 1:
+            return _move_experts(*args, finish, None)
+        with ranks.together("offloading the model") as agree:
+            check_supported(model, budgets.settings)
+            return _move_experts(*args, lambda: (finish(), agree()), ranks)
 
 
 def _move_experts(

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from overspill.models.huggingface.skeleton import Skeleton, model_class
 from overspill.models.offload import move_experts
 from overspill.moe.settings import Settings
 from overspill.tiers.slab import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def load(
@@ -41,6 +44,7 @@ def load(
     pregate: bool = True,
     progress: bool | Progress = True,
     quiet: bool = False,
+    mesh: "DeviceMesh | None" = None,
     **config: Any,
 ) -> Any:
     """Loads a Mixture-of-Experts checkpoint (a folder, or a repository of the hub) as a
@@ -54,7 +58,7 @@ def load(
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights,
+        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh,
     )  # fmt: skip
     return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config, pregate)
 
