@@ -39,15 +39,22 @@ def start_server() -> None:
         process.join()
 
 
-def run_ranks(n_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """The results of `function(mesh, *args)` on each rank, or the exceptions it has raised."""
-    context = multiprocessing.get_context("forkserver")
+def run_ranks(
+    n_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    method: str = "forkserver",
+    timeout: float = _TIMEOUT,
+) -> list[Any]:
+    """The results of `function(mesh, *args)` on each rank, or the exceptions it has raised. Forked
+    processes may not be able to use a GPU; with the method "spawn" they can."""
+    context: Any = multiprocessing.get_context(method)
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(n_ranks):
                 receiver, sender = context.Pipe(duplex=False)
-                target = (rank, n_ranks, Path(folder) / "store", sender, function, args)
+                target = (rank, n_ranks, Path(folder) / "store", timeout, sender, function, args)
                 process = context.Process(target=_run, args=target, daemon=True)
                 process.start()
                 sender.close()
@@ -56,7 +63,7 @@ def run_ranks(n_ranks: int, function: Callable[..., Any], *args: Any) -> list[An
             return [pickle.loads(pipe.recv_bytes()) for pipe in pipes]
         finally:
             for process in processes:
-                process.join(_TIMEOUT)
+                process.join(timeout)
                 process.kill()
 
 
@@ -64,6 +71,7 @@ def _run(
     rank: int,
     n_ranks: int,
     store: Path,
+    timeout: float,
     sender: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -74,7 +82,7 @@ def _run(
         init_method=f"file://{store}",
         rank=rank,
         world_size=n_ranks,
-        timeout=timedelta(seconds=_TIMEOUT),
+        timeout=timedelta(seconds=timeout),
     )
     mesh: DeviceMesh = init_device_mesh("cpu", (n_ranks,), mesh_dim_names=("expert",))
     try:

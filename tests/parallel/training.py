@@ -79,8 +79,8 @@ def plain(case: Case) -> Result:
 
 def _with_moment(parameter: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     state = optimizer.state.get(parameter)
-    weight = parameter.detach().clone()
-    return [weight] if not state else [weight, state["exp_avg_sq"].clone()]
+    found = [parameter.detach()] if not state else [parameter.detach(), state["exp_avg_sq"]]
+    return [tensor.to("cpu", copy=True) for tensor in found]
 
 
 def offload(model: GPTMoE, mesh: DeviceMesh, **options: Any) -> None:
@@ -105,7 +105,7 @@ def train_rank(
         losses = []
         for number, tokens in enumerate(batches, start=1):
             with nullcontext() if number == len(batches) else optimizer.accumulate():
-                loss = loss_of(model, tokens) / len(batches)
+                loss = loss_of(model, tokens.to(engine.device)) / len(batches)
                 loss.backward()
                 losses.append(loss.item())
         optimizer.step()
