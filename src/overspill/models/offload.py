@@ -174,10 +174,10 @@ def _move_experts(
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     experts = ExpertMap.whole(layers[0].n_experts)
-    request = budgets.request(device)
+    request = budgets.request(device, 1 if ranks is None else ranks.size)
     if ranks is not None:
         experts, budgets = rank_part(experts.n_global, ranks), divide_cores(budgets, ranks)
-        request = budgets.request(device, ranks.size)
+        # after all have seen how much memory is free, and before one allocates it
         ranks.check_same(facts(model, layers, layout, budgets.settings))
     placement = place(_sizes(model, layers, layout, experts.n_local), request)
     with ExitStack() as undo:
