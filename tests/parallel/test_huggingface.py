@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import overspill
+from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
 from overspill.moe.settings import Settings
 from overspill.moe.state_dict import placeholders, split_record
@@ -90,6 +91,16 @@ def test_two_ranks_follow_eager_transformers() -> None:
             path, index = key.rsplit(" ", 1)
             torch.testing.assert_close(value, weights[path][int(index)], rtol=1e-5, atol=1e-5)
         assert {key.rsplit(" ", 1)[0] for key in results[0][2]} | results[0][1].keys() == {*weights}
+
+
+def make_rank(mesh: DeviceMesh) -> None:
+    overspill.from_config(BY_NAME["mixtral"].build(), mesh=mesh)
+
+
+def test_from_config_refuses_a_mesh() -> None:
+    for error in run_ranks(2, make_rank):
+        assert isinstance(error, ConfigError)
+        assert "from_config does not support a mesh" in str(error)
 
 
 def load_rank(mesh: DeviceMesh, folder: Path) -> tuple[Tensor, tuple[int, ...]]:

@@ -170,6 +170,11 @@ def from_config(
     """A transformers model of this config with random weights, for training from scratch; its
     experts are initialized in the store. `more` are further arguments of `overspill.offload`."""
     budgets = Budgets(gpu_memory, host_memory, disk, settings=settings or Settings(), **more)
+    if budgets.mesh is not None:  # ranks would draw the same numbers for different experts
+        raise ConfigError(
+            "from_config does not support a mesh yet; give it a model made by transformers with "
+            "overspill.offload(model, mesh=mesh), or a checkpoint with overspill.load"
+        )
     made = Skeleton(model_class(config), train)
     with silence():
         model = made.model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype)
