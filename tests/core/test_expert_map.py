@@ -44,6 +44,17 @@ def test_with_one_process_ids_and_positions_are_the_same() -> None:
     assert [experts.position(id) for id in range(5)] == list(range(5))
 
 
+@given(st.integers(1, 20), st.data())
+def test_parts_are_consecutive_and_their_sizes_differ_by_one_at_most(
+    n_experts: int, data: st.DataObject
+) -> None:
+    n_ranks = data.draw(st.integers(1, n_experts))
+    parts = [ExpertMap.part(n_experts, rank, n_ranks) for rank in range(n_ranks)]
+    assert [id for part in parts for id in part.local_ids] == list(range(n_experts))
+    sizes = [part.n_local for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
 @pytest.mark.parametrize("ids", [[0, 0], [5], [-1]])
 def test_ids_must_be_distinct_and_in_range(ids: list[int]) -> None:
     with pytest.raises(AssertionError, match="expert"):

@@ -146,6 +146,10 @@ def test_counts_are_left_on_the_device_where_the_host_does_not_need_them() -> No
     assert dispatcher.route(0, ids, False, need_counts=True, may_resort=False).counts is not None
 
 
-def test_experts_of_other_processes_need_another_dispatcher() -> None:
-    with pytest.raises(AssertionError, match="other processes"):
-        LocalDispatcher([ExpertMap.of(4, [0, 1])], CPU)
+def test_ids_are_global_where_other_processes_hold_experts_too() -> None:
+    dispatcher = LocalDispatcher([ExpertMap.part(5, 1, 2)], CPU)  # experts 3 and 4
+    ids = torch.tensor([[4], [3], [4]])
+    order = dispatcher.route(0, ids, False, need_counts=False, counts={3: 1, 4: 2})
+    assert order.counts == [1, 2]
+    assert order.permutation.row_token_R.tolist() == [1, 0, 2]
+    assert order.ends_E.tolist() == [1, 3]

@@ -56,7 +56,7 @@ class Permutation:
         n_experts = len(counts)
         kept = [0 if expert in last else count for expert, count in enumerate(counts)]
         numbers = [*_ranks(n_experts, last), *kept, *itertools.accumulate(kept)]
-        packed = _to_device(torch.tensor(numbers, dtype=torch.int32), expert_ids_TK.device)
+        packed = to_device(torch.tensor(numbers, dtype=torch.int32), expert_ids_TK.device)
         rank_E, counts_E, ends_E = packed.split([n_experts + 1, n_experts, n_experts])
         _, row_assignment_R = torch.sort(rank_E[expert_ids_TK.reshape(-1)], stable=True)
         return cls._of(row_assignment_R, expert_ids_TK.shape[1], counts_E, ends_E)
@@ -83,7 +83,7 @@ class Permutation:
         inverse[assignment] = np.arange(n_rows)
         narrow.view(np.int32)[:n_experts] = kept
         narrow.view(np.int32)[n_experts:] = kept.cumsum()
-        parts = _to_device(packed, device).split([n_rows, n_rows, n_rows, n_experts])
+        parts = to_device(packed, device).split([n_rows, n_rows, n_rows, n_experts])
         assignment_R, token_R, inverse_R, narrow_E = parts
         counts_E, ends_E = narrow_E.view(torch.int32).split(n_experts)
         return cls(token_R, assignment_R, inverse_R.view(-1, top_k), counts_E, ends_E)
@@ -108,7 +108,7 @@ def _ranks(n_experts: int, last: Collection[int]) -> list[int]:
     return [*ranks, n_experts]
 
 
-def _to_device(packed: Tensor, device: torch.device) -> Tensor:
+def to_device(packed: Tensor, device: torch.device) -> Tensor:
     """Copies to the device without waiting for its queued work."""
     if device.type != "cuda":
         return packed

@@ -29,5 +29,9 @@ class OrderError(OverspillError, RuntimeError):
     """Calls in an order that would silently give wrong results."""
 
 
+class RankError(OverspillError, RuntimeError):
+    """Something failed on another rank."""
+
+
 class EngineError(OverspillError, RuntimeError):
     """A worker thread of the engine failed; the cause is chained."""

@@ -31,6 +31,14 @@ class ExpertMap:
         assert all(0 <= id < n_global for id in ids), "an expert id is out of range"
         return cls(n_global, ids)
 
+    @classmethod
+    def part(cls, n_global: int, rank: int, n_ranks: int) -> "ExpertMap":
+        """The experts of one rank: consecutive ids, and the first ranks hold one more where ranks
+        do not divide the experts."""
+        each, more = divmod(n_global, n_ranks)
+        first = rank * each + min(rank, more)
+        return cls(n_global, tuple(range(first, first + each + (rank < more))))
+
     @property
     def n_local(self) -> int:
         return len(self.local_ids)

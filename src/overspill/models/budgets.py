@@ -4,6 +4,7 @@ import dataclasses
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from overspill.moe.settings import Settings
 from overspill.plan.budget import BudgetRequest
 from overspill.tiers.ssd import check_folder
 from overspill.transfer.mapped import can_map
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Size = str | int | None
 _HOST_SHARE = 0.95
@@ -38,6 +42,7 @@ class Budgets:
     gpu_experts: int | None = None
     dense_states: str = "auto"
     dense_weights: str = "auto"
+    mesh: "DeviceMesh | None" = None
 
     def __post_init__(self) -> None:
         for size, flag in ((self.gpu_memory, "--gpu-memory"), (self.host_memory, "--host-memory")):
@@ -49,7 +54,10 @@ class Budgets:
 
     @property
     def compute_device(self) -> torch.device:
-        return choose_device(self.device)
+        given = self.device
+        if given is None and self.mesh is not None:
+            given = self.mesh.device_type
+        return choose_device(given)
 
     @property
     def folder(self) -> Path | None:
@@ -61,8 +69,9 @@ class Budgets:
         asked = None if size is None else parse_size(size, "--gpu-memory")
         return MEMORY_LIMITS.claimed(device, asked)
 
-    def request(self, device: torch.device) -> BudgetRequest:
-        """The budgets in bytes for the planner; those not given come from the machine."""
+    def request(self, device: torch.device, n_ranks: int = 1) -> BudgetRequest:
+        """The budgets in bytes for the planner; those not given come from the machine. Ranks share
+        host memory and disk; each has a GPU of its own."""
         if self.folder is not None:
             check_folder(self.folder, need=0)  # even if the disk turns out not to be needed
         available, states, weights = available_memory(), self.dense_states, self.dense_weights
@@ -70,9 +79,9 @@ class Budgets:
             weights = "gpu" if weights == "auto" else weights
             states = "gpu" if (states, weights) == ("auto", "gpu") else states
         return BudgetRequest(
-            gpu_memory=self._gpu_bytes(device, available),
-            host_memory=self._host_bytes(available),
-            disk_free=None if self.folder is None else disk_free(self.folder),
+            gpu_memory=self._gpu_bytes(device, available // n_ranks),
+            host_memory=self._host_bytes(available) // n_ranks,
+            disk_free=None if self.folder is None else disk_free(self.folder) // n_ranks,
             mode=self.mode,
             slots=self.slots,
             host_slots=self.host_slots,

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,21 @@ from overspill.models.budgets import Budgets, Size
 from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.progress_bar import TerminalProgress
+from overspill.models.ranks import check_supported, divide_cores, facts, rank_part
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
+from overspill.parallel.ranks import Ranks
 from overspill.plan.budget import ModelSizes, Placement, place
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("overspill")
 _READERS = 8
@@ -58,6 +63,7 @@ def offload(
     dense_weights: str = "auto",
     progress: bool | Progress = True,
     quiet: bool = False,
+    mesh: "DeviceMesh | None" = None,
 ) -> nn.Module:
     """Moves the model to the compute device and its experts to the memory the budgets allow.
 
@@ -89,10 +95,14 @@ def offload(
             so are the optimizer states.
         progress: show a progress bar, or a function that is called with (what, done, total).
         quiet: do not print where the experts are.
+        mesh: ranks among which the experts of each layer are divided, in training; a
+            `torch.distributed.device_mesh.DeviceMesh` of one dimension. Each rank passes the same
+            model and its own part of the batch; the loss is the mean over ranks. They share
+            `host_memory` and `disk`; the other budgets are those of each rank.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights,
+        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh,
     )  # fmt: skip
     return offload_within(model, budgets, progress, quiet)
 
@@ -139,9 +149,16 @@ def move_experts(
     """Moves the experts of `layers` to a new engine, `model.overspill`, and the rest of the model
     to the compute device, then calls `finish`. Without `source` the weights of the layers are
     copied. They are released when all has succeeded; a failure leaves the model as it was."""
+    device = budgets.compute_device
+    ranks = None if budgets.mesh is None else Ranks(budgets.mesh, device)
+    args = model, layers, budgets, progress, quiet, source
     # what is made here outlives an inference mode of the caller
-    with torch.inference_mode(False), budgets.claimed(budgets.compute_device):
-        return _move_experts(model, layers, budgets, progress, quiet, source, finish)
+    with torch.inference_mode(False), budgets.claimed(device):
+        if ranks is None or ranks.size == 1:
+            return _move_experts(*args, finish, None)
+        with ranks.together("offloading the model") as agree:
+            check_supported(model, budgets.settings)
+            return _move_experts(*args, lambda: (finish(), agree()), ranks)
 
 
 def _move_experts(
@@ -152,18 +169,26 @@ def _move_experts(
     quiet: bool,
     source: ExpertSource | None,
     finish: Callable[[], object],
+    ranks: Ranks | None,
 ) -> nn.Module:
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
-    request = budgets.request(device)
-    placement = place(_sizes(model, layers, layout), request)
+    experts = ExpertMap.whole(layers[0].n_experts)
+    request = budgets.request(device, 1 if ranks is None else ranks.size)
+    if ranks is not None:
+        experts, budgets = rank_part(experts.n_global, ranks), divide_cores(budgets, ranks)
+        # after all have seen how much memory is free, and before one allocates it
+        ranks.check_same(facts(model, layers, layout, budgets.settings))
+    placement = place(_sizes(model, layers, layout, experts.n_local), request)
     with ExitStack() as undo:
         with _shown(progress) as show:
             costs = None
             if placement.mode != "gpu":
                 costs = cpu_expert_costs(layout, device, budgets.settings, show)
             with DeferredInterrupt() as interrupt:
-                engine = _engine(layers, layout, device, placement, budgets, show, costs)
+                engine = _engine(
+                    layers, experts, layout, device, placement, budgets, show, costs, ranks
+                )
                 undo.callback(engine.close)
                 _fill(engine, layers, source, show, interrupt)
                 released = [p for layer in layers for p in layer.expert_parameters()]
@@ -201,7 +226,9 @@ def _dense_bytes(model: weakref.ref[nn.Module]) -> Callable[[], int]:
     return count
 
 
-def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout) -> ModelSizes:
+def _sizes(
+    model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout, n_local: int
+) -> ModelSizes:
     experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     training = model.training
     blocks = dense_blocks(model, experts)
@@ -216,7 +243,7 @@ def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout
     row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * shape.d_model) * layout.dtype.itemsize
     return ModelSizes(
         len(layers),
-        layers[0].n_experts,
+        n_local,
         layout.weight_bytes,
         layout.state_bytes,
         dense,
@@ -229,18 +256,20 @@ def _sizes(model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout
 
 def _engine(
     layers: Sequence[ExpertLayer],
+    experts: ExpertMap,
     layout: RecordLayout,
     device: torch.device,
     placement: Placement,
     budgets: Budgets,
     progress: Progress | None,
     costs: ExpertCosts | None,
+    ranks: Ranks | None,
 ) -> Engine:
     if placement.mode == "gpu":
         _log.info("all experts compute on %s: they fit there", device)
     return Engine(
         len(layers),
-        ExpertMap.whole(layers[0].n_experts),
+        experts,
         layout,
         device,
         placement,
@@ -249,6 +278,7 @@ def _engine(
         budgets.folder,
         progress,
         costs,
+        ranks,
     )
 
 

@@ -161,6 +161,26 @@ def _forward(
     phase = Phase.BACKWARD if _recomputing() else Phase.FORWARD
     if phase is Phase.FORWARD:
         engine.begin_pass(layer_pass, len(x_TD))
+    exchange = engine.row_exchange
+    if exchange is None:
+        return _compute(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, phase, keep)
+    rows = layer_pass.sent = exchange.route(expert_ids_TK)
+    x_ND = exchange.send(rows, x_TD)
+    y_ND = _compute(x_ND, None, rows.expert_ids_N1, engine, layer_pass, phase, keep)
+    return exchange.combine(rows, y_ND, weights_TK)
+
+
+def _compute(
+    x_TD: Tensor,
+    weights_TK: Tensor | None,
+    expert_ids_TK: Tensor,
+    engine: Engine,
+    layer_pass: LayerPass,
+    phase: Phase,
+    keep: bool,
+) -> Tensor:
+    """The forward of local experts. With several ranks the tokens are rows of all of them, each for
+    one expert and without a weight."""
     compute = engine.compute
     compute.enter_forward(layer_pass, expert_ids_TK, phase, keep)
     dispatcher, on_cpu = compute.dispatcher, compute.cpu_forward(layer_pass, x_TD)
@@ -209,6 +229,24 @@ def _backward(
     need_dw = trained and engine.training.begin_backward(layer_pass)
     if layer_pass.trained and not trained and engine.can_train:
         engine.training.check_backward(layer_pass)
+    exchange, rows = engine.row_exchange, layer_pass.sent
+    if exchange is None or rows is None:
+        return _compute_grads(x_TD, weights_TK, dy_TD, engine, layer_pass, need_dw)
+    x_ND, dy_ND = exchange.send(rows, x_TD), exchange.send(rows, dy_TD)
+    weights_N1 = exchange.send_weights(rows, weights_TK)
+    grads = _compute_grads(x_ND, weights_N1, dy_ND, engine, layer_pass, need_dw)
+    return exchange.combine_grads(rows, *grads)
+
+
+def _compute_grads(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    dy_TD: Tensor,
+    engine: Engine,
+    layer_pass: LayerPass,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:
+    """The backward of local experts."""
     compute, dispatcher = engine.compute, engine.compute.dispatcher  # experts may have moved
     compute.enter_backward(layer_pass)
     rows = layer_pass.rows

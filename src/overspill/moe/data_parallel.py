@@ -30,5 +30,5 @@ def check_processes() -> None:
         raise OrderError(
             f"DistributedDataParallel averages the gradients of {size} processes, but not those "
             "of offloaded experts, which are not tensors of the model; freeze the experts "
-            "(adapters are averaged), or train in one process"
+            "(adapters are averaged), or give a mesh to overspill.offload in its place"
         )

@@ -1,12 +1,13 @@
 """Dispatch: tokens become rows sorted by expert, and rows become tokens again.
 
 The dispatcher stands between the router and the engine. `LocalDispatcher` serves experts that are
-all in this process: rows are gathered as they are needed and nothing is exchanged.
+in this process: rows are gathered as they are needed. With several ranks `RowExchange` gives it
+the rows of all ranks for the experts of this one.
 
 Shapes: T tokens, D model, E local experts, K top-k, R token rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,10 +72,11 @@ class Dispatcher(Protocol):
         need_counts: bool,
         may_resort: bool = False,
         unsorted: bool = False,
+        counts: Mapping[int, int] | None = None,
     ) -> RowOrder:
-        """The order of the rows. With `need_counts` the host waits for the rows of each expert.
-        With `may_resort` the rows may be sorted anew by `sort`; with `unsorted` too, only the first
-        call of `sort` sorts them."""
+        """The order of the rows. With `need_counts` the host waits for the rows of each expert,
+        unless `counts` are given, by the experts' ids. With `may_resort` the rows may be sorted
+        anew by `sort`; with `unsorted` too, only the first call of `sort` sorts them."""
 
     def is_current(self, layer: int, order: RowOrder) -> bool:
         """Whether experts are at the positions that they had when the rows were ordered."""
@@ -94,8 +96,8 @@ class Dispatcher(Protocol):
     def row_weights(self, order: RowOrder, weights_TK: Tensor, start: int, stop: int) -> Tensor:
         """The routing weights of the rows [start, stop)."""
 
-    def combine(self, order: RowOrder, y_RD: Tensor, weights_TK: Tensor) -> Tensor:
-        """Each token's weighted sum over its rows, [T, D]."""
+    def combine(self, order: RowOrder, y_RD: Tensor, weights_TK: Tensor | None) -> Tensor:
+        """Each token's weighted sum over its rows, [T, D]; without weights the sum."""
 
     def combine_grads(
         self, order: RowOrder, dx_RD: Tensor, drow_weight_R: Tensor
@@ -104,12 +106,11 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """All experts are local: global ids are positions, except in layers whose experts have
-    exchanged places."""
+    """Orders rows of local experts. If all are local, global ids are positions, except in layers
+    whose experts have exchanged places."""
 
     def __init__(self, maps: Sequence[ExpertMap], device: torch.device) -> None:
         """`maps` says which expert of each layer is at which position, and may change."""
-        assert maps[0].is_whole, "experts of other processes need an exchanging dispatcher"
         self._n_experts = maps[0].n_local
         self._maps = maps
         self._tables: dict[int, tuple[ExpertMap, Tensor]] = {}  # by layer: positions by global id
@@ -117,12 +118,13 @@ class LocalDispatcher:
 
     def _positions(self, layer: int, expert_ids_TK: Tensor) -> Tensor:
         experts = self._maps[layer]
-        if experts.in_order:
+        if experts.in_order and experts.is_whole:
             return expert_ids_TK
         known = self._tables.get(layer)
         if known is None or known[0] is not experts:
-            ids = range(self._n_experts)
-            numbers = [*map(experts.position, ids), self._n_experts]  # the last one: no expert
+            numbers = [self._n_experts] * (experts.n_global + 1)  # no expert, or not a local one
+            for position, global_id in enumerate(experts.local_ids):
+                numbers[global_id] = position
             known = self._tables[layer] = experts, torch.tensor(numbers, device=self._device)
         return known[1][expert_ids_TK.to(torch.int64)]
 
@@ -137,10 +139,13 @@ class LocalDispatcher:
         need_counts: bool,
         may_resort: bool = False,
         unsorted: bool = False,
+        counts: Mapping[int, int] | None = None,
     ) -> RowOrder:
         order = RowOrder(expert_ids_TK.numel(), drops)
         order.routed_TK, order.experts = expert_ids_TK, self._maps[layer]
         expert_ids_TK = self._positions(layer, expert_ids_TK)
+        if counts is not None:
+            order.counts = [counts[global_id] for global_id in self._maps[layer].local_ids]
         if may_resort and unsorted:
             self._count(order, expert_ids_TK)
             return order
@@ -189,8 +194,10 @@ class LocalDispatcher:
     def row_weights(self, order: RowOrder, weights_TK: Tensor, start: int, stop: int) -> Tensor:
         return row_weights(weights_TK, order.permutation, start, stop)
 
-    def combine(self, order: RowOrder, y_RD: Tensor, weights_TK: Tensor) -> Tensor:
+    def combine(self, order: RowOrder, y_RD: Tensor, weights_TK: Tensor | None) -> Tensor:
         y_RD[order.n_routed :] = 0
+        if weights_TK is None:
+            return sum_rows(y_RD, order.permutation)
         return combine(y_RD, weights_TK, order.permutation)
 
     def combine_grads(

@@ -36,6 +36,8 @@ from overspill.moe.settings import Settings
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
+from overspill.parallel.ranks import Ranks
+from overspill.parallel.row_exchange import RowExchange
 from overspill.plan.budget import Placement
 from overspill.plan.eviction import NextUse
 from overspill.plan.homes import DeviceShare, spread_homes
@@ -64,12 +66,16 @@ class Engine:
         disk: Path | None = None,
         progress: Progress | None = None,
         costs: ExpertCosts | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """With `ranks`, `experts` are this one's part of a layer."""
         self.n_layers = n_layers
         self.experts = experts
         self.n_experts = experts.n_global  # of a layer over all processes
         self.shape, self.dtype = layout.shape, layout.dtype
         self.device = device
+        self.ranks = ranks
+        self.row_exchange = None if ranks is None else RowExchange(ranks, experts.n_global, device)
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
@@ -104,7 +110,9 @@ class Engine:
                 gradients = ExpertGradients(
                     homes, store, threads, self._streamed_gradients, self._make_room
                 )
-                self._training = TrainingStep(n_layers, gradients, self.records)
+                self._training = TrainingStep(
+                    n_layers, gradients, self.records, 1 if ranks is None else ranks.size
+                )
             self._lock = threading.RLock() if self._training is None else self._training.lock
             dispatcher = LocalDispatcher(store.maps, device)
             max_rows = settings.max_rows or placement.max_rows
@@ -247,8 +255,9 @@ class Engine:
 
     def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
         """A pre-gate has chosen these experts for the next forward through a layer: they are
-        uploaded, and read from disk, with those of the layers before it."""
-        streaming = self._moves.streaming
+        uploaded, and read from disk, with those of the layers before it. Not with several ranks:
+        they do not know yet which tokens of others they get."""
+        streaming = self._moves.streaming if self.row_exchange is None else None
         if streaming is not None and sum(self._store.homes) < len(self._store.entries):
             with self.exclusive():
                 streaming.compute.announce(layer, expert_ids_TK)
@@ -315,6 +324,15 @@ class Engine:
         """Raises if the engine was closed, or is another process's."""
         self.lifetime.check()
 
+    def check_whole(self, what: str) -> None:
+        """Raises if other ranks hold experts of this model."""
+        if self.ranks is not None:
+            raise ConfigError(
+                f"{what} is not supported for a model that was offloaded with a mesh: rank "
+                f"{self.ranks.rank} of {self.ranks.size} holds {self.experts.n_local} of "
+                f"{self.n_experts} experts of each layer; offload it in one process"
+            )
+
     def check_conserved(self) -> None:
         """When idle: every slot and buffer is accounted for."""
         self.flush()
@@ -356,6 +374,7 @@ class Engine:
         """One line: the mode and where everything is."""
         sizes = {tier: format_size(size) for tier, size in self.bytes_by_tier().items()}
         placement, store, at_home = self.placement, self._store, sum(self._store.homes)
+        rank = "" if self.ranks is None else f"rank {self.ranks.rank} of {self.ranks.size}, "
         weights = "weights and gradients" if placement.training else "weights"
         parts = (placement.dense_weights, weights), (placement.dense_states, "optimizer states")
         dense = "".join(
@@ -363,12 +382,12 @@ class Engine:
         )
         if self._moves.streaming is None:
             return (
-                f"mode gpu: all {at_home} experts and their states on {self.device} "
+                f"{rank}mode gpu: all {at_home} experts and their states on {self.device} "
                 f"({sizes['gpu']}){dense}"
             )
         homes = f"{at_home} experts and " if at_home else ""
         line = (
-            f"mode {placement.mode}: {len(store.entries)} experts of "
+            f"{rank}mode {placement.mode}: {len(store.entries)} experts of "
             f"{format_size(self.layout.weight_bytes)}; {homes}{placement.slots} slots on "
             f"{self.device} ({sizes['gpu']}), {store.in_host} in host memory "
             f"({format_size(self._moves.host_bytes)})"

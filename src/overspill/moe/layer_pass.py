@@ -6,6 +6,7 @@ from torch import Tensor
 
 from overspill.compute.activation import Activation
 from overspill.moe.dispatch import RowOrder
+from overspill.parallel.row_exchange import SentRows
 
 
 class PendingBackward:
@@ -22,6 +23,7 @@ class LayerPass:
     drops: bool = False  # an id of `n_experts` means "no expert"
     activation: Activation | None = None
     order: RowOrder | None = None
+    sent: SentRows | None = None  # rows of other ranks too, with several
     on_cpu: frozenset[int] = frozenset()  # positions of experts that the CPU computes
     kept: Tensor | None = None  # pre-activations, if they are kept for backward
     pending: PendingBackward = field(default_factory=PendingBackward)
@@ -30,6 +32,11 @@ class LayerPass:
     def rows(self) -> RowOrder:
         assert self.order is not None, "the pass has not been routed"
         return self.order
+
+    @property
+    def known_counts(self) -> dict[int, int] | None:
+        """Token rows of each local expert, by its id, if they are known before they are ordered."""
+        return None if self.sent is None else self.sent.counts
 
     @property
     def device_counts(self) -> list[int]:

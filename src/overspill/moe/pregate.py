@@ -180,7 +180,7 @@ def plain_forward(gate: Any) -> Callable[..., Any]:
 def _refuse_replica(gate: nn.Module) -> NoReturn:
     raise OrderError(
         "torch.nn.DataParallel does not support pre-gates: a copy of a block would use the gates "
-        "of another GPU; train in one process with one GPU"
+        "of another GPU; use overspill.offload(model, mesh=...) for several GPUs"
     )
 
 

@@ -68,6 +68,7 @@ def show_experts(module: nn.Module, attribute: str, places: Places, lazy: bool =
         module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
     ) -> None:
         placeholder: ExpertPlaceholder = getattr(module, attribute)
+        placeholder.engine.check_whole("state_dict()")
         del state_dict[prefix + attribute]
         for name, tensor in _tensors(placeholder, places).items():
             state_dict[prefix + name] = tensor if lazy else tensor.detach()
@@ -83,6 +84,7 @@ def show_experts(module: nn.Module, attribute: str, places: Places, lazy: bool =
         error_msgs: list[str],
     ) -> None:
         placeholder: ExpertPlaceholder = getattr(module, attribute)
+        placeholder.engine.check_whole("load_state_dict()")
         expected = stack_sizes(placeholder, places)
         given = {
             name: state_dict.pop(prefix + name) for name in expected if prefix + name in state_dict

@@ -69,9 +69,13 @@ def _exclusive(
 class TrainingStep:
     """Follows the backward passes of a step and says what is done with the gradients."""
 
-    def __init__(self, n_layers: int, gradients: ExpertGradients, records: ExpertRecords) -> None:
+    def __init__(
+        self, n_layers: int, gradients: ExpertGradients, records: ExpertRecords, n_ranks: int = 1
+    ) -> None:
+        """Gradients are sums over the losses of `n_ranks`, of which the model's is the mean."""
         self.gradients = gradients
         self._records = records
+        self._n_ranks = n_ranks
         self.lock = threading.RLock()  # held during a pass and during a step
         self._rule: weakref.ref[UpdateRule] | None = None
         self._has_memory = False  # for the states of this optimizer
@@ -349,8 +353,8 @@ class TrainingStep:
 
     @_exclusive
     def gradient_squares(self) -> float:
-        """Sum of squares of all expert gradients of this step; waits for them."""
-        return self.gradients.sum_of_squares()
+        """Sum of squares of the gradients of all local experts in this step; waits for them."""
+        return self.gradients.sum_of_squares() / self._n_ranks**2
 
     def waiting_norm(self, layer: int) -> float | None:
         """None for a layer without a gradient. The lowest of the others has the norm of all

@@ -5,7 +5,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from overspill.optim.gradient_norm import gradient_norm
 from overspill.optim.interfaces import ExpertEngine
 from overspill.optim.kernel import AdamHyper, RecordState, adamw_
 from overspill.optim.parameters import check_dense, check_group, is_placeholder
+from overspill.parallel.dense import average_gradients
+from overspill.parallel.ranks import Ranks
 
 EXPERTS_ELSEWHERE = "overspill_experts"
 """Key of a state dict that refers to a file with the states of the experts."""
@@ -125,13 +127,19 @@ class AdamW(torch.optim.Optimizer):
         if group is None:
             return None
         assert self._engine is not None
-        return self._hyper(group, self._engine.training.steps(layer) + 1)
+        # the gradients are sums over the losses of all ranks
+        scale = self._scale if self._ranks is None else self._scale / self._ranks.size
+        return self._hyper(group, self._engine.training.steps(layer) + 1, scale)
 
-    def _hyper(self, group: dict[str, Any], step: int) -> AdamHyper:
+    def _hyper(self, group: dict[str, Any], step: int, scale: float) -> AdamHyper:
         beta1, beta2 = group["betas"]
         return AdamHyper(
-            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step, self._scale
+            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step, scale
         )
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        return None if self._engine is None else self._engine.ranks
 
     # -- steps ----------------------------------------------------------------------------
 
@@ -163,9 +171,10 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        dense = [(p, group) for p, group in self._dense() if p.grad is not None]
-        for parameter, _ in dense:
+        for parameter, _ in self._with_gradients():
             check_dense(parameter)
+        self._average()
+        dense = self._with_gradients()
         for parameter, _ in self._parameters():
             if is_placeholder(parameter):
                 parameter.check_gradient()
@@ -175,7 +184,8 @@ class AdamW(torch.optim.Optimizer):
                 if not self.state.get(parameter):
                     self.state[parameter] = self._dense_state(parameter, {})
             if self._engine is not None:
-                self._engine.training.step()
+                with nullcontext() if self._ranks is None else self._ranks.together("step()"):
+                    self._engine.training.step()
             for parameter, group in dense:
                 self._step_dense(parameter, group)
         finally:
@@ -189,12 +199,25 @@ class AdamW(torch.optim.Optimizer):
     def _dense(self) -> list[tuple[Tensor, dict[str, Any]]]:
         return [(p, group) for p, group in self._parameters() if not is_placeholder(p)]
 
+    def _with_gradients(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        return [(p, group) for p, group in self._dense() if p.grad is not None]
+
+    def _average(self) -> None:
+        """Dense gradients become means over ranks."""
+        if self._ranks is not None:
+            keys = ("lr", "betas", "eps", "weight_decay")
+            numbers = [{key: group[key] for key in keys} for group in self.param_groups]
+            dense = [parameter for parameter, _ in self._dense()]
+            average_gradients(self._ranks, dense, (self.max_grad_norm, numbers))
+
     def _clip(self) -> float:
         """The factor for all gradients, dense and expert, as in torch's clip_grad_norm_."""
         if self.max_grad_norm is None:
             return 1.0
-        grads = [p.grad for p, _ in self._dense() if p.grad is not None]
+        grads = [p.grad for p, _ in self._with_gradients() if p.grad is not None]
         squares = 0.0 if self._engine is None else self._engine.training.gradient_squares()
+        if self._ranks is not None:
+            squares = self._ranks.sum(squares)
         self.total_norm = gradient_norm(grads, squares)
         if not math.isfinite(self.total_norm):
             if self._engine is not None:
@@ -218,7 +241,7 @@ class AdamW(torch.optim.Optimizer):
         )
         assert parameter.grad is not None
         grad = parameter.grad.to(parameter.dtype).reshape(-1)
-        adamw_(record, grad, self._hyper(group, state["step"]), usable_cores())
+        adamw_(record, grad, self._hyper(group, state["step"], self._scale), usable_cores())
         if weight is not parameter:
             parameter.copy_(weight)
         # the kernel writes through a pointer: autograd must refuse graphs from before this step
@@ -282,6 +305,7 @@ class AdamW(torch.optim.Optimizer):
         packed, engine = super().state_dict(), self._engine
         if engine is None:
             return packed
+        engine.check_whole("the optimizer's state_dict()")
         engine.training.check_between_steps("saved")
         engine.flush()
         packed["state"] = {
@@ -307,6 +331,8 @@ class AdamW(torch.optim.Optimizer):
         """Restores a `state_dict`, as torch does: a parameter without an entry has no state after
         it. Moments are converted to `state_dtype`, where torch's method would convert them to the
         parameter's dtype."""
+        if self._engine is not None:
+            self._engine.check_whole("the optimizer's load_state_dict()")
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ConfigError(
@@ -381,6 +407,8 @@ class AdamW(torch.optim.Optimizer):
 
     def dense_state_dict(self) -> dict[str, Tensor]:
         """The dense states under flat names `number.key`, and the steps of each expert layer."""
+        if self._engine is not None:
+            self._engine.check_whole("a checkpoint")
         flat = {}
         for number, (parameter, _) in enumerate(self._parameters()):
             for key, value in self.state.get(parameter, {}).items():

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from overspill.models.huggingface.skeleton import Skeleton, model_class
 from overspill.models.offload import move_experts
 from overspill.moe.settings import Settings
 from overspill.tiers.slab import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def load(
@@ -41,6 +44,7 @@ def load(
     pregate: bool = True,
     progress: bool | Progress = True,
     quiet: bool = False,
+    mesh: "DeviceMesh | None" = None,
     **config: Any,
 ) -> Any:
     """Loads a Mixture-of-Experts checkpoint (a folder, or a repository of the hub) as a
@@ -54,7 +58,7 @@ def load(
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights,
+        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh,
     )  # fmt: skip
     return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config, pregate)
 
@@ -166,6 +170,11 @@ def from_config(
     """A transformers model of this config with random weights, for training from scratch; its
     experts are initialized in the store. `more` are further arguments of `overspill.offload`."""
     budgets = Budgets(gpu_memory, host_memory, disk, settings=settings or Settings(), **more)
+    if budgets.mesh is not None:  # ranks would draw the same numbers for different experts
+        raise ConfigError(
+            "from_config does not support a mesh yet; give it a model made by transformers with "
+            "overspill.offload(model, mesh=mesh), or a checkpoint with overspill.load"
+        )
     made = Skeleton(model_class(config), train)
     with silence():
         model = made.model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype)

@@ -89,6 +89,7 @@ def save_pretrained(
     out = Path(save_directory).absolute()  # "." has no name
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     engine: Engine = model.overspill
+    engine.check_whole("overspill.save()")
     if engine.can_train:
         engine.training.check_between_steps("saved")
     engine.flush()

@@ -40,8 +40,13 @@ class HomeCompute(ExpertCompute):
         # one wave holds the whole layer if its activations fit: then the host needs no counts
         many = expert_ids_TK.numel() > self.max_rows
         need_counts = self.device.type == "cpu" or many or not self._grouped
-        layer, drops = layer_pass.layer, layer_pass.drops
-        layer_pass.order = self.dispatcher.route(layer, expert_ids_TK, drops, need_counts)
+        layer_pass.order = self.dispatcher.route(
+            layer_pass.layer,
+            expert_ids_TK,
+            layer_pass.drops,
+            need_counts,
+            counts=layer_pass.known_counts,
+        )
 
     def enter_backward(self, layer_pass: LayerPass) -> None:
         self._lifetime.check()

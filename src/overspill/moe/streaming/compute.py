@@ -129,6 +129,7 @@ class StreamingCompute(ExpertCompute):
             need_counts=True,
             may_resort=allowed,
             unsorted=allowed and self._expects_split(layer_pass.layer),
+            counts=layer_pass.known_counts,
         )
         self._follow_announced(first=layer_pass.layer == 0)
         self._enter(layer_pass, phase)

@@ -1,0 +1,147 @@
+"""The processes that train one model, and what they tell each other.
+
+All ranks must make the same calls in the same order. A rank that waits for another one which has
+died or makes other calls fails after the timeout of the process group.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overspill.core.errors import ConfigError, RankError
+from overspill.transfer.streams import to_host
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_BUCKET = 1 << 24  # elements that are averaged at once
+
+
+class Ranks:
+    """The ranks of a mesh of one dimension. Token rows and gradients travel through the group of
+    the mesh, numbers that the host needs through gloo."""
+
+    def __init__(self, mesh: "DeviceMesh", device: torch.device) -> None:
+        if mesh.ndim != 1:
+            raise ConfigError(
+                f"the mesh has {mesh.ndim} dimensions; give one of them, such as mesh['expert']"
+            )
+        self._group = mesh.get_group()
+        self.rank: int = dist.get_rank(self._group)
+        self.size: int = dist.get_world_size(self._group)
+        backends = dist.get_backend_config(self._group)
+        # gloo sends from host memory
+        self._through_host = device.type == "cuda" and "cuda:nccl" not in backends
+        self._host_group = self._group
+        if "cpu:gloo" not in backends:
+            members = dist.get_process_group_ranks(self._group)
+            self._host_group = dist.new_group(
+                members, backend="gloo", use_local_synchronization=True
+            )
+
+    # -- tensors of the compute device --------------------------------------------------------
+
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on; returns those
+        that were received, in the order of their ranks."""
+        source = to_host(rows) if self._through_host else rows
+        shape = (sum(received), *rows.shape[1:])
+        out = torch.empty(
+            shape, dtype=source.dtype, device=source.device, pin_memory=self._through_host
+        )
+        dist.all_to_all_single(out, source.contiguous(), received, sent, group=self._group)
+        return out.to(rows.device, non_blocking=True)
+
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces each tensor by its mean over ranks: the same bits on all. Sums are float32."""
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1).float() for tensor in bucket])
+            total = to_host(flat) if self._through_host else flat
+            dist.all_reduce(total, group=self._group)
+            flat = total.to(flat.device, non_blocking=True).mul_(1 / self.size)
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    # -- numbers of the host ------------------------------------------------------------------
+
+    def exchange_counts(self, counts_E: Tensor, sizes: list[int]) -> Tensor:
+        """Sends `sizes[r]` of the numbers to rank r; returns what each rank has sent, [ranks, own
+        size]."""
+        own = sizes[self.rank]
+        out = counts_E.new_empty(self.size, own)
+        dist.all_to_all_single(
+            out.view(-1), counts_E, [own] * self.size, sizes, group=self._host_group
+        )
+        return out
+
+    def sum(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total, group=self._host_group)
+        return total.item()
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest over ranks of each number."""
+        most = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._host_group)
+        return [int(number) for number in most.tolist()]
+
+    def check_same(self, facts: Mapping[str, str]) -> None:
+        """Raises on all ranks if a fact is not the same on all."""
+        for rank, other in enumerate(everyone := self._gather(dict(facts))):
+            for name, value in everyone[0].items():
+                if other.get(name) != value:
+                    raise ConfigError(
+                        f"{name} must be the same on all ranks: rank 0 has {value}, rank {rank} "
+                        f"{other.get(name)}"
+                    )
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[Callable[[], None]]:
+        """What all ranks do, or none: if it fails on one rank, the others raise RankError. They
+        do at the end of the block, or where they call what it yields."""
+        agreed = False
+
+        def agree() -> None:
+            nonlocal agreed
+            if not agreed:
+                agreed = True
+                self._report(what, None)
+
+        try:
+            yield agree
+        except Exception as error:
+            if not agreed:
+                with contextlib.suppress(RuntimeError):  # the cause may be that a rank is gone
+                    self._report(what, f"{type(error).__name__}: {error}")
+            raise
+        agree()
+
+    def _report(self, what: str, failure: str | None) -> None:
+        (failed,) = self.largest([failure is not None])
+        if not failed:
+            return
+        failures = self._gather(failure)
+        if failure is None:
+            rank = next(n for n, found in enumerate(failures) if found is not None)
+            raise RankError(f"{what} failed on rank {rank}: {failures[rank]}")
+
+    def _gather(self, value: Any) -> list[Any]:
+        found = [value] * self.size
+        dist.all_gather_object(found, value, group=self._host_group)
+        return found
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > _BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

@@ -1,0 +1,45 @@
+"""Ranks that divide the experts train as one process with the batches of all: five steps."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from overspill.moe.settings import Settings
+from tests.moe.oracle import Task
+from tests.parallel.processes import run_ranks
+from tests.parallel.training import Case, assert_follows, plain, train_rank
+
+TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: neither 2 nor 4 ranks divide them
+ON_DISK = {"mode": "disk", "slots": 2, "host_slots": 2}
+
+CASES = {
+    "experts in host memory": Case(TASK),
+    "experts on the device": Case(TASK, where={"mode": "gpu"}),
+    "clipping and accumulation": Case(replace(TASK, clip=0.5, micro_batches=2)),
+    "accumulation": Case(replace(TASK, micro_batches=2), where={"mode": "gpu"}),
+    "uneven batches, clipped": Case(replace(TASK, clip=0.5), uneven=True, where={"mode": "gpu"}),
+    "disk": Case(TASK, uneven=True, where=ON_DISK),
+    "disk, one of each layer at home, clipped": Case(
+        replace(TASK, clip=0.5), where={**ON_DISK, "gpu_experts": 2, "keep_gradients": True}
+    ),
+    "an expert without tokens, recomputed blocks": Case(
+        replace(TASK, starve=True, checkpoint=True)
+    ),
+    "kept activations, recomputed blocks": Case(
+        replace(TASK, checkpoint=True), settings=Settings(activations="keep")
+    ),
+    "four ranks": Case(replace(TASK, clip=0.5), n_ranks=4, uneven=True),
+    "four ranks, an expert without tokens": Case(
+        replace(TASK, starve=True, micro_batches=2), n_ranks=4, where={"mode": "gpu"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_follow_plain_training(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    if case.where["mode"] == "disk":
+        case = replace(case, where={**case.where, "disk": tmp_path})
+    assert_follows(run_ranks(case.n_ranks, train_rank, case), plain(case))
+    assert not list(tmp_path.iterdir())

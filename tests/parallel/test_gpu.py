@@ -1,0 +1,111 @@
+"""Two ranks that share one GPU, over gloo, train as one process with both batches."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import overspill
+from overspill.models.gpt import GPTMoE
+from overspill.moe.settings import Settings
+from tests.moe.gpu_training import CONFIG, batches
+from tests.parallel.processes import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+STEPS, RANKS, CLIP, LR = 5, 2, 0.5, 3e-3
+MODES: list[dict[str, Any]] = [
+    {"mode": "gpu"},
+    {"mode": "host", "slots": 2},
+    {"mode": "disk", "slots": 4, "host_slots": 5, "gpu_experts": 6},
+]
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    dense: dict[str, Tensor]
+
+
+def new_model(dtype: torch.dtype) -> GPTMoE:
+    return GPTMoE(CONFIG, seed=5, device="cuda", dtype=dtype)
+
+
+def loss_of(model: GPTMoE, tokens: Tensor) -> Tensor:
+    loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+    assert loss is not None
+    return loss
+
+
+def train_rank(
+    mesh: DeviceMesh, where: dict[str, Any], dtype: torch.dtype, clip: float | None
+) -> Trained:
+    model = new_model(dtype)
+    overspill.offload(
+        model,
+        gpu_memory="2GiB",
+        device="cuda",
+        settings=Settings(threads=2),
+        quiet=True,
+        mesh=mesh,
+        **where,
+    )
+    optimizer = overspill.AdamW(model, lr=LR, max_grad_norm=clip)
+    losses, norms = [], []
+    for tokens in batches(STEPS, seed=mesh.get_local_rank()):
+        loss = loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        norms.append(optimizer.total_norm or 0.0)
+    engine: Any = model.overspill
+    engine.check_conserved()
+    dense = {name: p.detach().cpu() for name, p in model.named_parameters() if p.numel()}
+    engine.close()
+    return Trained(losses, norms, dense)
+
+
+def plain() -> tuple[list[float], list[float]]:
+    model = new_model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses, norms = [], []
+    for parts in zip(*(batches(STEPS, seed=rank) for rank in range(RANKS)), strict=True):
+        loss = torch.stack([loss_of(model, tokens) for tokens in parts]).mean()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def trained(*args: Any) -> list[Trained]:
+    results = run_ranks(RANKS, train_rank, *args, method="spawn", timeout=300.0)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    for name, value in results[0].dense.items():
+        assert all(torch.equal(value, other.dense[name]) for other in results), name
+    return results
+
+
+def mean_losses(results: list[Trained]) -> list[float]:
+    return [sum(pair) / RANKS for pair in zip(*(r.losses for r in results), strict=True)]
+
+
+@pytest.mark.parametrize("where", MODES, ids=str)
+def test_two_ranks_on_one_gpu_follow_plain_training(where: dict[str, Any], tmp_path: Path) -> None:
+    if where["mode"] == "disk":
+        where = {**where, "disk": tmp_path}
+    results, (losses, norms) = trained(where, torch.float32, CLIP), plain()
+    assert mean_losses(results) == pytest.approx(losses, rel=2e-4)
+    for result in results:
+        assert result.norms == pytest.approx(norms, rel=2e-3)
+
+
+def test_bf16_ranks_learn_and_have_the_same_dense_weights() -> None:
+    losses = mean_losses(trained({"mode": "host", "slots": 2}, torch.bfloat16, None))
+    assert losses[-1] < losses[0]

@@ -1,0 +1,118 @@
+"""Models of Hugging Face train on two ranks as in one process: three steps."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import overspill
+from overspill.core.errors import ConfigError
+from overspill.core.experts import ExpertId
+from overspill.moe.settings import Settings
+from overspill.moe.state_dict import placeholders, split_record
+from tests.models.huggingface.families import FAMILIES, make_batch, make_model
+from tests.models.huggingface.oracle import ADAM
+from tests.parallel.processes import FAMILY_NAMES, run_ranks
+
+STEPS, RANKS, CLIP = 3, 2, 0.5
+REENTRANT = {"mixtral": True, "gpt_oss": False}  # families that recompute their blocks
+TOKENS = torch.arange(3, 27).view(2, 12)
+BY_NAME = {family.name: family for family in FAMILIES}
+
+Weights = dict[str, Tensor]
+
+
+def new_model(name: str) -> Any:
+    model: Any = make_model(BY_NAME[name])
+    if name in REENTRANT:
+        model.gradient_checkpointing_enable({"use_reentrant": REENTRANT[name]})
+    return model
+
+
+def batch(name: str, model: Any, step: int, rank: int) -> dict[str, Tensor]:
+    return make_batch(BY_NAME[name], model, seed=10 * step + rank)
+
+
+def plain(name: str) -> tuple[list[float], Weights]:
+    model, losses = new_model(name), []
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    for step in range(STEPS):
+        parts = [model(**batch(name, model, step, rank)).loss / RANKS for rank in range(RANKS)]
+        torch.stack(parts).sum().backward()
+        losses.append(sum(part.item() for part in parts))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {key: value.detach() for key, value in model.named_parameters()}
+
+
+def train_rank(mesh: DeviceMesh, name: str) -> tuple[list[float], Weights, Weights]:
+    """The losses, the dense weights, and those of this rank's experts by path and index."""
+    rank, model, losses = mesh.get_local_rank(), new_model(name), []
+    settings = Settings(threads=1)
+    overspill.offload(model, mode="host", slots=2, mesh=mesh, quiet=True, settings=settings)
+    optimizer = overspill.AdamW(model, max_grad_norm=CLIP, **ADAM)
+    for step in range(STEPS):
+        loss = model(**batch(name, model, step, rank)).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = model.overspill
+    engine.flush()
+    dense = {key: p.detach() for key, p in model.named_parameters() if p.numel()}
+    experts = {}
+    for path, placeholder, places in placeholders(model):
+        for index in engine.experts.local_ids:
+            record = torch.empty(engine.shape.numel)
+            engine.records.read_weights(ExpertId(placeholder.layer, index), record)
+            parts = split_record(record, engine.shape)
+            for place, part in zip(places(index), parts, strict=True):
+                experts[f"{path}.{place.name} {place.expert}"] = part
+    engine.close()
+    return losses, dense, experts
+
+
+def train_all(mesh: DeviceMesh) -> list[tuple[list[float], Weights, Weights]]:
+    return [train_rank(mesh, name) for name in FAMILY_NAMES]
+
+
+def test_two_ranks_follow_eager_transformers() -> None:
+    for name, *results in zip(FAMILY_NAMES, *run_ranks(RANKS, train_all), strict=True):
+        losses, weights = plain(name)
+        means = [sum(pair) / RANKS for pair in zip(*(result[0] for result in results), strict=True)]
+        torch.testing.assert_close(means, losses, rtol=1e-5, atol=1e-6)
+        for key, value in results[0][1].items():
+            assert torch.equal(value, results[1][1][key]), key
+            torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=1e-5)
+        for key, value in {**results[0][2], **results[1][2]}.items():
+            path, index = key.rsplit(" ", 1)
+            torch.testing.assert_close(value, weights[path][int(index)], rtol=1e-5, atol=1e-5)
+        assert {key.rsplit(" ", 1)[0] for key in results[0][2]} | results[0][1].keys() == {*weights}
+
+
+def make_rank(mesh: DeviceMesh) -> None:
+    overspill.from_config(BY_NAME["mixtral"].build(), mesh=mesh)
+
+
+def test_from_config_refuses_a_mesh() -> None:
+    for error in run_ranks(2, make_rank):
+        assert isinstance(error, ConfigError)
+        assert "from_config does not support a mesh" in str(error)
+
+
+def load_rank(mesh: DeviceMesh, folder: Path) -> tuple[Tensor, tuple[int, ...]]:
+    """Logits of a model of which this rank has read its experts alone."""
+    model = overspill.load(folder, mode="host", slots=2, mesh=mesh, quiet=True, progress=False)
+    return model(input_ids=TOKENS).logits.detach(), model.overspill.experts.local_ids
+
+
+def test_each_rank_loads_its_own_experts(tmp_path: Path) -> None:
+    model = make_model(BY_NAME["mixtral"])
+    model.save_pretrained(tmp_path)
+    want = model(input_ids=TOKENS).logits
+    for (logits, ids), own in zip(run_ranks(2, load_rank, tmp_path), [(0, 1), (2, 3)], strict=True):
+        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
+        assert ids == own

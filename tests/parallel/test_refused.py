@@ -1,0 +1,159 @@
+"""What ranks cannot do together raises one error on all of them, and leaves the models usable."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import overspill
+from overspill.core.errors import BudgetError, ConfigError, NonFiniteError, RankError
+from overspill.models.gpt import GPTMoE
+from overspill.moe.settings import Settings
+from tests.moe.oracle import Task, loss_of
+from tests.parallel.processes import run_ranks
+from tests.parallel.training import offload
+
+TASK = Task(n_layers=1)
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def step(model: GPTMoE, optimizer: overspill.AdamW, factor: float = 1.0) -> None:
+    (factor * loss_of(model, TOKENS)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def errors(mesh: DeviceMesh, attempts: list[Callable[[DeviceMesh, bool], None]]) -> list[Any]:
+    """What each attempt raises; `True` is given to it on rank 1. After each, a step works."""
+    found: list[Any] = []
+    for attempt in attempts:
+        try:
+            attempt(mesh, mesh.get_local_rank() == 1)
+        except Exception as error:
+            found.append(error)
+        else:
+            found.append(None)
+    model = TASK.model()
+    offload(model, mesh)
+    step(model, overspill.AdamW(model))
+    return found
+
+
+def raised(*attempts: Callable[[DeviceMesh, bool], None]) -> list[tuple[Any, Any]]:
+    zero, one = run_ranks(2, errors, attempts)
+    return list(zip(zero, one, strict=True))
+
+
+def other_config(mesh: DeviceMesh, odd: bool) -> None:
+    offload(Task(n_layers=1, top_k=1 if odd else 2).model(), mesh)
+
+
+def other_seed(mesh: DeviceMesh, odd: bool) -> None:
+    offload(GPTMoE(TASK.config, seed=int(odd)), mesh)
+
+
+def other_activations(mesh: DeviceMesh, odd: bool) -> None:
+    kept = Settings(activations="keep" if odd else "recompute")
+    offload(TASK.model(), mesh, settings=kept)
+
+
+def test_ranks_with_different_models_are_refused_on_all() -> None:
+    pairs = raised(other_config, other_seed, other_activations)
+    for pair, what in zip(pairs, ("config.top_k", "dense weights", "activations"), strict=True):
+        for error in pair:
+            assert isinstance(error, ConfigError)
+            assert what in str(error)
+            assert "rank 0 has" in str(error)
+
+
+def small_budget(mesh: DeviceMesh, odd: bool) -> None:
+    model = TASK.model()
+    budget = {"host_memory": "1KiB"} if odd else {}
+    try:
+        offload(model, mesh, **budget)
+    finally:
+        assert not hasattr(model, "overspill")
+        loss_of(model, TOKENS).backward()  # it is the plain model
+
+
+def test_a_failure_of_one_rank_ends_offload_on_all_and_leaves_plain_models() -> None:
+    ((other, own),) = raised(small_budget)
+    assert isinstance(own, BudgetError)
+    assert isinstance(other, RankError)
+    assert "offloading the model failed on rank 1: BudgetError" in str(other)
+    assert str(own) in str(other)
+
+
+def not_finite(mesh: DeviceMesh, odd: bool) -> None:
+    model = TASK.model()
+    offload(model, mesh)
+    optimizer = overspill.AdamW(model, max_grad_norm=1.0)
+    before = model.embedding.weight.clone()
+    try:
+        step(model, optimizer, float("nan") if odd else 1.0)
+    except NonFiniteError:
+        assert torch.equal(model.embedding.weight, before)
+        optimizer.zero_grad()
+        step(model, optimizer)  # the next batch
+        raise
+
+
+def other_learning_rate(mesh: DeviceMesh, odd: bool) -> None:
+    model = TASK.model()
+    offload(model, mesh)
+    step(model, overspill.AdamW(model, lr=1e-3 if odd else 1e-4, max_grad_norm=1.0))
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_of_all_ranks() -> None:
+    assert [type(error) for error in raised(not_finite)[0]] == [NonFiniteError] * 2
+
+
+def test_different_learning_rates_are_refused() -> None:
+    for error in raised(other_learning_rate)[0]:
+        assert isinstance(error, ConfigError)
+        assert "learning rate" in str(error)
+
+
+def in_evaluation(mesh: DeviceMesh, odd: bool) -> None:
+    offload(TASK.model().eval(), mesh)
+
+
+def cpu_experts(mesh: DeviceMesh, odd: bool) -> None:
+    offload(TASK.model(), mesh, settings=Settings(cpu_experts=True))
+
+
+def two_dimensions(mesh: DeviceMesh, odd: bool) -> None:
+    offload(TASK.model(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("expert", "data")))
+
+
+def few_experts(mesh: DeviceMesh, odd: bool) -> None:
+    offload(GPTMoE(dataclasses.replace(TASK.config, n_experts=1, top_k=1)), mesh)
+
+
+def save_model(mesh: DeviceMesh, odd: bool) -> None:
+    model = TASK.model()
+    offload(model, mesh)
+    model.state_dict()
+
+
+def save_optimizer(mesh: DeviceMesh, odd: bool) -> None:
+    model = TASK.model()
+    offload(model, mesh)
+    overspill.AdamW(model).state_dict()
+
+
+def test_what_a_mesh_does_not_support_is_refused_by_name() -> None:
+    cases = {
+        in_evaluation: "evaluation mode",
+        cpu_experts: "cpu_experts",
+        two_dimensions: "2 dimensions",
+        few_experts: "2 ranks for 1 experts",
+        save_model: "state_dict",
+        save_optimizer: "optimizer's state_dict",
+    }
+    for pair, text in zip(raised(*cases), cases.values(), strict=True):
+        for error in pair:
+            assert isinstance(error, ConfigError), error
+            assert text in str(error)
