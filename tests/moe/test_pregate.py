@@ -387,9 +387,12 @@ def test_another_optimizer_may_have_the_pre_gates(tmp_path: Path) -> None:
         others = [p for n, p in model.named_parameters() if "router" not in n]
         first = overspill.AdamW(others, lr=0.1)
         second = torch.optim.SGD(routers, lr=0.1)
+        before = [router.detach().clone() for router in routers]
         loss_of(model, tokens_of()).backward()
         first.step()
         second.step()
+        assert first.steps_taken == 1
+        assert not any(map(torch.equal, before, routers))
 
 
 def test_an_optimizer_of_another_model_is_not_checked() -> None:

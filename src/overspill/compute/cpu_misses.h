@@ -279,7 +279,7 @@ class MissRunner {
             index.push_back(i);
         }
         if (complete) {
-            expect_records();
+            expect_records(layer);
             execute();
             return;
         }
@@ -295,7 +295,7 @@ class MissRunner {
             held = false;
             throw std::runtime_error("records of experts could not be read");
         }
-        expect_records();
+        expect_records(layer);
         if (!first || !execute_some(false)) throw std::runtime_error("experts are not computed");
     }
 
@@ -310,9 +310,10 @@ class MissRunner {
     }
 
     // After what this layer needs: it is more urgent.
-    void expect_records() {
+    void expect_records(int64_t current) {
         const int64_t layer = std::exchange(*memory.ahead_layer, -1);
-        if (layer < 0 || layer >= sizes.layers) return;
+        // What a layer without misses has left there may be over.
+        if (layer <= current || layer >= sizes.layers) return;
         int64_t count = 0;
         for (int64_t i = 0; i < most(sizes.rows * sizes.top_k, sizes.experts); ++i) {
             const int32_t expert = memory.ahead[i];
