@@ -10,16 +10,18 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from overspill.optim.kernel import AdamHyper, RecordState, accumulate_, adamw_
 from overspill.tiers.entry import Entry, Part
+from overspill.tiers.guests import Guest
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.downloads import GradientRing
+from overspill.transfer.outboxes import GradientPart
 from overspill.transfer.streams import Inject, StreamEvent
 
 
@@ -31,6 +33,9 @@ class Update:
     directly; with `use_kept` the kept gradient is used. With `hyper` the expert is updated, without
     a gradient by decay alone, with `accumulate` by the sum; without `hyper` the gradient is only
     kept.
+
+    `parts` of a gradient, in outboxes, are added in their order, with `accumulate` to the kept one.
+    `then` is called at the end.
     """
 
     entry: Entry
@@ -39,12 +44,15 @@ class Update:
     accumulate: bool = False
     use_kept: bool = False
     hyper: AdamHyper | None = None
+    parts: Sequence[GradientPart] = ()
+    then: Callable[[], None] | None = None
 
     @property
-    def parts(self) -> Part:
+    def needs(self) -> Part:
         """The parts of the expert that must be in its host slot."""
         need = Part.WEIGHTS | Part.STATES if self.hyper is not None else Part(0)
-        return need | Part.GRADS if self.accumulate or self.use_kept else need
+        kept = self.accumulate or self.use_kept or (self.parts and self.hyper is None)
+        return need | Part.GRADS if kept else need
 
 
 _PER_CORE = 1 << 23  # parameters: a core takes about 20 ms for them
@@ -99,7 +107,7 @@ class Updates:
         """Under the lock: experts whose update waits for parts on disk. Those with a host slot come
         first, because it cannot be reused before their update; then lowest layer first."""
         updates = sorted(self._waiting, key=lambda u: (u.entry.host_slot is None, u.entry.number))
-        return [(update.entry, update.parts) for update in updates]
+        return [(update.entry, update.needs) for update in updates]
 
     def idle(self) -> bool:
         """Under the lock: whether every submitted update was carried out."""
@@ -115,8 +123,8 @@ class Updates:
         for update in self._waiting:
             entry = update.entry
             # a record that is being written to disk must not change during the write
-            in_host = entry.host_slot is not None and not update.parts & ~entry.valid
-            if in_host and not entry.io:
+            in_host = entry.host_slot is not None and not update.needs & ~entry.valid
+            if (in_host or isinstance(entry, Guest)) and not entry.io:
                 heapq.heappush(self._ready, (entry.number, next(self._order), update))
             else:
                 still.append(update)
@@ -180,6 +188,8 @@ class Updates:
                 kept = layout.weights(self._store.host(entry, Part.GRADS))
             if update.buffer is not None:
                 arrived = layout.weights(self.ring.buffers[update.buffer])
+            if update.parts:
+                kept, arrived = self._add_parts(update, kept)
             if update.hyper is not None:
                 self._adam(entry, kept, arrived, update.hyper)
             elif kept is not None and arrived is not None:
@@ -187,7 +197,29 @@ class Updates:
                 self._squares[entry.number] = total
         if update.buffer is not None:
             self.ring.give(update.buffer)
+        if update.then is not None:
+            update.then()
         self._finish(update)
+
+    def _add_parts(self, update: Update, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Adds the parts of a gradient but the last to the kept one, or to the first. What remains
+        is added by the caller."""
+        number, rest = update.entry.number, list(update.parts)
+        finite = all(math.isfinite(part.square.item()) for part in rest)
+        if kept is not None:
+            self._added_squares[number] = 0.0 if finite else math.nan
+            into = kept
+        else:
+            first = rest.pop(0)
+            into = first.gradient
+            self._squares[number] = first.square if finite else math.nan
+            self._added_squares[number] = 0.0
+            if update.hyper is None:
+                into = self._store.layout.weights(self._store.host(update.entry, Part.GRADS))
+                into.copy_(first.gradient)
+        for part in rest[:-1]:
+            accumulate_(into, part.gradient, self._threads)
+        return into, rest[-1].gradient if rest else None
 
     def _adam(
         self, entry: Entry, kept: Tensor | None, arrived: Tensor | None, hyper: AdamHyper
@@ -218,7 +250,7 @@ class Updates:
             self._running.remove(entry.number)
             if update.hyper is not None:
                 self._store.end_update(entry)
-            elif update.accumulate:
+            elif update.needs & Part.GRADS:
                 self._store.keep_gradient(entry)
             self._store.release(entry)
 
