@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from overspill.moe.settings import Settings
@@ -20,10 +21,17 @@ def delay(kind: str) -> None:
         time.sleep(random.random() * 3e-3)
 
 
+def delay_updates(kind: str) -> None:
+    """The next forward of rank 0 needs experts of rank 1 before they are updated."""
+    if kind == "optimizer" and dist.get_rank() == 1:
+        time.sleep(8e-3)
+
+
 TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: neither 2 nor 4 ranks divide them
 HOT = replace(TASK, top_k=1)
 DYNAMIC = Settings(placement="dynamic")
 DELAYED = replace(DYNAMIC, inject=delay)
+SLOW = replace(DYNAMIC, inject=delay_updates)
 PLAIN = replace(DYNAMIC, overlap_updates=False, overlap_uploads=False, waves=False)
 
 CASES = {
@@ -35,6 +43,10 @@ CASES = {
         ),
         "accumulation": Case(
             replace(TASK, micro_batches=3), where={"mode": "host", "slots": 8}, settings=DYNAMIC
+        ),
+        "slow updates": Case(TASK, settings=SLOW),
+        "slow updates, more layers than halves of an outbox": Case(
+            replace(TASK, n_layers=4), settings=SLOW
         ),
         "kept activations": Case(TASK, settings=replace(DYNAMIC, activations="keep")),
         "native uploader, recomputed blocks": Case(
