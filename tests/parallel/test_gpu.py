@@ -113,12 +113,6 @@ def test_bf16_ranks_learn_and_have_the_same_dense_weights(settings: Settings) ->
     assert losses[-1] < losses[0]
 
 
-def test_ranks_that_share_a_gpu_do_not_balance_it_by_themselves() -> None:
-    where = {"mode": "host", "slots": 2, "settings": Settings(threads=2)}
-    assert Settings().placement == "auto"
-    trained(where, torch.float32, None)
-
-
 def test_costs_are_measured_on_the_gpu() -> None:
     shape = ExpertShape(d_model=256, d_hidden=512, gated=True)
     costs = measured_costs(RecordLayout(shape, torch.bfloat16), torch.device("cuda"))

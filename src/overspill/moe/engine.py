@@ -409,6 +409,10 @@ class Engine:
         if store.on_disk:
             slots = f"{store.cache_slots} host slots"
             line += f", {store.on_disk} on disk ({sizes['disk']}) through {slots}"
+        if self._shared is not None:
+            line += f", those of all {self.n_experts} of a layer shared by ranks"
+        if (balance := self.balance) is not None:
+            line += f"; {balance}"
         return line + dense
 
     def limit_memory(

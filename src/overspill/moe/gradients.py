@@ -153,6 +153,11 @@ class ExpertGradients:
         if (streaming := self._streaming()) is not None:
             streaming.collect(layer, hyper)
 
+    def wait_readers(self) -> None:
+        """Blocks until nothing reads weights in host memory."""
+        if (streaming := self._streaming()) is not None:
+            streaming.wait_readers()
+
     def complete_layer(
         self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
     ) -> None:

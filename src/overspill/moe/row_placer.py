@@ -38,6 +38,13 @@ class Balance(NamedTuple):
     static: float
     """The same if owners had computed all rows of their experts."""
 
+    def __str__(self) -> str:
+        rows = " ".join(f"{count:,}" for count in self.rows)
+        return (
+            f"token rows of ranks {rows}; the most over the mean {self.placed:.2f} "
+            f"(static {self.static:.2f})"
+        )
+
 
 class RowPlacer:
     """Plans each pass, and remembers the last ones. All ranks get the same counts, so they plan the

@@ -275,6 +275,13 @@ class TrainingStep:
     # -- the end of a step --------------------------------------------------------------------
 
     @_exclusive
+    def prepare_step(self) -> None:
+        """Before ranks meet in a step. Owners may update experts then of which no backward of this
+        step has told them that it is over: a forward without gradients may still read them."""
+        if LayerState.PARTIAL in self._states:
+            self.gradients.wait_readers()
+
+    @_exclusive
     def step(self) -> None:
         """Ends a step: kept gradients update the experts."""
         rule = self.rule

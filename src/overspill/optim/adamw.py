@@ -204,7 +204,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _average(self) -> None:
         """Dense gradients become means over ranks."""
-        if self._ranks is not None:
+        if self._ranks is not None and self._engine is not None:
+            self._engine.training.prepare_step()
             keys = ("lr", "betas", "eps", "weight_decay")
             numbers = [{key: group[key] for key in keys} for group in self.param_groups]
             dense = [parameter for parameter, _ in self._dense()]

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -48,11 +49,29 @@ class Update:
     then: Callable[[], None] | None = None
 
     @property
+    def is_announcement(self) -> bool:
+        """Whether it only calls `then`: another rank waits for that."""
+        return self.then is not None and not self.parts and self.hyper is None
+
+    @property
+    def urgency(self) -> int:
+        """The lowest comes first: what the next forward needs first."""
+        return -1 if self.is_announcement else self.entry.number
+
+    @property
     def needs(self) -> Part:
         """The parts of the expert that must be in its host slot."""
         need = Part.WEIGHTS | Part.STATES if self.hyper is not None else Part(0)
         kept = self.accumulate or self.use_kept or (self.parts and self.hyper is None)
         return need | Part.GRADS if kept else need
+
+
+class _Queued(NamedTuple):
+    """An update in its place among others."""
+
+    urgency: int
+    order: int
+    update: Update
 
 
 _PER_CORE = 1 << 23  # parameters: a core takes about 20 ms for them
@@ -82,11 +101,14 @@ class Updates:
         self._threads = threads // count  # of one pass
         self._recorder = recorder
         self._inject = inject
-        self._arriving: deque[Update] = deque()  # downloads end in the order they were issued
-        self._waiting: list[Update] = []  # arrived, but parts of the expert are still on disk
-        self._ready: list[tuple[int, int, Update]] = []
-        self._running: set[int] = set()  # experts; two updates of one expert must not overlap
+        self._arriving: deque[_Queued] = deque()  # downloads end in the order they were issued
+        self._of_ranks: list[_Queued] = []  # wait for gradients of other ranks, in any order
+        self._waiting: list[_Queued] = []  # arrived, but parts of the expert are still on disk
+        self._ready: list[_Queued] = []
+        # by expert, those that have not ended: they are carried out in their order
+        self._pending: dict[int, deque[int]] = {}
         self._watched = False  # whether a thread waits for the first of `_arriving`
+        self._polled = False  # whether a thread looks for gradients of other ranks
         self._order = itertools.count()
         self._closed = False
         self._workers = [
@@ -99,54 +121,63 @@ class Updates:
     def submit(self, update: Update) -> None:
         with self._store.lock:
             self._store.hold(update.entry)
-            self._arriving.append(update)
+            queued = _Queued(update.urgency, next(self._order), update)
+            self._pending.setdefault(update.entry.number, deque()).append(queued.order)
+            if update.parts:
+                self._of_ranks.append(queued)
+            else:
+                self._arriving.append(queued)
             if not self._watched:  # else the thread that waits for an earlier one goes on to this
                 self._store.wake_update()
 
     def waiting(self) -> Iterable[tuple[Entry, Part]]:
         """Under the lock: experts whose update waits for parts on disk. Those with a host slot come
         first, because it cannot be reused before their update; then lowest layer first."""
-        updates = sorted(self._waiting, key=lambda u: (u.entry.host_slot is None, u.entry.number))
+        updates = [queued.update for queued in self._waiting]
+        updates.sort(key=lambda u: (u.entry.host_slot is None, u.entry.number))
         return [(update.entry, update.needs) for update in updates]
 
     def idle(self) -> bool:
         """Under the lock: whether every submitted update was carried out."""
-        return not (self._arriving or self._waiting or self._ready or self._running)
+        return not self._pending
 
     def wait_idle(self) -> None:
         self._store.wait(self.idle, "pending expert updates (update threads)")
 
     def _next(self) -> Update | None:
-        while self._arriving and self._arriving[0].arrived.done():
+        while self._arriving and self._arriving[0].update.arrived.done():
             self._waiting.append(self._arriving.popleft())
+        of_ranks, self._of_ranks = self._of_ranks, []
+        for queued in of_ranks:
+            (self._waiting if queued.update.arrived.done() else self._of_ranks).append(queued)
         still = []
-        for update in self._waiting:
-            entry = update.entry
+        for queued in self._waiting:
+            update, entry = queued.update, queued.update.entry
             # a record that is being written to disk must not change during the write
             in_host = entry.host_slot is not None and not update.needs & ~entry.valid
             if (in_host or isinstance(entry, Guest)) and not entry.io:
-                heapq.heappush(self._ready, (entry.number, next(self._order), update))
+                heapq.heappush(self._ready, queued)
             else:
-                still.append(update)
+                still.append(queued)
         self._waiting = still
         if still:
             self._store.request_transfers()
         return self._pop()
 
     def _pop(self) -> Update | None:
-        """Takes the first ready update whose expert is not being updated."""
+        """Takes the first ready update whose expert has no earlier one."""
         skipped = []
         update = None
         while self._ready and update is None:
             first = heapq.heappop(self._ready)
-            if first[0] in self._running:
+            if first.order != self._pending[first.update.entry.number][0]:
                 skipped.append(first)
             else:
-                update = first[2]
-                self._running.add(first[0])
+                update = first.update
         for one in skipped:
             heapq.heappush(self._ready, one)
-        if update is not None and (self._ready or (self._arriving and not self._watched)):
+        unwatched = (self._arriving and not self._watched) or (self._of_ranks and not self._polled)
+        if update is not None and (self._ready or unwatched):
             self._store.wake_update()  # another thread may take the next one, or wait for it
         return update
 
@@ -157,17 +188,29 @@ class Updates:
                 with self._store.lock:
                     while (update := self._next()) is None:
                         if self._arriving and not self._watched:
-                            self._watched, arriving = True, self._arriving[0].arrived
+                            self._watched, arriving = True, self._arriving[0].update.arrived
                             break
-                        if self._closed and not self._arriving:
+                        if self._closed and not self._arriving and not self._of_ranks:
                             return
-                        self._store.wait_updates()
+                        self._wait()
                 if update is not None:
                     self._carry_out(update)
                 elif arriving is not None:
                     self._watch(arriving)
         except BaseException as error:  # a thread may wait for an update
             self._store.fail(error)
+
+    def _wait(self) -> None:
+        """Under the lock: sleeps until there may be work. One thread looks for gradients of other
+        ranks, which cannot wake it."""
+        if not self._of_ranks or self._polled:
+            self._store.wait_updates()
+            return
+        self._polled = True
+        try:
+            self._store.wait_updates(poll=True)
+        finally:
+            self._polled = False
 
     def _watch(self, arriving: StreamEvent) -> None:
         """Waits for a copy; the other threads need not."""
@@ -178,6 +221,15 @@ class Updates:
                 self._watched = False
 
     def _carry_out(self, update: Update) -> None:
+        if not update.is_announcement:
+            self._update(update)
+        if update.buffer is not None:
+            self.ring.give(update.buffer)
+        if update.then is not None:
+            update.then()
+        self._finish(update)
+
+    def _update(self, update: Update) -> None:
         entry, layout = update.entry, self._store.layout
         if self._inject is not None:
             self._inject("optimizer")
@@ -195,11 +247,6 @@ class Updates:
             elif kept is not None and arrived is not None:
                 total = accumulate_(kept, arrived, self._threads)
                 self._squares[entry.number] = total
-        if update.buffer is not None:
-            self.ring.give(update.buffer)
-        if update.then is not None:
-            update.then()
-        self._finish(update)
 
     def _add_parts(self, update: Update, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Adds the parts of a gradient but the last to the kept one, or to the first. What remains
@@ -247,7 +294,10 @@ class Updates:
     def _finish(self, update: Update) -> None:
         entry = update.entry
         with self._store.lock:
-            self._running.remove(entry.number)
+            pending = self._pending[entry.number]
+            pending.popleft()
+            if not pending:
+                del self._pending[entry.number]
             if update.hyper is not None:
                 self._store.end_update(entry)
             elif update.needs & Part.GRADS:

@@ -52,6 +52,7 @@ class Guests:
         self._layers: list[list[Guest]] = []
         for layer in range(n_layers):
             self._layers.append([found[ExpertId(layer, id)] for id in self.ids])
+        self.entries = [guest for layer in self._layers for guest in layer]
         for number, guest in enumerate(self.entries, first):
             guest.number = number
 
@@ -77,10 +78,6 @@ class Guests:
             for position, expert in enumerate(part.local_ids):
                 id = ExpertId(layer, expert)
                 found[id] = Guest(id, memory, slab, layer * part.n_local + position)
-
-    @property
-    def entries(self) -> list[Guest]:
-        return [guest for layer in self._layers for guest in layer]
 
     def of(self, layer: int) -> Sequence[Guest]:
         return self._layers[layer]

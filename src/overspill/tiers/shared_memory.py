@@ -94,7 +94,8 @@ def _map(file: int, size: int) -> Tensor:
         if last > first:
             libc.munmap(first, last - first)
     memory = (ctypes.c_uint8 * size).from_address(address)
-    weakref.finalize(memory, libc.munmap, address, length)
+    # not at exit: threads may still use it, and the system unmaps it then
+    weakref.finalize(memory, libc.munmap, address, length).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -104,9 +104,10 @@ class WorkerSync:
         with `poll` for a short time only."""
         self._uploader.wait(_POLL_SECONDS if poll else Condition.LIMIT)
 
-    def wait_updates(self) -> None:
-        """Called by an update thread under the lock: sleeps until there may be work."""
-        self._updates.wait()
+    def wait_updates(self, poll: bool = False) -> None:
+        """Called by an update thread under the lock: sleeps until there may be work; with `poll`
+        for a short time only."""
+        self._updates.wait(_POLL_SECONDS if poll else Condition.LIMIT)
 
     def wake_main(self) -> None:
         with self.lock:

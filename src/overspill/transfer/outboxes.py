@@ -6,7 +6,7 @@ which gradient is in which slot. Passes use the two halves of the outbox in turn
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +52,10 @@ class Outboxes:
         )
         shape = sizes.outbox_slots, sizes.outbox_slot
         self._records = [memory.outbox.view(shape) for memory in shared.memories]
+        self._owners = [rank for rank, part in enumerate(shared.parts) for _ in part.local_ids]
         self._number = 0  # of the pass
-        self._parts: dict[int, list[GradientPart]] = {}  # of the pass, by expert
+        # of the pass, by expert: those that this rank writes or, as the owner, reads
+        self._parts: dict[int, list[GradientPart]] = {}
         # by half: what must have been taken before it is used again, (owner, slot, pass)
         self._sent: list[list[tuple[int, int, int]]] = [[], []]
         self._closing: float | None = None
@@ -68,15 +70,15 @@ class Outboxes:
         half = self._number % 2
         self._wait_taken(self._sent[half])
         self._sent[half] = []
-        used = [half * self._half] * len(self._records)
+        own, used = self._shared.rank, [half * self._half] * len(self._records)
         for expert, ranks in sorted(shared.items()):
-            self._parts[expert] = []
+            owner = self._owners[expert]
             for rank in ranks:
-                self._parts[expert].append(self._part(rank, used[rank]))
-                if rank == self._shared.rank:
-                    owner = self._owner(expert)
-                    self._sent[half].append((owner, used[rank], self._number))
-                used[rank] += 1
+                slot, used[rank] = used[rank], used[rank] + 1
+                if own in (rank, owner):
+                    self._parts.setdefault(expert, []).append(self._part(rank, slot))
+                if own == rank:
+                    self._sent[half].append((owner, slot, self._number))
         assert max(used) <= (half + 1) * self._half, "the placement needs too many slots"
 
     def _part(self, rank: int, slot: int) -> GradientPart:
@@ -85,10 +87,6 @@ class Outboxes:
         record = self.slab[slot] if own else self._records[rank][slot]
         square = record[layout.weight_bytes : layout.weight_bytes + 4].view(torch.float32)[0]
         return GradientPart(rank, slot, self._number, layout.weights(record), square)
-
-    def _owner(self, expert: int) -> int:
-        parts = self._shared.parts
-        return next(rank for rank, part in enumerate(parts) if expert in part.local_ids)
 
     def own_part(self, expert: int) -> GradientPart | None:
         """Where this rank puts its gradient of an expert in this pass; None if it does not share
@@ -100,7 +98,7 @@ class Outboxes:
         """The experts of this rank whose gradients are in outboxes in this pass, and their parts in
         the order of ranks."""
         for expert, parts in self._parts.items():
-            if self._owner(expert) == self._shared.rank:
+            if self._owners[expert] == self._shared.rank:
                 yield expert, parts
 
     def announce(self, part: GradientPart) -> None:
@@ -130,20 +128,30 @@ class Outboxes:
             raise EngineError(f"closed while it waited for gradients of the ranks {ranks}")
         return False
 
-    def _wait_taken(self, sent: Sequence[tuple[int, int, int]]) -> None:
-        memories, watchdog = self._shared.memories, None
-        while not all(
-            memories[owner].taken[self._shared.rank, slot] >= number for owner, slot, number in sent
-        ):
-            watchdog = watchdog or self._store.watchdog("other ranks to take gradients")
-            self._check(watchdog)
-            time.sleep(_POLL_SECONDS)
+    def wait_arrived(self, parts: Sequence[GradientPart]) -> None:
+        """Blocks until all of them have been announced."""
+        self._wait(lambda: self.have_arrived(parts), "gradients of other ranks")
 
-    def _check(self, watchdog: Watchdog) -> None:
-        progress = [int(m.taken.sum() + m.versions.sum()) for m in self._shared.memories]
-        with self._store.lock:
-            self._store.raise_error()
-            watchdog.check(progress)
+    def _wait_taken(self, sent: Sequence[tuple[int, int, int]]) -> None:
+        memories, rank = self._shared.memories, self._shared.rank
+        self._wait(
+            lambda: all(
+                memories[owner].taken[rank, slot] >= number for owner, slot, number in sent
+            ),
+            "other ranks to take gradients",
+        )
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        """As the store's `wait`, for what other ranks do."""
+        watchdog: Watchdog | None = None
+        while not ready():
+            watchdog = watchdog or self._store.watchdog(what)
+            memories = self._shared.memories
+            progress = [int(m.sent.sum() + m.taken.sum() + m.versions.sum()) for m in memories]
+            with self._store.lock:
+                self._store.raise_error()
+                watchdog.check(progress)
+            time.sleep(_POLL_SECONDS)
 
     def check_conserved(self) -> None:
         """When this rank is idle: it has announced all of its gradients."""

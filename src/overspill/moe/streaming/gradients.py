@@ -61,7 +61,7 @@ class StreamingGradients:
         """`wait_readers` blocks until no copy or computation reads weights in host memory. Ranks
         that compute experts of each other have `outboxes`."""
         self._store = store
-        self._wait_readers = wait_readers
+        self.wait_readers = wait_readers
         self._cursor = cursor
         self._placement = placement
         self._settings = settings
@@ -297,7 +297,7 @@ class StreamingGradients:
     ) -> None:
         if counts is None:
             # In step(), not in backward: a forward without gradients may still be running.
-            self._wait_readers()
+            self.wait_readers()
         self._leave_device({entry.number for entry in self._store.layer_entries(layer)})
         for position, entry in enumerate(self._store.streamed(layer), self._store.homes[layer]):
             if hyper is None:

@@ -77,7 +77,7 @@ class SharedGradients:
         if (outboxes := self._outboxes) is None:
             return True
         parts = [p for parts in self._collected for p in parts if not outboxes.was_taken(p)]
-        outboxes.arrival(parts).wait()
+        outboxes.wait_arrived(parts)
         return all(math.isfinite(part.square.item()) for part in parts)
 
     def forget(self) -> None:
