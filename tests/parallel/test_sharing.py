@@ -156,7 +156,7 @@ def test_ranks_fail_together_and_leave_nothing() -> None:
     assert "memfd): [Errno 1] Operation not permitted; lower --host-memory, or use " in str(other)
     for error in results["on_the_device"]:
         assert isinstance(error, ConfigError)
-        assert "experts of rank 0 live on its GPU or on disk" in str(error)
+        assert "on rank 0 experts live on the GPU or on disk" in str(error)
     for error in results["homes"]:
         assert isinstance(error, ConfigError)
     assert results["nothing_left"] == ([], [])

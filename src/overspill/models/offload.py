@@ -23,7 +23,7 @@ from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.progress_bar import TerminalProgress
 from overspill.models.ranks import check_supported, divide_cores, facts, rank_part
-from overspill.models.sharing import may_share, share_experts, with_room
+from overspill.models.sharing import may_share, place_shared, share_experts
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
@@ -183,14 +183,16 @@ def _move_experts(
         experts, budgets = rank_part(experts.n_global, ranks), divide_cores(budgets, ranks)
         # after all have seen how much memory is free, and before one allocates it
         ranks.check_same(facts(model, layers, layout, budgets.settings))
-        if may_share(budgets.settings, device):
-            request = with_room(request, budgets.settings, layout, experts.n_global, ranks.size)
-    placement = place(_sizes(model, layers, layout, experts.n_local), request)
+    sizes, settings = _sizes(model, layers, layout, experts.n_local), budgets.settings
     sharing = None
-    if ranks is not None and may_share(budgets.settings, device):
+    if ranks is not None and may_share(settings, device):
+        n_experts = experts.n_global
+        placement, why_not = place_shared(sizes, request, settings, layout, n_experts, ranks.size)
         sharing = share_experts(
-            ranks, agree, budgets.settings, placement, layout, len(layers), experts.n_global, device
+            ranks, agree, settings, why_not, layout, len(layers), n_experts, device
         )
+    else:
+        placement = place(sizes, request)
     with ExitStack() as undo:
         with _shown(progress) as show:
             costs = None

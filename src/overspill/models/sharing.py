@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import torch
 
-from overspill.core.errors import ConfigError
+from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.expert_map import ExpertMap
 from overspill.models.placement_costs import BALANCE_ROWS, measured_costs
 from overspill.moe.row_placer import Sharing
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.parallel.shared_files import close_files, exchange_files
-from overspill.plan.budget import BudgetRequest, Placement
+from overspill.plan.budget import BudgetRequest, ModelSizes, Placement, place
 from overspill.plan.placement import PlacementCosts, outbox_slots
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.shared_experts import RankMemory, RankSizes, SharedExperts
@@ -30,17 +30,39 @@ def may_share(settings: Settings, device: torch.device) -> bool:
     return wanted or settings.placement == "dynamic"
 
 
-def with_room(
-    request: BudgetRequest, settings: Settings, layout: RecordLayout, n_experts: int, n_ranks: int
-) -> BudgetRequest:
-    """Leaves host memory for gradients of experts that ranks compute for each other. Where dynamic
-    placement is required, no expert moves to the GPU by itself."""
+def place_shared(
+    model: ModelSizes,
+    request: BudgetRequest,
+    settings: Settings,
+    layout: RecordLayout,
+    n_experts: int,
+    n_ranks: int,
+) -> tuple[Placement, str | None]:
+    """The placement, and why dynamic placement is not possible with it. That needs host memory for
+    gradients that ranks compute for each other. Where it is required, no expert moves to the GPU
+    by itself."""
     slots = 2 * outbox_slots(n_experts, n_ranks)
     outbox = RankSizes(0, layout.weight_bytes, slots, n_ranks).total
-    return dataclasses.replace(
-        request,
-        host_memory=max(0, request.host_memory - outbox),
-        residency=request.residency and settings.placement != "dynamic",
+    with_room = dataclasses.replace(request, host_memory=max(0, request.host_memory - outbox))
+    if settings.placement == "dynamic":
+        placement = place(model, dataclasses.replace(with_room, residency=False))
+        return placement, _why_not_in_host(placement)
+    placement = place(model, request)
+    why = _why_not_in_host(placement)
+    if why is None:
+        try:
+            return place(model, with_room), None
+        except BudgetError as error:
+            why = f"gradients between ranks need more host memory: {error}"
+    return placement, why
+
+
+def _why_not_in_host(placement: Placement) -> str | None:
+    if placement.mode == "host" and not placement.homes and not placement.fills:
+        return None
+    return (
+        'experts live on the GPU or on disk; give mode="host" and a budget that holds them in host '
+        "memory"
     )
 
 
@@ -48,17 +70,17 @@ def share_experts(
     ranks: Ranks,
     agree: Callable[[], None],
     settings: Settings,
-    placement: Placement,
+    why_not: str | None,
     layout: RecordLayout,
     n_layers: int,
     n_experts: int,
     device: torch.device,
 ) -> Sharing | None:
-    """Creates memory that all ranks map, if they can compute experts of each other. All ranks call
-    it; `agree` raises if one of them has failed."""
+    """Creates memory that all ranks map, if they can compute experts of each other; `why_not` says
+    why this one cannot. All ranks call it; `agree` raises if one of them has failed."""
     agree()  # first: the others would wait here for a rank that has no placement
     forced = settings.placement == "dynamic"
-    why = _why_static(ranks, placement, device, forced)
+    why = _why_static(ranks, why_not, device, forced)
     if why is not None:
         if forced:
             raise ConfigError(f'placement="dynamic" is not possible: {why}')
@@ -75,20 +97,16 @@ def share_experts(
 
 
 def _why_static(
-    ranks: Ranks, placement: Placement, device: torch.device, forced: bool
+    ranks: Ranks, why_not: str | None, device: torch.device, forced: bool
 ) -> str | None:
     """The same on all ranks."""
     gpu = None
     if device.type == "cuda":
         gpu = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-    in_host = placement.mode == "host" and not placement.homes and not placement.fills
-    found = ranks.gather((in_host, gpu))
-    for rank, (all_in_host, _) in enumerate(found):
-        if not all_in_host:
-            return (
-                f'experts of rank {rank} live on its GPU or on disk; give mode="host" and a budget '
-                "that holds them in host memory"
-            )
+    found = ranks.gather((why_not, gpu))
+    for rank, (why, _) in enumerate(found):
+        if why is not None:
+            return f"on rank {rank} {why}"
     gpus = [gpu for _, gpu in found]
     if not forced and len(set(gpus)) < len(gpus):
         return "ranks share a GPU, which computes all token rows in any case"

@@ -311,7 +311,7 @@ class Engine:
 
     def switch(self, settings: Settings) -> None:
         """Turns techniques on or off between steps, to measure what each gains."""
-        for name in ("max_rows", "threads", "inject", "cpu_policy", "residency"):
+        for name in ("max_rows", "threads", "inject", "cpu_policy", "residency", "placement"):
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
         self.flush()

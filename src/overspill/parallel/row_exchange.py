@@ -76,13 +76,12 @@ class RowExchange:
         rows_SGE = _divide(counts_SE, rows_GE)
         sent_GE, received_SE = rows_SGE[self._ranks.rank], rows_SGE[:, self._ranks.rank]
         received = received_SE.sum(1).tolist()
-        ids = np.broadcast_to(np.arange(self._n_experts), received_SE.shape)
-        ids_N = np.repeat(ids.reshape(-1), received_SE.reshape(-1))
+        ids = np.tile(np.arange(self._n_experts), self._ranks.size)
         return SentRows(
             self._by_rank(permutation, sent_GE),
             sent_GE.sum(1).tolist(),
             received,
-            to_device(torch.from_numpy(ids_N), self._device).view(-1, 1),
+            self._repeat(ids, received_SE.reshape(-1)).view(-1, 1),
             dict(enumerate(received_SE.sum(0).tolist())),
             self._shared(rows_GE),
             versions,
@@ -106,9 +105,14 @@ class RowExchange:
             return permutation  # ranks compute experts in their order
         starts_EG = (lengths_EG.cumsum() - lengths_EG.reshape(-1)).reshape(lengths_EG.shape)
         lengths, starts = sent_GE.reshape(-1), starts_EG.T.reshape(-1)
-        within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-        order_R = torch.from_numpy(np.repeat(starts, lengths) + within)
-        return permutation.reordered(to_device(order_R, self._device))
+        shifts: Rows = starts - lengths.cumsum(dtype=np.int64) + lengths
+        shift_R = self._repeat(shifts, lengths)
+        return permutation.reordered(shift_R + torch.arange(len(shift_R), device=self._device))
+
+    def _repeat(self, values: Rows, times: Rows) -> Tensor:
+        """Each value so many times, on the device."""
+        packed = to_device(torch.from_numpy(np.stack((values, times))), self._device)
+        return torch.repeat_interleave(packed[0], packed[1], output_size=int(times.sum()))
 
     def _shared(self, rows_GE: Rows) -> dict[int, tuple[int, ...]]:
         """The ranks that compute each expert which its owner does not compute alone."""
