@@ -236,7 +236,8 @@ class TrainingStep:
         if self._completing and not self._keeps:
             self._updated_with[layer] = hyper
             self._fresh.discard(layer)
-        self.gradients.begin_backward({} if layer_pass.sent is None else layer_pass.sent.shared)
+        if layer_pass.sent is not None:
+            self.gradients.begin_backward(layer_pass.sent.shared)
         return True
 
     def deliver(self, layer_pass: LayerPass, wave: Wave, dw: Sequence[Tensor]) -> None:
@@ -252,7 +253,8 @@ class TrainingStep:
         layer = layer_pass.layer
         if self._states[layer] is not LayerState.RUNNING:
             return
-        self.gradients.collect(layer, self._updated_with.get(layer))
+        if layer_pass.sent is not None:
+            self.gradients.collect(layer, self._updated_with.get(layer))
         if self._completing:
             self._complete(layer, layer_pass.rows.counts, self._updated_with.get(layer))
         else:

@@ -24,7 +24,7 @@ from overspill.tiers.entry import Entry, Part
 from overspill.tiers.slab import HostSlab, Progress
 from overspill.tiers.store import ExpertStore
 from overspill.transfer.downloads import Downloads, GradientRing
-from overspill.transfer.outboxes import Outboxes
+from overspill.transfer.outboxes import GradientPart, Outboxes
 from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent, record_event
 
 _ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slots, more with many
@@ -162,10 +162,10 @@ class StreamingGradients:
         dw = [part.to(self._store.layout.dtype) for part in dw]
         assert wave.counts is not None
         offsets = {o: self._store.at(layer, wave.first + o) for o, n in enumerate(wave.counts) if n}
-        self._to_outbox(offsets, dw)
+        outbox = self._shared.slots(offsets)
         if not more:
             for offset, entry in offsets.items():
-                if entry.number in self.on_device:
+                if entry.number in self.on_device and offset not in outbox:
                     self.on_device.add_to(entry.number, [part[offset] for part in dw])
         squares = expert_squares(dw)
         if more or any(entry.number in self._kept for entry in offsets.values()):
@@ -175,9 +175,12 @@ class StreamingGradients:
         finished: list[int] = []
         for offset, entry in offsets.items():
             parts = [part[offset] for part in dw]
+            gradient = _Gradient(entry, parts, squares[offset], made)
             in_host = entry.number in self._kept
-            if not (more and not in_host and self.on_device.add(entry.number, parts)):
-                self._send(_Gradient(entry, parts, squares[offset], made), hyper)
+            if (slot := outbox.get(offset)) is not None:
+                self._to_outbox(gradient, slot)
+            elif not (more and not in_host and self.on_device.add(entry.number, parts)):
+                self._send(gradient, hyper)
             finished.append(self._store.position(entry))
             if entry.disk_slot is not None:  # the next expert may wait for its host slot
                 self._finish(finished)
@@ -186,18 +189,9 @@ class StreamingGradients:
     def begin_backward(self, shared: Mapping[int, tuple[int, ...]]) -> None:
         self._shared.begin(shared)
 
-    def _to_outbox(self, offsets: dict[int, Entry], dw: Sequence[Tensor]) -> None:
-        """Sends gradients of experts that this rank does not compute alone for itself, and removes
-        them from `offsets`."""
-        sent = self._shared.take(offsets)
-        if not sent:
-            return
-        squares, made = expert_squares(dw), record_event(self._device)
-        for offset, entry, part in sent:
-            gradient = _Gradient(entry, [each[offset] for each in dw], squares[offset], made)
-            arrived = self._download(gradient, part.gradient, part.square)
-            self.updates.submit(self._shared.announcement(entry, part, arrived))
-        self._finish([self._store.position(entry) for _, entry, _ in sent])
+    def _to_outbox(self, gradient: _Gradient, slot: GradientPart) -> None:
+        arrived = self._download(gradient, slot.gradient, slot.square)
+        self.updates.submit(self._shared.announcement(gradient.entry, slot, arrived))
 
     def collect(self, layer: int, hyper: AdamHyper | None) -> None:
         for update in self._shared.updates(layer, hyper, self._take_kept):

@@ -31,15 +31,12 @@ class SharedGradients:
         if self._outboxes is not None:
             self._outboxes.begin(shared)
 
-    def take(self, offsets: dict[int, Entry]) -> list[tuple[int, Entry, GradientPart]]:
-        """Removes shared experts from those of a wave; the slots that their gradients go to."""
+    def slots(self, wave: Mapping[int, Entry]) -> dict[int, GradientPart]:
+        """Where gradients of shared experts in a wave go, by their offsets in it."""
         if (outboxes := self._outboxes) is None:
-            return []
-        found = [(o, entry, outboxes.own_part(entry.id.index)) for o, entry in offsets.items()]
-        taken = [(offset, entry, part) for offset, entry, part in found if part is not None]
-        for offset, _, _ in taken:
-            del offsets[offset]
-        return taken
+            return {}
+        found = {offset: outboxes.own_part(entry.id.index) for offset, entry in wave.items()}
+        return {offset: part for offset, part in found.items() if part is not None}
 
     def announcement(self, entry: Entry, part: GradientPart, arrived: StreamEvent) -> Update:
         """What tells the owner that a gradient is in its slot."""
