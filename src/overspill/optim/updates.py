@@ -73,6 +73,12 @@ class _Queued(NamedTuple):
     order: int
     update: Update
 
+    @property
+    def key(self) -> int:
+        """Those with the same one are carried out in their order: the updates of an expert, while
+        announcements do not touch it."""
+        return ~self.order if self.update.is_announcement else self.update.entry.number
+
 
 _PER_CORE = 1 << 23  # parameters: a core takes about 20 ms for them
 
@@ -101,11 +107,12 @@ class Updates:
         self._threads = threads // count  # of one pass
         self._recorder = recorder
         self._inject = inject
+        self._submitted: deque[Update] = deque()
         self._arriving: deque[_Queued] = deque()  # downloads end in the order they were issued
         self._of_ranks: list[_Queued] = []  # wait for gradients of other ranks, in any order
         self._waiting: list[_Queued] = []  # arrived, but parts of the expert are still on disk
         self._ready: list[_Queued] = []
-        # by expert, those that have not ended: they are carried out in their order
+        # by key, those that have not ended
         self._pending: dict[int, deque[int]] = {}
         self._watched = False  # whether a thread waits for the first of `_arriving`
         self._polled = False  # whether a thread looks for gradients of other ranks
@@ -121,12 +128,7 @@ class Updates:
     def submit(self, update: Update) -> None:
         with self._store.lock:
             self._store.hold(update.entry)
-            queued = _Queued(update.urgency, next(self._order), update)
-            self._pending.setdefault(update.entry.number, deque()).append(queued.order)
-            if update.parts:
-                self._of_ranks.append(queued)
-            else:
-                self._arriving.append(queued)
+            self._submitted.append(update)  # the rest is done by threads that Ctrl-C does not reach
             if not self._watched:  # else the thread that waits for an earlier one goes on to this
                 self._store.wake_update()
 
@@ -139,12 +141,21 @@ class Updates:
 
     def idle(self) -> bool:
         """Under the lock: whether every submitted update was carried out."""
-        return not self._pending
+        return not (self._submitted or self._pending)
 
     def wait_idle(self) -> None:
         self._store.wait(self.idle, "pending expert updates (update threads)")
 
-    def _next(self) -> Update | None:
+    def _queue(self) -> None:
+        while self._submitted:
+            update = self._submitted[0]
+            queued = _Queued(update.urgency, next(self._order), update)
+            self._pending.setdefault(queued.key, deque()).append(queued.order)
+            (self._of_ranks if update.parts else self._arriving).append(queued)
+            self._submitted.popleft()
+
+    def _next(self) -> _Queued | None:
+        self._queue()
         while self._arriving and self._arriving[0].update.arrived.done():
             self._waiting.append(self._arriving.popleft())
         of_ranks, self._of_ranks = self._of_ranks, []
@@ -164,37 +175,38 @@ class Updates:
             self._store.request_transfers()
         return self._pop()
 
-    def _pop(self) -> Update | None:
+    def _pop(self) -> _Queued | None:
         """Takes the first ready update whose expert has no earlier one."""
         skipped = []
-        update = None
-        while self._ready and update is None:
+        found = None
+        while self._ready and found is None:
             first = heapq.heappop(self._ready)
-            if first.order != self._pending[first.update.entry.number][0]:
-                skipped.append(first)
+            if first.order == self._pending[first.key][0]:
+                found = first
             else:
-                update = first.update
+                skipped.append(first)
         for one in skipped:
             heapq.heappush(self._ready, one)
         unwatched = (self._arriving and not self._watched) or (self._of_ranks and not self._polled)
-        if update is not None and (self._ready or unwatched):
+        if found is not None and (self._ready or unwatched):
             self._store.wake_update()  # another thread may take the next one, or wait for it
-        return update
+        return found
 
     def _run(self) -> None:
         try:
             while True:
-                update = arriving = None
+                queued = arriving = None
                 with self._store.lock:
-                    while (update := self._next()) is None:
+                    while (queued := self._next()) is None:
                         if self._arriving and not self._watched:
                             self._watched, arriving = True, self._arriving[0].update.arrived
                             break
                         if self._closed and not self._arriving and not self._of_ranks:
                             return
                         self._wait()
-                if update is not None:
-                    self._carry_out(update)
+                if queued is not None:
+                    self._carry_out(queued.update)
+                    self._finish(queued)
                 elif arriving is not None:
                     self._watch(arriving)
         except BaseException as error:  # a thread may wait for an update
@@ -227,7 +239,6 @@ class Updates:
             self.ring.give(update.buffer)
         if update.then is not None:
             update.then()
-        self._finish(update)
 
     def _update(self, update: Update) -> None:
         entry, layout = update.entry, self._store.layout
@@ -291,13 +302,13 @@ class Updates:
             views["exp_avg_sq"],
         )
 
-    def _finish(self, update: Update) -> None:
-        entry = update.entry
+    def _finish(self, queued: _Queued) -> None:
+        update, entry = queued.update, queued.update.entry
         with self._store.lock:
-            pending = self._pending[entry.number]
+            pending = self._pending[queued.key]
             pending.popleft()
             if not pending:
-                del self._pending[entry.number]
+                del self._pending[queued.key]
             if update.hyper is not None:
                 self._store.end_update(entry)
             elif update.needs & Part.GRADS:
