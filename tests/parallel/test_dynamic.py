@@ -36,7 +36,6 @@ PLAIN = replace(DYNAMIC, overlap_updates=False, overlap_uploads=False, waves=Fal
 
 CASES = {
     2: {
-        "updates during backward": Case(TASK, settings=DYNAMIC),
         "delays": Case(TASK, settings=DELAYED),
         "clipping and accumulation, delays": Case(
             replace(TASK, clip=0.5, micro_batches=2), settings=DELAYED

@@ -14,6 +14,8 @@ from overspill.models.gpt import GPTMoE
 from overspill.models.placement_costs import measured_costs
 from overspill.moe.settings import Settings
 from overspill.tiers.layout import RecordLayout
+from overspill.tiers.shared_memory import SharedMemory
+from overspill.tiers.slab import HostSlab
 from tests.moe.gpu_training import CONFIG, batches
 from tests.parallel.processes import run_ranks
 
@@ -111,6 +113,18 @@ def test_bf16_ranks_learn_and_have_the_same_dense_weights(settings: Settings) ->
     where = {"mode": "host", "slots": 2, "settings": settings}
     losses = mean_losses(trained(where, torch.bfloat16, None))
     assert losses[-1] < losses[0]
+
+
+def test_shared_memory_is_pinned_with_its_content() -> None:
+    slot = 1 << 20
+    memory = SharedMemory(4 * slot, populated=4 * slot)
+    memory.close_file()
+    memory.bytes.fill_(7)
+    slab = HostSlab("shared memory", 4, slot, pinned=True, memory=memory.bytes)
+    assert slab[3].is_pinned()
+    assert (slab[3].to("cuda", non_blocking=True) == 7).all()
+    slab.close()
+    assert not memory.bytes.is_pinned()
 
 
 def test_costs_are_measured_on_the_gpu() -> None:

@@ -356,10 +356,11 @@ class Engine:
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the experts on the compute device, in host memory and on disk; in host memory
-        with those of the dense part."""
+        with those of the dense part, and of gradients for other ranks."""
+        outbox = 0 if self._shared is None else self._shared.own.sizes.outbox
         return {
             "gpu": self._homes.nbytes + self._slot_bytes,
-            "host": self._moves.host_bytes + self._dense_memory.host_bytes,
+            "host": self._moves.host_bytes + self._dense_memory.host_bytes + outbox,
             "disk": self._store.memory.disk_bytes,
         }
 
