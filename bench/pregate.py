@@ -19,6 +19,7 @@ import torch
 from record import Limit, Metric, metric, write_record
 from serve import HOST, Even, decode, host_bandwidth, read_routing, w2
 from serve_timeline import draw_tokens, record_tokens
+from ssd import disk_bandwidth
 
 import overspill
 from overspill.core.garbage import short_collections
@@ -276,6 +277,7 @@ def run_ssd(args: argparse.Namespace) -> None:
     model = build(switch(64), disk=args.disk, mode="disk", slots=8, host_slots=96)
     engine = model.overspill
     shares = [[1 / engine.n_experts] * engine.n_experts] * engine.n_layers
+    bandwidth = disk_bandwidth(args.disk, engine.layout.weight_bytes, 256)["read"]
     found = {}
     for modes, tokens in ((("on-demand", "pre-gated"), 24), (("prefetch-all",), 2)):
         few = argparse.Namespace(**{**vars(args), "tokens": min(tokens, args.tokens)})
@@ -287,8 +289,11 @@ def run_ssd(args: argparse.Namespace) -> None:
         "placement": engine.describe(),
     }
     table = rows(found, engine.n_layers)
+    total = engine.n_layers * engine.n_experts
+    nbytes = engine.n_layers * engine.layout.weight_bytes * (1 - engine.cache_slots / total)
+    limit = Limit(bandwidth / nbytes, "tokens/s", "reading experts from disk")
     engine.close()
-    write_record("pregate-ssd", details, metrics, None, args.out, table)
+    write_record("pregate-ssd", details, metrics, limit, args.out, table)
 
 
 def run_timeline(args: argparse.Namespace) -> None:
