@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from overspill.train.metrics import read_lines
 from tests.cli.forks import Forks
 from tests.train.fakes import tiny_settings
+from tests.train.finetune import tiny as finetune
 
 LONG = {"steps": 40, "save_every": 2, "eval_every": 20, "gpus": 2}
 
@@ -201,3 +204,47 @@ def test_ranks_of_torchrun_with_different_flags_are_refused(
     text = "".join((tmp_path / f"log-{rank}").read_text() for rank in range(2))
     assert "--lr must be the same on all ranks: rank 0 has 0.001, rank 1 0.002" in text
     assert text.count("error") == 1
+
+
+# -- fine-tuning ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finetune.save_mixtral(tmp_path_factory.mktemp("checkpoints") / "tiny-mixtral")
+
+
+FINETUNE: dict[str, dict[str, Any]] = {
+    # 29 rows in steps of 6: the last step has fewer rows than a micro-batch has ranks
+    "pairs": {"batch": 3, "accumulate": 2},
+    "labels": {"batch": 4},
+    "adapters": {"batch": 4, "lora": 2},
+    "frozen experts": {"batch": 4, "freeze-experts": True},
+}
+
+
+@pytest.mark.parametrize("name", FINETUNE)
+def test_ranks_finetune_as_one_process(
+    forks: Forks, checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    data = (
+        finetune.write_labels(tmp_path / "a.tsv", 22)
+        if name == "labels"
+        else finetune.write_pairs(tmp_path / "a.jsonl", 31)
+    )
+    for ranks in (1, 2):
+        out = tmp_path / f"ranks-{ranks}"
+        settings = finetune.tiny_settings(checkpoint, data, out, lr=3e-4, **FINETUNE[name])
+        words = ["finetune", settings.pop("checkpoint"), *settings.pop("data")]
+        if settings.pop("freeze-experts", False):
+            words.append("--freeze-experts")
+        log = tmp_path / "log.txt"
+        assert forks.run([*words, *_words(settings), "--gpus", str(ranks)], log) == 0, (
+            log.read_text()
+        )
+    one, two = (tmp_path / f"ranks-{ranks}" for ranks in (1, 2))
+    assert _numbers(two) == pytest.approx(_numbers(one), rel=1e-5)
+    names = sorted(file.name for file in (one / "final").iterdir())
+    assert sorted(file.name for file in (two / "final").iterdir()) == names
+    for file in (one / "final").glob("*.safetensors"):
+        torch.testing.assert_close(load_file(two / "final" / file.name), load_file(file))
