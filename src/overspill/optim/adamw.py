@@ -310,7 +310,8 @@ class AdamW(torch.optim.Optimizer):
         packed, engine = super().state_dict(), self._engine
         if engine is None:
             return packed
-        engine.check_whole("the optimizer's state_dict()")
+        if any(self._layer_steps()):
+            engine.check_whole("the optimizer's state_dict()")
         engine.training.check_between_steps("saved")
         engine.flush()
         packed["state"] = {

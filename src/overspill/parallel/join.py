@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overspill.core.errors import ConfigError, OverspillError
+from overspill.core.errors import ConfigError, OverspillError, RankError
 from overspill.hardware.machine import choose_device, usable_cores
 from overspill.parallel.launcher import RankPlace
 from overspill.parallel.ranks import Ranks
-from overspill.parallel.watchdog import Page, Watchdog, report
+from overspill.parallel.watchdog import LATE, Page, Watchdog, report
 
 _TIMEOUT = timedelta(days=1)
 """Of calls to other ranks. The first rank may tokenize for hours; the watchdog notices failures."""
@@ -46,8 +46,7 @@ def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
     torch.set_num_threads(max(1, usable_cores() // place.size))
-    store, _, _ = next(dist.rendezvous("env://", timeout=_TIMEOUT))
-    page = _share_page(store, place)
+    store, page = _meet(place)
     watchdog = Watchdog(page, place.rank)
     watchdog.start(lambda wrong: _give_up(page, wrong))
     with _reported(page, place.rank):
@@ -72,12 +71,21 @@ def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
     dist.destroy_process_group()
 
 
-def _share_page(store: dist.Store, place: RankPlace) -> Page:
-    if place.rank == 0:
-        page = Page.create(place.size)
-        store.set("overspill/page", page.path)
-        return page
-    return Page.open(store.get("overspill/page").decode(), place.size)
+def _meet(place: RankPlace) -> tuple[dist.Store, Page]:
+    """The store through which ranks find each other, and the page of the watchdog."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=LATE)))
+        if place.rank == 0:
+            page = Page.create(place.size)
+            store.set("overspill/page", page.path)
+        else:
+            page = Page.open(store.get("overspill/page").decode(), place.size)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {place.rank}: the other ranks have not started within {LATE} s ({error})"
+        ) from error
+    store.set_timeout(_TIMEOUT)
+    return store, page
 
 
 def _is_shared(device: str | None) -> bool:

@@ -6,6 +6,7 @@ died or makes other calls fails after the timeout of the process group.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +113,19 @@ class Ranks:
         with self._calling():
             dist.all_gather_object(found, value, group=self._host_group)
         return found
+
+    def meet(self, what: str, seconds: float = 120.0) -> None:
+        """Raises if not all ranks do `what` within some time. For calls that are easily made on one
+        rank alone, as others are in the first process of several."""
+        try:
+            dist.monitored_barrier(
+                self._host_group, timedelta(seconds=seconds), wait_all_ranks=True
+            )
+        except RuntimeError as error:
+            raise RankError(
+                f"{what} must be called on all ranks; rank {self.rank} has waited {seconds:g} s "
+                f"for others ({str(error).splitlines()[0]})"
+            ) from error
 
     def check_same(self, facts: Mapping[str, str]) -> None:
         """Raises on all ranks if a fact is not the same on all."""

@@ -21,6 +21,8 @@ _TICK = 1.0
 """Seconds between two looks."""
 SILENT = 20
 """Ticks after which a rank that does not publish anything counts as stopped."""
+LATE = 50
+"""Ticks, or seconds, after which a rank that has not joined the others counts as failed."""
 STUCK = 45
 """Ticks after which ranks without any call to others count as stuck."""
 
@@ -139,7 +141,9 @@ class Watchdog:
         states, waiting, stuck = [], [], []
         for rank in range(self._page.size):
             pid, ticks, calls, state = self._page.read(rank)
-            if pid and state != State.DONE and rank != self._rank:
+            if pid == 0 and self._ticks >= LATE:
+                return f"rank {rank} has not started within {LATE} s"
+            if pid != 0 and state != State.DONE and rank != self._rank:
                 if not self._alive(pid):
                     return f"rank {rank} ended unexpectedly; it may have been killed"
                 if self._unchanged((rank, "ticks"), ticks) >= SILENT:

@@ -94,6 +94,7 @@ def save_pretrained(
     engine: Engine = model.overspill
     out = Path(save_directory).absolute()  # "." has no name
     if engine.ranks is not None:
+        engine.ranks.meet("saving a model with a mesh")
         out = engine.ranks.gather(out)[0]
     first, path = is_first(engine), _temporary_path(out)
     try:
