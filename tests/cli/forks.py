@@ -8,6 +8,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -35,7 +36,8 @@ class Forks:
     def start(
         self, arguments: list[str], log: Path, environment: dict[str, str] | None = None
     ) -> int:
-        """Run `overspill` with these arguments; its process id. `log` gets what it prints."""
+        """Run `overspill`, or a script, with these arguments; its process id. `log` gets what it
+        prints."""
         return int(self._ask("start", arguments, str(log), environment or {}))
 
     def wait(self, pid: int) -> int:
@@ -68,8 +70,6 @@ class Fork:
         self.pid = os.fork()
         if self.pid:
             return
-        from overspill.cli.main import app
-
         os.setsid()
         os.environ.update(environment)
         if log is not None:
@@ -78,7 +78,7 @@ class Fork:
             os.dup2(out, 2)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _HANDLERS[number])
-        code = app(arguments)
+        code = _run(arguments)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -92,6 +92,15 @@ class Fork:
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, sig)
+
+
+def _run(arguments: list[str]) -> int:
+    """Runs the command line, or a script."""
+    if not arguments[0].endswith(".py"):
+        return int(sys.modules["overspill.cli.main"].app(arguments))
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0
 
 
 def _serve() -> None:

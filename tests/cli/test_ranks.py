@@ -2,9 +2,12 @@
 
 import os
 import resource
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +22,8 @@ from tests.cli.forks import Forks
 from tests.train.fakes import tiny_settings
 from tests.train.finetune import tiny as finetune
 
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("tiny", "tuned")  # folders that the example names
 LONG = {"steps": 40, "save_every": 2, "eval_every": 20, "gpus": 2}
 
 
@@ -183,27 +188,91 @@ def test_what_all_ranks_refuse_is_said_once(
     assert not (folder / "refused").exists()
 
 
-def test_ranks_of_torchrun_with_different_flags_are_refused(
-    forks: Forks, folder: Path, tmp_path: Path
-) -> None:
+def _torchrun(forks: Forks, arguments: list[list[str]], logs: Path) -> tuple[list[int], str]:
+    """The exit codes of ranks that are started as torchrun does, and what they print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = []
-    for rank in range(2):
+    for rank, words in enumerate(arguments):
         environment = {
             "RANK": str(rank),
-            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(arguments)),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        words = _arguments(folder, "different", lr=1e-3 * (1 + rank))
-        ranks.append(forks.start(words, tmp_path / f"log-{rank}", environment))
-    assert [forks.wait(pid) for pid in ranks] == [2, 2]
-    text = "".join((tmp_path / f"log-{rank}").read_text() for rank in range(2))
+        ranks.append(forks.start(words, logs / f"log-{rank}", environment))
+    codes = [forks.wait(pid) for pid in ranks]
+    return codes, "".join((logs / f"log-{rank}").read_text() for rank in range(len(ranks)))
+
+
+def test_ranks_of_torchrun_with_different_flags_are_refused(
+    forks: Forks, folder: Path, tmp_path: Path
+) -> None:
+    lines = [_arguments(folder, "different", lr=rate) for rate in (1e-3, 2e-3)]
+    codes, text = _torchrun(forks, lines, tmp_path)
+    assert codes == [2, 2]
     assert "--lr must be the same on all ranks: rank 0 has 0.001, rank 1 0.002" in text
     assert text.count("error") == 1
+
+
+# -- as users start them -------------------------------------------------------------------------
+
+EXAMPLE = ROOT / "examples" / "several_gpus.py"
+COMMANDS = [
+    shlex.split(line)
+    for line in EXAMPLE.read_text().split('"""')[1].splitlines()
+    if line.startswith("    ")
+]
+
+
+def _small(folder: Path) -> list[str]:
+    """Flags for a smaller model than nano."""
+    given = ("out", "device", "steps")
+    settings = tiny_settings(folder, batch=4, eval_every=0)
+    return _words({name: value for name, value in settings.items() if name not in given})
+
+
+def test_the_commands_of_the_example_run(forks: Forks, folder: Path, tmp_path: Path) -> None:
+    """Each in forked processes, which start sooner."""
+    for program, *words in COMMANDS:
+        words = [word.replace("runs/", f"{tmp_path}/") for word in words]
+        words = [str(tmp_path / word) if word.split("/")[0] in TINY else word for word in words]
+        words = [str(EXAMPLE.parent / Path(w).name) if w.endswith(".py") else w for w in words]
+        if "train" in words and "--resume" not in words:
+            words += _small(folder)
+        log = tmp_path / "log.txt"
+        if program == "torchrun":
+            assert words[:2] == ["--nproc-per-node", "2"]
+            words = words[4:] if words[2] == "-m" else words[2:]
+            codes, text = _torchrun(forks, [words] * 2, tmp_path)
+            assert codes == [0, 0], text
+        else:
+            assert program == "python" or words[0] in ("train", "finetune")
+            assert forks.run(words, log) == 0, log.read_text()
+    assert _numbers(tmp_path / "two")[:4] == _numbers(tmp_path / "same")[:4]
+    for name in ("tuned/final", "tuned"):
+        assert (tmp_path / name / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "count",
+    [1, pytest.param(len(COMMANDS), marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+)
+def test_the_commands_run_in_new_processes(folder: Path, tmp_path: Path, count: int) -> None:
+    """The first one always, because importing torch takes seconds in each rank."""
+    programs = {"torchrun": ["-m", "torch.distributed.run"], "overspill": ["-m", "overspill"]}
+    (tmp_path / "examples").symlink_to(EXAMPLE.parent)
+    for program, *words in COMMANDS[:count]:
+        line = [sys.executable, *programs.get(program, []), *words]
+        if "train" in words and "--resume" not in words:
+            line += _small(folder)
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"}
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert len(_numbers(tmp_path / "runs" / "two")) >= 4
 
 
 # -- fine-tuning ---------------------------------------------------------------------------------
@@ -217,9 +286,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FINETUNE: dict[str, dict[str, Any]] = {
     # 29 rows in steps of 6: the last step has fewer rows than a micro-batch has ranks
     "pairs": {"batch": 3, "accumulate": 2},
-    "labels": {"batch": 4},
-    "adapters": {"batch": 4, "lora": 2},
-    "frozen experts": {"batch": 4, "freeze-experts": True},
+    "labels, adapters": {"batch": 4, "lora": 2},
 }
 
 
@@ -229,19 +296,16 @@ def test_ranks_finetune_as_one_process(
 ) -> None:
     data = (
         finetune.write_labels(tmp_path / "a.tsv", 22)
-        if name == "labels"
+        if "labels" in name
         else finetune.write_pairs(tmp_path / "a.jsonl", 31)
     )
     for ranks in (1, 2):
         out = tmp_path / f"ranks-{ranks}"
         settings = finetune.tiny_settings(checkpoint, data, out, lr=3e-4, **FINETUNE[name])
         words = ["finetune", settings.pop("checkpoint"), *settings.pop("data")]
-        if settings.pop("freeze-experts", False):
-            words.append("--freeze-experts")
+        words += [*_words(settings), "--gpus", str(ranks)]
         log = tmp_path / "log.txt"
-        assert forks.run([*words, *_words(settings), "--gpus", str(ranks)], log) == 0, (
-            log.read_text()
-        )
+        assert forks.run(words, log) == 0, log.read_text()
     one, two = (tmp_path / f"ranks-{ranks}" for ranks in (1, 2))
     assert _numbers(two) == pytest.approx(_numbers(one), rel=1e-5)
     names = sorted(file.name for file in (one / "final").iterdir())
