@@ -24,7 +24,7 @@ from tests.train.finetune import tiny as finetune
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("tiny", "tuned")  # folders that the example names
-LONG = {"steps": 40, "save_every": 2, "eval_every": 20, "gpus": 2}
+LONG = {"steps": 30, "save_every": 2, "eval_every": 15, "gpus": 2}
 
 
 def _words(settings: dict[str, Any]) -> list[str]:

@@ -123,8 +123,10 @@ def _reported(page: Page, rank: int) -> Iterator[None]:
     except KeyboardInterrupt:
         _exit(130)
     except Exception as error:
-        # The cause may be that another rank is gone: the launcher or the watchdog names that one.
-        time.sleep(3.0)
+        # The cause may be that another rank is gone: it, the launcher or the watchdog says why.
+        deadline = time.monotonic() + 3.0
+        while not page.claimed and time.monotonic() < deadline:
+            time.sleep(0.05)
         if report(page, f"rank {rank}: {type(error).__name__}: {error}"):
             traceback.print_exc()
         _exit(1)

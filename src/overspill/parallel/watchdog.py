@@ -75,6 +75,11 @@ class Page:
         pid, ticks, calls, state = self._words[at : at + self._WORDS].tolist()
         return pid, ticks, calls, state
 
+    @property
+    def claimed(self) -> bool:
+        """Whether a failure was reported."""
+        return self._words[0] != 0
+
     def claim(self) -> bool:
         """Whether this is the first call in all ranks: only the first failure is reported, the
         others follow from it."""
