@@ -122,7 +122,7 @@ def _serve() -> None:
     # ranks of --gpus are forked too, and a rank that is stopped is noticed soon
     main, watchdog = sys.modules["overspill.cli.main"], sys.modules["overspill.parallel.watchdog"]
     main.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
-    watchdog.SILENT = 4  # type: ignore[attr-defined]
+    watchdog.SILENT = 8  # type: ignore[attr-defined]
 
     for line in sys.stdin:
         what, *rest = json.loads(line)

@@ -141,7 +141,7 @@ def test_ranks_fail_together_and_resume_to_the_same_losses(
 
     run = running()
     os.kill(run.ranks[1], signal.SIGSTOP)
-    assert run.end() == (1, "error: rank 1 has not responded for 4 s; it may be stopped")
+    assert run.end() == (1, "error: rank 1 has not responded for 8 s; it may be stopped")
 
     run = running()
     resource.prlimit(run.ranks[1], resource.RLIMIT_FSIZE, (1024, 1024))  # a full disk

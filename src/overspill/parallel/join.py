@@ -50,6 +50,9 @@ def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
     watchdog = Watchdog(page, place.rank)
     watchdog.start(lambda wrong: _give_up(page, wrong))
     with _reported(page, place.rank):
+        # None may fail before all can see its report. The watchdog names a rank that is missing.
+        store.set(f"overspill/joined/{place.rank}", "")
+        store.wait([f"overspill/joined/{rank}" for rank in range(place.size)], _TIMEOUT)
         chosen = _choose_device(device, place)
         own_gpu = chosen.type == "cuda" and not _is_shared(device)
         if own_gpu:
@@ -80,9 +83,10 @@ def _meet(place: RankPlace) -> tuple[dist.Store, Page]:
             store.set("overspill/page", page.path)
         else:
             page = Page.open(store.get("overspill/page").decode(), place.size)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise RankError(
-            f"rank {place.rank}: the other ranks have not started within {LATE} s ({error})"
+            f"rank {place.rank} cannot join the others ({error}); they may have failed, or not "
+            f"started within {LATE} s"
         ) from error
     store.set_timeout(_TIMEOUT)
     return store, page
@@ -119,6 +123,7 @@ def _reported(page: Page, rank: int) -> Iterator[None]:
         yield
     except OverspillError as error:
         report(page, f"rank {rank}: {error}")
+        time.sleep(0.3)  # the first rank may hold the store that others still read
         _exit(2)
     except KeyboardInterrupt:
         _exit(130)

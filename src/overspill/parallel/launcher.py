@@ -122,18 +122,20 @@ def _kill(ranks: Sequence[Process]) -> None:
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
-    return {
-        "GLOO_SOCKET_IFNAME": "lo",  # the default is the address of the host name
+    defaults = {
+        "GLOO_SOCKET_IFNAME": "lo",  # else the address of the host name
         "OMP_NUM_THREADS": str(max(1, cores // size)),
-        **{name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
-           if name in os.environ},
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else every rank warns of connections that one has closed
+    }
+    return {
+        **{name: os.environ.get(name, value) for name, value in defaults.items()},
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-    }  # fmt: skip
+    }
 
 
 def _free_port() -> int:

@@ -1,7 +1,8 @@
 """Ends a rank when another one is killed, stopped or stuck.
 
 Without it a rank could wait for another one forever. A thread in each rank publishes that it runs,
-and how many calls to other ranks its main thread has made. It looks at what the others publish.
+how many calls to other ranks its main thread has made, and how many bytes of experts have moved. It
+looks at what the others publish.
 """
 
 import fcntl
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from overspill.parallel.ranks import Ranks
 
@@ -24,7 +25,7 @@ SILENT = 20
 LATE = 50
 """Ticks, or seconds, after which a rank that has not joined the others counts as failed."""
 STUCK = 45
-"""Ticks after which ranks without any call to others count as stuck."""
+"""Ticks after which ranks count as stuck, if none has called others or moved an expert."""
 
 
 class State(IntEnum):
@@ -33,16 +34,29 @@ class State(IntEnum):
     ANYTHING = 0
     """What may take long without a call to other ranks: loading, saving, compiling."""
     STEPS = 1
-    """Training: it makes a call in every layer."""
+    """Training: it makes calls in every layer."""
     DONE = 2
     """It ends, and needs no one."""
+
+
+class Words(NamedTuple):
+    """What a rank publishes."""
+
+    pid: int
+    """0 before it has published anything."""
+    ticks: int
+    calls: int
+    """Odd while it waits for others."""
+    moved: int
+    """Bytes of experts."""
+    state: int
 
 
 class Page:
     """Memory that all ranks map: numbers of 64 bits, each written by one rank. It has no name, and
     the system frees it however they end."""
 
-    _PID, _TICKS, _CALLS, _STATE, _WORDS = range(5)
+    _WORDS = len(Words._fields)
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
@@ -64,16 +78,14 @@ class Page:
     def open(cls, path: str, size: int) -> Self:
         return cls(os.open(path, os.O_RDWR), size)
 
-    def publish(self, rank: int, ticks: int, calls: int, state: State) -> None:
+    def publish(self, rank: int, words: "Words") -> None:
         at = 1 + rank * self._WORDS
-        for word, value in enumerate((os.getpid(), ticks, calls, state)):
-            self._words[at + word] = value
+        for number, value in enumerate(words):
+            self._words[at + number] = value
 
-    def read(self, rank: int) -> tuple[int, int, int, int]:
-        """(process id, ticks, calls, state)"""
+    def read(self, rank: int) -> "Words":
         at = 1 + rank * self._WORDS
-        pid, ticks, calls, state = self._words[at : at + self._WORDS].tolist()
-        return pid, ticks, calls, state
+        return Words(*self._words[at : at + self._WORDS].tolist())
 
     @property
     def claimed(self) -> bool:
@@ -100,14 +112,16 @@ class Watchdog:
         self._ticks = 0
         self._state = State.ANYTHING
         self._followed: list[Ranks] = []
+        self._moved: Callable[[], int] = lambda: 0
         self._last: dict[tuple[int, str], tuple[object, int]] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._publish()
 
-    def follow(self, ranks: Ranks) -> None:
-        """From now on the calls of `ranks` count as progress."""
+    def follow(self, ranks: Ranks, moved: Callable[[], int] | None = None) -> None:
+        """From now on the calls of `ranks`, and growing numbers of `moved`, count as progress."""
         self._followed.append(ranks)
+        self._moved = moved or self._moved
 
     @contextmanager
     def steps(self) -> Iterator[None]:
@@ -143,28 +157,30 @@ class Watchdog:
         self._ticks += 1
         self._publish()
         # Counted in own ticks: all ranks may have been stopped for a while, and continued.
-        states, waiting, stuck = [], [], []
+        found: list[Words] = []
+        stuck: list[bool] = []
         for rank in range(self._page.size):
-            pid, ticks, calls, state = self._page.read(rank)
-            if pid == 0 and self._ticks >= LATE:
+            words = self._page.read(rank)
+            if words.pid == 0 and self._ticks >= LATE:
                 return f"rank {rank} has not started within {LATE} s"
-            if pid != 0 and state != State.DONE and rank != self._rank:
-                if not self._alive(pid):
+            if words.pid != 0 and words.state != State.DONE and rank != self._rank:
+                if not self._alive(words.pid):
                     return f"rank {rank} ended unexpectedly; it may have been killed"
-                if self._unchanged((rank, "ticks"), ticks) >= SILENT:
+                if self._unchanged((rank, "ticks"), words.ticks) >= SILENT:
                     return f"rank {rank} has not responded for {SILENT} s; it may be stopped"
-            states.append(state)
-            waiting.append(calls % 2 == 1)
-            stuck.append(self._unchanged((rank, "calls"), (calls, state)) >= STUCK)
-        if all(stuck) and all(state == State.STEPS for state in states):
-            guilty = [rank for rank, waits in enumerate(waiting) if not waits]
-            who = f"rank {guilty[0]} has" if guilty else "the ranks wait for each other and have"
-            return f"{who} made no progress for {STUCK} s"
+            found.append(words)
+            progress = words.calls, words.moved, words.state
+            stuck.append(self._unchanged((rank, "progress"), progress) >= STUCK)
+        if all(stuck) and all(words.state == State.STEPS for words in found):
+            guilty = [str(rank) for rank, words in enumerate(found) if words.calls % 2 == 0]
+            who = f"rank {', '.join(guilty)}" if guilty else "the ranks, which wait for each other,"
+            return f"no progress of {who} for {STUCK} s"
         return None
 
     def _publish(self) -> None:
         calls = sum(ranks.calls for ranks in self._followed)
-        self._page.publish(self._rank, self._ticks, calls, self._state)
+        words = Words(os.getpid(), self._ticks, calls, self._moved(), self._state)
+        self._page.publish(self._rank, words)
 
     def _unchanged(self, what: tuple[int, str], value: object) -> int:
         """For how many ticks what a rank publishes has not changed."""

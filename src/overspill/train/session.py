@@ -136,7 +136,7 @@ def open_session(
         start = _find_start(folder, spec, display) if spec.config.run.resume else None
         session = build(spec)
         try:
-            spec.team.follow(session.engine.ranks)
+            spec.team.follow(session.engine)
             display.say(session.engine.describe())
             # Only now: a run that could not be built leaves no files.
             if first:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from overspill.core.errors import ConfigError
+from overspill.moe.engine import Engine
 from overspill.parallel.join import Joined
-from overspill.parallel.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -100,10 +100,10 @@ class Team:
 
     # -- the watchdog ---------------------------------------------------------------------------
 
-    def follow(self, ranks: Ranks | None) -> None:
-        """From now on the calls of the engine's ranks count as progress."""
-        if self.joined is not None and ranks is not None:
-            self.joined.watchdog.follow(ranks)
+    def follow(self, engine: Engine) -> None:
+        """From now on what the engine does counts as progress."""
+        if self.joined is not None and engine.ranks is not None:
+            self.joined.watchdog.follow(engine.ranks, engine.recorder.total_bytes)
 
     def steps(self) -> AbstractContextManager[Any]:
         """A block in which every rank makes progress, or all end."""
