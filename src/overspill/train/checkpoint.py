@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from overspill.core.errors import CheckpointError, DiskError, RankError
-from overspill.models.shared_file import is_first, together
+from overspill.models.joint_writing import is_first, together
 from overspill.moe.engine import Engine
 from overspill.optim.adamw import AdamW
 from overspill.tiers.aside import sync

@@ -7,7 +7,7 @@ import torch
 
 from overspill.core.errors import CheckpointError
 from overspill.core.experts import ExpertId, ExpertShape
-from overspill.models.shared_file import is_first, shared_writer
+from overspill.models.joint_writing import is_first, shared_writer
 from overspill.moe.engine import Engine
 from overspill.moe.state_dict import dense_tensors, split_record
 from overspill.optim.adamw import AdamW
