@@ -3,6 +3,7 @@
 PYTHONPATH=src python3 bench/pregate.py switch-64 switch-128 latency cache memory w2 \
     --routing gptoss20b_decode_experts_only.npz
 PYTHONPATH=src python3 bench/pregate.py ssd --disk FOLDER
+PYTHONPATH=src python3 bench/pregate.py timeline --timeline FOLDER
 """
 
 import argparse
@@ -16,18 +17,32 @@ from unittest import mock
 
 import torch
 from record import Limit, Metric, metric, write_record
-from serve import PCIE, Even, decode, read_routing, w2
+from serve import HOST, Even, decode, host_bandwidth, read_routing, w2
+from serve_timeline import draw_tokens, record_tokens
+from ssd import disk_bandwidth
 
 import overspill
 from overspill.core.garbage import short_collections
 from overspill.models.config import GPTConfig
 from overspill.plan.eviction import LFU, LRU
 from overspill.serve.decode import cache
-from overspill.simulate import routed_by
+from overspill.serve.decode import decode as decode_module
+from overspill.serve.decode.rates import ReadRates
+from overspill.simulate import DrawnRouting, routed_by
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-COPYING = ("on-demand", "prefetch-all", "lookahead", "pre-gated")
+COPIED = "pre-gated, copied"
+"""As in the paper: nothing is computed by the CPU."""
+COPYING = ("on-demand", "prefetch-all", "lookahead", COPIED)
 GPU_ONLY = "gpu-only"
+_FAST_LINK = ReadRates(cpu=1.0, link=2.0)
+
+
+def as_on(mode: str) -> AbstractContextManager[Any]:
+    """Takes this machine for one on which copying is faster, if the mode wants that."""
+    if mode != COPIED:
+        return nullcontext()
+    return mock.patch.object(decode_module, "read_rates", return_value=_FAST_LINK)
 
 
 def switch(n_experts: int, top_k: int = 1) -> GPTConfig:
@@ -79,17 +94,17 @@ def measure(
     chosen: AbstractContextManager[None] = nullcontext()
     if routing is not None:
         chosen = routed_by(model, routing())  # from its beginning
+    named = {GPU_ONLY: "auto", COPIED: "pre-gated"}.get(mode, mode)
     with (
-        overspill.LLM(
-            model, context=512, max_batch=size, slots=slots, mode="auto" if on_gpu else mode
-        ) as llm,
+        as_on(mode),
+        overspill.LLM(model, context=512, max_batch=size, slots=slots, mode=named) as llm,
         short_collections(),
         chosen,
     ):
         if slots:
             decode(llm, 1, tokens, 2)  # the cache learns
         found = decode(llm, size, tokens, rounds)
-        greedy = overspill.SamplingParams(max_tokens=32, ignore_eos=True)
+        greedy = overspill.SamplingParams(max_tokens=min(32, tokens), ignore_eos=True)
         ids = list(llm.generate([[5, 6, 7]], greedy)[0].token_ids)
     peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
     return Speed([each.speed / size for each in found], peak, ids)
@@ -101,7 +116,7 @@ def compare(
     """Interleaved would be fairer, but every change of a mode moves all experts."""
     found = {}
     for mode in modes:
-        tokens = 8 if mode == "prefetch-all" else args.tokens
+        tokens = min(args.tokens, 8) if mode == "prefetch-all" else args.tokens
         found[mode] = measure(model, mode, args.rounds, tokens, **options)
         speed = statistics.median(found[mode].tokens)
         print(
@@ -109,7 +124,7 @@ def compare(
         )
     expected = next(iter(found.values())).token_ids
     for mode, each in found.items():
-        if each.token_ids != expected:
+        if each.token_ids != expected[: len(each.token_ids)]:
             print(f"  {mode}: other tokens than {modes[0]}", flush=True)
     return found
 
@@ -133,23 +148,23 @@ def ratios(found: dict[str, Speed]) -> dict[str, Metric]:
     return {
         f"over_{mode.replace('-', '_')}": metric([own / speed], "times")
         for mode, speed in others.items()
-        if mode != "pre-gated"
+        if mode not in ("pre-gated", COPIED)
     }
 
 
-def link_limit(model: Any) -> Limit:
-    """Every expert of a token is copied over PCIe."""
+def host_limit(model: Any) -> Limit:
+    """The CPU reads every expert of a token."""
     engine, config = model.overspill, model.config
-    top_k = getattr(config, "top_k", None) or config.num_experts_per_tok
-    nbytes = engine.n_layers * top_k * engine.layout.weight_bytes
-    return Limit(PCIE / nbytes, "tokens/s", "PCIe, the experts of a token")
+    nbytes = engine.n_layers * config.top_k * engine.layout.weight_bytes
+    return Limit(host_bandwidth() / nbytes, "tokens/s", HOST)
 
 
 def run_switch(n_experts: int, args: argparse.Namespace) -> None:
     model = build(switch(n_experts))
-    found = compare(model, (GPU_ONLY, "auto", "on-demand", "prefetch-all", "pre-gated"), args)
+    modes = (GPU_ONLY, "on-demand", "prefetch-all", COPIED, "pre-gated")
+    found = compare(model, modes, args)
     conventional = build(switch(n_experts), level=0)
-    found |= compare(conventional, ("lookahead",), args)
+    found |= compare(conventional, ("auto", "lookahead"), args)
     conventional.overspill.close()
     metrics = {"tokens_per_second": metric(found["pre-gated"].tokens, "tokens/s")} | ratios(found)
     details = {
@@ -158,7 +173,7 @@ def run_switch(n_experts: int, args: argparse.Namespace) -> None:
         "tokens": args.tokens,
     }
     n_blocks = model.overspill.n_layers
-    limit = link_limit(model)
+    limit = host_limit(model)
     model.overspill.close()
     write_record(
         f"pregate-switch-{n_experts}", details, metrics, limit, args.out, rows(found, n_blocks)
@@ -166,28 +181,31 @@ def run_switch(n_experts: int, args: argparse.Namespace) -> None:
 
 
 def run_w2(args: argparse.Namespace) -> None:
-    """A quarter of the experts cached, routing of gpt-oss."""
+    """A quarter of the experts cached, routing of gpt-oss: the model with pre-gates, and the
+    conventional one."""
     settings = overspill.Settings(residency=False, follow_usage=False)
-    model = overspill.from_config(
-        w2(), dtype=torch.bfloat16, train=False, quiet=True, settings=settings
-    )
-    overspill.pregate(model)
-    engine = model.overspill
-
-    def routing() -> Any:
-        return read_routing(args.routing, engine.n_layers, engine.n_experts)
-
-    found = compare(
-        model, ("auto", "on-demand", "lookahead", "pre-gated"), args, slots=384, routing=routing
-    )
-    metrics = {"tokens_per_second": metric(found["auto"].tokens, "tokens/s")}
+    found: dict[str, Speed] = {}
+    for level in (0, 1):
+        model = overspill.from_config(
+            w2(), dtype=torch.bfloat16, train=False, quiet=True, settings=settings
+        )
+        if level:
+            overspill.pregate(model)
+        engine = model.overspill
+        routing = partial(read_routing, args.routing, engine.n_layers, engine.n_experts)
+        modes = ("auto", "pre-gated", COPIED, "on-demand") if level else ("auto", "lookahead")
+        each = compare(model, modes, args, slots=384, routing=routing)
+        gates = "pre-gates" if level else "conventional"
+        found |= {f"{mode}, {gates}": speed for mode, speed in each.items()}
+        n_blocks = engine.n_layers
+        engine.close()
+    own = found["auto, pre-gates"].tokens
     best = max(statistics.median(each.tokens) for each in found.values())
-    metrics["share_of_the_best"] = metric(
-        [100 * statistics.median(found["auto"].tokens) / best], "%"
-    )
-    details = {"row": "W2, one request, a quarter cached, routing of gpt-oss, auto"}
-    n_blocks = engine.n_layers
-    engine.close()
+    metrics = {
+        "tokens_per_second": metric(own, "tokens/s"),
+        "share_of_the_best": metric([100 * statistics.median(own) / best], "%"),
+    }
+    details = {"row": "W2, one request, a quarter cached, routing of gpt-oss, auto with pre-gates"}
     write_record("pregate-w2", details, metrics, None, args.out, rows(found, n_blocks))
 
 
@@ -200,7 +218,7 @@ def run_latency(args: argparse.Namespace) -> None:
     even = Even(engine.n_layers, engine.n_experts, 1)
     for active in (1, 4, 16, 64):
         print(f" {active} active experts", flush=True)
-        modes = (GPU_ONLY, "auto", *COPYING)
+        modes = (GPU_ONLY, *COPYING, "pre-gated")
         found = compare(model, modes, args, routing=lambda: even, size=active)
         table += rows(found, engine.n_layers, active=active)
         own = [1e3 / speed / engine.n_layers for speed in found["pre-gated"].tokens]
@@ -222,7 +240,7 @@ def run_cache(args: argparse.Namespace) -> None:
         policy = LRU if name == "LRU" else LFU
         slots = round(percent * total / 100)
         with mock.patch.object(cache, "LFU", policy):
-            found = compare(model, ("on-demand", "lookahead", "pre-gated"), args, slots=slots)
+            found = compare(model, ("on-demand", COPIED, "pre-gated"), args, slots=slots)
         table += rows(found, engine.n_layers, policy=name, cached=f"{percent}%")
         headline[f"{name.lower()}_{percent}"] = metric(found["pre-gated"].tokens, "tokens/s")
     engine.close()
@@ -231,36 +249,63 @@ def run_cache(args: argparse.Namespace) -> None:
 
 
 def run_memory(args: argparse.Namespace) -> None:
-    """GPU slots for prompts are as few as possible."""
+    """Peak memory, and of that the parameters: without what GPU-only needs for everything else,
+    such as keys and values. GPU slots for prompts are as few as possible."""
     model = build(switch(128), slots=2)
     engine = model.overspill
     dense = sum(p.nbytes for p in model.parameters() if p.device.type == DEVICE)
-    found = compare(model, (GPU_ONLY, *COPYING), args)
-    equation = dense + 2 * model.config.top_k * engine.layout.weight_bytes
-    headline = {
-        "pre_gated": metric([found["pre-gated"].peak / 2**20], "MiB"),
-        "equation_1": metric([equation / 2**20], "MiB"),
-        "more": metric([100 * (found["pre-gated"].peak / equation - 1)], "%"),
-    }
-    table = rows(found, engine.n_layers)
+    size = engine.layout.weight_bytes
+    found = compare(model, (GPU_ONLY, *COPYING, "pre-gated"), args)
+    everything = dense + engine.n_layers * engine.n_experts * size
+    other = found[GPU_ONLY].peak - everything
+    equation = dense + 2 * model.config.top_k * size
+    table = [
+        row | {"parameters MiB": round((each.peak - other) / 2**20)}
+        for row, each in zip(rows(found, engine.n_layers), found.values(), strict=True)
+    ]
     engine.close()
-    row = "Switch-Base-128 shape, one request, peak GPU memory, pre-gated"
+    headline = {"equation_1": metric([equation / 2**20], "MiB")}
+    for name, mode in (("pre_gated", "pre-gated"), ("copied", COPIED)):
+        own = found[mode].peak - other
+        headline[name] = metric([own / 2**20], "MiB")
+        headline[f"{name}_over_equation_1"] = metric([100 * (own / equation - 1)], "%")
+    row = "Switch-Base-128 shape, one request, parameters in GPU memory by equation 1"
     write_record("pregate-memory", {"row": row}, headline, None, args.out, table)
 
 
 def run_ssd(args: argparse.Namespace) -> None:
     model = build(switch(64), disk=args.disk, mode="disk", slots=8, host_slots=96)
     engine = model.overspill
-    few = argparse.Namespace(**{**vars(args), "tokens": min(24, args.tokens)})
-    found = compare(model, ("auto", "on-demand", "lookahead", "pre-gated"), few)
+    shares = [[1 / engine.n_experts] * engine.n_experts] * engine.n_layers
+    bandwidth = disk_bandwidth(args.disk, engine.layout.weight_bytes, 256)["read"]
+    found = {}
+    for modes, tokens in ((("on-demand", "pre-gated"), 24), (("prefetch-all",), 2)):
+        few = argparse.Namespace(**{**vars(args), "tokens": min(tokens, args.tokens)})
+        found |= compare(model, modes, few, routing=lambda: DrawnRouting(shares, 1))
     metrics = {"tokens_per_second": metric(found["pre-gated"].tokens, "tokens/s")} | ratios(found)
     details = {
-        "row": "Switch-Base-64 shape, one request, a quarter in host memory, the rest on disk",
+        "row": "Switch-Base-64 shape, one request, a quarter in host memory, the rest on disk, "
+        "even routing, pre-gated",
         "placement": engine.describe(),
     }
     table = rows(found, engine.n_layers)
+    total = engine.n_layers * engine.n_experts
+    nbytes = engine.n_layers * engine.layout.weight_bytes * (1 - engine.cache_slots / total)
+    limit = Limit(bandwidth / nbytes, "tokens/s", "reading experts from disk")
     engine.close()
-    write_record("pregate-ssd", details, metrics, None, args.out, table)
+    write_record("pregate-ssd", details, metrics, limit, args.out, table)
+
+
+def run_timeline(args: argparse.Namespace) -> None:
+    """Two tokens: experts of later blocks are copied, or loaded by the CPU, meanwhile."""
+    model = build(switch(64))
+    model.overspill.set_homes([0] * model.overspill.n_layers)
+    for mode, name in ((COPIED, "copied"), ("pre-gated", "cpu")):
+        with as_on(mode), overspill.LLM(model, context=512, slots=0, mode="pre-gated") as llm:
+            spans = record_tokens(llm, 1, 40)
+        path = args.timeline / f"timeline-pre-gated-{name}"
+        draw_tokens(spans, path, f"Switch-Base-64 shape, {mode}: two tokens")
+    model.overspill.close()
 
 
 RUNS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -271,6 +316,7 @@ RUNS: dict[str, Callable[[argparse.Namespace], None]] = {
     "cache": run_cache,
     "memory": run_memory,
     "ssd": run_ssd,
+    "timeline": run_timeline,
 }
 
 
@@ -281,6 +327,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss")
     parser.add_argument("--disk", type=Path, help="folder for experts, for ssd")
+    parser.add_argument("--timeline", type=Path, help="folder for timelines")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     for name in args.names:

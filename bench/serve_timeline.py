@@ -14,6 +14,7 @@ from overspill.trace.spans import Span
 _KINDS = {
     "expert": "experts", "linear": "linear", "attend": "attention", "combine": "attention",
     "rotate": "attention", "route": "router", "norm": "norm", "highest": "choose",
+    "_migrate": "expert",
 }  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def record_tokens(llm: overspill.LLM, requests: int, tokens: int) -> list[Span]:
         if event.device_type() != torch.autograd.DeviceType.CUDA:
             continue
         name = event.name()
-        row = "upload" if "HtoD" in name else "gpu compute"
+        row = "upload" if "HtoD" in name or "_migrate" in name else "gpu compute"
         label = next((label for key, label in _KINDS.items() if key in name), name[:20])
         start = event.start_ns() - ahead
         spans.append(Span(row, label, start, start + event.duration_ns()))

@@ -57,11 +57,13 @@ OUT = {
     "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 1,
     "BLOCK": 256,
 }  # fmt: skip
+ANNOUNCE = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
 CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
 CASES = [
     ("_add_norm_kernel", {"N_PARTS": 2, "HOST": 1, "ON_GPU": True, "BLOCK": 2048}, HOST),
     ("_add_norm_kernel", {"N_PARTS": 2, "HOST": 2, "ON_GPU": True, "BLOCK": 2048}, HOST),
     ("_wait_kernel", {"ROWS": 64, "ON_GPU": True}, FLAGS),
+    ("_announce_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, ANNOUNCE),
     ("_linear_kernel", LINEAR, {}),
     ("_rotate_kernel", ROTATE, {}),
     ("_attend_kernel", ATTEND, {}),

@@ -449,6 +449,35 @@ def test_a_runner_without_references_ends_its_threads() -> None:
     assert count_threads() <= before - 2
 
 
+def test_announced_experts_are_loaded_and_results_stay_the_same(model: Model) -> None:
+    buffers = model.buffers
+    x, pairs = model.batch(2), [(0, 4, 0.5), (1, 2, 2.0), (1, 4, 1.0)]
+    for layer in (0, 1, 2, 1):
+        expected = model.runner.n_loaded + 2
+        announced = [layer * EXPERTS + expert for expert in (4, -1, 2, 4)]
+        for i, number in enumerate(announced):
+            buffers.ahead_N[i] = number
+        fence()
+        buffers.ahead_count.fill_(4)
+        until = time.monotonic() + 10
+        while model.runner.n_loaded < expected:
+            assert time.monotonic() < until
+            time.sleep(1e-4)
+        assert not int(buffers.ahead_count)
+        model.check(layer, x, pairs)
+
+
+def test_announcements_that_come_at_any_time_change_nothing(model: Model) -> None:
+    """They may be of other layers, incomplete, or no experts at all."""
+    random_numbers, buffers = random.Random(0), model.buffers
+    for number in range(200):
+        for i in range(len(buffers.ahead_N)):
+            buffers.ahead_N[i] = random_numbers.randrange(-3, LAYERS * EXPERTS + 3)
+        buffers.ahead_count.fill_(random_numbers.choice([1, 5, 1 << 30, -1]))
+        model.check(number % LAYERS, model.batch(1, number), [(0, number % EXPERTS, 1.0)])
+    model.runner.check()
+
+
 def test_two_runners_compute_at_once(models: Callable[..., Model]) -> None:
     both = models(), models(dtype=BF16, threads=3)
     x = [model.batch(2) for model in both]

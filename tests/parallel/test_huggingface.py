@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import overspill
-from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
 from overspill.moe.settings import Settings
 from overspill.moe.state_dict import placeholders, split_record
@@ -100,14 +99,24 @@ def test_two_ranks_follow_eager_transformers() -> None:
         assert {key.rsplit(" ", 1)[0] for key in results[0][2]} | results[0][1].keys() == {*weights}
 
 
-def make_rank(mesh: DeviceMesh) -> None:
-    overspill.from_config(BY_NAME["mixtral"].build(), mesh=mesh)
+def make_and_save(mesh: DeviceMesh | None, out: Path) -> None:
+    torch.manual_seed(1)
+    config = BY_NAME["mixtral"].build()
+    where: dict[str, Any] = {"mode": "host", "slots": 2, "device": "cpu", "mesh": mesh}
+    model = overspill.from_config(config, quiet=True, progress=False, **where)
+    overspill.save(model, out, max_shard_size="20KB")
+    model.overspill.close()
 
 
-def test_from_config_refuses_a_mesh() -> None:
-    for error in run_ranks(2, make_rank):
-        assert isinstance(error, ConfigError)
-        assert "from_config does not support a mesh" in str(error)
+def test_from_config_and_save_give_the_same_files_on_any_number_of_ranks(tmp_path: Path) -> None:
+    make_and_save(None, tmp_path / "one")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "one").iterdir()}
+    assert sum(name.endswith(".safetensors") for name in files) > 2
+    for n_ranks in (2, 4):
+        out = tmp_path / str(n_ranks)
+        assert run_ranks(n_ranks, make_and_save, out) == [None] * n_ranks
+        assert {file.name: file.read_bytes() for file in out.iterdir()} == files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "one"]
 
 
 def load_rank(mesh: DeviceMesh, folder: Path) -> tuple[Tensor, tuple[int, ...]]:

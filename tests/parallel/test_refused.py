@@ -11,6 +11,7 @@ import overspill
 from overspill.core.errors import BudgetError, ConfigError, NonFiniteError, RankError
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
+from overspill.parallel.ranks import Ranks
 from tests.moe.oracle import Task, loss_of
 from tests.parallel.processes import run_ranks
 from tests.parallel.training import offload
@@ -141,7 +142,24 @@ def save_model(mesh: DeviceMesh, odd: bool) -> None:
 def save_optimizer(mesh: DeviceMesh, odd: bool) -> None:
     model = TASK.model()
     offload(model, mesh)
-    overspill.AdamW(model).state_dict()
+    optimizer = overspill.AdamW(model)
+    assert not optimizer.state_dict()["state"]  # accelerate asks for it before the first step
+    step(model, optimizer)
+    optimizer.state_dict()
+
+
+def save_alone(mesh: DeviceMesh) -> None:
+    ranks = Ranks(mesh, torch.device("cpu"))
+    ranks.gather(None)
+    if ranks.rank == 0:
+        ranks.meet("saving", seconds=0.2)
+
+
+def test_what_one_rank_does_alone_is_refused() -> None:
+    first, other = run_ranks(2, save_alone)
+    assert isinstance(first, RankError)
+    assert "saving must be called on all ranks; rank 0 has waited 0.2 s" in str(first)
+    assert other is None
 
 
 def test_what_a_mesh_does_not_support_is_refused_by_name() -> None:

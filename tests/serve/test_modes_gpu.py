@@ -10,6 +10,8 @@ import torch
 import overspill
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
+from overspill.serve.decode import decode
+from overspill.serve.decode.rates import ReadRates
 from tests.models.huggingface.families import make_model
 from tests.moe.oracle import delays
 from tests.serve.models import family
@@ -61,12 +63,27 @@ def test_the_tokens_of_a_model_with_pre_gates(mode: str, level: int, slots: int)
     check(deep(level), mode, slots)
 
 
+@pytest.fixture
+def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which pre-gated experts are copied."""
+    monkeypatch.setattr(decode, "read_rates", lambda _: ReadRates(cpu=1.0, link=2.0))
+
+
+@pytest.mark.usefixtures("fast_link")
+@pytest.mark.parametrize("slots", [0, 6])
+@pytest.mark.parametrize("level", [1, 3])
+def test_pre_gated_experts_are_copied_where_that_is_faster(level: int, slots: int) -> None:
+    check(deep(level), "pre-gated", slots)
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("mode", ["auto", "pre-gated"])
-def test_pre_gates_of_transformers(name: str, mode: str) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_pre_gates_of_transformers(name: str, copied: bool, request: pytest.FixtureRequest) -> None:
     """The second one is computed by its modules."""
+    if copied:
+        request.getfixturevalue("fast_link")
     plain = overspill.pregate(make_model(family(name)).eval().to("cuda"))
-    check(plain, mode, 2)
+    check(plain, "pre-gated", 2)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +127,7 @@ def test_a_step_whose_capture_finds_no_memory_is_tried_again(
         assert llm.stats()["expert_slots"] == 0, "they were given back, and steps go on"
 
 
+@pytest.mark.usefixtures("fast_link")  # the CPU would round in other places
 def test_modes_in_bf16_give_the_same_tokens() -> None:
     plain = copy.deepcopy(deep(1)).to(torch.bfloat16)
     found = []

@@ -33,6 +33,10 @@ class FakeEngine:
         self.records = self  # reads and writes the plain model's parameters
         self.closed = False
         self.can_train = False
+        self.ranks = None
+
+    def ids(self) -> list[ExpertId]:
+        return [ExpertId(n, index) for n in range(self.n_layers) for index in range(self.n_experts)]
 
     def _parts(self, expert: ExpertId) -> tuple[Tensor, Tensor]:
         layer = self.layers[expert.layer]

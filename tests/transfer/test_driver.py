@@ -122,3 +122,16 @@ def test_stream_and_host_wait_for_each_others_signals(slab: HostSlab) -> None:
     flags[1] = 1
     stream.synchronize()
     assert (result == 2).all()
+
+
+@pytest.mark.gpu
+def test_an_own_stream_is_none_of_torchs() -> None:
+    device = torch.device("cuda", 0)
+    own = driver.own_stream(device, "test")
+    assert own is driver.own_stream(device, "test")
+    assert own.cuda_stream != driver.own_stream(device, "other").cuda_stream
+    assert own.cuda_stream not in {torch.cuda.Stream(device).cuda_stream for _ in range(100)}
+    with torch.cuda.stream(own):
+        total = torch.ones(1000, device=device).sum()
+    own.synchronize()
+    assert total.item() == 1000

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from overspill.cli.flags import with_flags
-from overspill.cli.runs import resolve_resume, run_and_report
+from overspill.cli.runs import check_ranks, resolve_resume, run_and_report
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.config import FinetuneConfig
 
@@ -34,6 +34,10 @@ LoRA adapters, for two passes over the data:
 Resumed after Ctrl-C:
 
   overspill finetune --resume --out runs/adapter
+
+Four GPUs, which divide the experts and the batch:
+
+  overspill finetune Mixtral-8x7B-v0.1 chats.jsonl --gpus 4
 """
 _ARGUMENTS = ("checkpoint", "data")
 
@@ -58,9 +62,11 @@ def add_command(app: typer.Typer, kind: type[FinetuneConfig], text: str) -> None
     }
     flags = [setting for setting in kind.settings() if setting.name not in _ARGUMENTS]
 
-    def run(as_json: bool, **given: Any) -> None:
+    def run(as_json: bool, **values: Any) -> None:
         # An omitted argument is None or an empty list.
-        config = resolve({n: v for n, v in given.items() if v not in (None, [])}, kind)
+        given = {n: v for n, v in values.items() if v not in (None, [])}
+        config = resolve(given, kind)
+        check_ranks(config, given)
         # Importing torch takes seconds: only after the flags are checked.
         from overspill.train.finetune.finetuner import finetune
 

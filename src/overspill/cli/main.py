@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from overspill.cli import export, finetune, generate, pregate, probe, train
+from overspill.cli.runs import RanksNeeded
 from overspill.core.errors import OverspillError
+from overspill.parallel.launcher import launch, rank_command
 
 commands = typer.Typer(
     name="overspill",
@@ -52,8 +54,11 @@ def app(arguments: Sequence[str] | None = None) -> int:
 
     The code is 2 for errors of the user, with one line on the standard error that names the fix.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = commands(args=arguments, prog_name="overspill", standalone_mode=False)
+        code = commands(args=given, prog_name="overspill", standalone_mode=False)
+    except RanksNeeded as needed:
+        return launch(needed.count, rank_command(given))
     except OverspillError as error:
         return _fail(str(error))
     except Exception as error:

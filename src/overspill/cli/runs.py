@@ -3,21 +3,24 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import typer
 
 from overspill.core.errors import ConfigError
+from overspill.parallel.launcher import RankPlace
 from overspill.train.run_folder import find_run
 from overspill.train.sections import RunConfig
 
 if TYPE_CHECKING:
     from overspill.train.progress import Display
     from overspill.train.summary import Summary
+    from overspill.train.team import Team
 
 C = TypeVar("C", bound=RunConfig)
+R = TypeVar("R", bound=RunConfig, contravariant=True)
 
 
 def resolve_resume(kind: type[C], given: Sequence[Mapping[str, Any]]) -> C:
@@ -43,23 +46,69 @@ def _read(kind: type[C], file: Path) -> Mapping[str, Any]:
     return saved
 
 
-def run_and_report(config: C, run: "Callable[[C, Display], Summary]", as_json: bool) -> None:
+class Run(Protocol[R]):
+    """`train` or `finetune`."""
+
+    def __call__(self, config: R, display: "Display", *, team: "Team") -> "Summary": ...
+
+
+class RanksNeeded(Exception):
+    """The command must run in `count` processes, with the same arguments; `app` starts them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
+
+
+def check_ranks(config: RunConfig, flags: Mapping[str, Any]) -> None:
+    """Raises RanksNeeded with --gpus, unless this process is a rank."""
+    asked, place = config.memory.gpus, RankPlace.find()
+    if place is None:
+        if asked is not None and asked > 1:
+            raise RanksNeeded(asked)
+    elif flags.get("gpus") not in (None, place.size):
+        raise ConfigError(
+            f"--gpus {asked}, but torchrun has started {place.size} ranks; omit the flag"
+        )
+
+
+def run_and_report(config: C, run: Run[C], as_json: bool) -> None:
+    """Runs it, alone or as one of several ranks, and prints how it ended."""
+    place = RankPlace.find()
+    from overspill.parallel.join import joined
+    from overspill.train.team import Team
+
+    try:
+        if place is None:
+            summary = _run(config, run, as_json, Team())
+        else:
+            with joined(place, config.memory.device) as others:
+                summary = _run(config, run, as_json, Team(others))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if summary.interrupted:
+        raise typer.Exit(130)
+
+
+def _run(config: C, run: Run[C], as_json: bool, team: "Team") -> "Summary":
     from rich.console import Console
 
     from overspill.train.progress import make_display, resume_command
 
     # With --json only the summary goes to the standard output.
-    display = make_display(Console(stderr=as_json))
+    display = make_display(Console(stderr=as_json, quiet=not team.is_first))
+    flat = config.flat()
+    team.check_same({setting.flag: repr(flat[setting.name]) for setting in config.settings()})
     try:
-        summary = run(config, display)
+        summary = run(config, display, team=team)
     except KeyboardInterrupt:
         out = config.run.out or "its folder"
-        print(f"aborted; to continue: {resume_command(out, config.command)}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    if as_json:
+        if team.is_first:
+            print(f"aborted; to continue: {resume_command(out, config.command)}", file=sys.stderr)
+        raise
+    if as_json and team.is_first:
         print(json.dumps(dataclasses.asdict(summary)))
-    else:
+    elif not as_json:
         for line in summary.lines():
             display.say(line)
-    if summary.interrupted:
-        raise typer.Exit(130)
+    return summary

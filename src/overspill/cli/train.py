@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from overspill.cli.flags import with_flags
-from overspill.cli.runs import resolve_resume, run_and_report
+from overspill.cli.runs import check_ranks, resolve_resume, run_and_report
 from overspill.train.config import TrainConfig
 
 _HELP = """Train a Mixture-of-Experts model that is larger than the GPU.
@@ -30,6 +30,10 @@ Most experts on an SSD, settings from a config file, and resumed after Ctrl-C:
   overspill train run.toml --out runs/big --disk /nvme/spill
 
   overspill train --resume --out runs/big
+
+Four GPUs, which divide the experts and the batch:
+
+  overspill train w1 --gpus 4 --gpu-memory 20GiB
 """
 _SOURCE_HELP = "A preset (nano, moe-s, moe-m, moe-l, moe-xl, w1) or a config file (.toml, .json)."
 
@@ -42,7 +46,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _train(source: str | None, as_json: bool, **flags: Any) -> None:
-    config = resolve(source, {name: value for name, value in flags.items() if value is not None})
+    given = {name: value for name, value in flags.items() if value is not None}
+    config = resolve(source, given)
+    check_ranks(config, given)
     # Importing torch takes seconds: only after the flags are checked.
     from overspill.train.trainer import train
 

@@ -30,8 +30,10 @@ struct MissMemory {
     const float* weight;
     const void* x;  // [rows, D]
     float* out;     // [rows, D]: the weighted sum over a row's missing experts
-    const int32_t* ahead;  // [pairs or experts]: those that a later layer will miss, -1 for none
-    int32_t* ahead_layer;  // that layer, -1 for none; the thread resets it
+    // Experts that a later layer will miss, as layer * experts + expert, or -1. Hints: they may be
+    // incomplete or old.
+    const int32_t* ahead;  // [pairs or experts]
+    Flag* ahead_count;     // of those, 0 for none; the thread resets it
 };
 
 struct Pair {
@@ -44,11 +46,13 @@ struct MissSizes {
 };
 
 struct MissSpan {
-    int64_t layer, begin, end, experts;
+    int64_t layer, begin, end;
+    int64_t experts;  // computed; negative for those that were loaded into the caches
 };
 
 struct MissCounts {
     int64_t experts, ns;  // computed so far, and the time it took
+    int64_t loaded;       // into the caches before
 };
 
 // Asks for records that are on disk, in two to five calls for each request:
@@ -166,6 +170,8 @@ class MissRunner {
                 idle_since = now_ns();
             } else if (closed) {
                 return;
+            } else if (load_ahead(layer)) {
+                idle_since = now_ns();
             } else if (resumes != seen) {
                 // Workers that sleep would need longer to wake up than to compute: they spin now.
                 seen = resumes;
@@ -197,10 +203,68 @@ class MissRunner {
         return -1;
     }
 
+    // Loads what a later layer will read into the caches until a request comes; false if there is
+    // nothing to load. The next request is probably that of `layer`.
+    bool load_ahead(int64_t layer) {
+        if (fetch) return false;
+        if (memory.ahead_count->load(std::memory_order_relaxed)) plan_loads();
+        if (loaded_layer < 0) return false;
+        const auto stop = [&] {
+            return memory.ahead_count->load(std::memory_order_relaxed) || next_ready(layer) >= 0;
+        };
+        const int64_t experts = int64_t(load_request.experts.size());
+        MissSpan span{loaded_layer, now_ns(), 0, -experts};
+        const bool complete = executor.load(load_request, stop);
+        span.end = now_ns();
+        if (complete) loaded_layer = -1;
+        const std::lock_guard<std::mutex> guard(lock);
+        if (complete) total.loaded += experts;
+        keep(span);
+        return true;
+    }
+
+    // With the lock.
+    void keep(const MissSpan& span) {
+        if (spans.size() < SPANS)
+            spans.push_back(span);
+        else
+            spans[std::exchange(oldest, (oldest + 1) % SPANS)] = span;
+    }
+
+    // A request as the one that will come: the same threads get the same weights.
+    void plan_loads() {
+        int64_t pairs = 0;
+        loaded_layer = -1;
+        take_ahead([&](int64_t layer, int32_t expert) {
+            if ((loaded_layer >= 0 && layer != loaded_layer) || !record(layer, expert)) return;
+            if (pairs == int64_t(missing.size())) return;
+            loaded_layer = layer;
+            missing[pairs++] = {0, expert, 0};
+        });
+        if (loaded_layer < 0) return;
+        group_pairs(loaded_layer, pairs);
+        fill_request(load_request, args);
+    }
+
+    // Calls `use` with the layer and the id of each expert that was announced.
+    template <class Use>
+    void take_ahead(const Use& use) {
+        const int64_t count = memory.ahead_count->load(std::memory_order_acquire);
+        if (count == 0) return;
+        memory.ahead_count->store(0, std::memory_order_relaxed);
+        const int64_t listed = most(sizes.rows * sizes.top_k, sizes.experts);
+        for (int64_t i = 0; i < least(count, listed); ++i) {
+            const int32_t found = memory.ahead[i];
+            if (found >= 0 && found < sizes.layers * sizes.experts)
+                use(found / sizes.experts, int32_t(found % sizes.experts));
+        }
+    }
+
     // Always ends with `done`: the GPU waits for it.
     void serve(int64_t layer) {
         MissSpan span{layer, now_ns(), 0, 0};
         memory.ready[layer].store(0, std::memory_order_relaxed);
+        if (loaded_layer == layer) loaded_layer = -1;
         const bool computed = guarded([&] {
             if (request.inject) request.inject();
             span.experts = compute(layer);
@@ -213,10 +277,7 @@ class MissRunner {
         const std::lock_guard<std::mutex> guard(lock);
         total.experts += span.experts;
         total.ns += span.end - span.begin;
-        if (spans.size() < SPANS)
-            spans.push_back(span);
-        else
-            spans[std::exchange(oldest, (oldest + 1) % SPANS)] = span;
+        keep(span);
     }
 
     // Whether `body` succeeds; its failure is stored.
@@ -311,16 +372,14 @@ class MissRunner {
 
     // After what this layer needs: it is more urgent.
     void expect_records(int64_t current) {
-        const int64_t layer = std::exchange(*memory.ahead_layer, -1);
-        // What a layer without misses has left there may be over.
-        if (layer <= current || layer >= sizes.layers) return;
-        int64_t count = 0;
-        for (int64_t i = 0; i < most(sizes.rows * sizes.top_k, sizes.experts); ++i) {
-            const int32_t expert = memory.ahead[i];
-            if (expert < 0 || expert >= sizes.experts || place[expert] >= 0) continue;
+        int64_t layer = -1, count = 0;
+        take_ahead([&](int64_t later, int32_t expert) {
+            // What a layer without misses has left there may be over.
+            if (later <= current || (layer >= 0 && later != layer) || place[expert] >= 0) return;
+            layer = later;
             place[expert] = 0;
             group_experts[count++] = expert;
-        }
+        });
         for (int64_t i = 0; i < count; ++i) place[group_experts[i]] = -1;
         if (count) fetch(EXPECT, layer, count, group_experts.data(), nullptr, nullptr);
     }
@@ -406,6 +465,8 @@ class MissRunner {
     Request request;
     Executor executor{ACTIVE_NS};
     RecordReads reads;
+    Request load_request;
+    int64_t loaded_layer = -1;  // that it is for, -1 for none
     bool held = false;  // records of the current request
     Scratch x_memory, y_memory;
     char *x, *y;                    // ordered by expert

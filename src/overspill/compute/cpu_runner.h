@@ -78,15 +78,14 @@ class Executor {
     bool execute(Request& request, const std::atomic<bool>& closed) {
         for (size_t next = 0; next < request.experts.size();) {
             take_part(request, next);
-            Tasks tasks(request, part, ranges, next == request.experts.size());
+            Tasks tasks(request, part, ranges, counters, next == request.experts.size());
             const std::function<void()> work = [&] { tasks.work(); };
-            const int threads = int(least(request.group.threads, tasks.total));
             // Before the rows are ready: waking up the workers takes as long as the transfer.
-            pool.run(threads, work);
+            pool.run(tasks.threads, work);
             if (!tasks.timed_out()) continue;
             if (!await_rows(request, closed)) return false;
-            tasks.restart();
-            pool.run(threads, work);
+            tasks.rows_are_ready();
+            pool.run(tasks.threads, work);
         }
         if (!request.experts.empty()) return true;
         if (!await_rows(request, closed)) return false;
@@ -94,9 +93,32 @@ class Executor {
         return true;
     }
 
+    // Loads weights of a request into the caches of the threads that will read them, until `stop`
+    // returns true; whether it did not.
+    template <class Stop>
+    bool load(Request& request, const Stop& stop) {
+        const Tasks tasks(request, request.experts, ranges, counters, true);
+        std::atomic<bool> complete{true};
+        const auto share = [&] {
+            if (!tasks.load(cache_bytes(), stop)) complete = false;
+        };
+        pool.run(tasks.threads, std::ref(share));
+        return complete;
+    }
+
     ThreadPool pool;
 
   private:
+    // Of the cache of a core, for weights; 0 if it is unknown.
+    static int64_t cache_bytes() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+        static const int64_t bytes = most(0, sysconf(_SC_LEVEL2_CACHE_SIZE)) * 3 / 4;
+        return bytes;
+#else
+        return 0;
+#endif
+    }
+
     // Makes `part` the experts from `next` on that fit the scratch memory, at least one; advances
     // `next`.
     void take_part(const Request& request, size_t& next) {
@@ -127,6 +149,7 @@ class Executor {
     Scratch scratch;
     std::vector<ExpertRows> part;  // kept, as the next, so that a call seldom allocates
     std::vector<Tasks::Range> ranges;
+    Tasks::Counters counters;
 };
 
 // A thread that executes requests one after another, each as soon as its token rows are ready. It

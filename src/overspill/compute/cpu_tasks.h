@@ -46,9 +46,13 @@ class Tasks {
         alignas(LINE) std::atomic<int64_t> left{0};  // apart from the fields that are only read
     };
 
-    // `memory` is replaced if it is too small.
+    // How many tasks of each phase were taken, of those of each thread. Few cache lines: threads that
+    // take over tasks look at all of them.
+    using Counters = std::vector<std::atomic<int32_t>>;
+
+    // `memory` and `counters` are replaced if they are too small.
     Tasks(Request& request, const std::vector<ExpertRows>& experts, std::vector<Range>& memory,
-          bool last)
+          Counters& counters, bool last)
         : request(request),
           group(request.group),
           last(last),
@@ -65,14 +69,20 @@ class Tasks {
             range.before = range.phase > 0 ? &ranges[i - experts.size()] : nullptr;
             total += range.left;
             unfinished += range.left > 0;
+            ends[range.phase] = total;
         }
+        threads = int(least(group.threads, total));
+        if (counters.size() < size_t(PHASES * threads)) counters = Counters(PHASES * threads);
+        taken = counters.data();
+        restart();
     }
 
     // Called by every thread. A thread takes its first task before the token rows are ready and
     // prefetches its weights. If the rows are not ready in time, all threads return without having
     // computed anything, and timed_out() is true.
     void work() {
-        int64_t task = next.fetch_add(1);
+        Cursor cursor;
+        int64_t task = take(cursor);
         Range* range = range_of(ranges, task);
         if (!await_rows(task < total ? weights_of(*range, task) : Prefetch())) return;
         const FlushDenormals flush;
@@ -81,31 +91,75 @@ class Tasks {
             // One task ahead, if its weights can be fetched while this one computes. With few token
             // rows they cannot, and a task taken ahead is lost for idle threads.
             const bool ahead = group.backward || range->expert->rows > 2 * TILE;
-            const int64_t following = ahead ? next.fetch_add(1) : total;
+            const int64_t following = ahead ? take(cursor) : total;
             Prefetch weights;
             if (following < total) weights = weights_of(*range_of(range, following), following);
             if (request.inject) request.inject();
             if (range->before) await_range(*range->before, weights_of(*range, task));
             request.function(group, *range->expert, range->phase, task - range->first, weights);
             finish(*range);
-            task = ahead ? following : next.fetch_add(1);
+            task = ahead ? following : take(cursor);
         }
     }
 
     bool timed_out() const { return state == LATE; }
 
     // Between two calls of work(), after timed_out(): the rows are ready now.
-    void restart() {
-        next = 0;
+    void rows_are_ready() {
+        restart();
         state = READY;
     }
 
+    // Loads the weights that this thread will need into its cache, up to `bytes`, until `stop`
+    // returns true; whether all was loaded.
+    template <class Stop>
+    bool load(int64_t bytes, const Stop& stop) const {
+        for (int phase = 0; phase < PHASES; ++phase)
+            for (int64_t task = first(phase) + pool_index; task < ends[phase]; task += threads)
+                for (Prefetch weights = weights_of(*range_of(ranges, task), task);
+                     weights.rows > 0 && bytes > 0; bytes -= LINES_PER_CHECK * LINE) {
+                    if (stop()) return false;
+                    weights.fetch(LINES_PER_CHECK);
+                }
+        return true;
+    }
+
     int64_t total = 0;
+    int threads = 0;  // that work() is for
 
   private:
     enum { WAITING, READY, LATE };
     static constexpr int64_t READY_TIMEOUT_NS = 4 * IDLE_SPIN_NS;
     static constexpr int64_t LINES_PER_CHECK = 32;
+
+    struct Cursor {
+        int phase = 0;
+        int offset = 0;  // from this thread to the one whose tasks it takes
+    };
+
+    // The next task of a thread, or of one that is behind; `total` after the last one. Every thread
+    // gets the same ones for the same group if none is behind, so that their weights may be in its
+    // cache. All tasks of a phase are taken before those of the next one.
+    int64_t take(Cursor& at) {
+        for (; at.phase < PHASES; ++at.phase, at.offset = 0)
+            for (; at.offset < threads; ++at.offset) {
+                const int owner = (pool_index + at.offset) % threads;
+                std::atomic<int32_t>& count = taken[at.phase * threads + owner];
+                const auto task = [&](int64_t number) {
+                    return first(at.phase) + owner + number * threads;
+                };
+                if (task(count.load(std::memory_order_relaxed)) >= ends[at.phase]) continue;
+                const int64_t own = task(count.fetch_add(1, std::memory_order_relaxed));
+                if (own < ends[at.phase]) return own;
+            }
+        return total;
+    }
+
+    void restart() {
+        for (int i = 0; i < PHASES * threads; ++i) taken[i].store(0, std::memory_order_relaxed);
+    }
+
+    int64_t first(int phase) const { return phase > 0 ? ends[phase - 1] : 0; }
 
     // All threads must get the same answer, or few threads would do all the work.
     bool await_rows(Prefetch weights) {
@@ -137,14 +191,14 @@ class Tasks {
     }
 
     // Searches from `from` on: most tasks come later than the previous one.
-    Range* range_of(Range* from, int64_t task) {
+    Range* range_of(Range* from, int64_t task) const {
         const Range* const end = ranges + range_count;
         if (task < from->first) from = ranges;
         while (from + 1 < end && from[1].first <= task) ++from;
         return from;
     }
 
-    Prefetch weights_of(const Range& range, int64_t task) {
+    Prefetch weights_of(const Range& range, int64_t task) const {
         return first_weights(group, *range.expert, range.phase, task - range.first);
     }
 
@@ -154,7 +208,8 @@ class Tasks {
     const size_t range_count;
     Range* ranges;
     const int64_t deadline = now_ns() + READY_TIMEOUT_NS;
-    alignas(LINE) std::atomic<int64_t> next{0};
+    int64_t ends[PHASES] = {};  // of the tasks of each phase
+    std::atomic<int32_t>* taken;
     alignas(LINE) std::atomic<int64_t> unfinished{0};  // ranges
     std::atomic<int> state;
 };

@@ -89,6 +89,8 @@ class WakeSignal {
     std::atomic<uint32_t> raised{0};
 };
 
+thread_local int pool_index = 0;  // of this thread in its pool; 0 is that of every caller
+
 // Workers that run a function together with the caller; one caller at a time. After a call they
 // spin for `idle_spin_ns` and then sleep: OpenMP's threads would spin for milliseconds and slow
 // down the thread that drives the GPU. No locks.
@@ -151,6 +153,7 @@ class ThreadPool {
     }
 
     void work(Worker& worker, int index) {
+        pool_index = index + 1;
         for (uint64_t seen = NONE;;) {
             seen = next_call(index, seen);
             if (seen == SHUTDOWN) return;

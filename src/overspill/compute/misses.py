@@ -69,9 +69,10 @@ class MissBuffers:
     out_RD: Tensor
     """float32: the weighted sum over the missing experts of each row; zero for rows without."""
     ahead_N: Tensor
-    """int32: experts on disk that a later layer will miss, or -1."""
-    ahead_layer: Tensor
-    """int32 [1]: that layer, or -1. The thread resets it."""
+    """int32: experts that a later layer will miss, as layer * experts + expert, or -1. The thread
+    loads them into the caches of the CPU, or from disk."""
+    ahead_count: Tensor
+    """int32 [1]: how many are listed, or 0. The thread resets it."""
 
 
 class RecordSource(Protocol):
@@ -166,7 +167,7 @@ class MissRunner:
         """The bytes of all buffers."""
         self.host = self.view(self.memory)
         """The buffers, for the host."""
-        self.host.ahead_layer.fill_(-1)
+        self.host.ahead_count.zero_()
         # Kept here: the native threads call it until close(). It must not refer to this object.
         self._callback = (
             None if inject is None else _CALLBACK(partial(_call, inject, self._failures))
@@ -264,11 +265,16 @@ class MissRunner:
             self.close()
             self._library.overspill_misses_free(self._handle)
 
-    def _counts(self) -> tuple[int, int]:
-        counts = (ctypes.c_int64 * 2)()
+    @property
+    def n_loaded(self) -> int:
+        """Experts that were loaded into the caches before they were needed."""
+        return self._counts()[2]
+
+    def _counts(self) -> tuple[int, int, int]:
+        counts = (ctypes.c_int64 * 3)()
         self._library.overspill_misses_counts(self._own(), counts)
-        n_experts, ns = counts
-        return n_experts, ns
+        n_experts, ns, n_loaded = counts
+        return n_experts, ns, n_loaded
 
     def _own(self) -> int | None:
         """A forked child does not have the thread, which may have held the lock."""

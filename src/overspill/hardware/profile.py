@@ -169,13 +169,13 @@ def read_profile(path: Path | None = None, machine: str | None = None) -> Profil
             (empty.version, data["version"]),
         ):
             if stored != expected:
-                _log.warning("the profile %s is of %s; measuring again", path, stored)
+                _log.warning("the profile %s is of %s and is ignored", path, stored)
                 return empty
         known: Profile = _parse(Profile, data)
     except FileNotFoundError:
         return empty
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _log.warning("the profile %s cannot be read (%r); measuring again", path, error)
+        _log.warning("the profile %s cannot be read (%r) and is ignored", path, error)
         return empty
     return known
 

@@ -60,6 +60,11 @@ class Budgets:
         return choose_device(given)
 
     @property
+    def _shares_gpu(self) -> bool:
+        """Whether ranks exchange rows through the CPU because they are on one GPU."""
+        return self.mesh is not None and self.mesh.device_type == "cpu"
+
+    @property
     def folder(self) -> Path | None:
         return None if self.disk is None else Path(self.disk)
 
@@ -74,6 +79,10 @@ class Budgets:
         host memory and disk; each has a GPU of its own."""
         if self.folder is not None:
             check_folder(self.folder, need=0)  # even if the disk turns out not to be needed
+        if n_ranks > 1 and device.type == "cuda" and self._shares_gpu and self.gpu_memory is None:
+            raise BudgetError(
+                f"{n_ranks} ranks share {device}; give the part of each with --gpu-memory"
+            )
         available, states, weights = available_memory(), self.dense_states, self.dense_weights
         if device.type == "cpu":  # all memory is host memory: nothing is gained
             weights = "gpu" if weights == "auto" else weights

@@ -217,6 +217,8 @@ def _move_experts(
         if not quiet:
             print(engine.describe(), file=sys.stderr)
         undo.pop_all()
+    if ranks is not None:  # accelerate must not average gradients too
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
     for parameter in released:  # others, as an optimizer, may still refer to them
         parameter.data = parameter.data.new_empty(0)
     if device.type == "cuda":

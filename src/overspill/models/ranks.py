@@ -69,6 +69,7 @@ def facts(
         "state_dtype": str(layout.state_dtype),
         "Settings.activations": settings.activations,
         "Settings.placement": settings.placement,
+        "Settings.shared_balance": str(settings.shared_balance),
     }
 
 

@@ -344,7 +344,8 @@ class Engine:
             raise ConfigError(
                 f"{what} is not supported for a model that was offloaded with a mesh: rank "
                 f"{self.ranks.rank} of {self.ranks.size} holds {self.experts.n_local} of "
-                f"{self.n_experts} experts of each layer; offload it in one process"
+                f"{self.n_experts} experts of each layer; call overspill.save(model, folder) on "
+                "all ranks"
             )
 
     def check_conserved(self) -> None:

@@ -97,6 +97,8 @@ class MoE(nn.Module):
         del self.w_in, self.w_out
         self.experts = ExpertPlaceholder(engine, layer)
         self.experts.requires_grad_(trained)
+        if engine.ranks is not None and engine.settings.shared_balance:
+            self.router.count_all_ranks(engine.ranks.total)
         show_experts(self, "experts", stacked(("w_in", "w_out")))
         refuse_replicas(self)
 

@@ -32,6 +32,9 @@ class Settings:
     """Compute experts that are on the GPU at the same time as one grouped product."""
     activations: str = "recompute"
     """Inside experts: "recompute" them in backward, or "keep" them from forward."""
+    shared_balance: bool = False
+    """With several ranks, balance losses of a `GPTMoE` count the tokens of all of them, so that the
+    loss is that of one process with the whole batch; else each rank counts its own."""
     cpu_experts: bool = False
     """Let the CPU compute frozen experts with few tokens where they lie, if by measured costs that
     is faster than uploading them. Gains with frozen experts and some hundred tokens a batch."""

@@ -84,7 +84,6 @@ def show_experts(module: nn.Module, attribute: str, places: Places, lazy: bool =
         error_msgs: list[str],
     ) -> None:
         placeholder: ExpertPlaceholder = getattr(module, attribute)
-        placeholder.engine.check_whole("load_state_dict()")
         expected = stack_sizes(placeholder, places)
         given = {
             name: state_dict.pop(prefix + name) for name in expected if prefix + name in state_dict
@@ -209,7 +208,7 @@ def _load(
     engine.flush()
     if engine.can_train:
         engine.training.weights_loaded(placeholder.layer)
-    for index in range(engine.n_experts):
+    for index in engine.experts.local_ids:
 
         def fill(record: Tensor, index: int = index) -> None:
             parts = split_record(record, engine.shape)

@@ -34,7 +34,8 @@ class AdamW(torch.optim.Optimizer):
     parameters have an fp32 master. Without `max_grad_norm` an expert is updated during backward, as
     soon as its gradient is complete. With it, updates start in `step()`, when the global norm is
     known, and overlap the next forward. `state_dtype` is the dtype of the moments; the default is
-    the one that `offload` planned.
+    the one that `offload` planned. Gradients are averaged over the ranks of the mesh that the model
+    was offloaded with; if `params` lack its experts, give them as `ranks=model.overspill.ranks`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class AdamW(torch.optim.Optimizer):
         *,
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm={max_grad_norm} must be positive, or None")
@@ -59,6 +61,7 @@ class AdamW(torch.optim.Optimizer):
         self._scale = 1.0
         self._accumulating = False
         self._engine: ExpertEngine | None = None
+        self._given_ranks = ranks
         self._layer_groups: dict[int, dict[str, Any]] = {}
         self._given_state_dtype = state_dtype
         self.state_dtype = state_dtype or torch.float32
@@ -139,7 +142,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def _ranks(self) -> Ranks | None:
-        return None if self._engine is None else self._engine.ranks
+        return self._given_ranks if self._engine is None else self._engine.ranks
 
     # -- steps ----------------------------------------------------------------------------
 
@@ -203,13 +206,16 @@ class AdamW(torch.optim.Optimizer):
         return [(p, group) for p, group in self._dense() if p.grad is not None]
 
     def _average(self) -> None:
-        """Dense gradients become means over ranks."""
-        if self._ranks is not None and self._engine is not None:
+        """Dense gradients become means over ranks, also without experts."""
+        ranks = self._ranks
+        if ranks is None:
+            return
+        if self._engine is not None:
             self._engine.training.prepare_step()
-            keys = ("lr", "betas", "eps", "weight_decay")
-            numbers = [{key: group[key] for key in keys} for group in self.param_groups]
-            dense = [parameter for parameter, _ in self._dense()]
-            average_gradients(self._ranks, dense, (self.max_grad_norm, numbers))
+        keys = ("lr", "betas", "eps", "weight_decay")
+        numbers = [{key: group[key] for key in keys} for group in self.param_groups]
+        dense = [parameter for parameter, _ in self._dense()]
+        average_gradients(ranks, dense, (self.max_grad_norm, numbers))
 
     def _clip(self) -> float:
         """The factor for all gradients, dense and expert, as in torch's clip_grad_norm_."""
@@ -242,7 +248,7 @@ class AdamW(torch.optim.Optimizer):
         )
         assert parameter.grad is not None
         grad = parameter.grad.to(parameter.dtype).reshape(-1)
-        adamw_(record, grad, self._hyper(group, state["step"], self._scale), usable_cores())
+        adamw_(record, grad, self._hyper(group, state["step"], self._scale), _threads())
         if weight is not parameter:
             parameter.copy_(weight)
         # the kernel writes through a pointer: autograd must refuse graphs from before this step
@@ -306,7 +312,8 @@ class AdamW(torch.optim.Optimizer):
         packed, engine = super().state_dict(), self._engine
         if engine is None:
             return packed
-        engine.check_whole("the optimizer's state_dict()")
+        if any(self._layer_steps()):
+            engine.check_whole("the optimizer's state_dict()")
         engine.training.check_between_steps("saved")
         engine.flush()
         packed["state"] = {
@@ -332,8 +339,6 @@ class AdamW(torch.optim.Optimizer):
         """Restores a `state_dict`, as torch does: a parameter without an entry has no state after
         it. Moments are converted to `state_dtype`, where torch's method would convert them to the
         parameter's dtype."""
-        if self._engine is not None:
-            self._engine.check_whole("the optimizer's load_state_dict()")
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ConfigError(
@@ -403,13 +408,11 @@ class AdamW(torch.optim.Optimizer):
         training.set_steps(layer, int(entry["step"]))
         for name, _ in self.expert_sections():
             stack = entry.get(name, torch.zeros(()).expand(self._engine.n_experts))
-            for index in range(self._engine.n_experts):
+            for index in self._engine.experts.local_ids:
                 records.write_state(ExpertId(layer, index), name, stack[index])
 
     def dense_state_dict(self) -> dict[str, Tensor]:
         """The dense states under flat names `number.key`, and the steps of each expert layer."""
-        if self._engine is not None:
-            self._engine.check_whole("a checkpoint")
         flat = {}
         for number, (parameter, _) in enumerate(self._parameters()):
             for key, value in self.state.get(parameter, {}).items():
@@ -431,6 +434,11 @@ class AdamW(torch.optim.Optimizer):
             number, key = name.split(".", 1)
             entries[int(number)][key] = value
         self._set_dense_states(entries)
+
+
+def _threads() -> int:
+    """Threads of dense updates on the CPU; ranks of a machine share its cores."""
+    return min(usable_cores(), torch.get_num_threads())
 
 
 def _accelerate_accumulates() -> bool:

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.optim.kernel import AdamHyper
 from overspill.parallel.ranks import Ranks
@@ -71,6 +72,8 @@ class ExpertEngine(Protocol):
     def n_layers(self) -> int: ...
     @property
     def n_experts(self) -> int: ...
+    @property
+    def experts(self) -> ExpertMap: ...
     @property
     def ranks(self) -> Ranks | None: ...
     @property

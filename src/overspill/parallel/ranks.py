@@ -6,6 +6,7 @@ died or makes other calls fails after the timeout of the process group.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,9 @@ class Ranks:
         self._group = mesh.get_group()
         self.rank: int = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
+        self.calls = 0
+        """Grows by one when a call to the other ranks begins and by one when it ends: an odd number
+        means that this rank waits for others."""
         backends = dist.get_backend_config(self._group)
         # gloo sends from host memory
         self._through_host = device.type == "cuda" and "cuda:nccl" not in backends
@@ -53,38 +57,71 @@ class Ranks:
         out = torch.empty(
             shape, dtype=source.dtype, device=source.device, pin_memory=self._through_host
         )
-        dist.all_to_all_single(out, source.contiguous(), received, sent, group=self._group)
+        with self._calling():
+            dist.all_to_all_single(out, source.contiguous(), received, sent, group=self._group)
         return out.to(rows.device, non_blocking=True)
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor by its mean over ranks: the same bits on all. Sums are float32."""
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1).float() for tensor in bucket])
-            total = to_host(flat) if self._through_host else flat
-            dist.all_reduce(total, group=self._group)
-            flat = total.to(flat.device, non_blocking=True).mul_(1 / self.size)
+            flat = self.total(flat).mul_(1 / self.size)
             parts = flat.split([tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks: the same bits on all. `tensor` may be changed."""
+        total = to_host(tensor) if self._through_host else tensor
+        with self._calling():
+            dist.all_reduce(total, group=self._group)
+        return total.to(tensor.device, non_blocking=True)
 
     # -- numbers of the host ------------------------------------------------------------------
 
     def gather_numbers(self, numbers_N: Tensor) -> Tensor:
         """The numbers of each rank, as many on all, [ranks, N]."""
         out = numbers_N.new_empty(self.size, len(numbers_N))
-        dist.all_gather(list(out.unbind()), numbers_N, group=self._host_group)
+        with self._calling():
+            dist.all_gather(list(out.unbind()), numbers_N, group=self._host_group)
         return out
 
     def sum(self, value: float) -> float:
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total, group=self._host_group)
-        return total.item()
+        return self.sums([value])[0]
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """The sum over ranks of each value."""
+        totals = torch.tensor(values, dtype=torch.float64)
+        with self._calling():
+            dist.all_reduce(totals, group=self._host_group)
+        return [float(total) for total in totals.tolist()]
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest over ranks of each number."""
         most = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._host_group)
+        with self._calling():
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._host_group)
         return [int(number) for number in most.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        found = [value] * self.size
+        with self._calling():
+            dist.all_gather_object(found, value, group=self._host_group)
+        return found
+
+    def meet(self, what: str, seconds: float = 120.0) -> None:
+        """Raises if not all ranks do `what` within some time. For calls that are easily made on one
+        rank alone, as others are in the first process of several."""
+        try:
+            dist.monitored_barrier(
+                self._host_group, timedelta(seconds=seconds), wait_all_ranks=True
+            )
+        except RuntimeError as error:
+            raise RankError(
+                f"{what} must be called on all ranks; rank {self.rank} has waited {seconds:g} s "
+                f"for others ({str(error).splitlines()[0]})"
+            ) from error
 
     def check_same(self, facts: Mapping[str, str]) -> None:
         """Raises on all ranks if a fact is not the same on all."""
@@ -127,11 +164,11 @@ class Ranks:
             rank = next(n for n, found in enumerate(failures) if found is not None)
             raise RankError(f"{what} failed on rank {rank}: {failures[rank]}")
 
-    def gather(self, value: Any) -> list[Any]:
-        """The value of each rank."""
-        found = [value] * self.size
-        dist.all_gather_object(found, value, group=self._host_group)
-        return found
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        self.calls += 1
+        yield
+        self.calls += 1
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -53,16 +53,25 @@ class TensorSpec:
 
 class StreamWriter:
     """Writes a safetensors file. All tensors are declared first and then written in any order, by
-    any number of threads."""
+    any number of threads. Several processes may write parts of one file: with `shared` it was made
+    by a `StreamWriter` of one of them before, and `close` does not know whether it is complete."""
 
     def __init__(
-        self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+        self,
+        path: Path,
+        specs: Mapping[str, TensorSpec],
+        metadata: Mapping[str, str] | None = None,
+        shared: bool = False,
     ) -> None:
         self.path = path
         self._specs = dict(specs)
         self._missing = {name: spec.numel for name, spec in specs.items()}
+        self._shared = shared
         self._lock = threading.Lock()
         header, self._begin, size = _layout(self._specs, metadata or {})
+        if shared:
+            self._fd = os.open(path, os.O_WRONLY)
+            return
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             reserve(self._fd, size)
@@ -95,11 +104,16 @@ class StreamWriter:
         except OSError as error:
             raise _disk_error(self.path, tensor.nbytes, error) from error
 
+    @property
+    def unwritten(self) -> int:
+        """Elements that were not written."""
+        return sum(self._missing.values())
+
     def close(self) -> None:
         """Syncs the file to the disk. Raises ValueError if an element was not written."""
         try:
             unwritten = [name for name, left in self._missing.items() if left != 0]
-            if unwritten:
+            if unwritten and not self._shared:
                 raise ValueError(f"{self.path}: {unwritten[0]} is not completely written")
             try:
                 os.fsync(self._fd)

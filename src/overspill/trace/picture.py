@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _SHADES = {
     "gpu compute": ("#2f7d4f", "#5fae7f"),
     "cpu compute": ("#b0413e", "#dd8784"),
+    "cpu load": ("#8a6d1d", "#c2a75a"),
     "upload": ("#2f6db3", "#6fa3dc"),
     "download": ("#7b4fa3", "#ab84cf"),
     "optimizer": ("#c8702a", "#eba267"),

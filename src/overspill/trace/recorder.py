@@ -152,6 +152,12 @@ class Recorder:
         with self._lock:
             return dict(self._counters)
 
+    def total_bytes(self) -> int:
+        """The sum of the byte counters, without what sources have not added yet: it waits for no
+        other thread."""
+        with self._lock:
+            return sum(self._counters.values())
+
     def collect(self) -> int:
         """Converts the device spans that have ended, without waiting. Returns the number of the
         others."""

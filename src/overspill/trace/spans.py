@@ -6,6 +6,7 @@ from typing import NamedTuple
 ROWS = (
     "gpu compute",
     "cpu compute",
+    "cpu load",
     "upload",
     "download",
     "optimizer",

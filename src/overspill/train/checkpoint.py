@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from overspill.core.errors import CheckpointError, DiskError
+from overspill.core.errors import CheckpointError, DiskError, RankError
+from overspill.models.joint_writing import is_first, together
 from overspill.moe.engine import Engine
 from overspill.optim.adamw import AdamW
 from overspill.tiers.aside import sync
@@ -64,27 +65,34 @@ def save(
     optimizer: AdamW,
     keep: int,
 ) -> Path:
-    """Writes the checkpoint of `state.step`, then removes all but the newest `keep`."""
+    """Writes the checkpoint of `state.step`, then removes all but the newest `keep`. Of several
+    ranks each writes its experts, and the first one the rest."""
     target = folder / f"step-{state.step:08d}"
+    aside = folder / f"{_TMP}{target.name}"
     if target.exists():
         return target  # the same step of the same run has the same bytes
+    first = is_first(engine)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        clean(folder)
-        aside = folder / f"{_TMP}{target.name}-{os.getpid()}"
-        aside.mkdir()
-        engine.flush()
+        with together(engine, f"preparing checkpoint {target}"):
+            engine.flush()
+            if first:
+                folder.mkdir(parents=True, exist_ok=True)
+                clean(folder)
+                aside.mkdir()
         write_model(aside / _MODEL, model, engine)
         write_optimizer(aside / _OPTIMIZER, engine, optimizer)
-        _write_state(aside, state)
-        sync(aside)
-        os.rename(aside, target)
-        sync(folder)
-        for old in sorted(_complete(folder), key=_step_of)[:-keep]:
-            _remove(old)
-    except (OSError, KeyboardInterrupt) as error:
-        clean(folder)  # an incomplete checkpoint may have filled the disk
-        if isinstance(error, DiskError | KeyboardInterrupt):
+        with together(engine, f"completing checkpoint {target}"):
+            if first:
+                _write_state(aside, state)
+                sync(aside)
+                os.rename(aside, target)
+                sync(folder)
+                for old in sorted(_complete(folder), key=_step_of)[:-keep]:
+                    _remove(old)
+    except (OSError, RankError, KeyboardInterrupt) as error:
+        if first:
+            clean(folder)  # an incomplete checkpoint may have filled the disk
+        if isinstance(error, DiskError | RankError | KeyboardInterrupt):
             raise
         raise DiskError(
             f"checkpoint {target} cannot be written ({error.strerror}); free some space or give "

@@ -7,6 +7,7 @@ import torch
 
 from overspill.core.errors import CheckpointError
 from overspill.core.experts import ExpertId, ExpertShape
+from overspill.models.joint_writing import is_first, shared_writer
 from overspill.moe.engine import Engine
 from overspill.moe.state_dict import dense_tensors, split_record
 from overspill.optim.adamw import AdamW
@@ -17,11 +18,12 @@ from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, Tenso
 
 def write_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
     dense, layers = _names(model)
-    with StreamWriter(path, _model_specs(dense, layers, engine), {"format": "pt"}) as writer:
-        for name, value in dense.items():
+    specs = _model_specs(dense, layers, engine)
+    with shared_writer(path, specs, {"format": "pt"}, engine.ranks) as writer:
+        for name, value in dense.items() if is_first(engine) else ():
             writer.write(name, value)
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)
-        for expert in _experts(engine):
+        for expert in engine.records.ids():
             engine.records.read_weights(expert, record)
             for name, offset, part in _parts(layers, engine.shape, expert, record):
                 writer.write_piece(name, offset, part)
@@ -39,7 +41,7 @@ def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
         def fill(out: torch.Tensor) -> None:
             out.copy_(record)
 
-        for expert in _experts(engine):
+        for expert in engine.records.ids():
             for name, offset, part in _parts(layers, engine.shape, expert, record):
                 reader.read_piece(name, offset, part)
             engine.records.write_weights(expert, fill)
@@ -83,12 +85,6 @@ def _parts(
         yield f"{layer}.{name}", expert.index * part.numel(), part
 
 
-def _experts(engine: Engine) -> Iterator[ExpertId]:
-    for layer in range(engine.n_layers):
-        for index in range(engine.n_experts):
-            yield ExpertId(layer, index)
-
-
 # -- the optimizer -------------------------------------------------------------------------------
 
 _DENSE = "dense."
@@ -97,8 +93,8 @@ _DENSE = "dense."
 def write_optimizer(path: Path, engine: Engine, optimizer: AdamW) -> None:
     dense = {_DENSE + name: value for name, value in optimizer.dense_state_dict().items()}
     specs = {**expert_state_specs(engine, optimizer), **_specs(dense)}
-    with StreamWriter(path, specs, {"format": "pt"}) as writer:
-        for name, value in dense.items():
+    with shared_writer(path, specs, {"format": "pt"}, engine.ranks) as writer:
+        for name, value in dense.items() if is_first(engine) else ():
             writer.write(name, value)
         write_expert_states(writer, engine, optimizer)
 
@@ -143,7 +139,7 @@ def _states(engine: Engine, optimizer: AdamW) -> Iterator[tuple[ExpertId, str, t
     """Every state of every expert, with a buffer for it that is used again and again."""
     for section, dtype in optimizer.expert_sections():
         piece = torch.empty(engine.shape.numel, dtype=dtype)
-        for expert in _experts(engine):
+        for expert in engine.records.ids():
             yield expert, section, piece
 
 

@@ -43,6 +43,11 @@ def for_trainer(args: Any) -> tuple[type["TrainerAdamW"], dict[str, Any]]:
     backward, and their gradient norm is not computed. When resuming, the Trainer warns about
     missing and unexpected keys, because it compares the names in the checkpoint with those of the
     parameters; an offloaded model accepts both.
+
+    In several processes, as torchrun starts them, the model must have been offloaded with a mesh.
+    The optimizer then averages the gradients, and accelerate does not wrap the model. The Trainer
+    writes checkpoints in the first process alone, which lacks experts: they are refused; call
+    `overspill.save(model, folder)` in all processes.
     """
     _check(args)
     return TrainerAdamW, {
@@ -51,6 +56,7 @@ def for_trainer(args: Any) -> tuple[type["TrainerAdamW"], dict[str, Any]]:
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,  # for groups without their own
         "max_grad_norm": _take_max_grad_norm(args),
+        "n_processes": args.world_size,
         "output_dir": args.output_dir,
     }
 
@@ -67,10 +73,21 @@ def _check(args: Any) -> None:
                 f"TrainingArguments({name}=...) is not supported for an offloaded model; leave it "
                 "out, Overspill places the model itself"
             )
-    if args.world_size > 1 or args.n_gpu > 1:
+    if args.n_gpu > 1:
         raise ConfigError(
-            f"the Trainer would use {max(args.world_size, args.n_gpu)} GPUs, an offloaded model "
-            "uses one; start one process with CUDA_VISIBLE_DEVICES=0"
+            f"the Trainer would use {args.n_gpu} GPUs in one process, an offloaded model uses one; "
+            "start one process with CUDA_VISIBLE_DEVICES=0, or one for each GPU with torchrun"
+        )
+    if args.world_size > 1 and args.save_strategy != "no":
+        raise ConfigError(
+            f"save_strategy={args.save_strategy!r} would save in one of {args.world_size} "
+            "processes, which holds a part of the experts; give save_strategy='no', and call "
+            "overspill.save(model, folder) in all processes"
+        )
+    if args.world_size > 1 and args.bf16:
+        raise ConfigError(
+            "bf16=True is not supported in several processes; load the model with "
+            "dtype='bfloat16' instead"
         )
 
 
@@ -94,9 +111,18 @@ class TrainerAdamW(AdamW):
     streamed to a separate file in the folder of the model; the state dict refers to it.
     """
 
-    def __init__(self, params: Any, *, output_dir: str = ".", **kwargs: Any) -> None:
+    def __init__(
+        self, params: Any, *, output_dir: str = ".", n_processes: int = 1, **kwargs: Any
+    ) -> None:
         gc.collect()  # an unreferenced Trainer may still hold the previous optimizer
         super().__init__(params, **kwargs)
+        size = 1 if self._ranks is None else self._ranks.size
+        if size != n_processes:
+            raise ConfigError(
+                f"the Trainer runs in {n_processes} processes, and the experts it trains were "
+                f"offloaded for {size}; give overspill.load or overspill.offload a mesh of all "
+                "processes"
+            )
         self._output_dir = Path(output_dir).absolute()
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,7 +140,7 @@ class TrainerAdamW(AdamW):
     def _without_pregates(self) -> dict[str, Any]:
         engine = self._expert_engine()
         folder = None if engine is None else engine.records.saved_to
-        if engine is None or folder is None or self.steps_taken == 0:
+        if engine is None or engine.ranks or folder is None or self.steps_taken == 0:
             return super().state_dict()
         engine.training.check_between_steps("saved")
         engine.records.mark_changed()  # once per save: the next call returns the plain state dict

@@ -3,6 +3,7 @@
 import abc
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -46,11 +47,20 @@ class Losses:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What the forward and backward passes of a step processed, and their losses."""
+    """What the forward and backward passes of a step processed on all ranks."""
 
     losses: Losses
+    """Of this rank; those of the step are the mean over ranks."""
     sequences: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What all ranks use, together."""
+
+    bytes_by_tier: dict[str, int]
+    host_peak: int
 
 
 class Loop(abc.ABC, Generic[SummaryT]):
@@ -65,9 +75,11 @@ class Loop(abc.ABC, Generic[SummaryT]):
         display: Display,
     ) -> None:
         self.spec, self.folder, self.session, self.display = spec, folder, session, display
+        self.team = spec.team
         self.step, self.position = state.step, state.position
         self.saved = checkpoint.newest(folder.checkpoints) if state.step else None
-        self.metrics = MetricsFile(folder.metrics, state.step)
+        with self.team.first_before_others():  # which may read what is left of the file
+            self.metrics = MetricsFile(folder.metrics, state.step) if self.team.is_first else None
         self.optimizer = session.optimizer
         self.scheduler = make_scheduler(
             session.optimizer, state.step, spec.warmup, spec.steps, spec.config.optim.min_lr
@@ -120,22 +132,27 @@ class Loop(abc.ABC, Generic[SummaryT]):
             ) as stop,
         ):
             self.before_steps()
-            while self.step < spec.steps and not stop.requested:
-                self._take_step()
+            stopped = False
+            # Signals reach ranks at different times: all stop after the same step.
+            while self.step < spec.steps and not (stopped := self.team.any(stop.requested)):
+                # the first step may compile kernels
+                with self.team.steps() if self.last is not None else nullcontext():
+                    self._take_step()
                 last = self.step == spec.steps
                 if spec.eval_every and (last or self.step % spec.eval_every == 0):
                     self.take_evaluation()
-                if last or stop.requested or (run.save_every and self.step % run.save_every == 0):
+                if last or (run.save_every and self.step % run.save_every == 0):
                     self._save()
-            # A signal may also arrive after the last check, during an evaluation.
-            if stop.requested:
+            if stopped:
                 self._save()
-        self.metrics.close()
-        self._draw()
-        return stop.requested and self.step < spec.steps
+        if self.metrics is not None:
+            self.metrics.close()
+            self._draw()
+        return stopped
 
     def _take_step(self) -> None:
         began = time.perf_counter()
+        self.team.seed_step(self.spec.config.run.seed, self.step)
         self.tracer.before_step(self.step)
         lr = float(self.optimizer.param_groups[0]["lr"])
         work = self.backward()
@@ -171,13 +188,18 @@ class Loop(abc.ABC, Generic[SummaryT]):
         metrics = self.evaluate()
         self.session.model.train()
         self.eval_loss = metrics.eval_loss
-        self.metrics.write(metrics)
+        self._log(metrics)
         self.display.evaluation(metrics)
         self.after_evaluation(metrics)
         return metrics
 
+    def _log(self, metrics: StepMetrics | EvalMetrics) -> None:
+        if self.metrics is not None:
+            self.metrics.write(metrics)
+
     def _save(self) -> None:
-        self.metrics.sync()
+        if self.metrics is not None:
+            self.metrics.sync()
         self.saved = checkpoint.save(
             self.folder.checkpoints,
             TrainState(self.step, self.position, self.spec.data_digest, self.spec.facts),
@@ -190,26 +212,34 @@ class Loop(abc.ABC, Generic[SummaryT]):
     def _record(self, work: StepWork, lr: float, seconds: float) -> None:
         every = self.spec.config.run.log_every
         log = self.step % every == 0 or self.step in (1, self.spec.steps)
+        own = work.losses.loss, work.losses.ce, work.losses.balance
+        loss, ce, balance = (total / self.team.size for total in self.team.sums(own))
+        memory = self._memory() if log else None
         if self.last is not None:  # the first step compiles kernels and fills caches
             self.timed_tokens += work.tokens
             self.timed_seconds += seconds
         self.last = StepMetrics(
             step=self.step,
-            loss=work.losses.loss,
-            ce=work.losses.ce,
-            balance=work.losses.balance,
+            loss=loss,
+            ce=ce,
+            balance=balance,
             lr=lr,
             grad_norm=self.optimizer.total_norm,
             seconds=round(seconds, 6),
             tokens_per_s=round(work.tokens / seconds, 1),
             busy=self.tracer.busy() if log else None,
-            bytes_by_tier=self.session.engine.bytes_by_tier() if log else None,
-            host_peak=machine.peak_resident_memory() if log else None,
+            bytes_by_tier=memory.bytes_by_tier if memory else None,
+            host_peak=memory.host_peak if memory else None,
             gpu_peak=_gpu_peak() if log else None,
             gpu_use=self.session.engine.gpu_use() if log else None,
         )
-        self.metrics.write(self.last)
+        self._log(self.last)
         self.display.step(self.last, log)
+
+    def _memory(self) -> "_Memory":
+        tiers = self.session.engine.bytes_by_tier()
+        *sizes, peak = self.team.sums([*tiers.values(), machine.peak_resident_memory()])
+        return _Memory(dict(zip(tiers, map(int, sizes), strict=True)), int(peak))
 
     def _draw(self) -> None:
         name = self.spec.config.name
@@ -220,7 +250,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
             draw_timeline(spans, self.folder.timeline_picture, f"{name}: the last traced steps")
 
     def base_summary(self, interrupted: bool, seconds: float) -> Summary:
-        engine, timed = self.session.engine, self.timed_seconds > 0
+        memory, timed = self._memory(), self.timed_seconds > 0
         return Summary(
             out=str(self.folder.path),
             steps=self.step,
@@ -230,9 +260,9 @@ class Loop(abc.ABC, Generic[SummaryT]):
             tokens_per_s=self.timed_tokens / self.timed_seconds if timed else None,
             seconds=seconds,
             checkpoint=str(self.saved) if self.saved else None,
-            placement=engine.describe(),
-            bytes_by_tier=engine.bytes_by_tier(),
-            host_peak=machine.peak_resident_memory(),
+            placement=self.session.engine.describe(),
+            bytes_by_tier=memory.bytes_by_tier,
+            host_peak=memory.host_peak,
             gpu_peak=_gpu_peak(),
         )
 

@@ -14,7 +14,7 @@ class BatchSection:
     seq_len: Count | None = None
     """Tokens in a sequence; default: the context of the model."""
     batch: Count = 8
-    """Sequences in a micro-batch."""
+    """Sequences in a micro-batch, on all GPUs together."""
     accumulate: Count = 1
     """Micro-batches in a step."""
 
@@ -56,6 +56,9 @@ class MemorySection:
     """Folder on an SSD for experts that do not fit in host memory."""
     device: str | None = None
     """cuda or cpu; default: the GPU if there is one."""
+    gpus: Count | None = None
+    """GPUs to train on, with one process for each, which divide the experts and the batch; with
+    --device cpu, processes. Budgets for host memory and disk are those of all together."""
     dtype: Literal["bf16", "fp32"] | None = None
     """Data type of the weights: bf16 or fp32; default: bf16 on a GPU, fp32 on a CPU."""
     mode: Literal["auto", "gpu", "host", "disk"] = "auto"

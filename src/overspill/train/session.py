@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from overspill.train.checkpoint import Fact, TrainState
 from overspill.train.progress import Display
 from overspill.train.run_folder import RunFolder
 from overspill.train.sections import RunConfig
+from overspill.train.team import Team
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SWITCHES = (
@@ -53,6 +54,7 @@ class RunSpec(abc.ABC):
     """Changes with the data."""
     model_facts: dict[str, Fact]
     """What determines the tensors of the model."""
+    team: Team
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,9 +85,10 @@ class RunSpec(abc.ABC):
             memory.mode,
             self.slots,
             memory.host_slots,
-            Settings(**switches),
+            Settings(**switches, shared_balance=True),
             DTYPES[optim.state_dtype],
             keep_gradients=self.config.trains_experts and waits,
+            mesh=self.team.mesh,
         )
 
     @abc.abstractmethod
@@ -115,6 +118,7 @@ def build_session(spec: RunSpec) -> Session:
             weight_decay=optim.weight_decay,
             max_grad_norm=optim.clip or None,
             state_dtype=DTYPES[optim.state_dtype],
+            ranks=engine.ranks,
         )
     except BaseException:
         engine.close()
@@ -126,14 +130,17 @@ def build_session(spec: RunSpec) -> Session:
 def open_session(
     spec: RunSpec, folder: RunFolder, display: Display, build: Builder
 ) -> Iterator[tuple[Session, TrainState]]:
-    """The session of a run and the state it starts from, while no other process uses `folder`."""
-    with folder:
+    """The session of a run and the state it starts from, while no other run uses `folder`."""
+    first = spec.team.is_first
+    with folder if first else nullcontext():
         start = _find_start(folder, spec, display) if spec.config.run.resume else None
         session = build(spec)
         try:
+            spec.team.follow(session.engine)
             display.say(session.engine.describe())
             # Only now: a run that could not be built leaves no files.
-            folder.write_config(spec.config)
+            if first:
+                folder.write_config(spec.config)
             state = TrainState(0, 0, spec.data_digest, spec.facts)
             if start is not None:
                 state = checkpoint.load(start, session.model, session.engine, session.optimizer)
@@ -145,7 +152,8 @@ def open_session(
 
 def _find_start(folder: RunFolder, spec: RunSpec, display: Display) -> Path | None:
     """The checkpoint to resume from; that it fits is checked before any memory is allocated."""
-    checkpoint.clean(folder.checkpoints)
+    if spec.team.is_first:
+        checkpoint.clean(folder.checkpoints)
     start = checkpoint.newest(folder.checkpoints)
     if start is None:
         display.say(f"{folder.path} has no checkpoint yet: starting at step 0")

@@ -16,6 +16,7 @@ from overspill.train.checkpoint import Fact
 from overspill.train.config import TrainConfig
 from overspill.train.data import TokenData, find_files, split, tokenize
 from overspill.train.session import RunSpec
+from overspill.train.team import Team
 from overspill.train.tokenizer import Tokenizer, load_tokenizer, vocab_size
 
 # Flags whose field in the model's config has another name.
@@ -50,13 +51,17 @@ def shape_of(facts: Mapping[str, Fact], max_seq: int) -> GPTConfig:
     return GPTConfig(**known, max_seq=max_seq)
 
 
-def plan_training(config: TrainConfig, say: Callable[[str], None]) -> TrainSpec:
+def plan_training(
+    config: TrainConfig, say: Callable[[str], None], team: Team | None = None
+) -> TrainSpec:
     """Reads the data and decides what the config leaves open."""
+    team = team or Team()
+    team.check_batch(config.data.batch)
     section, lr = config.data, config.optim.lr
     tokenizer = load_tokenizer(section.tokenizer)
     shape = _model_shape(config, tokenizer)
     device = choose_device(config.memory.device)
-    slots = _slots(config, shape, say)
+    slots = _slots(config, shape, team.size, say)
     seq_len = section.seq_len or shape.max_seq
     files = find_files(section.data)
     tokens = tokenize(files, tokenizer, Path(section.cache).expanduser(), say)
@@ -75,6 +80,7 @@ def plan_training(config: TrainConfig, say: Callable[[str], None]) -> TrainSpec:
         eval_every=config.run.eval_every,
         data_digest=data.digest,
         model_facts={_FLAGS.get(name, name): value for name, value in sizes.items()},
+        team=team,
         shape=shape,
         data=data,
     )
@@ -98,16 +104,19 @@ def _model_shape(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
     return shape
 
 
-def _slots(config: TrainConfig, shape: GPTConfig, say: Callable[[str], None]) -> int | None:
+def _slots(
+    config: TrainConfig, shape: GPTConfig, n_ranks: int, say: Callable[[str], None]
+) -> int | None:
     """`nano` fits on any GPU; without a budget it gets one that makes it offload."""
     memory = config.memory
     given = (memory.gpu_memory, memory.host_memory, memory.disk, memory.slots, memory.host_slots)
     if config.model.preset != "nano" or memory.mode != "auto" or any(given):
         return memory.slots
     experts = shape.n_moe_layers * shape.n_experts
-    slots = max(2, experts // 8)
+    slots = max(2, experts // n_ranks // 8)
+    where = "the compute device" if n_ranks == 1 else f"each of {n_ranks} devices"
     say(
-        f"nano: {slots} of its {experts} experts (one eighth) fit on the compute device; change "
-        "this with --gpu-memory, --slots or --mode"
+        f"nano: {slots} of its {experts} experts (one eighth) fit on {where}; change this with "
+        "--gpu-memory, --slots or --mode"
     )
     return slots

@@ -11,13 +11,21 @@ from overspill.train.progress import Display
 from overspill.train.run_folder import choose_folder
 from overspill.train.session import Builder, build_session, open_session
 from overspill.train.summary import Summary
+from overspill.train.team import Team
 from overspill.train.train_spec import TrainSpec, plan_training
 
 
-def train(config: TrainConfig, display: Display, build: Builder = build_session) -> Summary:
+def train(
+    config: TrainConfig,
+    display: Display,
+    build: Builder = build_session,
+    team: Team | None = None,
+) -> Summary:
     """Trains as `config` says and returns the summary that `overspill train` prints."""
-    folder = choose_folder(config)
-    spec = plan_training(config, display.say)
+    team = team or Team()
+    folder = team.first_decides(lambda: choose_folder(config))
+    with team.first_before_others():  # which find the tokens in the cache
+        spec = plan_training(config, display.say, team)
     with open_session(spec, folder, display, build) as (session, state):
         return Trainer(spec, folder, session, state, display).finish()
 
@@ -28,14 +36,17 @@ class Trainer(Loop[Summary]):
     spec: TrainSpec
 
     def backward(self) -> StepWork:
-        config, device = self.spec.config, self.spec.device
+        config, device, team = self.spec.config, self.spec.device, self.spec.team
         batch = self.spec.data.train_batch(self.position, config.sequences_per_step)
-        tokens, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+        tokens, targets = (
+            team.own_sequences(tensor, config.data.accumulate).to(device, non_blocking=True)
+            for tensor in batch
+        )
         if config.accumulates:
             losses = self._accumulate(tokens, targets, config.data.accumulate)
         else:
             losses = self._backward(tokens, targets, pieces=config.data.accumulate)
-        return StepWork(losses, sequences=len(tokens), tokens=tokens.numel())
+        return StepWork(losses, sequences=len(batch[0]), tokens=batch[0].numel())
 
     def _accumulate(self, tokens: torch.Tensor, targets: torch.Tensor, count: int) -> Losses:
         """Each micro-batch passes all layers before the next begins."""
@@ -57,13 +68,16 @@ class Trainer(Loop[Summary]):
         return losses
 
     def evaluate(self) -> EvalMetrics:
-        config, device = self.spec.config, self.spec.device
+        config, device, team = self.spec.config, self.spec.device, self.spec.team
         total, count = 0.0, 0
         batches = self.spec.data.eval_batches(config.run.eval_batches, config.data.batch)
         for tokens, targets in batches:
-            out = self.session.model(tokens.to(device), targets.to(device))
-            total, count = total + out.ce.item() * len(tokens), count + len(tokens)
-        return EvalMetrics(self.step, total / count)
+            rows, counted = team.own(range(len(tokens)))
+            own = slice(rows[0], rows[-1] + 1)
+            out = self.session.model(tokens[own].to(device), targets[own].to(device))
+            total, count = total + out.ce.item() * counted, count + counted
+        total, n_sequences = team.sums([total, count])
+        return EvalMetrics(self.step, total / n_sequences)
 
     def summary(self, interrupted: bool, seconds: float) -> Summary:
         return self.base_summary(interrupted, seconds)

@@ -1,4 +1,4 @@
-"""Copies and events through the CUDA driver API.
+"""Copies, events and streams through the CUDA driver API.
 
 Thousands of copies are issued per second while another thread launches kernels, and both threads
 need the interpreter's lock. Torch's `copy_` and events hold it for 0.1 ms per copy and release it
@@ -21,6 +21,8 @@ _thread_state = threading.local()
 _NO_SWITCH: AbstractContextManager[object] = nullcontext()
 _NOT_READY = 600
 _BLOCKING, _NO_TIMING = 1, 2
+_NON_BLOCKING = 1
+"""A stream that does not wait for the default stream."""
 
 
 class Event(Protocol):
@@ -43,6 +45,19 @@ def new_event(device: torch.device, blocking: bool) -> Event:
         return torch.cuda.Event(blocking=blocking)
     with _entered(device):
         return _DriverEvent(driver, blocking)
+
+
+@functools.cache
+def own_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """A stream that nothing else uses, one for each purpose. Torch has 32 streams, which it gives
+    out again and again: work of other threads might get into a graph that is captured."""
+    driver = _driver()
+    if driver is None:
+        return torch.cuda.Stream(device)
+    handle = ctypes.c_void_p()
+    with _entered(device):
+        driver.check(driver.new_stream(ctypes.byref(handle), _NON_BLOCKING), "create a stream")
+    return torch.cuda.ExternalStream(handle.value, device)
 
 
 def copy_on(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> None:
@@ -209,6 +224,7 @@ class _Driver:
         self.create = bind("cuEventCreate", new_pointer, flags)
         self.destroy = bind("cuEventDestroy_v2", pointer)
         self.record = bind("cuEventRecord", pointer, pointer)
+        self.new_stream = bind("cuStreamCreate", new_pointer, flags)
         self.stream_waits = bind("cuStreamWaitEvent", pointer, pointer, flags)
         self.query = bind("cuEventQuery", pointer)
         self.current_context = bind("cuCtxGetCurrent", new_pointer)

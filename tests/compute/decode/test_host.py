@@ -1,5 +1,6 @@
 """Requests to the CPU and its results, in Triton's interpreter and on a GPU."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,3 +51,19 @@ def test_results_of_the_cpu_are_added_to_rows_with_misses(host: Any, device: str
     expected[[0, 2]] += rows[[0, 2]]
     host.add_host_rows(y, host.HostRows(rows, missed, torch.ones_like(missed[:1])))
     assert torch.equal(y, expected)
+
+
+@every_device
+@pytest.mark.parametrize("everything", [False, True])
+def test_experts_that_are_not_on_the_device_are_announced(
+    host: Any, everything: bool, device: str
+) -> None:
+    table = torch.tensor([8, constants.ABSENT, constants.ABSENT, 0, 16], device=device)
+    ids = torch.tensor([[1, 3], [2, 0], [1, 2]], dtype=torch.int32, device=device)
+    real = torch.tensor([1, 1, 0], device=device)  # the last row only fills the batch up
+    ahead = torch.full((8,), 7, dtype=torch.int32, device=device)
+    misses = SimpleNamespace(ahead_N=ahead, ahead_count=torch.zeros_like(ahead[:1]))
+    host.announce(ids, None if everything else real, table, 2, misses)
+    rest = [11, 12] if everything else [-1, -1]
+    assert ahead.tolist() == [11, -1, 12, -1, *rest, 7, 7]
+    assert misses.ahead_count.item() == 6

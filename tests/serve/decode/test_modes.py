@@ -14,7 +14,9 @@ import torch
 import overspill
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
+from overspill.serve.decode import decode
 from overspill.serve.decode.modes import new_mode
+from overspill.serve.decode.rates import ReadRates
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import INTERPRETED, Decoding, gpt, small
 from tests.serve.models import PROMPTS, plain_gpt, plain_model
@@ -66,9 +68,15 @@ def test_several_requests(mode: str, tmp_path: Path, steps: list[int]) -> None:
     assert steps == [4]
 
 
+@pytest.fixture
+def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which pre-gated experts are copied."""
+    monkeypatch.setattr(decode, "read_rates", lambda _: ReadRates(cpu=1.0, link=2.0))
+
+
 @pytest.mark.parametrize(
     ("mode", "level"),
-    [*((mode, 1) for mode in ALL), ("pre-gated", 2), ("pre-gated", 3), ("auto", 3)],
+    [*((mode, 1) for mode in ALL), ("pre-gated", 2), ("auto", 3)],
 )
 def test_the_tokens_of_a_model_with_pre_gates(
     mode: str, level: int, tmp_path: Path, steps: list[int]
@@ -76,16 +84,36 @@ def test_the_tokens_of_a_model_with_pre_gates(
     plain = overspill.pregate(gpt(DEEP), level)
     with served(plain, mode, tmp_path, small(PROMPTS[:1])) as made:
         made.two_steps()
+        on_cpu = made.runner.stats()["experts_on_cpu"]
+    assert (on_cpu > 0) == (mode in ("auto", "pre-gated"))
     assert steps == [1, 1]
 
 
-def test_several_requests_of_a_model_with_pre_gates(tmp_path: Path, steps: list[int]) -> None:
+@pytest.mark.usefixtures("fast_link")
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_pre_gated_experts_are_copied_where_that_is_faster(
+    level: int, tmp_path: Path, steps: list[int]
+) -> None:
+    plain = overspill.pregate(gpt(DEEP), level)
+    with served(plain, "pre-gated", tmp_path, small(PROMPTS[:1])) as made:
+        made.two_steps()
+        assert made.runner.stats()["experts_on_cpu"] == 0
+    assert steps == [1, 1]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_several_requests_of_a_model_with_pre_gates(
+    copied: bool, tmp_path: Path, steps: list[int], request: pytest.FixtureRequest
+) -> None:
+    if copied:
+        request.getfixturevalue("fast_link")
     plain = overspill.pregate(gpt(DEEP), 2)
     with served(plain, "pre-gated", tmp_path, small(PROMPTS[:3]), 4) as made:
         made.step()
     assert steps == [4]
 
 
+@pytest.mark.usefixtures("fast_link")
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_pre_gates_of_transformers(name: str, tmp_path: Path, steps: list[int]) -> None:
     plain = overspill.pregate(copy.deepcopy(plain_model(name)[0]))

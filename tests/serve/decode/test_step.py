@@ -8,6 +8,8 @@ from overspill import Settings
 from overspill.compute.decode import constants
 from overspill.models.config import GPTConfig
 from overspill.plan.usage import Exchange
+from overspill.serve.decode import decode
+from overspill.serve.decode.rates import ReadRates
 from tests.moe.oracle import delays
 from tests.serve.decode.decoding import GATED, INTERPRETED, decoding, gpt, small
 from tests.serve.models import PROMPTS, plain_gpt, plain_model
@@ -80,8 +82,8 @@ def test_several_requests_may_read_experts_over_the_link(
     monkeypatch.setattr(constants, "SEVERAL", 2)
     plain, _ = plain_model(name)
     found = []
-    for share in (0, 8, 16):
-        monkeypatch.setattr(constants, "LINK_SHARE", share)
+    for rates in (ReadRates(1.0, 0.0), ReadRates(1.0, 1.0), ReadRates(0.0, 1.0)):
+        monkeypatch.setattr(decode, "read_rates", lambda _, rates=rates: rates)
         with decoding(plain, tmp_path, "host", [1, 0]) as made:
             made.step()
             made.model.overspill.exchange_homes([Exchange(0, 0, 3)])

@@ -30,6 +30,3 @@ WIDE = 2048
 """Hidden width from which a program reads so much of an expert at once."""
 SEVERAL = 8
 """Tokens from which on an expert is read once for all that use it."""
-LINK_SHARE = 5
-"""Sixteenths of the missing experts of several tokens that the GPU reads from pinned memory, while
-the CPU computes the others."""

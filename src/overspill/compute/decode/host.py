@@ -2,7 +2,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""Requests to the CPU, which computes experts that are not on the device, and its results."""
+"""Messages to the CPU, which computes experts that are not on the device, and its results."""
 
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from overspill.compute.decode import constants
 from overspill.compute.decode.launch import after, early, power
+from overspill.compute.misses import MissBuffers
 
 
 class HostRows(NamedTuple):
@@ -57,6 +58,38 @@ def request_arguments(request: Request | None, offsets_BK: Tensor) -> RequestArg
     if request is None:
         return RequestArguments((offsets_BK, offsets_BK, offsets_BK, n_rows), (0, on_gpu))
     return RequestArguments((*request, n_rows), (power(n_rows), on_gpu))
+
+
+def announce(
+    ids_BK: Tensor, real_B: Tensor | None, table_E: Tensor, layer: int, misses: MissBuffers
+) -> None:
+    """Tells the CPU which experts of a later layer are not on the device. Nothing waits for it, and
+    what the CPU finds may be incomplete. All rows count if `real_B` is None."""
+    n_rows, top_k = ids_BK.shape
+    count = n_rows * top_k
+    assert count <= len(misses.ahead_N)
+    _announce_kernel[(1,)](
+        ids_BK, ids_BK if real_B is None else real_B, table_E, misses.ahead_N, misses.ahead_count,
+        count, layer * len(table_E), top_k, power(count), real_B is not None, num_warps=1,
+        **early(ids_BK.device),
+    )  # fmt: skip
+
+
+@triton.jit
+def _announce_kernel(
+    ids, is_real, table, ahead, ahead_count, count, first, TOP_K: tl.constexpr, SIZE: tl.constexpr,
+    REAL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    after(EARLY)
+    at = tl.arange(0, SIZE)
+    used = at < count
+    if REAL:
+        used = used & (tl.load(is_real + at // TOP_K, mask=used, other=0) != 0)
+    chosen = tl.load(ids + at, mask=used, other=0)
+    absent = used & (tl.load(table + chosen, mask=used, other=0) == -(1 << 62))
+    tl.store(ahead + at, tl.where(absent, first + chosen, -1), mask=at < count)
+    tl.debug_barrier()
+    tl.store(ahead_count, count)
 
 
 @triton.jit

@@ -69,18 +69,20 @@ class HuggingFaceExperts(abc.ABC):
         return [own[name] for name in names if name in own]
 
     def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """Writes the module's weights; without any, initial ones as transformers draws them:
-        normal, and zeros for biases."""
+        """Writes the module's weights."""
         own = dict(self.module.named_parameters())
         parts = split_record(record, self.shape)
         for place, part in zip(self.places(index), parts, strict=True):
-            value = own.get(place.name)
-            if value is not None:
-                part.copy_(place.of(value).detach())
-            elif part.dim() == 1:
+            part.copy_(place.of(own[place.name]).detach())
+
+    def draw(self, record: Tensor, generator: torch.Generator) -> None:
+        """Writes initial weights as transformers draws them: normal, and zeros for biases."""
+        for part in split_record(record, self.shape):
+            if part.dim() == 1:
                 part.zero_()
-            else:
-                part.copy_(torch.empty_like(part, device=device).normal_(0.0, self._std))
+                continue
+            drawn = torch.empty_like(part, device=generator.device)
+            part.copy_(drawn.normal_(0.0, self._std, generator=generator))
 
     @abc.abstractmethod
     def strip(self) -> None:

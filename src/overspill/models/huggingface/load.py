@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from overspill.core.errors import CheckpointError, ConfigError
+from overspill.core.experts import ExpertId
 from overspill.models.budgets import Budgets, Size
 from overspill.models.huggingface.adapt import adapt
-from overspill.models.huggingface.experts import DictionaryExperts
+from overspill.models.huggingface.experts import DictionaryExperts, HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, find_folder, read_config, silence
 from overspill.models.huggingface.pregates import read_pregates
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
 from overspill.models.offload import move_experts
+from overspill.moe.init import expert_generator
 from overspill.moe.settings import Settings
 from overspill.tiers.slab import Progress
 
@@ -168,13 +171,9 @@ def from_config(
     **more: Any,
 ) -> Any:
     """A transformers model of this config with random weights, for training from scratch; its
-    experts are initialized in the store. `more` are further arguments of `overspill.offload`."""
+    experts are initialized in the store. `more` are further arguments of `overspill.offload`. With
+    a mesh, call `torch.manual_seed` first, with the same seed on all ranks."""
     budgets = Budgets(gpu_memory, host_memory, disk, settings=settings or Settings(), **more)
-    if budgets.mesh is not None:  # ranks would draw the same numbers for different experts
-        raise ConfigError(
-            "from_config does not support a mesh yet; give it a model made by transformers with "
-            "overspill.offload(model, mesh=mesh), or a checkpoint with overspill.load"
-        )
     made = Skeleton(model_class(config), train)
     with silence():
         model = made.model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype)
@@ -189,4 +188,20 @@ def from_config(
         made.restore(model)
         adapt(model, made.layers)
 
-    return move_experts(model, made.layers, budgets, progress, quiet, finish=finish)
+    initial = _InitialExperts(made.layers, budgets.compute_device)
+    return move_experts(model, made.layers, budgets, progress, quiet, initial, finish)
+
+
+class _InitialExperts:
+    """Weights that depend on the seed of torch's generator and on the expert alone, so that they
+    are the same on any number of ranks."""
+
+    copies = False
+
+    def __init__(self, layers: Sequence[HuggingFaceExperts], device: torch.device) -> None:
+        self._layers, self._device = layers, device
+        self._seed = int(torch.randint(1 << 32, ()))
+
+    def fill(self, expert: ExpertId, record: Tensor) -> None:
+        generator = expert_generator(self._seed, expert, self._device)
+        self._layers[expert.layer].draw(record, generator)

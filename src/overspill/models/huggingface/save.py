@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import disk_free
 from overspill.models.huggingface.folder import INDEX, SINGLE, silence
 from overspill.models.huggingface.pregates import FILE as PREGATES
+from overspill.models.joint_writing import is_first, together
 from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -33,6 +35,7 @@ from overspill.tiers.aside import sync, sync_all, temporary_folder
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 from overspill.transfer.requests import run_all
 
+_METADATA = {"format": "pt"}
 _SHARD = "5GB"
 _WRITERS = 4
 """Threads that convert and write."""
@@ -44,7 +47,7 @@ def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _S
     The layout is that of the original checkpoint. A model with pre-gates is written as the
     conventional one, with its pre-gates in a file beside it. For a model with `peft` adapters only
     these are written, as `peft` does. The checkpoint is written to a temporary folder and then
-    renamed.
+    renamed. For a model with a mesh, all ranks must call this; `out` is that of the first one.
     """
     if hasattr(model, "get_base_model"):  # peft
         if pregate_level(model):
@@ -60,7 +63,7 @@ def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _S
         )
     else:
         model.save_pretrained(out, max_shard_size=max_shard_size)
-        if not pregate_level(model):
+        if not pregate_level(model) and is_first(model.overspill):
             Path(out, PREGATES).unlink(missing_ok=True)  # those of a model that was there before
 
 
@@ -71,7 +74,8 @@ def save_pretrained(
     state_dict: dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> None:
-    """`model.save_pretrained` of an offloaded model."""
+    """`model.save_pretrained` of an offloaded model. Of several ranks each writes its experts, and
+    the first one the rest."""
     refused = {
         "state_dict": state_dict is not None,
         "push_to_hub": kwargs.get("push_to_hub"),
@@ -86,25 +90,36 @@ def save_pretrained(
             )
     from safetensors import SafetensorError
 
-    out = Path(save_directory).absolute()  # "." has no name
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     engine: Engine = model.overspill
-    engine.check_whole("overspill.save()")
-    if engine.can_train:
-        engine.training.check_between_steps("saved")
-    engine.flush()
-    _check_room(out, engine, model)
+    out = Path(save_directory).absolute()  # "." has no name
+    if engine.ranks is not None:
+        engine.ranks.meet("saving a model with a mesh")
+        out = engine.ranks.gather(out)[0]
+    first, path = is_first(engine), _temporary_path(out)
     try:
-        with temporary_folder(_temporary_path(out)) as temporary:
-            # transformers writes the dense part, with its ties, names and configs
-            dense = dense_tensors(model)
-            with silence():
-                type(model).save_pretrained(
-                    model, temporary, state_dict=dense, max_shard_size=max_shard_size, **kwargs
-                )
+        with temporary_folder(path) if first else nullcontext(path) as temporary:
+            with together(engine, f"saving {out}"):
+                if engine.can_train:
+                    engine.training.check_between_steps("saved")
+                engine.flush()
+                if first:
+                    _check_room(out, engine, model)
+                    # transformers writes the dense part, with its ties, names and configs
+                    dense = dense_tensors(model)
+                    with silence():
+                        type(model).save_pretrained(
+                            model,
+                            temporary,
+                            state_dict=dense,
+                            max_shard_size=max_shard_size,
+                            **kwargs,
+                        )
             _write_experts(model, temporary, shard_bytes, _free_stem(out))
-            sync_all(temporary)
-            _move(temporary, out)
+            with together(engine, f"completing {out}"):
+                if first:
+                    sync_all(temporary)
+                    _move(temporary, out)
         engine.records.mark_saved(out)
     except (OSError, SafetensorError) as error:
         if isinstance(error, DiskError):
@@ -122,7 +137,8 @@ def _temporary_path(out: Path) -> Path:
 
 def _check_room(out: Path, engine: Engine, model: Any) -> None:
     dense = sum(tensor.nbytes for tensor in dense_tensors(model).values())
-    need, free = engine.records.weights_bytes + dense, disk_free(out)
+    layers, each = engine.n_layers * engine.n_experts, engine.layout.weight_bytes
+    need, free = layers * each + dense, disk_free(out)
     if need > free:
         raise DiskError(
             f"{out}: the checkpoint needs {format_size(need)}, the disk has {format_size(free)} "
@@ -199,11 +215,28 @@ class _WithExperts:
 
 def _write_experts(model: Any, folder: Path, shard_bytes: int, stem: str) -> None:
     """Adds the experts to a folder that holds the dense part, and an index over both."""
-    weight_map = _dense_files(folder)
-    dense = sorted(set(weight_map.values()))
+    engine: Engine = model.overspill
     layers = [_LayerExperts(model, *found) for found in placeholders(model)]
     plans = [(layer, layer.specs()) for layer in layers]
     shards = _cut([specs for _, specs in plans], shard_bytes)
+    names: list[str] = []
+    with together(engine, f"creating {folder}"):
+        if is_first(engine):
+            names = _write_index(folder, shards, stem)
+            if engine.ranks is not None:
+                for name, specs in zip(names, shards, strict=True):
+                    StreamWriter(folder / name, specs, _METADATA).abandon()
+    if engine.ranks is not None:
+        names = engine.ranks.gather(names)[0]
+    with together(engine, f"writing {folder}"):
+        _write_shards(folder, plans, dict(zip(names, shards, strict=True)))
+
+
+def _write_index(folder: Path, shards: Sequence[dict[str, TensorSpec]], stem: str) -> list[str]:
+    """Numbers the files of the dense part and writes an index over them and the shards, whose names
+    are returned."""
+    weight_map = _dense_files(folder)
+    dense = sorted(set(weight_map.values()))
     count = len(dense) + len(shards)
     renamed = {name: _shard_name(stem, number, count) for number, name in enumerate(dense, 1)}
     for old, new in renamed.items():
@@ -212,34 +245,36 @@ def _write_experts(model: Any, folder: Path, shard_bytes: int, stem: str) -> Non
         os.rename(folder / f"{new}.part", folder / new)
     files = {key: renamed[file] for key, file in weight_map.items()}
     names = [_shard_name(stem, number, count) for number in range(len(dense) + 1, count + 1)]
-    files |= {key: name for name, specs in zip(names, shards, strict=True) for key in specs}
-    _write_shards(folder, plans, dict(zip(names, shards, strict=True)), files)
+    for name, specs in zip(names, shards, strict=True):
+        files |= dict.fromkeys(specs, name)
     size = sum(spec.nbytes for specs in shards for spec in specs.values())
     size += sum(_tensor_bytes(folder / name) for name in renamed.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return names
 
 
 def _write_shards(
     folder: Path,
     plans: Sequence[tuple[_LayerExperts, dict[str, TensorSpec]]],
     shards: dict[str, dict[str, TensorSpec]],
-    files: dict[str, str],
 ) -> None:
     """Writes layer by layer, and closes each file after its last layer."""
     writers: dict[str, StreamWriter] = {}
+    files = {key: name for name, specs in shards.items() for key in specs}
+    shared = plans[0][0].placeholder.engine.ranks is not None
     left = {name: len(specs) for name, specs in shards.items()}
     try:
         for layer, specs in plans:
             for file in dict.fromkeys(files[key] for key in specs):
                 if file not in writers:
-                    writers[file] = StreamWriter(folder / file, shards[file], {"format": "pt"})
+                    writers[file] = StreamWriter(folder / file, shards[file], _METADATA, shared)
 
             def write(index: int, layer: _LayerExperts = layer, specs: Any = specs) -> None:
                 for key, offset, value in layer.pieces(index, specs):
                     writers[files[key]].write_piece(key, offset, value.contiguous())
 
-            run_all(write, range(layer.placeholder.engine.n_experts), _WRITERS)
+            run_all(write, layer.placeholder.engine.experts.local_ids, _WRITERS)
             for key in specs:
                 left[files[key]] -= 1
             for file in [file for file in writers if left[file] == 0]:

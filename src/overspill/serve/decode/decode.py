@@ -23,6 +23,7 @@ from overspill.serve.decode.linked_experts import LinkedExperts
 from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import new_mode
 from overspill.serve.decode.module_step import ModuleStep, can_step
+from overspill.serve.decode.rates import read_rates
 from overspill.serve.decode.step import Batch, Computed, DecodeStep
 from overspill.serve.decode.structure import read_decoder
 from overspill.serve.decode.table import ExpertTable
@@ -39,7 +40,7 @@ _CACHE_SHARE = 0.75
 
 class Decode:
     """Computes one token of each sequence of a batch. Experts that are not on the device are
-    computed by the CPU; those that are used most get a copy on the device."""
+    computed by the CPU, or copied there; those that are used most get a copy that stays."""
 
     def __init__(
         self,
@@ -59,8 +60,12 @@ class Decode:
         self._cache = cache
         self._slots = slots
         self._level = pregate_level(model)
-        self._mode = new_mode(mode, self._level)
+        self._rates = read_rates(engine.device)
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
+        activation = self._placeholders[0].activation
+        reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
+        fast = reason is None and self._rates.cpu >= self._rates.link
+        self._mode = new_mode(mode, self._level, fast)
         with torch.inference_mode(False):  # what is made here outlives it
             self._table = ExpertTable(engine)
             self._decoder = read_decoder(model, context)
@@ -75,12 +80,8 @@ class Decode:
             )
         # the model cannot be a graph
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
-        activation = self._placeholders[0].activation
         self._on_cpu = self._mode.on_cpu or engine.uses_disk
-        reason = None
-        if self._on_cpu:
-            reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
-        self._held = not self._refused and reason is None
+        self._held = not (self._refused or (self._on_cpu and reason is not None))
         if self._held:  # copies use the memory better: any expert may have one
             engine.hold_homes(self)
         self._n_moves = -1  # of experts, as the table has them
@@ -211,7 +212,8 @@ class Decode:
             sizes = {min(every, top_k << n) for n in range(size.bit_length())}  # by batch
             sizes = {every} if self._mode.copies_all else sizes
             return LinkedExperts(engine, table, max(1, self._level), sizes)
-        return HostExperts(engine, table, first.activation, top_k, size, engine.settings.inject)
+        share, inject = self._rates.link_share, engine.settings.inject
+        return HostExperts(engine, table, first.activation, top_k, size, share, inject)
 
     def _count_slots(self, others: int) -> int:
         """GPU slots within the budget, beside what is allocated (at least one prompt was computed

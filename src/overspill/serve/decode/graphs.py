@@ -1,7 +1,6 @@
 """Decoding steps as CUDA graphs, one for each size of a batch."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,23 +9,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from overspill.compute.highest_triton import highest
+from overspill.core.garbage import pause_collection, resume_collection
 from overspill.core.routing import RoutingSource, StepSource
 from overspill.serve.decode.staging import Staging
 from overspill.serve.decode.step import Batch, Computed
 from overspill.serve.paged import Span
 from overspill.serve.sampling import Draw
+from overspill.transfer.driver import own_stream
 
 Numbers = NDArray[np.int64]
 _NUMBERS = 6
 """Of a sequence beside its blocks: token, position, 1 if it is real, and those of its draw."""
 _WARM = 2
 """Steps before a capture: they compile kernels and choose algorithms."""
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all: cuBLAS keeps 32 MiB for each stream it was used on."""
-    return torch.cuda.Stream(device)
 
 
 class CaptureError(Exception):
@@ -161,7 +156,8 @@ class DecodeGraphs:
         return Computed(logits, ids, chosen)
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Computed]:
-        stream = _capture_stream(self._device)
+        # one for all: cuBLAS keeps 32 MiB for each stream it was used on
+        stream = own_stream(self._device, "capture")
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             tokens = self._input[:size].clone()
@@ -170,6 +166,7 @@ class DecodeGraphs:
                 self._input[:size] = tokens
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        pause_collection()  # memory that is freed meanwhile would end the capture
         try:
             # other threads go on: they upload experts
             with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
@@ -178,6 +175,8 @@ class DecodeGraphs:
             raise
         except RuntimeError as error:
             raise CaptureError(str(error).splitlines()[0]) from error
+        finally:
+            resume_collection()
         self._pool = graph.pool()
         return graph, computed
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from overspill.compute.activation import Activation
 from overspill.compute.decode import constants
-from overspill.compute.decode.constants import ABSENT
-from overspill.compute.decode.host import HostRows, Request
+from overspill.compute.decode.host import HostRows, Request, announce
 from overspill.compute.decode.routing import Link
 from overspill.compute.misses import MissRunner
 from overspill.core.errors import ConfigError
@@ -34,9 +33,12 @@ class HostExperts:
         activation: Activation | None,
         top_k: int,
         max_batch: int,
+        link_share: int,
         inject: Callable[[str], object] | None = None,
     ) -> None:
+        """The device reads `link_share` sixteenths of the experts that several tokens miss."""
         self._engine = engine
+        self._link_share = link_share
         self._table = table
         self._on_gpu = engine.device.type == "cuda"
         self._end = torch.cuda.Event() if self._on_gpu else None
@@ -96,23 +98,19 @@ class HostExperts:
     def link(self, layer: int, n_rows: int) -> Link | None:
         """Experts of a layer that the device reads where they are in host memory. With few rows an
         expert would be read more than once."""
-        share = constants.LINK_SHARE
+        share = self._link_share
         if not share or self._reads is not None or n_rows < constants.SEVERAL:
             return None
         return Link(self._table.pinned[layer], share)
 
     def begin(self, ahead: Ahead, real_B: Tensor) -> None:
-        """Experts on disk that a later layer needs are read when the CPU gets its next request."""
-        if self._reads is None:
-            return
-        ids = self._all if ahead.ids_BK is None else ahead.ids_BK
-        absent = self._table.offsets[ahead.layer][ids] == ABSENT
-        if ahead.ids_BK is not None:
-            absent &= (real_B != 0)[:, None]
-        buffers = self.buffers
-        buffers.ahead_N.fill_(-1)
-        buffers.ahead_N[: ids.numel()].copy_(torch.where(absent, ids, -1).flatten())
-        buffers.ahead_layer.fill_(ahead.layer)
+        """Experts that a later layer will miss are loaded into the caches of the CPU between its
+        requests, or read from disk when it gets the next one."""
+        table = self._table.offsets[ahead.layer]
+        if ahead.ids_BK is None:
+            announce(self._all[:, None], None, table, ahead.layer, self.buffers)
+        else:
+            announce(ahead.ids_BK, real_B, table, ahead.layer, self.buffers)
 
     def staged(self, layer: int) -> Tensor | None:
         """Nothing is copied to the device."""
@@ -159,10 +157,16 @@ class HostExperts:
         return self._runner.n_misses
 
     def take_spans(self) -> list[Span]:
-        """When experts were computed, since the last call."""
+        """When experts were computed, or loaded before, since the last call."""
         size = self._engine.layout.weight_bytes
         return [
-            Span("cpu compute", str(count), begin, end, count * size)
+            Span(
+                "cpu compute" if count > 0 else "cpu load",
+                str(abs(count)),
+                begin,
+                end,
+                abs(count) * size,
+            )
             for _, begin, end, count in self._runner.take_spans()
             if count
         ]

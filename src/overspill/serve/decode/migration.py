@@ -6,6 +6,7 @@ from torch import Tensor
 from overspill.compute.decode.migrate import Region, migrate, new_region
 from overspill.moe.engine import Engine
 from overspill.serve.decode.table import ExpertTable
+from overspill.transfer.driver import own_stream
 
 
 class Migration:
@@ -20,7 +21,7 @@ class Migration:
         self._depth = layers + 1
         self._regions: dict[tuple[int, int], Region] = {}  # by their size and number
         on_gpu = engine.device.type == "cuda"
-        self._stream = torch.cuda.Stream(engine.device) if on_gpu else None
+        self._stream = own_stream(engine.device, "migration") if on_gpu else None
         # of this step: where the experts of a layer are, once the event has passed
         self._begun: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
         every = torch.arange(engine.n_experts, dtype=torch.int32, device=engine.device)

@@ -43,8 +43,8 @@ class Mode(Protocol):
 
 
 class Auto:
-    """The CPU computes missing experts where they are. From disk, what pre-gates have chosen is
-    read ahead: nothing else is known well enough to be worth its time."""
+    """The CPU computes missing experts where they are. It is told what pre-gates have chosen:
+    nothing else is known well enough to be worth its time."""
 
     on_cpu = True
     copies_all = False
@@ -89,10 +89,13 @@ class Lookahead:
 
 
 class PreGated:
-    """Those that the pre-gates of this layer have chosen for a later one."""
+    """Those that the pre-gates of this layer have chosen for a later one. They are handed to the
+    CPU or copied, whichever reads them faster from host memory."""
 
-    on_cpu = False
     copies_all = False
+
+    def __init__(self, on_cpu: bool = True) -> None:
+        self.on_cpu = on_cpu
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         later = layer + routings.level
@@ -117,12 +120,13 @@ def check_mode(name: str) -> None:
         raise ConfigError(f"mode={name!r} must be one of {', '.join(map(repr, _MODES))}")
 
 
-def new_mode(name: str, level: int) -> Mode:
-    """The mode of that name for a model with pre-gates of this level."""
+def new_mode(name: str, level: int, cpu_is_faster: bool = True) -> Mode:
+    """The mode of that name for a model with pre-gates of this level, on a machine whose CPU reads
+    host memory faster than the device does, or not."""
     check_mode(name)
     if name == "pre-gated" and not level:
         raise ConfigError(
             "mode='pre-gated' needs a model with pre-gates; train them with overspill pregate, or "
             "choose another mode"
         )
-    return _MODES[name]()
+    return PreGated(cpu_is_faster) if name == "pre-gated" else _MODES[name]()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from overspill.train.finetune.classification import Choice
 from overspill.train.finetune.rows import IGNORED, Batch, Row
+from overspill.train.team import Team
 
 Collate = Callable[[Sequence[Row]], Batch]
 Model = Callable[..., object]
@@ -27,15 +28,23 @@ def summed_losses(logits: torch.Tensor, labels: torch.Tensor, seq2seq: bool) -> 
 
 
 def row_losses(
-    model: torch.nn.Module, rows: Sequence[Row], batch: int, collate: Collate, seq2seq: bool
+    model: torch.nn.Module,
+    rows: Sequence[Row],
+    batch: int,
+    collate: Collate,
+    seq2seq: bool,
+    team: Team | None = None,
 ) -> list[float]:
-    """The summed loss of each row."""
-    found: list[float] = []
+    """The summed loss of each row. Each rank of `team` computes a part of every batch."""
+    team = team or Team()
+    found: list[list[float]] = []
     for at in range(0, len(rows), batch):
-        inputs = collate(rows[at : at + batch])
+        own, counted = team.own(rows[at : at + batch])
+        inputs = collate(own)
         out = model(**inputs, use_cache=False)
-        found += summed_losses(out.logits, inputs["labels"], seq2seq).tolist()
-    return found
+        found.append(summed_losses(out.logits, inputs["labels"], seq2seq).tolist()[:counted])
+    parts = zip(*team.gather(found), strict=True)  # of one batch, in the order of ranks
+    return [loss for batch_parts in parts for part in batch_parts for loss in part]
 
 
 def mean_loss(losses: Sequence[float], rows: Sequence[Row]) -> float:

@@ -1,7 +1,7 @@
 """`overspill finetune` and `pregate`: steps and evaluations in the loop, the best and the final
 model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from overspill.train.export import export
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.evaluation import chosen, mean_loss, row_losses, summed_losses
 from overspill.train.finetune.lora import check_peft, save_adapter
-from overspill.train.finetune.outputs import Outputs
+from overspill.train.finetune.outputs import Outputs, Write
 from overspill.train.finetune.rows import IGNORED, Batch, Row, collate
 from overspill.train.finetune.spec import FinetuneSpec, plan_finetuning
 from overspill.train.loop import Loop, Losses, StepWork
@@ -25,6 +25,7 @@ from overspill.train.progress import Display
 from overspill.train.run_folder import RunFolder, choose_folder
 from overspill.train.session import Builder, Session, build_session, open_session
 from overspill.train.summary import Summary
+from overspill.train.team import Team
 from overspill.train.trained import find_checkpoint, is_run
 
 
@@ -62,14 +63,19 @@ class PregateSummary(FinetuneSummary):
 
 
 def finetune(
-    config: FinetuneConfig, display: Display, build: Builder = build_session
+    config: FinetuneConfig,
+    display: Display,
+    build: Builder = build_session,
+    team: Team | None = None,
 ) -> FinetuneSummary:
     """Fine-tunes as `config` says and returns the summary that `overspill finetune` prints."""
-    folder = choose_folder(config)
+    team = team or Team()
+    folder = team.first_decides(lambda: choose_folder(config))
     if config.model.lora is not None:
         check_peft()
-    config = _with_exported(config, display)
-    spec = plan_finetuning(config, display.say)
+    with team.first_before_others():  # which find what it exports or downloads
+        config = _with_exported(config, display)
+        spec = plan_finetuning(config, display.say, team)
     with _no_progress_bars(), open_session(spec, folder, display, build) as (session, state):
         return Finetuner(spec, folder, session, state, display).finish()
 
@@ -123,7 +129,7 @@ class Finetuner(Loop[FinetuneSummary]):
     # -- steps ------------------------------------------------------------------------------
 
     def before_steps(self) -> None:
-        if self.step < self.spec.steps:
+        if self.step < self.spec.steps and self.team.is_first:
             self.outputs.reopen()
         if self.step == 0 and self.data.evaluates and not self.evaluations:
             self.take_evaluation()
@@ -137,8 +143,10 @@ class Finetuner(Loop[FinetuneSummary]):
         learned = sum(row.learned for row in rows)
         total = Losses(0.0, 0.0, 0.0)
         for number, piece in enumerate(pieces, start=1):
-            batch = self._collate(piece)
-            share = sum(row.learned for row in piece) / learned
+            own, counted = self.team.own(piece)
+            batch = self._collate(own)
+            # times the number of ranks, over which gradients and losses are averaged
+            share = self.team.size * sum(row.learned for row in own[:counted]) / learned
             with self.optimizer.accumulate() if number < len(pieces) else nullcontext():
                 total = total.plus(self._backward(batch, share), share)
         tokens = sum(len(row.tokens) for row in rows)
@@ -169,10 +177,10 @@ class Finetuner(Loop[FinetuneSummary]):
         choices = self.data.eval_choices
         if not choices:
             rows = self.data.eval_rows
-            losses = row_losses(model, rows, batch, self._collate, seq2seq)
+            losses = row_losses(model, rows, batch, self._collate, seq2seq, self.team)
             return EvalMetrics(self.step, mean_loss(losses, rows))
         rows = [row for choice in choices for row in choice.rows]
-        losses = row_losses(model, rows, batch, self._collate, seq2seq)
+        losses = row_losses(model, rows, batch, self._collate, seq2seq, self.team)
         picked = chosen(losses, choices)
         hits = sum(p == choice.label for p, choice in zip(picked, choices, strict=True))
         width = len(choices[0].rows)
@@ -184,7 +192,7 @@ class Finetuner(Loop[FinetuneSummary]):
         self.evaluations.append(metrics)
         # The model of the last step is written as `final`, by after_steps.
         if 0 < metrics.step < self.spec.steps and self._best() is metrics:
-            self.outputs.save_best(self._write)
+            self._keep_model(self.outputs.save_best)
 
     def _best(self) -> EvalMetrics | None:
         """The evaluation with the highest accuracy, if there is one, then the lowest loss. That
@@ -197,7 +205,8 @@ class Finetuner(Loop[FinetuneSummary]):
     def after_steps(self) -> None:
         if self.step >= self.spec.steps:
             best = self._best()
-            self.outputs.save_final(self._write, best is not None and best.step == self.step)
+            is_best = best is not None and best.step == self.step
+            self._keep_model(lambda write: self.outputs.save_final(write, is_best))
 
     def summary(self, interrupted: bool, seconds: float) -> FinetuneSummary:
         best = self._best()
@@ -216,12 +225,20 @@ class Finetuner(Loop[FinetuneSummary]):
             final=str(self.outputs.final) if self.step >= self.spec.steps else None,
         )
 
-    def _write(self, folder: Path) -> None:
-        if self.config.model.lora is not None:
-            save_adapter(self.session.model, folder)
+    def _keep_model(self, keep: Callable[[Write], None]) -> None:
+        """All ranks write the model, into a folder that the first one makes."""
+        if self.team.is_first:
+            keep(self._write)
         else:
+            self._write(self.outputs.final)
+
+    def _write(self, folder: Path) -> None:
+        if self.config.model.lora is None:
             save(self.session.model, folder)
-        self.spec.tokenizer.save_pretrained(str(folder))
+        elif self.team.is_first:
+            save_adapter(self.session.model, folder)
+        if self.team.is_first:
+            self.spec.tokenizer.save_pretrained(str(folder))
 
 
 def _past_evaluations(metrics: Path) -> list[EvalMetrics]:

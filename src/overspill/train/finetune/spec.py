@@ -22,6 +22,7 @@ from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
 from overspill.train.finetune.lora import add_lora
 from overspill.train.session import RunSpec
+from overspill.train.team import Team
 
 _SEQ_LEN = 1024  # default: long enough for most examples, and not the 128k of some models
 _LR, _LORA_LR = 1e-5, 1e-4
@@ -56,7 +57,8 @@ class FinetuneSpec(RunSpec):
             self.folder,
             self.budgets,
             self.dtype,
-            train=self.config.trains_experts,  # else no memory is planned for optimizer states
+            # else no memory is planned for optimizer states; ranks support training only
+            train=self.config.trains_experts or self.team.mesh is not None,
             progress=True,
             quiet=True,
             changes=self.overrides,
@@ -91,7 +93,9 @@ def freeze(model: nn.Module, experts: bool, dense: bool, pregates: bool = True) 
             parameter.requires_grad_(False)
 
 
-def plan_finetuning(config: FinetuneConfig, say: Callable[[str], None]) -> FinetuneSpec:
+def plan_finetuning(
+    config: FinetuneConfig, say: Callable[[str], None], team: Team | None = None
+) -> FinetuneSpec:
     """Reads everything but the weights and decides what the config leaves open."""
     device = choose_device(config.memory.device)
     if not config.model.checkpoint:
@@ -141,6 +145,7 @@ def plan_finetuning(config: FinetuneConfig, say: Callable[[str], None]) -> Finet
             "lora_targets": model.lora_targets,
             "pregate_level": level or None,
         },
+        team=team or Team(),
         folder=folder,
         model_config=model_config,
         tokenizer=tokenizer,

@@ -1,0 +1,39 @@
+"""Files that the ranks of a model write together."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from overspill.moe.engine import Engine
+from overspill.parallel.ranks import Ranks
+from overspill.tiers.safetensors_stream import StreamWriter, TensorSpec
+
+
+def is_first(engine: Engine) -> bool:
+    """Whether this process writes what all ranks have: it is the first rank, or alone."""
+    return engine.ranks is None or engine.ranks.rank == 0
+
+
+def together(engine: Engine, what: str) -> AbstractContextManager[object]:
+    """What all ranks do, or none; see `Ranks.together`."""
+    return nullcontext() if engine.ranks is None else engine.ranks.together(what)
+
+
+@contextmanager
+def shared_writer(
+    path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], ranks: Ranks | None
+) -> Iterator[StreamWriter]:
+    """Each rank writes its own part of the tensors; together they must write all. If one fails, all
+    raise. None: this process writes all."""
+    if ranks is None:
+        with StreamWriter(path, specs, metadata) as writer:
+            yield writer
+        return
+    with ranks.together(f"creating {path}"):
+        if ranks.rank == 0:
+            StreamWriter(path, specs, metadata).abandon()
+    with ranks.together(f"writing {path}"), StreamWriter(path, specs, metadata, True) as writer:
+        yield writer
+    total = sum(spec.numel for spec in specs.values())
+    written = ranks.sum(total - writer.unwritten)
+    assert written == total, f"{path}: the ranks have written {written:.0f} of {total} elements"

@@ -1,0 +1,155 @@
+"""How a process that was started as a rank joins the others, and how it ends."""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from overspill.core.errors import ConfigError, OverspillError, RankError
+from overspill.hardware.machine import choose_device, usable_cores
+from overspill.parallel.launcher import RankPlace
+from overspill.parallel.ranks import Ranks
+from overspill.parallel.watchdog import LATE, Page, Watchdog, report
+
+_TIMEOUT = timedelta(days=1)
+"""Of calls to other ranks. The first rank may tokenize for hours; the watchdog notices failures."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a rank has of the others."""
+
+    mesh: DeviceMesh
+    ranks: Ranks
+    watchdog: Watchdog
+
+
+@contextlib.contextmanager
+def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
+    """While the ranks work together. `device` is the --device of all of them; each rank has its own
+    GPU, unless it names one. If the block fails, the process ends, and one rank says why."""
+    _end_with_parent()
+    if place.rank > 0:  # one rank shows what all would
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+    torch.set_num_threads(max(1, usable_cores() // place.size))
+    store, page = _meet(place)
+    watchdog = Watchdog(page, place.rank)
+    watchdog.start(lambda wrong: _give_up(page, wrong))
+    with _reported(page, place.rank):
+        # None may fail before all can see its report. The watchdog names a rank that is missing.
+        store.set(f"overspill/joined/{place.rank}", "")
+        store.wait([f"overspill/joined/{rank}" for rank in range(place.size)], _TIMEOUT)
+        chosen = _choose_device(device, place)
+        own_gpu = chosen.type == "cuda" and not _is_shared(device)
+        if own_gpu:
+            torch.cuda.set_device(chosen)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=_TIMEOUT,
+        )
+        kind = "cuda" if own_gpu else "cpu"
+        mesh = init_device_mesh(kind, (place.size,), mesh_dim_names=("expert",))
+        ranks = Ranks(mesh, chosen)
+        watchdog.follow(ranks)
+        yield Joined(mesh, ranks, watchdog)
+        ranks.gather(None)  # none ends before all have ended their work
+    watchdog.stop()
+    dist.destroy_process_group()
+
+
+def _meet(place: RankPlace) -> tuple[dist.Store, Page]:
+    """The store through which ranks find each other, and the page of the watchdog."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=LATE)))
+        if place.rank == 0:
+            page = Page.create(place.size)
+            store.set("overspill/page", page.path)
+        else:
+            page = Page.open(store.get("overspill/page").decode(), place.size)
+    except (RuntimeError, OSError) as error:
+        raise RankError(
+            f"rank {place.rank} cannot join the others ({error}); they may have failed, or not "
+            f"started within {LATE} s"
+        ) from error
+    store.set_timeout(_TIMEOUT)
+    return store, page
+
+
+def _is_shared(device: str | None) -> bool:
+    """Whether --device names one GPU for all ranks."""
+    return device is not None and device.startswith("cuda:")
+
+
+def _choose_device(device: str | None, place: RankPlace) -> torch.device:
+    if device is not None:
+        chosen = choose_device(device)
+        if chosen.type == "cpu" or _is_shared(device):
+            return chosen
+    count = torch.cuda.device_count()
+    if count < place.size:
+        raise ConfigError(
+            f"--gpus {place.size}: this machine has {count} GPUs; give at most that, --device cpu "
+            "for processes that compute on the CPU, or --device cuda:0 with --gpu-memory for ranks "
+            "that share a GPU"
+        )
+    return choose_device(f"cuda:{place.rank}")
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _reported(page: Page, rank: int) -> Iterator[None]:
+    """If the block fails, the first rank that fails says so, and this process ends at once: others
+    may wait for it, and it must not wait for them."""
+    try:
+        yield
+    except OverspillError as error:
+        report(page, f"rank {rank}: {error}")
+        time.sleep(0.3)  # the first rank may hold the store that others still read
+        _exit(2)
+    except KeyboardInterrupt:
+        _exit(130)
+    except Exception as error:
+        # The cause may be that another rank is gone: it, the launcher or the watchdog says why.
+        deadline = time.monotonic() + 3.0
+        while not page.claimed and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if report(page, f"rank {rank}: {type(error).__name__}: {error}"):
+            traceback.print_exc()
+        _exit(1)
+
+
+def _give_up(page: Page, wrong: str) -> None:
+    """What the watchdog does."""
+    time.sleep(2.0)  # a launcher names a rank that was killed, and its signal, and ends all ranks
+    report(page, wrong)
+    _exit(1)
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """The system kills this process when its launcher is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

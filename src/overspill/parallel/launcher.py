@@ -1,0 +1,144 @@
+"""Starts one process for each rank, on this machine, and ends them all together.
+
+Imports no torch: the processes import it at the same time as they start.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+from overspill.core.errors import ConfigError
+
+_GRACE = 5.0
+"""Seconds in which ranks may end by themselves after one of them has failed."""
+_POLL = 0.05
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank a process is, from the environment that `launch` or torchrun has set."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str] = os.environ) -> "RankPlace | None":
+        """None in a process that trains alone."""
+        try:
+            size = int(environment.get("WORLD_SIZE", 1))
+            rank = int(environment.get("RANK", 0))
+            on_machine = int(environment.get("LOCAL_WORLD_SIZE", size))
+        except ValueError as error:
+            raise ConfigError(f"RANK and WORLD_SIZE must be numbers ({error})") from error
+        if size == 1:
+            return None
+        if on_machine != size:
+            raise ConfigError(
+                f"{size} ranks are on several machines, {on_machine} of them on this one; start "
+                "all of them on one machine"
+            )
+        if not 0 <= rank < size:
+            raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={size}")
+        return cls(rank, size)
+
+
+class Process(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+Start = Callable[[Mapping[str, str]], Process]
+
+
+def rank_command(arguments: Sequence[str]) -> Start:
+    """Starts `overspill` with these arguments, in a session of its own: Ctrl-C in the terminal
+    reaches only the launcher, which passes it on once."""
+    line = [sys.executable, "-m", "overspill", *arguments]
+    return lambda environment: subprocess.Popen(
+        line, env={**os.environ, **environment}, start_new_session=True
+    )
+
+
+def launch(size: int, start: Start) -> int:
+    """Starts `size` ranks and waits for them; returns the exit code of the first that failed.
+    SIGINT and SIGTERM are passed on to all ranks. None of them outlives this call."""
+    ranks: list[Process] = []
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for process in ranks:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        port = _free_port()
+        for rank in range(size):
+            ranks.append(start(_environment(rank, size, port)))
+        code = _wait(ranks)
+        if code < 0 and received:
+            return 130  # before it could handle the signal
+        if code < 0:  # it could not say so itself
+            rank = next(n for n, process in enumerate(ranks) if process.poll() == code)
+            name = signal.Signals(-code).name
+            print(f"error: rank {rank} was killed by {name}", file=sys.stderr, flush=True)
+        return max(code, 1) if code else 0
+    finally:
+        _kill(ranks)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: Sequence[Process]) -> int:
+    """The exit code of the first rank that fails, when the others have ended or had time to; 0 if
+    none does. If one is killed, the others cannot go on, and are not waited for."""
+    failed, deadline = 0, 0.0
+    while True:
+        codes = [process.poll() for process in ranks]
+        if not failed and any(codes):
+            failed = next(code for code in codes if code)
+            deadline = time.monotonic() + _GRACE
+        if failed < 0 or None not in codes or (failed and time.monotonic() > deadline):
+            return failed
+        time.sleep(_POLL)
+
+
+def _kill(ranks: Sequence[Process]) -> None:
+    for process in ranks:
+        process.send_signal(signal.SIGKILL)  # no-op if it has ended
+    while any(process.poll() is None for process in ranks):
+        time.sleep(_POLL)
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0))
+    defaults = {
+        "GLOO_SOCKET_IFNAME": "lo",  # else the address of the host name
+        "OMP_NUM_THREADS": str(max(1, cores // size)),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else every rank warns of connections that one has closed
+    }
+    return {
+        **{name: os.environ.get(name, value) for name, value in defaults.items()},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

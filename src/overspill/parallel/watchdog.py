@@ -1,0 +1,208 @@
+"""Ends a rank when another one is killed, stopped or stuck.
+
+Without it a rank could wait for another one forever. A thread in each rank publishes that it runs,
+how many calls to other ranks its main thread has made, and how many bytes of experts have moved. It
+looks at what the others publish.
+"""
+
+import fcntl
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from overspill.parallel.ranks import Ranks
+
+_TICK = 1.0
+"""Seconds between two looks."""
+SILENT = 20
+"""Ticks after which a rank that does not publish anything counts as stopped."""
+LATE = 50
+"""Ticks, or seconds, after which a rank that has not joined the others counts as failed."""
+STUCK = 45
+"""Ticks after which ranks count as stuck, if none has called others or moved an expert."""
+
+
+class State(IntEnum):
+    """What a rank is doing."""
+
+    ANYTHING = 0
+    """What may take long without a call to other ranks: loading, saving, compiling."""
+    STEPS = 1
+    """Training: it makes calls in every layer."""
+    DONE = 2
+    """It ends, and needs no one."""
+
+
+class Words(NamedTuple):
+    """What a rank publishes."""
+
+    pid: int
+    """0 before it has published anything."""
+    ticks: int
+    calls: int
+    """Odd while it waits for others."""
+    moved: int
+    """Bytes of experts."""
+    state: int
+
+
+class Page:
+    """Memory that all ranks map: numbers of 64 bits, each written by one rank. It has no name, and
+    the system frees it however they end."""
+
+    _WORDS = len(Words._fields)
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self._fd = fd
+        self._words = memoryview(mmap.mmap(fd, 8 * (1 + size * self._WORDS))).cast("q")
+
+    @classmethod
+    def create(cls, size: int) -> Self:
+        fd = os.memfd_create("overspill-ranks")
+        os.ftruncate(fd, 8 * (1 + size * cls._WORDS))
+        return cls(fd, size)
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user can open it."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    @classmethod
+    def open(cls, path: str, size: int) -> Self:
+        return cls(os.open(path, os.O_RDWR), size)
+
+    def publish(self, rank: int, words: "Words") -> None:
+        at = 1 + rank * self._WORDS
+        for number, value in enumerate(words):
+            self._words[at + number] = value
+
+    def read(self, rank: int) -> "Words":
+        at = 1 + rank * self._WORDS
+        return Words(*self._words[at : at + self._WORDS].tolist())
+
+    @property
+    def claimed(self) -> bool:
+        """Whether a failure was reported."""
+        return self._words[0] != 0
+
+    def claim(self) -> bool:
+        """Whether this is the first call in all ranks: only the first failure is reported, the
+        others follow from it."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            first = self._words[0] == 0
+            self._words[0] = 1
+            return first
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+
+class Watchdog:
+    """Publishes what this rank does, and looks at the others."""
+
+    def __init__(self, page: Page, rank: int, alive: Callable[[int], bool] | None = None) -> None:
+        self._page, self._rank, self._alive = page, rank, alive or _alive
+        self._ticks = 0
+        self._state = State.ANYTHING
+        self._followed: list[Ranks] = []
+        self._moved: Callable[[], int] = lambda: 0
+        self._last: dict[tuple[int, str], tuple[object, int]] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._publish()
+
+    def follow(self, ranks: Ranks, moved: Callable[[], int] | None = None) -> None:
+        """From now on the calls of `ranks`, and growing numbers of `moved`, count as progress."""
+        self._followed.append(ranks)
+        self._moved = moved or self._moved
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Training: if no rank makes progress, all end."""
+        before, self._state = self._state, State.STEPS
+        try:
+            yield
+        finally:
+            self._state = before
+
+    def start(self, end: Callable[[str], None]) -> None:
+        """Looks from now on, in a thread; `end` gets what is wrong."""
+        self._thread = threading.Thread(target=self._run, args=(end,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """This rank ends, and looks no more."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._state = State.DONE
+        self._publish()
+
+    def _run(self, end: Callable[[str], None]) -> None:
+        while not self._stop.wait(_TICK):
+            wrong = self.look()
+            if wrong is not None:
+                end(wrong)
+                return
+
+    def look(self) -> str | None:
+        """One tick: publishes this rank's numbers; returns what is wrong with another rank."""
+        self._ticks += 1
+        self._publish()
+        # Counted in own ticks: all ranks may have been stopped for a while, and continued.
+        found: list[Words] = []
+        stuck: list[bool] = []
+        for rank in range(self._page.size):
+            words = self._page.read(rank)
+            if words.pid == 0 and self._ticks >= LATE:
+                return f"rank {rank} has not started within {LATE} s"
+            if words.pid != 0 and words.state != State.DONE and rank != self._rank:
+                if not self._alive(words.pid):
+                    return f"rank {rank} ended unexpectedly; it may have been killed"
+                if self._unchanged((rank, "ticks"), words.ticks) >= SILENT:
+                    return f"rank {rank} has not responded for {SILENT} s; it may be stopped"
+            found.append(words)
+            progress = words.calls, words.moved, words.state
+            stuck.append(self._unchanged((rank, "progress"), progress) >= STUCK)
+        if all(stuck) and all(words.state == State.STEPS for words in found):
+            guilty = [str(rank) for rank, words in enumerate(found) if words.calls % 2 == 0]
+            who = f"rank {', '.join(guilty)}" if guilty else "the ranks, which wait for each other,"
+            return f"no progress of {who} for {STUCK} s"
+        return None
+
+    def _publish(self) -> None:
+        calls = sum(ranks.calls for ranks in self._followed)
+        words = Words(os.getpid(), self._ticks, calls, self._moved(), self._state)
+        self._page.publish(self._rank, words)
+
+    def _unchanged(self, what: tuple[int, str], value: object) -> int:
+        """For how many ticks what a rank publishes has not changed."""
+        last, since = self._last.get(what, (None, 0))
+        if last != value:
+            self._last[what] = value, self._ticks
+            return 0
+        return self._ticks - since
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def report(page: Page, line: str) -> bool:
+    """Prints the line unless a failure was reported already; returns whether it did."""
+    first = page.claim()
+    if first:
+        print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    return first

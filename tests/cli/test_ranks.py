@@ -1,0 +1,314 @@
+"""Ranks that `--gpus` starts: they train as one process, fail together, and resume."""
+
+import os
+import resource
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from overspill.train.metrics import read_lines
+from tests.cli.forks import Forks
+from tests.train.fakes import tiny_settings
+from tests.train.finetune import tiny as finetune
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("tiny", "tuned")  # folders that the example names
+LONG = {"steps": 30, "save_every": 2, "eval_every": 15, "gpus": 2}
+
+
+def _words(settings: dict[str, Any]) -> list[str]:
+    flags = {f"--{name.replace('_', '-')}": str(value) for name, value in settings.items()}
+    return [word for pair in flags.items() for word in pair]
+
+
+def _arguments(folder: Path, out: str, **changes: Any) -> list[str]:
+    settings = {"batch": 4, "steps": 8, "save_every": 2, "keep": 9, **changes}
+    return ["train", *_words(tiny_settings(folder, out=str(folder / out), **settings))]
+
+
+def _resume(out: Path, **changes: Any) -> list[str]:
+    return ["train", "--resume", "--out", str(out), *_words(changes)]
+
+
+def _numbers(out: Path) -> list[float]:
+    lines = read_lines(out / "metrics.jsonl")
+    return [line[name] for line in lines for name in ("loss", "eval_loss") if name in line]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+def test_any_number_of_ranks_resumes_to_the_losses_of_one_process(
+    forks: Forks, folder: Path
+) -> None:
+    out, log = folder / "run", folder / "run.log"
+    assert forks.run(_arguments(folder, "run"), log) == 0, log.read_text()
+    expected = _numbers(out)
+    for step, ranks in ((2, 2), (4, 4), (6, 1)):
+        for path in (out / "checkpoints").iterdir():
+            if int(path.name.removeprefix("step-")) > step:
+                shutil.rmtree(path)
+        assert forks.run(_resume(out, gpus=ranks), log) == 0, log.read_text()
+        text = log.read_text()
+        assert text.count("step 8/8  loss") == 1  # one display
+        assert ("rank 0 of" in text) == (ranks > 1)
+        assert _numbers(out) == pytest.approx(expected, rel=1e-5)
+
+
+def test_ranks_divide_each_micro_batch(forks: Forks, folder: Path) -> None:
+    log, changes = folder / "log.txt", {"accumulate": 2, "steps": 3}
+    for out, more in (("alone", {}), ("grouped", {"gpus": 2})):
+        assert forks.run(_arguments(folder, out, **changes, **more), log) == 0, log.read_text()
+    words = [*_arguments(folder, "single", **changes, gpus=2), "--no-group"]
+    assert forks.run(words, log) == 0, log.read_text()
+    expected = pytest.approx(_numbers(folder / "alone"), rel=1e-5)
+    assert _numbers(folder / "grouped") == expected
+    assert _numbers(folder / "single") == expected
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+class Running:
+    """A run of two ranks."""
+
+    def __init__(self, forks: Forks, arguments: list[str], out: Path) -> None:
+        self.out, self.log, self._forks = out, out.with_suffix(".log"), forks
+        self._step = self._last_step()
+        self.launcher = forks.start(arguments, self.log)
+        self._wait(lambda: self._last_step() >= self._step + 3)
+        children = Path(f"/proc/{self.launcher}/task/{self.launcher}/children").read_text()
+        self.ranks = [int(pid) for pid in children.split()]
+
+    def _last_step(self) -> int:
+        return max((line["step"] for line in read_lines(self.out / "metrics.jsonl")), default=0)
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+
+    def end(self) -> tuple[int, str]:
+        """The exit code and the first line that is no progress, when all processes are gone."""
+        code = self._forks.wait(self.launcher)
+        self._wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in self.ranks))
+        lines = self.log.read_text().splitlines()
+        return code, next((line for line in lines if line.startswith("error")), lines[-1])
+
+
+@pytest.fixture
+def running(forks: Forks, folder: Path) -> Iterator[Callable[[], Running]]:
+    """Starts the run, or resumes it."""
+    found: list[Running] = []
+
+    def start() -> Running:
+        out = folder / "failing"
+        again = _resume(out) if found else _arguments(folder, "failing", **LONG)
+        found.append(Running(forks, again, out))
+        return found[-1]
+
+    yield start
+    for run in found:
+        for pid in run.ranks:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_ranks_fail_together_and_resume_to_the_same_losses(
+    forks: Forks, folder: Path, running: Callable[[], Running]
+) -> None:
+    for rank in (1, 0):
+        run = running()
+        os.kill(run.ranks[rank], signal.SIGKILL)
+        assert run.end() == (1, f"error: rank {rank} was killed by SIGKILL")
+
+    run = running()
+    os.kill(run.ranks[1], signal.SIGSTOP)
+    assert run.end() == (1, "error: rank 1 has not responded for 8 s; it may be stopped")
+
+    run = running()
+    resource.prlimit(run.ranks[1], resource.RLIMIT_FSIZE, (1024, 1024))  # a full disk
+    code, line = run.end()
+    assert code == 2
+    assert "on rank 1: DiskError" in line or line.startswith("error: rank 1: ")
+    assert "(File too large); free some space" in line
+    assert not list((run.out / "checkpoints").glob(".tmp-*"))
+
+    run = running()
+    os.kill(run.launcher, signal.SIGKILL)  # the system ends the ranks
+    assert run.end()[0] == -signal.SIGKILL
+
+    run = running()
+    os.kill(run.launcher, signal.SIGINT)
+    code, line = run.end()
+    assert (code, line) == (130, f"to continue: overspill train --resume --out {run.out}")
+    newest = max(path.name for path in (run.out / "checkpoints").iterdir())
+    step = list(read_lines(run.out / "metrics.jsonl"))[-1]["step"]
+    assert newest == f"step-{step:08d}"
+
+    assert forks.run(_resume(run.out), run.log) == 0, run.log.read_text()
+    assert forks.run(_arguments(folder, "whole", **LONG), run.log) == 0, run.log.read_text()
+    assert _numbers(run.out) == _numbers(folder / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": 5, "batch": 5}, "the mesh has 5 ranks for 4 experts of each layer"),
+        ({"gpus": 3}, "--batch 4 must be a multiple of the 3 ranks"),
+        ({"gpus": 2, "data": "/no/such"}, "--data /no/such does not exist"),
+        ({"gpus": 2, "device": "cuda"}, "--device cuda: torch"),
+    ],
+)
+def test_what_all_ranks_refuse_is_said_once(
+    forks: Forks, folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    log = tmp_path / "log.txt"
+    assert forks.run(_arguments(folder, "refused", **changes), log) == 2, log.read_text()
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("error")]
+    assert message in line
+    assert line.startswith("error: rank ")
+    assert not (folder / "refused").exists()
+
+
+def _torchrun(forks: Forks, arguments: list[list[str]], logs: Path) -> tuple[list[int], str]:
+    """The exit codes of ranks that are started as torchrun does, and what they print."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank, words in enumerate(arguments):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(arguments)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        ranks.append(forks.start(words, logs / f"log-{rank}", environment))
+    codes = [forks.wait(pid) for pid in ranks]
+    return codes, "".join((logs / f"log-{rank}").read_text() for rank in range(len(ranks)))
+
+
+def test_ranks_of_torchrun_with_different_flags_are_refused(
+    forks: Forks, folder: Path, tmp_path: Path
+) -> None:
+    lines = [_arguments(folder, "different", lr=rate) for rate in (1e-3, 2e-3)]
+    codes, text = _torchrun(forks, lines, tmp_path)
+    assert codes == [2, 2]
+    assert "--lr must be the same on all ranks: rank 0 has 0.001, rank 1 0.002" in text
+    assert text.count("error") == 1
+
+
+# -- as users start them -------------------------------------------------------------------------
+
+EXAMPLE = ROOT / "examples" / "several_gpus.py"
+COMMANDS = [
+    shlex.split(line)
+    for line in EXAMPLE.read_text().split('"""')[1].splitlines()
+    if line.startswith("    ")
+]
+
+
+def _small(folder: Path) -> list[str]:
+    """Flags for a smaller model than nano."""
+    given = ("out", "device", "steps")
+    settings = tiny_settings(folder, batch=4, eval_every=0)
+    return _words({name: value for name, value in settings.items() if name not in given})
+
+
+def test_the_commands_of_the_example_run(forks: Forks, folder: Path, tmp_path: Path) -> None:
+    """Each in forked processes, which start sooner."""
+    for program, *words in COMMANDS:
+        words = [word.replace("runs/", f"{tmp_path}/") for word in words]
+        words = [str(tmp_path / word) if word.split("/")[0] in TINY else word for word in words]
+        words = [str(EXAMPLE.parent / Path(w).name) if w.endswith(".py") else w for w in words]
+        if "train" in words and "--resume" not in words:
+            words += _small(folder)
+        log = tmp_path / "log.txt"
+        if program == "torchrun":
+            assert words[:2] == ["--nproc-per-node", "2"]
+            words = words[4:] if words[2] == "-m" else words[2:]
+            codes, text = _torchrun(forks, [words] * 2, tmp_path)
+            assert codes == [0, 0], text
+        else:
+            assert program == "python" or words[0] in ("train", "finetune")
+            assert forks.run(words, log) == 0, log.read_text()
+    assert _numbers(tmp_path / "two")[:4] == _numbers(tmp_path / "same")[:4]
+    for name in ("tuned/final", "tuned"):
+        assert (tmp_path / name / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "count",
+    [1, pytest.param(len(COMMANDS), marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+)
+def test_the_commands_run_in_new_processes(folder: Path, tmp_path: Path, count: int) -> None:
+    """The first one always, because importing torch takes seconds in each rank."""
+    programs = {"torchrun": ["-m", "torch.distributed.run"], "overspill": ["-m", "overspill"]}
+    (tmp_path / "examples").symlink_to(EXAMPLE.parent)
+    for program, *words in COMMANDS[:count]:
+        line = [sys.executable, *programs.get(program, []), *words]
+        if "train" in words and "--resume" not in words:
+            line += _small(folder)
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"}
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert len(_numbers(tmp_path / "runs" / "two")) >= 4
+
+
+# -- fine-tuning ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finetune.save_mixtral(tmp_path_factory.mktemp("checkpoints") / "tiny-mixtral")
+
+
+FINETUNE: dict[str, dict[str, Any]] = {
+    # 29 rows in steps of 6: the last step has fewer rows than a micro-batch has ranks
+    "pairs": {"batch": 3, "accumulate": 2},
+    "labels, adapters": {"batch": 4, "lora": 2},
+}
+
+
+@pytest.mark.parametrize("name", FINETUNE)
+def test_ranks_finetune_as_one_process(
+    forks: Forks, checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    data = (
+        finetune.write_labels(tmp_path / "a.tsv", 22)
+        if "labels" in name
+        else finetune.write_pairs(tmp_path / "a.jsonl", 31)
+    )
+    for ranks in (1, 2):
+        out = tmp_path / f"ranks-{ranks}"
+        settings = finetune.tiny_settings(checkpoint, data, out, lr=3e-4, **FINETUNE[name])
+        words = ["finetune", settings.pop("checkpoint"), *settings.pop("data")]
+        words += [*_words(settings), "--gpus", str(ranks)]
+        log = tmp_path / "log.txt"
+        assert forks.run(words, log) == 0, log.read_text()
+    one, two = (tmp_path / f"ranks-{ranks}" for ranks in (1, 2))
+    assert _numbers(two) == pytest.approx(_numbers(one), rel=1e-5)
+    names = sorted(file.name for file in (one / "final").iterdir())
+    assert sorted(file.name for file in (two / "final").iterdir()) == names
+    for file in (one / "final").glob("*.safetensors"):
+        torch.testing.assert_close(load_file(two / "final" / file.name), load_file(file))

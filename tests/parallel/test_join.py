@@ -1,0 +1,41 @@
+"""Processes that were started as ranks join each other and end together."""
+
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from overspill.parallel.join import joined
+from overspill.parallel.launcher import RankPlace
+
+
+def _rank(rank: int, port: int, log: Path) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = RankPlace.find()
+    assert place == RankPlace(rank, 2)
+    with joined(place, "cpu") as others:
+        assert others.ranks.gather(rank) == [0, 1]
+        if rank == 1:
+            raise ZeroDivisionError("an exception in one rank")
+        others.ranks.gather(rank)
+
+
+def test_an_exception_in_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path / "log.txt"
+    context: Any = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=_rank, args=(rank, port, log)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(30)
+    assert [process.exitcode for process in ranks] == [1, 1]
+    first, *others = log.read_text().splitlines()
+    assert first == "error: rank 1: ZeroDivisionError: an exception in one rank"
+    assert "error" not in " ".join(others)  # the traceback alone
+    assert others[-1].startswith("ZeroDivisionError")

@@ -1,0 +1,58 @@
+import signal
+
+import pytest
+
+from overspill.core.errors import ConfigError
+from overspill.parallel.launcher import RankPlace, launch
+
+
+def test_a_process_knows_its_rank_from_its_environment() -> None:
+    assert RankPlace.find({}) is None
+    assert RankPlace.find({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert RankPlace.find({"RANK": "1", "WORLD_SIZE": "4"}) == RankPlace(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "on several machines"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        ({"RANK": "first", "WORLD_SIZE": "4"}, "must be numbers"),
+    ],
+)
+def test_unsuitable_environments_are_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RankPlace.find(environment)
+
+
+class Ended:
+    """A process that has ended, or ends when it is killed."""
+
+    def __init__(self, code: int | None) -> None:
+        self._code = code
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def send_signal(self, sig: int) -> None:
+        if self._code is None:
+            self._code = -sig
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "said"),
+    [
+        ((0, 0, 0), 0, ""),
+        ((0, 2, 1), 2, ""),  # the rank has said why
+        ((None, -9, None), 1, "error: rank 1 was killed by SIGKILL\n"),
+    ],
+)
+def test_ranks_end_together(
+    codes: tuple[int | None, ...], expected: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    processes = [Ended(code) for code in codes]
+    assert launch(3, lambda environment: processes[int(environment["RANK"])]) == expected
+    assert capsys.readouterr().err == said
+    assert all(process.poll() is not None for process in processes)
+    assert signal.getsignal(signal.SIGINT) is before
