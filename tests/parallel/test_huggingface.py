@@ -16,6 +16,11 @@ from tests.models.huggingface.oracle import ADAM
 from tests.parallel.processes import FAMILY_NAMES, run_ranks
 
 STEPS, RANKS, CLIP = 3, 2, 0.5
+RUNS = [
+    *((name, "static") for name in FAMILY_NAMES),
+    ("mixtral", "dynamic"),
+    ("gpt_oss", "dynamic"),
+]
 REENTRANT = {"mixtral": True, "gpt_oss": False}  # families that recompute their blocks
 TOKENS = torch.arange(3, 27).view(2, 12)
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -47,10 +52,10 @@ def plain(name: str) -> tuple[list[float], Weights]:
     return losses, {key: value.detach() for key, value in model.named_parameters()}
 
 
-def train_rank(mesh: DeviceMesh, name: str) -> tuple[list[float], Weights, Weights]:
+def train_rank(mesh: DeviceMesh, name: str, placement: str) -> tuple[list[float], Weights, Weights]:
     """The losses, the dense weights, and those of this rank's experts by path and index."""
     rank, model, losses = mesh.get_local_rank(), new_model(name), []
-    settings = Settings(threads=1)
+    settings = Settings(threads=1, placement=placement)
     overspill.offload(model, mode="host", slots=2, mesh=mesh, quiet=True, settings=settings)
     optimizer = overspill.AdamW(model, max_grad_norm=CLIP, **ADAM)
     for step in range(STEPS):
@@ -61,6 +66,7 @@ def train_rank(mesh: DeviceMesh, name: str) -> tuple[list[float], Weights, Weigh
         optimizer.zero_grad()
     engine = model.overspill
     engine.flush()
+    assert (engine.balance.placed < engine.balance.static) is (placement == "dynamic")
     dense = {key: p.detach() for key, p in model.named_parameters() if p.numel()}
     experts = {}
     for path, placeholder, places in placeholders(model):
@@ -75,12 +81,13 @@ def train_rank(mesh: DeviceMesh, name: str) -> tuple[list[float], Weights, Weigh
 
 
 def train_all(mesh: DeviceMesh) -> list[tuple[list[float], Weights, Weights]]:
-    return [train_rank(mesh, name) for name in FAMILY_NAMES]
+    return [train_rank(mesh, *run) for run in RUNS]
 
 
 def test_two_ranks_follow_eager_transformers() -> None:
-    for name, *results in zip(FAMILY_NAMES, *run_ranks(RANKS, train_all), strict=True):
-        losses, weights = plain(name)
+    wanted = {name: plain(name) for name in FAMILY_NAMES}
+    for (name, _), *results in zip(RUNS, *run_ranks(RANKS, train_all), strict=True):
+        losses, weights = wanted[name]
         means = [sum(pair) / RANKS for pair in zip(*(result[0] for result in results), strict=True)]
         torch.testing.assert_close(means, losses, rtol=1e-5, atol=1e-6)
         for key, value in results[0][1].items():

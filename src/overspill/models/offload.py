@@ -23,11 +23,13 @@ from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.progress_bar import TerminalProgress
 from overspill.models.ranks import check_supported, divide_cores, facts, rank_part
+from overspill.models.sharing import may_share, place_shared, share_experts
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.row_placer import Sharing
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.plan.budget import ModelSizes, Placement, place
@@ -155,10 +157,10 @@ def move_experts(
     # what is made here outlives an inference mode of the caller
     with torch.inference_mode(False), budgets.claimed(device):
         if ranks is None or ranks.size == 1:
-            return _move_experts(*args, finish, None)
+            return _move_experts(*args, finish, None, lambda: None)
         with ranks.together("offloading the model") as agree:
             check_supported(model, budgets.settings)
-            return _move_experts(*args, lambda: (finish(), agree()), ranks)
+            return _move_experts(*args, finish, ranks, agree)
 
 
 def _move_experts(
@@ -170,7 +172,9 @@ def _move_experts(
     source: ExpertSource | None,
     finish: Callable[[], object],
     ranks: Ranks | None,
+    agree: Callable[[], None],
 ) -> nn.Module:
+    """`agree` raises on all ranks if one of them has failed."""
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     experts = ExpertMap.whole(layers[0].n_experts)
@@ -179,7 +183,16 @@ def _move_experts(
         experts, budgets = rank_part(experts.n_global, ranks), divide_cores(budgets, ranks)
         # after all have seen how much memory is free, and before one allocates it
         ranks.check_same(facts(model, layers, layout, budgets.settings))
-    placement = place(_sizes(model, layers, layout, experts.n_local), request)
+    sizes, settings = _sizes(model, layers, layout, experts.n_local), budgets.settings
+    sharing = None
+    if ranks is not None and may_share(settings, device):
+        n_experts = experts.n_global
+        placement, why_not = place_shared(sizes, request, settings, layout, n_experts, ranks.size)
+        sharing = share_experts(
+            ranks, agree, settings, why_not, layout, len(layers), n_experts, device
+        )
+    else:
+        placement = place(sizes, request)
     with ExitStack() as undo:
         with _shown(progress) as show:
             costs = None
@@ -187,7 +200,7 @@ def _move_experts(
                 costs = cpu_expert_costs(layout, device, budgets.settings, show)
             with DeferredInterrupt() as interrupt:
                 engine = _engine(
-                    layers, experts, layout, device, placement, budgets, show, costs, ranks
+                    layers, experts, layout, device, placement, budgets, show, costs, ranks, sharing
                 )
                 undo.callback(engine.close)
                 _fill(engine, layers, source, show, interrupt)
@@ -200,6 +213,7 @@ def _move_experts(
                 _close_with(engine, layers)
                 model.overspill = engine  # type: ignore[assignment]
                 finish()
+                agree()
         if not quiet:
             print(engine.describe(), file=sys.stderr)
         undo.pop_all()
@@ -266,6 +280,7 @@ def _engine(
     progress: Progress | None,
     costs: ExpertCosts | None,
     ranks: Ranks | None,
+    sharing: Sharing | None,
 ) -> Engine:
     if placement.mode == "gpu":
         _log.info("all experts compute on %s: they fit there", device)
@@ -281,6 +296,7 @@ def _engine(
         progress,
         costs,
         ranks,
+        sharing,
     )
 
 

@@ -210,6 +210,8 @@ class AdamW(torch.optim.Optimizer):
         ranks = self._ranks
         if ranks is None:
             return
+        if self._engine is not None:
+            self._engine.training.prepare_step()
         keys = ("lr", "betas", "eps", "weight_decay")
         numbers = [{key: group[key] for key in keys} for group in self.param_groups]
         dense = [parameter for parameter, _ in self._dense()]
