@@ -48,20 +48,29 @@ def load_and_save(mesh: DeviceMesh, source: Path, folder: Path) -> tuple[TrainSt
     return state, train(model, optimizer)
 
 
-def test_ranks_write_the_bytes_that_they_have_read(tmp_path: Path) -> None:
+def train_and_save(folder: Path) -> tuple[Path, float]:
+    """The checkpoint of one process, and the loss of its next step."""
     model, optimizer = new_model(None)
     for _ in range(3):
         train(model, optimizer)
-    source = save(model, optimizer, tmp_path / "1")
-    loss = train(model, optimizer)
+    source = save(model, optimizer, folder)
+    return source, train(model, optimizer)
+
+
+def assert_same_files(folder: Path, source: Path) -> None:
+    (written,) = folder.iterdir()
+    for file in source.iterdir():
+        assert (written / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_ranks_write_the_bytes_that_they_have_read(tmp_path: Path) -> None:
+    source, loss = train_and_save(tmp_path / "1")
     for n_ranks in (2, 4):
         folder = tmp_path / str(n_ranks)
         for state, next_loss in run_ranks(n_ranks, load_and_save, source, folder):
             assert state == STATE
             assert abs(next_loss - loss) < 1e-5
-        (written,) = folder.iterdir()
-        for file in source.iterdir():
-            assert (written / file.name).read_bytes() == file.read_bytes(), file.name
+        assert_same_files(folder, source)
 
 
 def load_dicts(

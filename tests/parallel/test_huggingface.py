@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,11 +35,12 @@ def batch(name: str, model: Any, step: int, rank: int) -> dict[str, Tensor]:
     return make_batch(BY_NAME[name], model, seed=10 * step + rank)
 
 
-def plain(name: str) -> tuple[list[float], Weights]:
+def plain(name: str, n_ranks: int = RANKS) -> tuple[list[float], Weights]:
     model, losses = new_model(name), []
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     for step in range(STEPS):
-        parts = [model(**batch(name, model, step, rank)).loss / RANKS for rank in range(RANKS)]
+        losses_of_ranks = [model(**batch(name, model, step, r)).loss for r in range(n_ranks)]
+        parts = [loss / n_ranks for loss in losses_of_ranks]
         torch.stack(parts).sum().backward()
         losses.append(sum(part.item() for part in parts))
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -49,7 +51,7 @@ def plain(name: str) -> tuple[list[float], Weights]:
 
 def train_rank(mesh: DeviceMesh, name: str) -> tuple[list[float], Weights, Weights]:
     """The losses, the dense weights, and those of this rank's experts by path and index."""
-    rank, model, losses = mesh.get_local_rank(), new_model(name), []
+    rank, model, losses = dist.get_rank(), new_model(name), []
     settings = Settings(threads=1)
     overspill.offload(model, mode="host", slots=2, mesh=mesh, quiet=True, settings=settings)
     optimizer = overspill.AdamW(model, max_grad_norm=CLIP, **ADAM)
@@ -78,18 +80,24 @@ def train_all(mesh: DeviceMesh) -> list[tuple[list[float], Weights, Weights]]:
     return [train_rank(mesh, name) for name in FAMILY_NAMES]
 
 
-def test_two_ranks_follow_eager_transformers() -> None:
-    for name, *results in zip(FAMILY_NAMES, *run_ranks(RANKS, train_all), strict=True):
-        losses, weights = plain(name)
-        means = [sum(pair) / RANKS for pair in zip(*(result[0] for result in results), strict=True)]
-        torch.testing.assert_close(means, losses, rtol=1e-5, atol=1e-6)
-        for key, value in results[0][1].items():
-            assert torch.equal(value, results[1][1][key]), key
+def assert_follow_plain(name: str, results: list[tuple[list[float], Weights, Weights]]) -> None:
+    losses, weights = plain(name, len(results))
+    of_steps = zip(*(result[0] for result in results), strict=True)
+    means = [sum(of_ranks) / len(results) for of_ranks in of_steps]
+    torch.testing.assert_close(means, losses, rtol=1e-5, atol=1e-6)
+    for _, dense, experts in results:
+        for key, value in dense.items():
+            assert torch.equal(value, results[0][1][key]), key
             torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=1e-5)
-        for key, value in {**results[0][2], **results[1][2]}.items():
+        for key, value in experts.items():
             path, index = key.rsplit(" ", 1)
             torch.testing.assert_close(value, weights[path][int(index)], rtol=1e-5, atol=1e-5)
-        assert {key.rsplit(" ", 1)[0] for key in results[0][2]} | results[0][1].keys() == {*weights}
+        assert {key.rsplit(" ", 1)[0] for key in experts} | dense.keys() == {*weights}
+
+
+def test_two_ranks_follow_eager_transformers() -> None:
+    for name, *results in zip(FAMILY_NAMES, *run_ranks(RANKS, train_all), strict=True):
+        assert_follow_plain(name, results)
 
 
 def make_and_save(mesh: DeviceMesh | None, out: Path) -> None:

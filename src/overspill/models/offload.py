@@ -22,7 +22,14 @@ from overspill.models.budgets import Budgets, Size
 from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.progress_bar import TerminalProgress
-from overspill.models.ranks import check_supported, divide_cores, facts, rank_part
+from overspill.models.ranks import (
+    check_supported,
+    checksum,
+    digest,
+    facts,
+    rank_budgets,
+    rank_part,
+)
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
@@ -96,9 +103,11 @@ def offload(
         progress: show a progress bar, or a function that is called with (what, done, total).
         quiet: do not print where the experts are.
         mesh: ranks among which the experts of each layer are divided, in training; a
-            `torch.distributed.device_mesh.DeviceMesh` of one dimension. Each rank passes the same
-            model and its own part of the batch; the loss is the mean over ranks. They share
-            `host_memory` and `disk`; the other budgets are those of each rank.
+            `torch.distributed.device_mesh.DeviceMesh` of one dimension, or of the dimensions
+            ("data", "expert") for several nodes, which divide the experts in the same way. Each
+            rank passes the same model and its own part of the batch; the loss is the mean over
+            ranks. Those of a node share `host_memory` and `disk`; the other budgets are those of
+            each rank.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
@@ -174,9 +183,10 @@ def _move_experts(
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     experts = ExpertMap.whole(layers[0].n_experts)
-    request = budgets.request(device, 1 if ranks is None else ranks.size)
     if ranks is not None:
-        experts, budgets = rank_part(experts.n_global, ranks), divide_cores(budgets, ranks)
+        experts, budgets = rank_part(experts.n_global, ranks.node), rank_budgets(budgets, ranks)
+    request = budgets.request(device, 1 if ranks is None else ranks.node.size)
+    if ranks is not None:
         # after all have seen how much memory is free, and before one allocates it
         ranks.check_same(facts(model, layers, layout, budgets.settings))
     placement = place(_sizes(model, layers, layout, experts.n_local), request)
@@ -293,6 +303,8 @@ def _fill(
 ) -> None:
     """Fills the records of all experts, from the layers or from `source`."""
     done, lock = 0, threading.Lock()
+    replicas = None if engine.ranks is None else engine.ranks.replicas
+    checksums: dict[ExpertId, int] = {}
 
     def fill(expert: ExpertId, record: Tensor) -> None:
         nonlocal done
@@ -301,6 +313,8 @@ def _fill(
             source.fill(expert, record)
         else:
             layers[expert.layer].fill(expert.index, record, engine.device)
+        if replicas is not None:
+            checksums[expert] = checksum(record)
         with lock:
             done += engine.layout.weight_bytes
             if progress is not None:
@@ -313,6 +327,9 @@ def _fill(
         staged = placement.mode != "host" or placement.homes > 0
         buffers = engine.layout.weight_bytes * (int(staged) + 2 * int(source.copies))
         engine.records.fill(fill, reader_threads(buffers), on_host=True)
+    if replicas is not None:
+        weights = digest(sorted(checksums.items()))
+        replicas.check_same({"a digest of the experts that several nodes hold": weights})
 
 
 def reader_threads(buffers: int, most: int = _BUFFERS) -> int:

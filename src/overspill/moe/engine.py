@@ -75,7 +75,9 @@ class Engine:
         self.shape, self.dtype = layout.shape, layout.dtype
         self.device = device
         self.ranks = ranks
-        self.row_exchange = None if ranks is None else RowExchange(ranks, experts.n_global, device)
+        self.row_exchange: RowExchange | None = None
+        if ranks is not None:
+            self.row_exchange = RowExchange(ranks.node, experts.n_global, device)
         self.placement = placement
         self.recorder = recorder
         self._settings = settings

@@ -117,7 +117,7 @@ class AdamW(torch.optim.Optimizer):
     @property
     def keep_gradients(self) -> bool:
         overlap = self._engine is None or self._engine.overlap_updates
-        return self.max_grad_norm is not None or not overlap
+        return self.max_grad_norm is not None or not overlap or self._replicas is not None
 
     @property
     def accumulating(self) -> bool:
@@ -143,6 +143,11 @@ class AdamW(torch.optim.Optimizer):
     @property
     def _ranks(self) -> Ranks | None:
         return self._given_ranks if self._engine is None else self._engine.ranks
+
+    @property
+    def _replicas(self) -> Ranks | None:
+        """The ranks of other nodes that hold the same experts."""
+        return None if self._ranks is None else self._ranks.replicas
 
     # -- steps ----------------------------------------------------------------------------
 
@@ -181,6 +186,8 @@ class AdamW(torch.optim.Optimizer):
         for parameter, _ in self._parameters():
             if is_placeholder(parameter):
                 parameter.check_gradient()
+        if self._engine is not None and self._replicas is not None:
+            self._engine.training.add_replicas(self._replicas)
         self._scale = self._clip()
         try:
             for parameter, _ in dense:  # before anything is updated: memory may be short
@@ -222,7 +229,7 @@ class AdamW(torch.optim.Optimizer):
         grads = [p.grad for p, _ in self._with_gradients() if p.grad is not None]
         squares = 0.0 if self._engine is None else self._engine.training.gradient_squares()
         if self._ranks is not None:
-            squares = self._ranks.sum(squares)
+            squares = self._ranks.sum(squares) / self._ranks.copies
         self.total_norm = gradient_norm(grads, squares)
         if not math.isfinite(self.total_norm):
             if self._engine is not None:

@@ -2,7 +2,8 @@
 
 Without it a rank could wait for another one forever. A thread in each rank publishes that it runs,
 how many calls to other ranks its main thread has made, and how many bytes of experts have moved. It
-looks at what the others publish.
+looks at what the other ranks of its node publish. If another node fails, the connections to it
+close, or the ranks of this one make no progress.
 """
 
 import fcntl
@@ -53,8 +54,8 @@ class Words(NamedTuple):
 
 
 class Page:
-    """Memory that all ranks map: numbers of 64 bits, each written by one rank. It has no name, and
-    the system frees it however they end."""
+    """Memory that all ranks of a node map: numbers of 64 bits, each written by one rank. It has no
+    name, and the system frees it however they end."""
 
     _WORDS = len(Words._fields)
 
@@ -107,8 +108,16 @@ class Page:
 class Watchdog:
     """Publishes what this rank does, and looks at the others."""
 
-    def __init__(self, page: Page, rank: int, alive: Callable[[int], bool] | None = None) -> None:
+    def __init__(
+        self,
+        page: Page,
+        rank: int,
+        alive: Callable[[int], bool] | None = None,
+        first: int = 0,
+    ) -> None:
+        """`rank` is counted from `first`, the first rank of the node."""
         self._page, self._rank, self._alive = page, rank, alive or _alive
+        self._first = first
         self._ticks = 0
         self._state = State.ANYTHING
         self._followed: list[Ranks] = []
@@ -160,20 +169,22 @@ class Watchdog:
         found: list[Words] = []
         stuck: list[bool] = []
         for rank in range(self._page.size):
-            words = self._page.read(rank)
+            words, name = self._page.read(rank), f"rank {self._first + rank}"
             if words.pid == 0 and self._ticks >= LATE:
-                return f"rank {rank} has not started within {LATE} s"
+                return f"{name} has not started within {LATE} s"
             if words.pid != 0 and words.state != State.DONE and rank != self._rank:
                 if not self._alive(words.pid):
-                    return f"rank {rank} ended unexpectedly; it may have been killed"
+                    return f"{name} ended unexpectedly; it may have been killed"
                 if self._unchanged((rank, "ticks"), words.ticks) >= SILENT:
-                    return f"rank {rank} has not responded for {SILENT} s; it may be stopped"
+                    return f"{name} has not responded for {SILENT} s; it may be stopped"
             found.append(words)
             progress = words.calls, words.moved, words.state
             stuck.append(self._unchanged((rank, "progress"), progress) >= STUCK)
         if all(stuck) and all(words.state == State.STEPS for words in found):
-            guilty = [str(rank) for rank, words in enumerate(found) if words.calls % 2 == 0]
-            who = f"rank {', '.join(guilty)}" if guilty else "the ranks, which wait for each other,"
+            guilty = [
+                str(self._first + rank) for rank, words in enumerate(found) if words.calls % 2 == 0
+            ]
+            who = f"rank {', '.join(guilty)}" if guilty else "the ranks, which wait for others,"
             return f"no progress of {who} for {STUCK} s"
         return None
 

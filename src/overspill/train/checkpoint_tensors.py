@@ -20,6 +20,8 @@ def write_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
     dense, layers = _names(model)
     specs = _model_specs(dense, layers, engine)
     with shared_writer(path, specs, {"format": "pt"}, engine.ranks) as writer:
+        if writer is None:
+            return
         for name, value in dense.items() if is_first(engine) else ():
             writer.write(name, value)
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)
@@ -94,6 +96,8 @@ def write_optimizer(path: Path, engine: Engine, optimizer: AdamW) -> None:
     dense = {_DENSE + name: value for name, value in optimizer.dense_state_dict().items()}
     specs = {**expert_state_specs(engine, optimizer), **_specs(dense)}
     with shared_writer(path, specs, {"format": "pt"}, engine.ranks) as writer:
+        if writer is None:
+            return
         for name, value in dense.items() if is_first(engine) else ():
             writer.write(name, value)
         write_expert_states(writer, engine, optimizer)

@@ -21,6 +21,7 @@ from overspill.models.huggingface.folder import INDEX, SINGLE, silence
 from overspill.models.huggingface.pregates import FILE as PREGATES
 from overspill.models.joint_writing import is_first, together
 from overspill.models.pregate import pregate_level
+from overspill.models.joint_writing import is_first, together, writes_experts
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.state_dict import (
@@ -229,7 +230,8 @@ def _write_experts(model: Any, folder: Path, shard_bytes: int, stem: str) -> Non
     if engine.ranks is not None:
         names = engine.ranks.gather(names)[0]
     with together(engine, f"writing {folder}"):
-        _write_shards(folder, plans, dict(zip(names, shards, strict=True)))
+        if writes_experts(engine):
+            _write_shards(folder, plans, dict(zip(names, shards, strict=True)))
 
 
 def _write_index(folder: Path, shards: Sequence[dict[str, TensorSpec]], stem: str) -> list[str]:
