@@ -47,7 +47,8 @@ def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
         warnings.simplefilter("ignore")
     torch.set_num_threads(max(1, usable_cores() // place.node_size))
     store, page = _meet(place)
-    watchdog = Watchdog(page, place.node_rank, first=place.rank - place.node_rank)
+    first = place.rank - place.node_rank
+    watchdog = Watchdog(page, place.node_rank, first=first, size=place.size)
     watchdog.start(lambda wrong: _give_up(page, wrong))
     with _reported(page, place.rank):
         # None may fail before all can see its report. The watchdog names a rank that is missing.
