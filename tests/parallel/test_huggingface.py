@@ -12,6 +12,7 @@ import overspill
 from overspill.core.experts import ExpertId
 from overspill.moe.settings import Settings
 from overspill.moe.state_dict import placeholders, split_record
+from overspill.parallel.sharded import whole
 from tests.models.huggingface.families import FAMILIES, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM
 from tests.parallel.processes import FAMILY_NAMES, run_ranks
@@ -49,11 +50,12 @@ def plain(name: str, n_ranks: int = RANKS) -> tuple[list[float], Weights]:
     return losses, {key: value.detach() for key, value in model.named_parameters()}
 
 
-def train_rank(mesh: DeviceMesh, name: str) -> tuple[list[float], Weights, Weights]:
+def train_rank(mesh: DeviceMesh, name: str, **more: Any) -> tuple[list[float], Weights, Weights]:
     """The losses, the dense weights, and those of this rank's experts by path and index."""
     rank, model, losses = dist.get_rank(), new_model(name), []
     settings = Settings(threads=1)
-    overspill.offload(model, mode="host", slots=2, mesh=mesh, quiet=True, settings=settings)
+    where: dict[str, Any] = {"mode": "host", "slots": 2, "mesh": mesh, **more}
+    overspill.offload(model, quiet=True, settings=settings, **where)
     optimizer = overspill.AdamW(model, max_grad_norm=CLIP, **ADAM)
     for step in range(STEPS):
         loss = model(**batch(name, model, step, rank)).loss
@@ -63,7 +65,7 @@ def train_rank(mesh: DeviceMesh, name: str) -> tuple[list[float], Weights, Weigh
         optimizer.zero_grad()
     engine = model.overspill
     engine.flush()
-    dense = {key: p.detach() for key, p in model.named_parameters() if p.numel()}
+    dense = {key: whole(p.detach()) for key, p in model.named_parameters() if p.numel()}
     experts = {}
     for path, placeholder, places in placeholders(model):
         for index in engine.experts.local_ids:
@@ -100,10 +102,10 @@ def test_two_ranks_follow_eager_transformers() -> None:
         assert_follow_plain(name, results)
 
 
-def make_and_save(mesh: DeviceMesh | None, out: Path) -> None:
+def make_and_save(mesh: DeviceMesh | None, out: Path, **more: Any) -> None:
     torch.manual_seed(1)
     config = BY_NAME["mixtral"].build()
-    where: dict[str, Any] = {"mode": "host", "slots": 2, "device": "cpu", "mesh": mesh}
+    where: dict[str, Any] = {"mode": "host", "slots": 2, "device": "cpu", "mesh": mesh, **more}
     model = overspill.from_config(config, quiet=True, progress=False, **where)
     overspill.save(model, out, max_shard_size="20KB")
     model.overspill.close()

@@ -17,6 +17,7 @@ import overspill
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
 from overspill.moe.state_dict import split_record
+from overspill.parallel.sharded import as_sharded, whole
 from tests.moe.oracle import Task, loss_of
 
 
@@ -81,7 +82,9 @@ def plain(case: Case) -> Result:
 def _with_moment(parameter: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     state = optimizer.state.get(parameter)
     found = [parameter.detach()] if not state else [parameter.detach(), state["exp_avg_sq"]]
-    return [tensor.to("cpu", copy=True) for tensor in found]
+    if state:
+        found[1] = as_sharded(found[1], parameter.detach())
+    return [whole(tensor).to("cpu", copy=True) for tensor in found]
 
 
 def offload(model: GPTMoE, mesh: DeviceMesh, **options: Any) -> None:

@@ -1,5 +1,6 @@
 """`overspill.offload`: moves the experts of a model to an engine, in place."""
 
+import dataclasses
 import logging
 import sys
 import threading
@@ -30,6 +31,7 @@ from overspill.models.ranks import (
     rank_budgets,
     rank_part,
 )
+from overspill.models.shard_dense import check_shardable, device_bytes, shard_dense
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
@@ -37,6 +39,7 @@ from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
+from overspill.parallel.sharded import local
 from overspill.plan.budget import ModelSizes, Placement, place
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
@@ -71,6 +74,7 @@ def offload(
     progress: bool | Progress = True,
     quiet: bool = False,
     mesh: "DeviceMesh | None" = None,
+    shard_dense: bool = False,
 ) -> nn.Module:
     """Moves the model to the compute device and its experts to the memory the budgets allow.
 
@@ -108,10 +112,12 @@ def offload(
             rank passes the same model and its own part of the batch; the loss is the mean over
             ranks. Those of a node share `host_memory` and `disk`; the other budgets are those of
             each rank.
+        shard_dense: whether the ranks of the mesh divide the dense weights, their gradients and
+            optimizer states too, with FSDP2. Gathers each block's weights when it computes.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh,
+        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh, shard_dense,
     )  # fmt: skip
     return offload_within(model, budgets, progress, quiet)
 
@@ -189,7 +195,17 @@ def _move_experts(
     if ranks is not None:
         # after all have seen how much memory is free, and before one allocates it
         ranks.check_same(facts(model, layers, layout, budgets.settings))
-    placement = place(_sizes(model, layers, layout, experts.n_local), request)
+    sizes = _sizes(model, layers, layout, experts.n_local)
+    if budgets.shard_dense:
+        parameters = [p for layer in layers for p in layer.expert_parameters()]
+        check_shardable(model, parameters, ranks, device)
+        assert ranks is not None
+        sizes = dataclasses.replace(
+            sizes,
+            dense=device_bytes(model, parameters, ranks.size),
+            dense_states=-(-sizes.dense_states // ranks.size),
+        )
+    placement = place(sizes, request)
     with ExitStack() as undo:
         with _shown(progress) as show:
             costs = None
@@ -215,6 +231,8 @@ def _move_experts(
         undo.pop_all()
     if ranks is not None:  # accelerate must not average gradients too
         model._is_accelerate_prepared = True  # type: ignore[assignment]
+        if budgets.shard_dense:  # last: it cannot be undone
+            shard_dense(model, ranks)
     for parameter in released:  # others, as an optimizer, may still refer to them
         parameter.data = parameter.data.new_empty(0)
     if device.type == "cuda":
@@ -233,7 +251,7 @@ def _dense_bytes(model: weakref.ref[nn.Module]) -> Callable[[], int]:
             return 0
         dense = [p for p in found.parameters() if not isinstance(p, ExpertPlaceholder)]
         tensors = [*dense, *(p.grad for p in dense if p.grad is not None)]
-        return sum(tensor.nbytes for tensor in tensors if tensor.is_cuda)
+        return sum(local(tensor.detach()).nbytes for tensor in tensors if tensor.is_cuda)
 
     return count
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError, NonFiniteError
 from overspill.core.experts import ExpertId
 from overspill.hardware.machine import usable_cores
-from overspill.optim.gradient_norm import gradient_norm
+from overspill.optim.gradient_norm import gradient_norm, sum_of_squares
 from overspill.optim.interfaces import ExpertEngine
 from overspill.optim.kernel import AdamHyper, RecordState, adamw_
 from overspill.optim.parameters import check_dense, check_group, is_placeholder
 from overspill.parallel.dense import average_gradients
 from overspill.parallel.ranks import Ranks
+from overspill.parallel.sharded import as_sharded, is_sharded, local, part_of
 
 EXPERTS_ELSEWHERE = "overspill_experts"
 """Key of a state dict that refers to a file with the states of the experts."""
@@ -219,17 +220,20 @@ class AdamW(torch.optim.Optimizer):
             return
         keys = ("lr", "betas", "eps", "weight_decay")
         numbers = [{key: group[key] for key in keys} for group in self.param_groups]
-        dense = [parameter for parameter, _ in self._dense()]
+        dense = [p for p, _ in self._dense() if not is_sharded(p)]  # backward averages those
         average_gradients(ranks, dense, (self.max_grad_norm, numbers))
 
     def _clip(self) -> float:
         """The factor for all gradients, dense and expert, as in torch's clip_grad_norm_."""
         if self.max_grad_norm is None:
             return 1.0
-        grads = [p.grad for p, _ in self._with_gradients() if p.grad is not None]
+        found = [p.grad for p, _ in self._with_gradients() if p.grad is not None]
+        grads = [grad for grad in found if not is_sharded(grad)]
         squares = 0.0 if self._engine is None else self._engine.training.gradient_squares()
         if self._ranks is not None:
-            squares = self._ranks.sum(squares) / self._ranks.copies
+            parts = [local(grad) for grad in found if is_sharded(grad)]
+            squares, of_parts = self._ranks.sums([squares, sum_of_squares(parts)])
+            squares = squares / self._ranks.copies + of_parts
         self.total_norm = gradient_norm(grads, squares)
         if not math.isfinite(self.total_norm):
             if self._engine is not None:
@@ -244,7 +248,8 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         state["step"] += 1
         low = state.get("low")
-        weight = parameter.contiguous()  # itself, or a copy: the kernel updates flat memory
+        own = local(parameter)
+        weight = own.contiguous()  # itself, or a copy: the kernel updates flat memory
         record = RecordState(
             weight.view(-1),
             None if low is None else low.view(-1),
@@ -252,26 +257,29 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg_sq"].view(-1),
         )
         assert parameter.grad is not None
-        grad = parameter.grad.to(parameter.dtype).reshape(-1)
+        grad = local(parameter.grad).to(parameter.dtype).reshape(-1)
         adamw_(record, grad, self._hyper(group, state["step"], self._scale), _threads())
-        if weight is not parameter:
-            parameter.copy_(weight)
+        if weight is not own:
+            own.copy_(weight)
         # the kernel writes through a pointer: autograd must refuse graphs from before this step
         torch.autograd.graph.increment_version(parameter)
 
+    @torch.no_grad()
     def _dense_state(self, parameter: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a dense parameter: copies of what is given, else zeros."""
+        """The state of a dense parameter: copies of what is given, else zeros. Of a parameter that
+        ranks divide it is that of a part; `given` is whole."""
+        own = local(parameter)
         state: dict[str, Any] = {"step": int(given.get("step", 0))}
         dtypes = dict.fromkeys(_MOMENTS, self.state_dtype)
         if parameter.dtype == torch.bfloat16:
             dtypes["low"] = torch.int16
         for name, dtype in dtypes.items():
             if self._engine is None:
-                state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+                state[name] = torch.zeros(own.shape, dtype=dtype, device=own.device)
             else:
-                state[name] = self._engine.new_state(parameter, dtype)
+                state[name] = self._engine.new_state(own, dtype)
             if name in given:
-                state[name].copy_(given[name])
+                state[name].copy_(part_of(given[name], parameter))
         return state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -421,7 +429,10 @@ class AdamW(torch.optim.Optimizer):
         flat = {}
         for number, (parameter, _) in enumerate(self._parameters()):
             for key, value in self.state.get(parameter, {}).items():
-                flat[f"{number}.{key}"] = torch.as_tensor(value)
+                is_part = isinstance(value, Tensor)
+                flat[f"{number}.{key}"] = (
+                    as_sharded(value, parameter) if is_part else torch.as_tensor(value)
+                )
         if self._engine is not None:
             flat["layer_steps"] = torch.tensor(self._layer_steps())
         return flat

@@ -43,7 +43,7 @@ class Ranks:
         if mesh.ndim == 2 and mesh.shape[0] > 1:
             self._node = Ranks(mesh["expert"], device)
             self.replicas = Ranks(mesh["data"], device)
-        self._group = _group_of(mesh)
+        self._group, self.device_type = _group_of(mesh), mesh.device_type
         self.rank: int = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
         self._calls = 0
@@ -78,6 +78,12 @@ class Ranks:
         means that this rank waits for others."""
         parts = [ranks.calls for ranks in (self._node, self.replicas) if ranks is not None]
         return self._calls + sum(parts)
+
+    def line(self) -> "DeviceMesh":
+        """All ranks as a mesh of one dimension."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._group, self.device_type)
 
     # -- tensors of the compute device --------------------------------------------------------
 

@@ -90,6 +90,7 @@ class RunSpec(abc.ABC):
             DTYPES[optim.state_dtype],
             keep_gradients=self.config.trains_experts and waits,
             mesh=self.team.mesh,
+            shard_dense=memory.shard_dense,
         )
 
     @abc.abstractmethod
