@@ -19,8 +19,8 @@ from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import disk_free
 from overspill.models.huggingface.folder import INDEX, SINGLE, silence
 from overspill.models.huggingface.pregates import FILE as PREGATES
-from overspill.models.pregate import pregate_level
 from overspill.models.joint_writing import is_first, together, writes_experts
+from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.state_dict import (
