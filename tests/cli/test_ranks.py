@@ -60,14 +60,15 @@ def test_any_number_of_ranks_and_nodes_resumes_to_the_losses_of_one_process(
     out, log = folder / "run", folder / "run.log"
     assert forks.run(_arguments(folder, "run"), log) == 0, log.read_text()
     expected = _numbers(out)
-    for step, ranks in ((2, "2 x 2"), (4, 1), (6, 4)):
+    for step, ranks, *flags in ((2, "2 x 2"), (4, 1), (6, 4, "--shard-dense")):
         for path in (out / "checkpoints").iterdir():
             if int(path.name.removeprefix("step-")) > step:
                 shutil.rmtree(path)
         if ranks == "2 x 2":
             codes, text = _torchrun(forks, [_resume(out)] * 4, tmp_path, node_size=2)
         else:
-            codes, text = [forks.run(_resume(out, gpus=ranks), log)], log.read_text()
+            codes = [forks.run([*_resume(out, gpus=ranks), *flags], log)]
+            text = log.read_text()
         assert not any(codes), text
         assert text.count("step 8/8  loss") == 1  # one display
         assert ("rank 0 of" in text) == (ranks != 1)
