@@ -9,16 +9,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import overspill
+from overspill.core.experts import ExpertShape
 from overspill.models.gpt import GPTMoE
+from overspill.models.placement_costs import measured_costs
 from overspill.moe.settings import Settings
+from overspill.tiers.layout import RecordLayout
+from overspill.tiers.shared_memory import SharedMemory
+from overspill.tiers.slab import HostSlab
 from tests.moe.gpu_training import CONFIG, batches
 from tests.parallel.processes import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 STEPS, RANKS, CLIP, LR = 5, 2, 0.5, 3e-3
+DYNAMIC = Settings(threads=2, placement="dynamic")
 MODES: list[dict[str, Any]] = [
     {"mode": "gpu"},
     {"mode": "host", "slots": 2},
+    {"mode": "host", "slots": 4, "settings": DYNAMIC},
     {"mode": "disk", "slots": 4, "host_slots": 5, "gpu_experts": 6},
 ]
 
@@ -43,15 +50,8 @@ def train_rank(
     mesh: DeviceMesh, where: dict[str, Any], dtype: torch.dtype, clip: float | None
 ) -> Trained:
     model = new_model(dtype)
-    overspill.offload(
-        model,
-        gpu_memory="2GiB",
-        device="cuda",
-        settings=Settings(threads=2),
-        quiet=True,
-        mesh=mesh,
-        **where,
-    )
+    options = {"settings": Settings(threads=2), **where}
+    overspill.offload(model, gpu_memory="2GiB", device="cuda", quiet=True, mesh=mesh, **options)
     optimizer = overspill.AdamW(model, lr=LR, max_grad_norm=clip)
     losses, norms = [], []
     for tokens in batches(STEPS, seed=mesh.get_local_rank()):
@@ -63,6 +63,8 @@ def train_rank(
         norms.append(optimizer.total_norm or 0.0)
     engine: Any = model.overspill
     engine.check_conserved()
+    dynamic = options["settings"].placement == "dynamic"
+    assert (engine.balance.placed < engine.balance.static) is dynamic
     dense = {name: p.detach().cpu() for name, p in model.named_parameters() if p.numel()}
     engine.close()
     return Trained(losses, norms, dense)
@@ -106,6 +108,27 @@ def test_two_ranks_on_one_gpu_follow_plain_training(where: dict[str, Any], tmp_p
         assert result.norms == pytest.approx(norms, rel=2e-3)
 
 
-def test_bf16_ranks_learn_and_have_the_same_dense_weights() -> None:
-    losses = mean_losses(trained({"mode": "host", "slots": 2}, torch.bfloat16, None))
+@pytest.mark.parametrize("settings", [Settings(threads=2), DYNAMIC], ids=["static", "dynamic"])
+def test_bf16_ranks_learn_and_have_the_same_dense_weights(settings: Settings) -> None:
+    where = {"mode": "host", "slots": 2, "settings": settings}
+    losses = mean_losses(trained(where, torch.bfloat16, None))
     assert losses[-1] < losses[0]
+
+
+def test_shared_memory_is_pinned_with_its_content() -> None:
+    slot = 1 << 20
+    memory = SharedMemory(4 * slot, populated=4 * slot)
+    memory.close_file()
+    memory.bytes.fill_(7)
+    slab = HostSlab("shared memory", 4, slot, pinned=True, memory=memory.bytes)
+    assert slab[3].is_pinned()
+    assert (slab[3].to("cuda", non_blocking=True) == 7).all()
+    slab.close()
+    assert not memory.bytes.is_pinned()
+
+
+def test_costs_are_measured_on_the_gpu() -> None:
+    shape = ExpertShape(d_model=256, d_hidden=512, gated=True)
+    costs = measured_costs(RecordLayout(shape, torch.bfloat16), torch.device("cuda"))
+    assert 0 < costs.wait < costs.upload < 1
+    assert 0 < costs.row < 1e-3

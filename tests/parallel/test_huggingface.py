@@ -18,6 +18,11 @@ from tests.models.huggingface.oracle import ADAM
 from tests.parallel.processes import FAMILY_NAMES, run_ranks
 
 STEPS, RANKS, CLIP = 3, 2, 0.5
+RUNS = [
+    *((name, "static") for name in FAMILY_NAMES),
+    ("mixtral", "dynamic"),
+    ("gpt_oss", "dynamic"),
+]
 REENTRANT = {"mixtral": True, "gpt_oss": False}  # families that recompute their blocks
 TOKENS = torch.arange(3, 27).view(2, 12)
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -50,10 +55,12 @@ def plain(name: str, n_ranks: int = RANKS) -> tuple[list[float], Weights]:
     return losses, {key: value.detach() for key, value in model.named_parameters()}
 
 
-def train_rank(mesh: DeviceMesh, name: str, **more: Any) -> tuple[list[float], Weights, Weights]:
+def train_rank(
+    mesh: DeviceMesh, name: str, placement: str = "static", **more: Any
+) -> tuple[list[float], Weights, Weights]:
     """The losses, the dense weights, and those of this rank's experts by path and index."""
     rank, model, losses = dist.get_rank(), new_model(name), []
-    settings = Settings(threads=1)
+    settings = Settings(threads=1, placement=placement)
     where: dict[str, Any] = {"mode": "host", "slots": 2, "mesh": mesh, **more}
     overspill.offload(model, quiet=True, settings=settings, **where)
     optimizer = overspill.AdamW(model, max_grad_norm=CLIP, **ADAM)
@@ -65,6 +72,7 @@ def train_rank(mesh: DeviceMesh, name: str, **more: Any) -> tuple[list[float], W
         optimizer.zero_grad()
     engine = model.overspill
     engine.flush()
+    assert (engine.balance.placed < engine.balance.static) is (placement == "dynamic")
     dense = {key: whole(p.detach()) for key, p in model.named_parameters() if p.numel()}
     experts = {}
     for path, placeholder, places in placeholders(model):
@@ -79,11 +87,13 @@ def train_rank(mesh: DeviceMesh, name: str, **more: Any) -> tuple[list[float], W
 
 
 def train_all(mesh: DeviceMesh) -> list[tuple[list[float], Weights, Weights]]:
-    return [train_rank(mesh, name) for name in FAMILY_NAMES]
+    return [train_rank(mesh, *run) for run in RUNS]
 
 
-def assert_follow_plain(name: str, results: list[tuple[list[float], Weights, Weights]]) -> None:
-    losses, weights = plain(name, len(results))
+def assert_follow_plain(
+    wanted: tuple[list[float], Weights], results: list[tuple[list[float], Weights, Weights]]
+) -> None:
+    losses, weights = wanted
     of_steps = zip(*(result[0] for result in results), strict=True)
     means = [sum(of_ranks) / len(results) for of_ranks in of_steps]
     torch.testing.assert_close(means, losses, rtol=1e-5, atol=1e-6)
@@ -98,8 +108,9 @@ def assert_follow_plain(name: str, results: list[tuple[list[float], Weights, Wei
 
 
 def test_two_ranks_follow_eager_transformers() -> None:
-    for name, *results in zip(FAMILY_NAMES, *run_ranks(RANKS, train_all), strict=True):
-        assert_follow_plain(name, results)
+    wanted = {name: plain(name) for name in FAMILY_NAMES}
+    for (name, _), *results in zip(RUNS, *run_ranks(RANKS, train_all), strict=True):
+        assert_follow_plain(wanted[name], results)
 
 
 def make_and_save(mesh: DeviceMesh | None, out: Path, **more: Any) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overspill.core.errors import ConfigError, RankError
+from overspill.moe.settings import Settings
 from tests.moe.oracle import Task
 from tests.parallel import test_huggingface as huggingface
 from tests.parallel.processes import run_ranks
@@ -57,6 +58,12 @@ def other_experts(mesh: DeviceMesh) -> str:
     return ""
 
 
+def dynamic_placement(mesh: DeviceMesh) -> str:
+    with pytest.raises(ConfigError) as error:
+        offload(TASK.model(), mesh, settings=Settings(threads=1, placement="dynamic"))
+    return str(error.value)
+
+
 def work(_: DeviceMesh, cases: dict[str, Case], source: Path, folder: Path) -> dict[str, Any]:
     """What one rank finds, by test."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
@@ -65,6 +72,7 @@ def work(_: DeviceMesh, cases: dict[str, Case], source: Path, folder: Path) -> d
         moves = {"before_step": move_on_first_rank} if "change" in name else {}
         found[name] = train_rank(mesh, case, **moves)
     found["other experts"] = other_experts(mesh)
+    found["dynamic placement"] = dynamic_placement(mesh)
     found["checkpoint"] = load_and_save(mesh, source, folder)
     found["mixtral"] = huggingface.train_rank(mesh, "mixtral")
     huggingface.make_and_save(mesh, folder.parent / "saved")
@@ -101,7 +109,8 @@ def test_nodes_follow_plain_training(name: str, ranks: list[dict[str, Any]]) -> 
 
 
 def test_nodes_follow_eager_transformers(ranks: list[dict[str, Any]]) -> None:
-    huggingface.assert_follow_plain("mixtral", [found["mixtral"] for found in ranks])
+    wanted = huggingface.plain("mixtral", n_ranks=4)
+    huggingface.assert_follow_plain(wanted, [found["mixtral"] for found in ranks])
 
 
 def test_nodes_read_and_write_the_checkpoints_of_one_process(
@@ -116,7 +125,8 @@ def test_nodes_read_and_write_the_checkpoints_of_one_process(
         assert (folder / "saved" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_nodes_with_different_experts_are_refused(ranks: list[dict[str, Any]]) -> None:
+def test_dynamic_placement_and_different_experts_are_refused(ranks: list[dict[str, Any]]) -> None:
+    assert all("not supported with several" in found["dynamic placement"] for found in ranks)
     what = "a digest of the experts that several nodes hold must be the same"
     assert all(what in found["other experts"] for found in ranks)
     failed = ["failed on rank 1" in found["other experts"] for found in ranks]

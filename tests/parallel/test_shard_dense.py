@@ -112,7 +112,8 @@ def test_each_rank_holds_a_part_of_weights_gradients_and_states(
 
 
 def test_ranks_follow_eager_transformers(ranks: list[dict[str, Any]]) -> None:
-    huggingface.assert_follow_plain("mixtral", [found["mixtral"] for found in ranks])
+    wanted = huggingface.plain("mixtral")
+    huggingface.assert_follow_plain(wanted, [found["mixtral"] for found in ranks])
 
 
 def test_checkpoints_and_saved_models_have_the_bytes_of_one_process(

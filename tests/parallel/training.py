@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import overspill
 from overspill.models.gpt import GPTMoE
+from overspill.moe.router import Router, RouterOutput
+from overspill.moe.row_placer import Balance
 from overspill.moe.settings import Settings
 from overspill.moe.state_dict import split_record
 from overspill.parallel.sharded import as_sharded, whole
@@ -30,6 +33,14 @@ class Case:
     uneven: bool = False  # batches of different sizes
     where: dict[str, Any] = field(default_factory=lambda: {"mode": "host", "slots": 2})
     settings: Settings = field(default_factory=Settings)
+    hot: bool = False  # one expert of each layer gets most tokens
+
+    def model(self) -> GPTMoE:
+        model = self.task.model()
+        if self.hot:
+            for moe in model.moe_layers():
+                moe.router = HotRouter(moe.router)  # type: ignore[assignment]
+        return model
 
     def batches(self, rank: int) -> list[list[Tensor]]:
         """The micro-batches of each step of one rank."""
@@ -37,6 +48,22 @@ class Case:
         mine = [step[rank :: self.n_ranks] for step in task.batches()]
         n_sequences = 1 + rank % 3 if self.uneven else 2
         return [[tokens[:n_sequences] for tokens in step] for step in mine]
+
+
+class HotRouter(nn.Module):
+    """Sends about 60% of the tokens to the last expert. It is not trained."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.top_k = router.top_k
+        generator = torch.Generator().manual_seed(5)
+        weight = torch.randn(router.weight.shape, generator=generator)
+        self.register_buffer("weight", weight / weight.shape[1] ** 0.5)
+        self.register_buffer("bias", torch.tensor([0.0] * (len(weight) - 1) + [1.7]))
+
+    def forward(self, x_TD: Tensor, pieces: int = 1) -> RouterOutput:
+        probs_TE = F.linear(x_TD, self.weight, self.bias).softmax(-1)
+        return RouterOutput(*probs_TE.topk(self.top_k), probs_TE.new_zeros(()))
 
 
 @dataclass
@@ -50,12 +77,13 @@ class Result:
     change Adam's weights, changes the moment."""
     experts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """The same for each tensor of each expert."""
+    balance: Balance | None = None
 
 
 def plain(case: Case) -> Result:
     """The loss is the mean over ranks of the mean of their batches."""
     task, result = case.task, Result()
-    model = task.model()
+    model = case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)
     ranks = [case.batches(rank) for rank in range(case.n_ranks)]
     for step in range(task.steps):
@@ -97,7 +125,7 @@ def train_rank(
 ) -> Result:
     """What one rank does: a user's loop. `before_step` gets the engine and the step."""
     task, result = case.task, Result()
-    model = task.model()
+    model = case.model()
     settings = dataclasses.replace(case.settings, threads=1)
     offload(model, mesh, settings=settings, **case.where)
     optimizer = overspill.AdamW(
@@ -119,6 +147,7 @@ def train_rank(
             result.norms.append(optimizer.total_norm)
     engine.flush()
     engine.check_conserved()
+    result.balance = engine.balance
     for name, parameter in model.named_parameters():
         if not hasattr(parameter, "is_expert_placeholder"):
             result.dense[name] = _with_moment(parameter, optimizer)

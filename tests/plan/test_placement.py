@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overspill.core.expert_map import ExpertMap
 from overspill.plan.placement import (
     PlacementCosts,
     balance,
     dynamic_rows,
     layer_seconds,
+    outbox_slots,
     owners,
+    shared_parts,
     static_rows,
 )
 
@@ -132,8 +135,22 @@ def test_resident_experts_only_give_rows_to_other_gpus() -> None:
 
 
 def test_experts_that_do_not_divide_evenly_have_owners_with_one_more() -> None:
-    assert np.bincount(owners(10, 4)).tolist() == [3, 2, 3, 2]
-    assert owners(2, 4).tolist() == [0, 2]
+    assert np.bincount(owners(10, 4)).tolist() == [3, 3, 2, 2]
+    assert owners(2, 4).tolist() == [0, 1]
+
+
+def test_owners_are_those_of_the_experts_of_ranks() -> None:
+    for n_experts, n_gpus in ((6, 4), (7, 3), (64, 8)):
+        parts = [ExpertMap.part(n_experts, gpu, n_gpus) for gpu in range(n_gpus)]
+        want = [gpu for gpu, part in enumerate(parts) for _ in part.local_ids]
+        assert owners(n_experts, n_gpus).tolist() == want
+
+
+def test_gradients_of_experts_that_owners_do_not_compute_alone_need_slots() -> None:
+    rows_GE = np.array([[5, 0, 3, 0], [0, 4, 3, 0]])  # GPU 0 owns experts 0 and 1
+    assert shared_parts(rows_GE).tolist() == [1, 2]
+    assert outbox_slots(5, 2) == 5
+    assert outbox_slots(64, 4) == 22
 
 
 def test_no_tokens_no_experts_and_one_gpu_are_placed_too() -> None:

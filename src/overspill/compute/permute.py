@@ -88,6 +88,21 @@ class Permutation:
         counts_E, ends_E = narrow_E.view(torch.int32).split(n_experts)
         return cls(token_R, assignment_R, inverse_R.view(-1, top_k), counts_E, ends_E)
 
+    def reordered(self, order_R: Tensor) -> "Permutation":
+        """The same rows, the one at `order_R[0]` first, and so on; rows that are not in it stay.
+        They are not sorted by expert any more: the ends are those before."""
+        n_rows, rest = self.row_token_R.numel(), len(order_R)
+        rows = torch.arange(n_rows, device=order_R.device)
+        order_R = torch.cat((order_R, rows[rest:]))
+        place_R = torch.empty_like(order_R).scatter_(0, order_R, rows)
+        return Permutation(
+            self.row_token_R[order_R],
+            self.row_assignment_R[order_R],
+            place_R[self.inverse_TK],
+            self.counts_E,
+            self.ends_E,
+        )
+
     @classmethod
     def _of(
         cls, row_assignment_R: Tensor, top_k: int, counts_E: Tensor, ends_E: Tensor

@@ -32,11 +32,13 @@ from overspill.models.ranks import (
     rank_part,
 )
 from overspill.models.shard_dense import check_shardable, device_bytes, shard_dense
+from overspill.models.sharing import may_share, place_shared, share_experts
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.row_placer import Sharing
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.parallel.sharded import local
@@ -170,10 +172,10 @@ def move_experts(
     # what is made here outlives an inference mode of the caller
     with torch.inference_mode(False), budgets.claimed(device):
         if ranks is None or ranks.size == 1:
-            return _move_experts(*args, finish, None)
+            return _move_experts(*args, finish, None, lambda: None)
         with ranks.together("offloading the model") as agree:
             check_supported(model, budgets.settings)
-            return _move_experts(*args, lambda: (finish(), agree()), ranks)
+            return _move_experts(*args, finish, ranks, agree)
 
 
 def _move_experts(
@@ -185,7 +187,9 @@ def _move_experts(
     source: ExpertSource | None,
     finish: Callable[[], object],
     ranks: Ranks | None,
+    agree: Callable[[], None],
 ) -> nn.Module:
+    """`agree` raises on all ranks if one of them has failed."""
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     experts = ExpertMap.whole(layers[0].n_experts)
@@ -195,7 +199,7 @@ def _move_experts(
     if ranks is not None:
         # after all have seen how much memory is free, and before one allocates it
         ranks.check_same(facts(model, layers, layout, budgets.settings))
-    sizes = _sizes(model, layers, layout, experts.n_local)
+    sizes, settings = _sizes(model, layers, layout, experts.n_local), budgets.settings
     if budgets.shard_dense:
         parameters = [p for layer in layers for p in layer.expert_parameters()]
         check_shardable(model, parameters, ranks, device)
@@ -205,7 +209,15 @@ def _move_experts(
             dense=device_bytes(model, parameters, ranks.size),
             dense_states=-(-sizes.dense_states // ranks.size),
         )
-    placement = place(sizes, request)
+    sharing = None
+    if ranks is not None and may_share(settings, device, ranks):
+        n_experts = experts.n_global
+        placement, why_not = place_shared(sizes, request, settings, layout, n_experts, ranks.size)
+        sharing = share_experts(
+            ranks, agree, settings, why_not, layout, len(layers), n_experts, device
+        )
+    else:
+        placement = place(sizes, request)
     with ExitStack() as undo:
         with _shown(progress) as show:
             costs = None
@@ -213,7 +225,7 @@ def _move_experts(
                 costs = cpu_expert_costs(layout, device, budgets.settings, show)
             with DeferredInterrupt() as interrupt:
                 engine = _engine(
-                    layers, experts, layout, device, placement, budgets, show, costs, ranks
+                    layers, experts, layout, device, placement, budgets, show, costs, ranks, sharing
                 )
                 undo.callback(engine.close)
                 _fill(engine, layers, source, show, interrupt)
@@ -226,6 +238,7 @@ def _move_experts(
                 _close_with(engine, layers)
                 model.overspill = engine  # type: ignore[assignment]
                 finish()
+                agree()
         if not quiet:
             print(engine.describe(), file=sys.stderr)
         undo.pop_all()
@@ -294,6 +307,7 @@ def _engine(
     progress: Progress | None,
     costs: ExpertCosts | None,
     ranks: Ranks | None,
+    sharing: Sharing | None,
 ) -> Engine:
     if placement.mode == "gpu":
         _log.info("all experts compute on %s: they fit there", device)
@@ -309,6 +323,7 @@ def _engine(
         progress,
         costs,
         ranks,
+        sharing,
     )
 
 

@@ -74,6 +74,7 @@ def facts(
         "recomputation of blocks": str(getattr(model, "checkpoint", None)),
         "state_dtype": str(layout.state_dtype),
         "Settings.activations": settings.activations,
+        "Settings.placement": settings.placement,
         "Settings.shared_balance": str(settings.shared_balance),
     }
 

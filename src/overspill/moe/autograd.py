@@ -164,7 +164,7 @@ def _forward(
     exchange = engine.row_exchange
     if exchange is None:
         return _compute(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, phase, keep)
-    rows = layer_pass.sent = exchange.route(expert_ids_TK)
+    rows = layer_pass.sent = engine.route_rows(layer_pass.layer, expert_ids_TK)
     x_ND = exchange.send(rows, x_TD)
     y_ND = _compute(x_ND, None, rows.expert_ids_N1, engine, layer_pass, phase, keep)
     return exchange.combine(rows, y_ND, weights_TK)

@@ -32,12 +32,13 @@ from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
 from overspill.moe.records import ExpertRecords
+from overspill.moe.row_placer import Balance, RowPlacer, Sharing
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.parallel.ranks import Ranks
-from overspill.parallel.row_exchange import RowExchange
+from overspill.parallel.row_exchange import RowExchange, SentRows
 from overspill.plan.budget import Placement
 from overspill.plan.eviction import NextUse
 from overspill.plan.homes import DeviceShare, spread_homes
@@ -67,8 +68,10 @@ class Engine:
         progress: Progress | None = None,
         costs: ExpertCosts | None = None,
         ranks: Ranks | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
-        """With `ranks`, `experts` are this one's part of a layer."""
+        """With `ranks`, `experts` are this one's part of a layer; with `sharing` it can compute
+        those of others too."""
         self.n_layers = n_layers
         self.experts = experts
         self.n_experts = experts.n_global  # of a layer over all processes
@@ -76,8 +79,12 @@ class Engine:
         self.device = device
         self.ranks = ranks
         self.row_exchange: RowExchange | None = None
+        self._placer: RowPlacer | None = None
+        self._shared = None if sharing is None else sharing.shared
         if ranks is not None:
-            self.row_exchange = RowExchange(ranks.node, experts.n_global, device)
+            node = ranks.node
+            self._placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
+            self.row_exchange = RowExchange(node, experts.n_global, device, self._placer.place)
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
@@ -101,6 +108,7 @@ class Engine:
                 progress,
                 homes=counts,
                 spare_records=placement.spare_records,
+                shared=self._shared,
             )
             undo.callback(store.close)
             self.lifetime = store.lifetime
@@ -128,7 +136,7 @@ class Engine:
 
     def _new_streaming(self) -> Streaming:
         args = self._store, self._homes, self.placement, self._settings, self.recorder
-        return Streaming(*args, self._updates_at_once, self._progress, self._costs)
+        return Streaming(*args, self._updates_at_once, self._progress, self._costs, self._shared)
 
     def _streamed_gradients(self) -> StreamingGradients | None:
         streaming = self._moves.streaming
@@ -277,6 +285,11 @@ class Engine:
     def set_homes(self, counts: Sequence[int]) -> None:
         """Changes how many experts of each layer have their home on the compute device, between
         steps. Raises BudgetError if host memory and disk have no room for those that leave it."""
+        if self._shared is not None:
+            raise ConfigError(
+                "experts cannot live on the compute device while ranks share those in host memory; "
+                'offload with Settings(placement="static")'
+            )
         with self.exclusive():
             self._moves.set_homes(counts)
 
@@ -299,7 +312,7 @@ class Engine:
 
     def switch(self, settings: Settings) -> None:
         """Turns techniques on or off between steps, to measure what each gains."""
-        for name in ("max_rows", "threads", "inject", "cpu_policy", "residency"):
+        for name in ("max_rows", "threads", "inject", "cpu_policy", "residency", "placement"):
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
         self.flush()
@@ -345,10 +358,11 @@ class Engine:
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the experts on the compute device, in host memory and on disk; in host memory
-        with those of the dense part."""
+        with those of the dense part, and of gradients for other ranks."""
+        outbox = 0 if self._shared is None else self._shared.own.sizes.outbox
         return {
             "gpu": self._homes.nbytes + self._slot_bytes,
-            "host": self._moves.host_bytes + self._dense_memory.host_bytes,
+            "host": self._moves.host_bytes + self._dense_memory.host_bytes + outbox,
             "disk": self._store.memory.disk_bytes,
         }
 
@@ -398,6 +412,10 @@ class Engine:
         if store.on_disk:
             slots = f"{store.cache_slots} host slots"
             line += f", {store.on_disk} on disk ({sizes['disk']}) through {slots}"
+        if self._shared is not None:
+            line += f", those of all {self.n_experts} of a layer shared by ranks"
+        if (balance := self.balance) is not None:
+            line += f"; {balance}"
         return line + dense
 
     def limit_memory(
@@ -450,6 +468,18 @@ class Engine:
         """Before a pass or a decoding step: a failure of transfers in an earlier one is over."""
         if (streaming := self._moves.streaming) is not None:
             streaming.recover()
+
+    def route_rows(self, layer: int, expert_ids_TK: Tensor) -> SentRows:
+        """Tells all ranks which rows they get. Entered by all of them."""
+        assert self.row_exchange is not None
+        rows = self.row_exchange.route(expert_ids_TK, self._store.versions(layer))
+        self._store.expect(layer, rows.versions)
+        return rows
+
+    @property
+    def balance(self) -> Balance | None:
+        """How evenly token rows were spread over ranks, lately; None with one rank."""
+        return None if self._placer is None else self._placer.balance()
 
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to

@@ -117,6 +117,12 @@ class ExpertGradients:
             self.accumulates = True
             self._make_room(True)
 
+    def begin_backward(self, shared: Mapping[int, tuple[int, ...]]) -> None:
+        """Before the gradients of a layer. `shared` are the ranks that compute each expert which
+        its owner does not compute alone."""
+        if (streaming := self._streaming()) is not None:
+            streaming.begin_backward(shared)
+
     def add(
         self,
         layer: int,
@@ -143,6 +149,17 @@ class ExpertGradients:
         except NonFiniteError:
             self.discard()
             raise
+
+    def collect(self, layer: int, hyper: AdamHyper | None) -> None:
+        """After the gradients of a backward: other ranks have computed some for the experts of
+        this one. With `hyper` they complete the step's gradient."""
+        if (streaming := self._streaming()) is not None:
+            streaming.collect(layer, hyper)
+
+    def wait_readers(self) -> None:
+        """Blocks until nothing reads weights in host memory."""
+        if (streaming := self._streaming()) is not None:
+            streaming.wait_readers()
 
     def complete_layer(
         self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None

@@ -90,7 +90,7 @@ class ExpertRecords:
             weights.copy_(own.record)
 
         run_all(fill_one, self.ids(), workers)
-        self._store.memory.wait_allocated()
+        self._store.wait_allocated()
 
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
         """Copies an expert's flat weights into `out` [numel]."""

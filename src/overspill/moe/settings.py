@@ -8,6 +8,7 @@ from overspill.core.experts import Phase
 from overspill.transfer.new_uploader import UPLOADERS
 from overspill.transfer.streams import Inject
 
+PLACEMENTS = ("auto", "static", "dynamic")
 CpuPolicy = Callable[[Sequence[int], Phase], frozenset[int]]
 """From the token rows of each expert to the positions of those that the CPU computes."""
 
@@ -41,6 +42,10 @@ class Settings:
     """Chooses the experts of a pass that the CPU computes, instead of measured costs; for tests."""
     uploader: str = "auto"
     """Who issues uploads: a "native" thread, a Python "thread", or "auto" for the faster one."""
+    placement: str = "auto"
+    """With several ranks, who computes an expert: its owner ("static"); whichever rank balances the
+    token rows of a batch ("dynamic"), which needs all experts in host memory; or "auto": dynamic
+    where that is possible, by measured costs, on GPUs of their own."""
     max_rows: int | None = None
     """Token rows that are computed at once on the device; left out: what the budget allows."""
     threads: int | None = None
@@ -56,6 +61,10 @@ class Settings:
             raise ConfigError(f"activations={self.activations!r} must be 'recompute' or 'keep'")
         if self.uploader not in UPLOADERS:
             raise ConfigError(f"uploader={self.uploader!r} must be one of {', '.join(UPLOADERS)}")
+        if self.placement not in PLACEMENTS:
+            raise ConfigError(
+                f"placement={self.placement!r} must be one of {', '.join(PLACEMENTS)}"
+            )
         for name, value in (("threads", self.threads), ("max_rows", self.max_rows)):
             if value is not None and value < 1:
                 raise ConfigError(

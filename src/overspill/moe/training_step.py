@@ -237,6 +237,8 @@ class TrainingStep:
         if self._completing and not self._keeps:
             self._updated_with[layer] = hyper
             self._fresh.discard(layer)
+        if layer_pass.sent is not None:
+            self.gradients.begin_backward(layer_pass.sent.shared)
         return True
 
     def deliver(self, layer_pass: LayerPass, wave: Wave, dw: Sequence[Tensor]) -> None:
@@ -252,6 +254,8 @@ class TrainingStep:
         layer = layer_pass.layer
         if self._states[layer] is not LayerState.RUNNING:
             return
+        if layer_pass.sent is not None:
+            self.gradients.collect(layer, self._updated_with.get(layer))
         if self._completing:
             self._complete(layer, layer_pass.rows.counts, self._updated_with.get(layer))
         else:
@@ -272,6 +276,13 @@ class TrainingStep:
             raise
 
     # -- the end of a step --------------------------------------------------------------------
+
+    @_exclusive
+    def prepare_step(self) -> None:
+        """Before ranks meet in a step. Owners may update experts then of which no backward of this
+        step has told them that it is over: a forward without gradients may still read them."""
+        if LayerState.PARTIAL in self._states:
+            self.gradients.wait_readers()
 
     @_exclusive
     def step(self) -> None:

@@ -218,6 +218,8 @@ class AdamW(torch.optim.Optimizer):
         ranks = self._ranks
         if ranks is None:
             return
+        if self._engine is not None:
+            self._engine.training.prepare_step()
         keys = ("lr", "betas", "eps", "weight_decay")
         numbers = [{key: group[key] for key in keys} for group in self.param_groups]
         dense = [p for p, _ in self._dense() if not is_sharded(p)]  # backward averages those

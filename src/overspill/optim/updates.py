@@ -10,16 +10,19 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from overspill.optim.kernel import AdamHyper, RecordState, accumulate_, adamw_
 from overspill.tiers.entry import Entry, Part
+from overspill.tiers.guests import Guest
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.downloads import GradientRing
+from overspill.transfer.outboxes import GradientPart
 from overspill.transfer.streams import Inject, StreamEvent
 
 
@@ -31,6 +34,9 @@ class Update:
     directly; with `use_kept` the kept gradient is used. With `hyper` the expert is updated, without
     a gradient by decay alone, with `accumulate` by the sum; without `hyper` the gradient is only
     kept.
+
+    `parts` of a gradient, in outboxes, are added in their order, with `accumulate` to the kept one.
+    `then` is called at the end.
     """
 
     entry: Entry
@@ -39,12 +45,39 @@ class Update:
     accumulate: bool = False
     use_kept: bool = False
     hyper: AdamHyper | None = None
+    parts: Sequence[GradientPart] = ()
+    then: Callable[[], None] | None = None
 
     @property
-    def parts(self) -> Part:
+    def is_announcement(self) -> bool:
+        """Whether it only calls `then`: another rank waits for that."""
+        return self.then is not None and not self.parts and self.hyper is None
+
+    @property
+    def urgency(self) -> int:
+        """The lowest comes first: what the next forward needs first."""
+        return -1 if self.is_announcement else self.entry.number
+
+    @property
+    def needs(self) -> Part:
         """The parts of the expert that must be in its host slot."""
         need = Part.WEIGHTS | Part.STATES if self.hyper is not None else Part(0)
-        return need | Part.GRADS if self.accumulate or self.use_kept else need
+        kept = self.accumulate or self.use_kept or (self.parts and self.hyper is None)
+        return need | Part.GRADS if kept else need
+
+
+class _Queued(NamedTuple):
+    """An update in its place among others."""
+
+    urgency: int
+    order: int
+    update: Update
+
+    @property
+    def key(self) -> int:
+        """Those with the same one are carried out in their order: the updates of an expert, while
+        announcements do not touch it."""
+        return ~self.order if self.update.is_announcement else self.update.entry.number
 
 
 _PER_CORE = 1 << 23  # parameters: a core takes about 20 ms for them
@@ -74,11 +107,15 @@ class Updates:
         self._threads = threads // count  # of one pass
         self._recorder = recorder
         self._inject = inject
-        self._arriving: deque[Update] = deque()  # downloads end in the order they were issued
-        self._waiting: list[Update] = []  # arrived, but parts of the expert are still on disk
-        self._ready: list[tuple[int, int, Update]] = []
-        self._running: set[int] = set()  # experts; two updates of one expert must not overlap
+        self._submitted: deque[Update] = deque()
+        self._arriving: deque[_Queued] = deque()  # downloads end in the order they were issued
+        self._of_ranks: list[_Queued] = []  # wait for gradients of other ranks, in any order
+        self._waiting: list[_Queued] = []  # arrived, but parts of the expert are still on disk
+        self._ready: list[_Queued] = []
+        # by key, those that have not ended
+        self._pending: dict[int, deque[int]] = {}
         self._watched = False  # whether a thread waits for the first of `_arriving`
+        self._polled = False  # whether a thread looks for gradients of other ranks
         self._order = itertools.count()
         self._closed = False
         self._workers = [
@@ -91,75 +128,101 @@ class Updates:
     def submit(self, update: Update) -> None:
         with self._store.lock:
             self._store.hold(update.entry)
-            self._arriving.append(update)
+            self._submitted.append(update)  # the rest is done by threads that Ctrl-C does not reach
             if not self._watched:  # else the thread that waits for an earlier one goes on to this
                 self._store.wake_update()
 
     def waiting(self) -> Iterable[tuple[Entry, Part]]:
         """Under the lock: experts whose update waits for parts on disk. Those with a host slot come
         first, because it cannot be reused before their update; then lowest layer first."""
-        updates = sorted(self._waiting, key=lambda u: (u.entry.host_slot is None, u.entry.number))
-        return [(update.entry, update.parts) for update in updates]
+        updates = [queued.update for queued in self._waiting]
+        updates.sort(key=lambda u: (u.entry.host_slot is None, u.entry.number))
+        return [(update.entry, update.needs) for update in updates]
 
     def idle(self) -> bool:
         """Under the lock: whether every submitted update was carried out."""
-        return not (self._arriving or self._waiting or self._ready or self._running)
+        return not (self._submitted or self._pending)
 
     def wait_idle(self) -> None:
         self._store.wait(self.idle, "pending expert updates (update threads)")
 
-    def _next(self) -> Update | None:
-        while self._arriving and self._arriving[0].arrived.done():
+    def _queue(self) -> None:
+        while self._submitted:
+            update = self._submitted[0]
+            queued = _Queued(update.urgency, next(self._order), update)
+            self._pending.setdefault(queued.key, deque()).append(queued.order)
+            (self._of_ranks if update.parts else self._arriving).append(queued)
+            self._submitted.popleft()
+
+    def _next(self) -> _Queued | None:
+        self._queue()
+        while self._arriving and self._arriving[0].update.arrived.done():
             self._waiting.append(self._arriving.popleft())
+        of_ranks, self._of_ranks = self._of_ranks, []
+        for queued in of_ranks:
+            (self._waiting if queued.update.arrived.done() else self._of_ranks).append(queued)
         still = []
-        for update in self._waiting:
-            entry = update.entry
+        for queued in self._waiting:
+            update, entry = queued.update, queued.update.entry
             # a record that is being written to disk must not change during the write
-            in_host = entry.host_slot is not None and not update.parts & ~entry.valid
-            if in_host and not entry.io:
-                heapq.heappush(self._ready, (entry.number, next(self._order), update))
+            in_host = entry.host_slot is not None and not update.needs & ~entry.valid
+            if (in_host or isinstance(entry, Guest)) and not entry.io:
+                heapq.heappush(self._ready, queued)
             else:
-                still.append(update)
+                still.append(queued)
         self._waiting = still
         if still:
             self._store.request_transfers()
         return self._pop()
 
-    def _pop(self) -> Update | None:
-        """Takes the first ready update whose expert is not being updated."""
+    def _pop(self) -> _Queued | None:
+        """Takes the first ready update whose expert has no earlier one."""
         skipped = []
-        update = None
-        while self._ready and update is None:
+        found = None
+        while self._ready and found is None:
             first = heapq.heappop(self._ready)
-            if first[0] in self._running:
-                skipped.append(first)
+            if first.order == self._pending[first.key][0]:
+                found = first
             else:
-                update = first[2]
-                self._running.add(first[0])
+                skipped.append(first)
         for one in skipped:
             heapq.heappush(self._ready, one)
-        if update is not None and (self._ready or (self._arriving and not self._watched)):
+        unwatched = (self._arriving and not self._watched) or (self._of_ranks and not self._polled)
+        if found is not None and (self._ready or unwatched):
             self._store.wake_update()  # another thread may take the next one, or wait for it
-        return update
+        return found
 
     def _run(self) -> None:
         try:
             while True:
-                update = arriving = None
+                queued = arriving = None
                 with self._store.lock:
-                    while (update := self._next()) is None:
+                    while (queued := self._next()) is None:
                         if self._arriving and not self._watched:
-                            self._watched, arriving = True, self._arriving[0].arrived
+                            self._watched, arriving = True, self._arriving[0].update.arrived
                             break
-                        if self._closed and not self._arriving:
+                        if self._closed and not self._arriving and not self._of_ranks:
                             return
-                        self._store.wait_updates()
-                if update is not None:
-                    self._carry_out(update)
+                        self._wait()
+                if queued is not None:
+                    self._carry_out(queued.update)
+                    self._finish(queued)
                 elif arriving is not None:
                     self._watch(arriving)
         except BaseException as error:  # a thread may wait for an update
             self._store.fail(error)
+
+    def _wait(self) -> None:
+        """Under the lock: sleeps until there may be work. One thread looks for gradients of other
+        ranks, which cannot wake it."""
+        if not self._of_ranks or self._polled:
+            self._store.wait_updates()
+            return
+        self._polled = True
+        try:
+            self._store.wait_updates(poll=True)
+        finally:
+            self._polled = False
 
     def _watch(self, arriving: StreamEvent) -> None:
         """Waits for a copy; the other threads need not."""
@@ -170,6 +233,14 @@ class Updates:
                 self._watched = False
 
     def _carry_out(self, update: Update) -> None:
+        if not update.is_announcement:
+            self._update(update)
+        if update.buffer is not None:
+            self.ring.give(update.buffer)
+        if update.then is not None:
+            update.then()
+
+    def _update(self, update: Update) -> None:
         entry, layout = update.entry, self._store.layout
         if self._inject is not None:
             self._inject("optimizer")
@@ -180,14 +251,33 @@ class Updates:
                 kept = layout.weights(self._store.host(entry, Part.GRADS))
             if update.buffer is not None:
                 arrived = layout.weights(self.ring.buffers[update.buffer])
+            if update.parts:
+                kept, arrived = self._add_parts(update, kept)
             if update.hyper is not None:
                 self._adam(entry, kept, arrived, update.hyper)
             elif kept is not None and arrived is not None:
                 total = accumulate_(kept, arrived, self._threads)
                 self._squares[entry.number] = total
-        if update.buffer is not None:
-            self.ring.give(update.buffer)
-        self._finish(update)
+
+    def _add_parts(self, update: Update, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Adds the parts of a gradient but the last to the kept one, or to the first. What remains
+        is added by the caller."""
+        number, rest = update.entry.number, list(update.parts)
+        finite = all(math.isfinite(part.square.item()) for part in rest)
+        if kept is not None:
+            self._added_squares[number] = 0.0 if finite else math.nan
+            into = kept
+        else:
+            first = rest.pop(0)
+            into = first.gradient
+            self._squares[number] = first.square if finite else math.nan
+            self._added_squares[number] = 0.0
+            if update.hyper is None:
+                into = self._store.layout.weights(self._store.host(update.entry, Part.GRADS))
+                into.copy_(first.gradient)
+        for part in rest[:-1]:
+            accumulate_(into, part.gradient, self._threads)
+        return into, rest[-1].gradient if rest else None
 
     def _adam(
         self, entry: Entry, kept: Tensor | None, arrived: Tensor | None, hyper: AdamHyper
@@ -212,13 +302,16 @@ class Updates:
             views["exp_avg_sq"],
         )
 
-    def _finish(self, update: Update) -> None:
-        entry = update.entry
+    def _finish(self, queued: _Queued) -> None:
+        update, entry = queued.update, queued.update.entry
         with self._store.lock:
-            self._running.remove(entry.number)
+            pending = self._pending[queued.key]
+            pending.popleft()
+            if not pending:
+                del self._pending[queued.key]
             if update.hyper is not None:
                 self._store.end_update(entry)
-            elif update.accumulate:
+            elif update.needs & Part.GRADS:
                 self._store.keep_gradient(entry)
             self._store.release(entry)
 

@@ -117,15 +117,11 @@ class Ranks:
 
     # -- numbers of the host ------------------------------------------------------------------
 
-    def exchange_counts(self, counts_E: Tensor, sizes: list[int]) -> Tensor:
-        """Sends `sizes[r]` of the numbers to rank r; returns what each rank has sent, [ranks, own
-        size]."""
-        own = sizes[self.rank]
-        out = counts_E.new_empty(self.size, own)
+    def gather_numbers(self, numbers_N: Tensor) -> Tensor:
+        """The numbers of each rank, as many on all, [ranks, N]."""
+        out = numbers_N.new_empty(self.size, len(numbers_N))
         with self._calling():
-            dist.all_to_all_single(
-                out.view(-1), counts_E, [own] * self.size, sizes, group=self._host_group
-            )
+            dist.all_gather(list(out.unbind()), numbers_N, group=self._host_group)
         return out
 
     def sum(self, value: float) -> float:
@@ -178,19 +174,20 @@ class Ranks:
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[Callable[[], None]]:
         """What all ranks do, or none: if it fails on one rank, the others raise RankError. They
-        do at the end of the block, or where they call what it yields."""
-        agreed = False
+        do at the end of the block, or where they call what it yields: before ranks wait for each
+        other in another way, and before what cannot be undone."""
+        known = False  # whether all ranks know of a failure
 
         def agree() -> None:
-            nonlocal agreed
-            if not agreed:
-                agreed = True
-                self._report(what, None)
+            nonlocal known
+            known = True
+            self._report(what, None)
+            known = False
 
         try:
             yield agree
         except Exception as error:
-            if not agreed:
+            if not known:
                 with contextlib.suppress(RuntimeError):  # the cause may be that a rank is gone
                     self._report(what, f"{type(error).__name__}: {error}")
             raise

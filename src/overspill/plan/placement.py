@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from overspill.core.expert_map import ExpertMap
+
 Rows = NDArray[np.int64]
 
 _CLOSE = 0.01
@@ -55,7 +57,8 @@ def owners(n_experts: int, n_gpus: int) -> Rows:
     The array is shared and cannot be written to."""
     if n_gpus < 1:
         raise ValueError(f"n_gpus={n_gpus} must be at least 1")
-    owners_E = np.arange(n_experts, dtype=np.int64) * n_gpus // max(1, n_experts)
+    sizes = [ExpertMap.part(n_experts, gpu, n_gpus).n_local for gpu in range(n_gpus)]
+    owners_E = np.repeat(np.arange(n_gpus, dtype=np.int64), sizes)
     owners_E.flags.writeable = False
     return owners_E
 
@@ -104,6 +107,21 @@ def uploaded(rows_GE: Rows, resident: bool = False) -> Rows:
         uploaded_GE[owners(n_experts, n_gpus), np.arange(n_experts)] = False
     uploads_G: Rows = uploaded_GE.sum(1)
     return uploads_G
+
+
+def outbox_slots(n_experts: int, n_gpus: int) -> int:
+    """Gradients of one layer for which a GPU has memory, where it computes experts of others: a
+    quarter more than its share of the experts. A placement that needs more is not used."""
+    return min(n_experts, -(-5 * n_experts // (4 * n_gpus)) + 2)
+
+
+def shared_parts(rows_GE: Rows) -> Rows:
+    """How many experts each GPU computes that it, or another GPU, does not own, [G]."""
+    n_gpus, n_experts = rows_GE.shape
+    elsewhere_GE = rows_GE > 0
+    elsewhere_GE[owners(n_experts, n_gpus), np.arange(n_experts)] = False
+    parts_G: Rows = ((rows_GE > 0) & elsewhere_GE.any(0)).sum(1)
+    return parts_G
 
 
 def balance(rows_GE: Rows) -> float:

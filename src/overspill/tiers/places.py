@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.tiers.entry import Entry, Part
+from overspill.tiers.guests import Guests
 from overspill.tiers.worker_sync import WorkerSync
 
 
@@ -43,6 +44,8 @@ class ExpertPlaces(WorkerSync):
         assert self.disk_slots == 0 or self.least_cache >= 1
         self.host_slots = self.home_slots + self.least_cache
         self.entries = self._number_entries(count)
+        self.guests: Guests | None = None
+        """Experts of other ranks that this one can upload. They are no `entries`."""
         self._cached: dict[Entry, None] = {}
         self.recount_slots()
 
@@ -73,7 +76,27 @@ class ExpertPlaces(WorkerSync):
         return ExpertId(layer, self.maps[layer].global_id(position))
 
     def at(self, layer: int, position: int) -> Entry:
-        return self.entries[layer * self.experts.n_local + position]
+        n_local = self.experts.n_local
+        if position >= n_local:
+            assert self.guests is not None
+            return self.guests.of(layer)[position - n_local]
+        return self.entries[layer * n_local + position]
+
+    def numbered(self, number: int) -> Entry:
+        """The expert, or guest, with a number."""
+        if number < len(self.entries):
+            return self.entries[number]
+        assert self.guests is not None
+        return self.guests.entries[number - len(self.entries)]
+
+    @property
+    def computed(self) -> list[ExpertMap]:
+        """Which expert of each layer is at which position, for passes: after the local experts come
+        the guests."""
+        if self.guests is None:
+            return self.maps  # itself: experts may exchange places
+        ids = self.experts.local_ids + self.guests.ids
+        return [ExpertMap(self.experts.n_global, ids)] * self.n_layers
 
     def layer_entries(self, layer: int) -> list[Entry]:
         first = layer * self.experts.n_local
@@ -84,8 +107,12 @@ class ExpertPlaces(WorkerSync):
         return self.layer_entries(layer)[self.homes[layer] :]
 
     def position(self, entry: Entry) -> int:
-        """The local position of an expert in its layer."""
-        return entry.number % self.experts.n_local
+        """The position of an expert, or guest, in its layer."""
+        n_local, guest = self.experts.n_local, entry.number - len(self.entries)
+        if guest < 0:
+            return entry.number % n_local
+        assert self.guests is not None
+        return n_local + guest % len(self.guests.ids)
 
     # -- slots ----------------------------------------------------------------------------
 

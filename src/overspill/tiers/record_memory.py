@@ -25,7 +25,9 @@ class RecordMemory:
         pinned: bool,
         disk: Path | None,
         progress: Progress | None,
+        weights: Tensor | None = None,
     ) -> None:
+        """With `weights` the host slots for weights are in this memory."""
         assert disk is not None or not disk_slots
         self.layout = layout
         self.pinned = pinned
@@ -34,6 +36,7 @@ class RecordMemory:
         self._disk_slots = disk_slots
         self._folder = disk if disk_slots else None
         self._progress = progress
+        self._weights = weights
         if self._folder is not None:
             check_folder(self._folder, disk_slots * layout.weight_bytes)
 
@@ -55,7 +58,10 @@ class RecordMemory:
             # a unique name: two processes may share a disk folder
             path = self._folder / f"overspill-{os.getpid()}-{uuid.uuid4().hex[:8]}-{name}.bin"
             self.files[part] = RecordFile(path, self._disk_slots, size)
-        self.slabs[part] = HostSlab(name, host_slots, size, self.pinned, self._progress, background)
+        memory = self._weights if part == Part.WEIGHTS else None
+        self.slabs[part] = HostSlab(
+            name, host_slots, size, self.pinned, self._progress, background, memory=memory
+        )
 
     def extend(self, host_slots: int) -> None:
         """Adds host slots, up to this number."""
@@ -98,3 +104,4 @@ class RecordMemory:
             file.close()
         for slab in self.slabs.values():
             slab.close()
+        self._weights = None

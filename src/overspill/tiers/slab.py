@@ -47,7 +47,9 @@ class HostSlab:
         progress: Progress | None = None,
         background: bool = False,
         piece_bytes: int = _PIECE_BYTES,
+        memory: Tensor | None = None,
     ) -> None:
+        """With `memory`, which is allocated and may have content, the slots are there."""
         self._registered: list[int] = []  # first: __del__ reads them
         self._pieces: list[Future[int]] = []
         assert slot_bytes % ALIGN == 0
@@ -65,24 +67,20 @@ class HostSlab:
             self.slots = torch.empty(0, slot_bytes, dtype=torch.uint8)
             self._views = self.slots.unbind()
             return
-        try:
-            memory = anonymous_memory(self.nbytes, pinned)
-        except (OSError, ValueError) as error:
-            raise BudgetError(
-                f"the host has no {format_size(self.nbytes)} for {name}; lower --host-memory or "
-                f"give a --disk folder"
-            ) from error
-        self.slots = torch.frombuffer(memory, dtype=torch.uint8).view(slots, slot_bytes)
+        touch = memory is None and not background
+        if memory is None:
+            memory = self._new_memory()
+        self.slots = memory[: self.nbytes].view(slots, slot_bytes)
         self._views = self.slots.unbind()  # created once, because slots are accessed often
         pieces = self.slots.split(slots_per_piece)
-        if not pinned and (background or len(pieces) == 1):  # there is no work for threads
-            if not background:
-                _allocate_piece(self._registered, pieces[0], pinned, touch=True)
+        if not pinned and (not touch or len(pieces) == 1):  # there is no work for threads
+            if touch:
+                _allocate_piece(self._registered, pieces[0], pinned, touch)
             return
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="overspill-allocate")
         try:
             for piece in pieces:
-                args = self._registered, piece, pinned, not background
+                args = self._registered, piece, pinned, touch
                 self._pieces.append(self._threads.submit(_allocate_piece, *args))
             self._threads.shutdown(wait=False)  # the threads end after these pieces
             if not background:
@@ -90,6 +88,16 @@ class HostSlab:
         except BaseException:
             self.close()
             raise
+
+    def _new_memory(self) -> Tensor:
+        try:
+            memory = anonymous_memory(self.nbytes, self._pinned)
+        except (OSError, ValueError) as error:
+            raise BudgetError(
+                f"the host has no {format_size(self.nbytes)} for {self.name}; lower --host-memory "
+                f"or give a --disk folder"
+            ) from error
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def wait_allocated(self, progress: Progress | None = None) -> None:
         """Blocks until all memory is allocated and, if `pinned`, registered."""

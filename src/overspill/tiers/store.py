@@ -3,7 +3,7 @@ parts are valid in host memory and which are newer than on disk. It owns the mem
 files, the entries and the lock that guards them. Every change of an entry is a method here, in
 `ExpertPlaces`, or in a part of the store: `DecodingSlots`, `HomeChanges`."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -12,9 +12,11 @@ from overspill.core.errors import DiskError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.lifetime import Lifetime
 from overspill.tiers.entry import Entry, Part, Reader
+from overspill.tiers.guests import Guest, Guests
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.places import ExpertPlaces
 from overspill.tiers.record_memory import RecordMemory
+from overspill.tiers.shared_experts import SharedExperts
 from overspill.tiers.slab import Progress
 from overspill.tiers.worker_sync import WATCHDOG_SECONDS
 
@@ -43,16 +45,24 @@ class ExpertStore(ExpertPlaces):
         watchdog_seconds: float = WATCHDOG_SECONDS,
         homes: list[int] | None = None,
         spare_records: int = 0,
+        shared: SharedExperts | None = None,
     ) -> None:
+        """With `shared` the weights are in memory that other ranks read; all experts are in host
+        memory then."""
         super().__init__(
             n_layers, experts, home_slots, cache_slots, homes, spare_records, watchdog_seconds
         )
         self._unreadable: dict[Entry, OSError] = {}  # the last read has failed
         self.lifetime = Lifetime()
         self._on_change: Callable[[], None] | None = None
-        self.memory = RecordMemory(layout, self.disk_slots, pinned, disk, progress)
+        self._shared = shared
+        weights = None if shared is None else shared.own.weights
+        self.memory = RecordMemory(layout, self.disk_slots, pinned, disk, progress, weights)
         try:
             self.allocate(Part.WEIGHTS, background=True)  # pinned while the slots are filled
+            if shared is not None:
+                assert self.home_slots == len(self.entries), "all experts must be in host memory"
+                self.guests = Guests(shared, n_layers, len(self.entries), pinned)
         except BaseException:
             self.close()  # leaves no file behind
             raise
@@ -72,7 +82,10 @@ class ExpertStore(ExpertPlaces):
                     entry.valid |= part
 
     def host(self, entry: Entry, part: Part) -> Tensor:
-        """The bytes of `part` in the expert's host slot."""
+        """The bytes of `part` in the expert's host slot; of a guest, in that of its owner."""
+        if isinstance(entry, Guest):
+            assert part == Part.WEIGHTS
+            return entry.weights
         assert entry.host_slot is not None
         return self.memory.slabs[part][entry.host_slot]
 
@@ -82,9 +95,48 @@ class ExpertStore(ExpertPlaces):
         assert not self.disk_slots
         return [self.memory.slabs[part][slot] for slot in self.free_slots]
 
+    def wait_allocated(self) -> None:
+        """Blocks until all memory is allocated and pinned."""
+        self.memory.wait_allocated()
+        for slab in () if self.guests is None else self.guests.slabs:
+            slab.wait_allocated()
+
     def close(self) -> None:
         self.lifetime.closed = True
+        if self.guests is not None:
+            self.guests.close()
         self.memory.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    # -- versions of weights that ranks share ------------------------------------------------
+
+    def versions(self, layer: int) -> list[int]:
+        """Of the local experts of a layer: those that updates which have begun will give them."""
+        with self.lock:
+            return [entry.version for entry in self.layer_entries(layer)]
+
+    def expect(self, layer: int, versions: Sequence[int]) -> None:
+        """The versions of all experts of a layer, by their ids, as their owners have announced
+        them for a pass."""
+        with self.lock:
+            for guest in () if self.guests is None else self.guests.of(layer):
+                guest.version = versions[guest.id.index]
+
+    def wait_uploader(self, poll: bool = False) -> None:
+        before = self._progress_of_others() if poll else 0
+        super().wait_uploader(poll)
+        if poll and self._progress_of_others() != before:
+            self.wake_main()  # its watchdog sees that other ranks are alive
+
+    def _progress_of_others(self) -> int:
+        memories = () if self._shared is None else self._shared.memories
+        return sum(int(memory.versions.sum()) for memory in memories)
+
+    def _publish(self, entry: Entry) -> None:
+        """Other ranks may read the weights now."""
+        if self._shared is not None:
+            self._shared.own.versions[entry.number] = entry.version
 
     # -- disk transfers that wait for a change ---------------------------------------------
 
@@ -153,6 +205,7 @@ class ExpertStore(ExpertPlaces):
         """Weights and states in the host slot are new; the gradient is used up."""
         with self.lock:
             entry.stale = False
+            self._publish(entry)
             if entry.disk_slot is not None:
                 entry.dirty |= Part.WEIGHTS | Part.STATES
                 self._forget_gradient(entry)
@@ -172,6 +225,7 @@ class ExpertStore(ExpertPlaces):
         with self.lock:
             for entry in self.entries:
                 entry.stale, entry.holds = False, 0
+                self._publish(entry)
                 if entry.number in kept and entry.disk_slot is not None:
                     self._forget_gradient(entry)
                     self._changed(entry)
@@ -269,6 +323,8 @@ class ExpertStore(ExpertPlaces):
                 self.memory.files[part].write(entry.disk_slot, scratch)
             if part == Part.WEIGHTS:
                 entry.version += 1  # the copy on the GPU is out of date
+                if not entry.stale:
+                    self._publish(entry)
                 self.wake_uploader()
 
     def set_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:

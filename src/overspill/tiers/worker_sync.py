@@ -10,6 +10,7 @@ from overspill.core.interrupt import Condition
 from overspill.core.lifetime import store_locks
 
 WATCHDOG_SECONDS = 60.0
+_POLL_SECONDS = 5e-4  # where another process changes what is waited for
 _SLICES = 20  # a process that was suspended loses one of them, not the whole time
 _PATIENCE = 10  # how much longer a busy device may take: it may as well wait for a lost signal
 _log = logging.getLogger("overspill")
@@ -98,14 +99,15 @@ class WorkerSync:
         """Under the lock: whether a disk transfer is running."""
         return False
 
-    def wait_uploader(self) -> None:
-        """Called by the uploader's thread under the lock: sleeps until an entry may have
-        changed."""
-        self._uploader.wait()
+    def wait_uploader(self, poll: bool = False) -> None:
+        """Called by the uploader's thread under the lock: sleeps until an entry may have changed;
+        with `poll` for a short time only."""
+        self._uploader.wait(_POLL_SECONDS if poll else Condition.LIMIT)
 
-    def wait_updates(self) -> None:
-        """Called by an update thread under the lock: sleeps until there may be work."""
-        self._updates.wait()
+    def wait_updates(self, poll: bool = False) -> None:
+        """Called by an update thread under the lock: sleeps until there may be work; with `poll`
+        for a short time only."""
+        self._updates.wait(_POLL_SECONDS if poll else Condition.LIMIT)
 
     def wake_main(self) -> None:
         with self.lock:

@@ -160,11 +160,11 @@ class NativeUploader(Uploader):
         slot.entry, slot.version, slot.used = entry, entry.version, False
 
     def _address(self, entry: Entry) -> int:
-        assert entry.host_slot is not None
-        known = self._addresses.get(entry.host_slot)
+        place = ~entry.number if entry.host_slot is None else entry.host_slot  # of a guest
+        known = self._addresses.get(place)
         if known is None:
             known = self._store.host(entry, Part.WEIGHTS).data_ptr()
-            self._addresses[entry.host_slot] = known
+            self._addresses[place] = known
         return known
 
     def _run(self) -> None:
@@ -174,7 +174,7 @@ class NativeUploader(Uploader):
                     if not self.idle():
                         self._request()
                         self._store.wake_main()
-                    self._store.wait_uploader()
+                    self._store.wait_uploader(self._awaits_guest(self._wanted))
         except BaseException as error:  # the main thread waits for uploads
             self._store.fail(error)
 
@@ -186,5 +186,5 @@ class NativeUploader(Uploader):
             recorder.add_bytes(lane, size)
         reasons = list(self._reasons)
         for copy in copies:
-            label = upload_label(self._store.entries[copy.tag >> 8], reasons[copy.tag & 255])
+            label = upload_label(self._store.numbered(copy.tag >> 8), reasons[copy.tag & 255])
             recorder.past_span(lane, label, copy.begin_ns, copy.end_ns, copy.bytes)

@@ -41,6 +41,33 @@ class StreamEvent:
 COMPLETED = StreamEvent()
 
 
+class _All:
+    """The last of several events."""
+
+    def __init__(self, events: Sequence[StreamEvent]) -> None:
+        self._events = events
+
+    def query(self) -> bool:
+        return all(event.done() for event in self._events)
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.wait()
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        raise AssertionError("it was recorded")
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        for event in self._events:
+            if event.event is not None:
+                event.event.wait(stream)
+
+
+def all_of(events: Sequence[StreamEvent]) -> StreamEvent:
+    """Completes when all of them have."""
+    return events[0] if len(events) == 1 else StreamEvent(_All(events))
+
+
 class CopyStream:
     """Copies in one direction, in order. `name` is their lane in the trace."""
 

@@ -50,14 +50,15 @@ class StreamingCompute(ExpertCompute):
     ) -> None:
         """`slab` is the memory of the GPU slots."""
         max_rows = settings.max_rows or placement.max_rows
-        super().__init__(device, LocalDispatcher(store.maps, device), max_rows)
+        maps = store.computed
+        super().__init__(device, LocalDispatcher(maps, device), max_rows)
         self._store = store
         self._settings = settings
         self._recorder = recorder
         self._threads = threads
         self._homes = homes
-        self.cursor = StepCursor(store.experts.n_local, store.homes)
-        self.plan = SlotPlan(store.experts.n_local, store.homes, placement.slots)
+        self.cursor = StepCursor(maps[0].n_local, store.homes)
+        self.plan = SlotPlan(maps[0].n_local, store.homes, placement.slots)
         self.trace = ComputeTrace(recorder, device)
         self._slab = slab
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)

@@ -15,6 +15,7 @@ from overspill.moe.homes.host_gradients import HostGradients
 from overspill.moe.layer_pass import Wave
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.device_gradients import DeviceGradients
+from overspill.moe.streaming.shared_gradients import SharedGradients
 from overspill.moe.streaming.step_cursor import StepCursor
 from overspill.optim.gradient_norm import expert_squares
 from overspill.optim.kernel import AdamHyper
@@ -24,6 +25,7 @@ from overspill.tiers.entry import Entry, Part
 from overspill.tiers.slab import HostSlab, Progress
 from overspill.tiers.store import ExpertStore
 from overspill.transfer.downloads import Downloads, GradientRing
+from overspill.transfer.outboxes import GradientPart, Outboxes
 from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent, record_event
 
 _ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slots, more with many
@@ -55,10 +57,12 @@ class StreamingGradients:
         device: torch.device,
         wait_readers: Callable[[], None],
         progress: Progress | None,
+        outboxes: Outboxes | None = None,
     ) -> None:
-        """`wait_readers` blocks until no copy or computation reads weights in host memory."""
+        """`wait_readers` blocks until no copy or computation reads weights in host memory. Ranks
+        that compute experts of each other have `outboxes`."""
         self._store = store
-        self._wait_readers = wait_readers
+        self.wait_readers = wait_readers
         self._cursor = cursor
         self._placement = placement
         self._settings = settings
@@ -90,6 +94,7 @@ class StreamingGradients:
         self._not_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._has_added = False
         self._has_updated = False
+        self._shared = SharedGradients(outboxes, store)
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -158,9 +163,10 @@ class StreamingGradients:
         dw = [part.to(self._store.layout.dtype) for part in dw]
         assert wave.counts is not None
         offsets = {o: self._store.at(layer, wave.first + o) for o, n in enumerate(wave.counts) if n}
+        outbox = self._shared.slots(offsets)
         if not more:
             for offset, entry in offsets.items():
-                if entry.number in self.on_device:
+                if entry.number in self.on_device and offset not in outbox:
                     self.on_device.add_to(entry.number, [part[offset] for part in dw])
         squares = expert_squares(dw)
         if more or any(entry.number in self._kept for entry in offsets.values()):
@@ -170,13 +176,36 @@ class StreamingGradients:
         finished: list[int] = []
         for offset, entry in offsets.items():
             parts = [part[offset] for part in dw]
+            gradient = _Gradient(entry, parts, squares[offset], made)
             in_host = entry.number in self._kept
-            if not (more and not in_host and self.on_device.add(entry.number, parts)):
-                self._send(_Gradient(entry, parts, squares[offset], made), hyper)
+            if (slot := outbox.get(offset)) is not None:
+                self._to_outbox(gradient, slot)
+            elif not (more and not in_host and self.on_device.add(entry.number, parts)):
+                self._send(gradient, hyper)
             finished.append(self._store.position(entry))
             if entry.disk_slot is not None:  # the next expert may wait for its host slot
                 self._finish(finished)
         self._finish(finished)
+
+    def begin_backward(self, shared: Mapping[int, tuple[int, ...]]) -> None:
+        self._shared.begin(shared)
+
+    def _to_outbox(self, gradient: _Gradient, slot: GradientPart) -> None:
+        arrived = self._download(gradient, slot.gradient, slot.square)
+        self.updates.submit(self._shared.announcement(gradient.entry, slot, arrived))
+
+    def collect(self, layer: int, hyper: AdamHyper | None) -> None:
+        for update in self._shared.updates(layer, hyper, self._take_kept):
+            if hyper is not None:
+                self._submit(update)
+            else:
+                self._allocate_kept()
+                self._kept[update.entry.number] = update.arrived
+                self.updates.submit(update)
+
+    def _take_kept(self, entry: Entry) -> StreamEvent | None:
+        self._leave_device({entry.number})
+        return self._kept.pop(entry.number, None)
 
     def _finish(self, positions: list[int]) -> None:
         with self._store.lock:
@@ -205,7 +234,8 @@ class StreamingGradients:
             buffer, arrived = self._to_ring(gradient, kept)
             self.updates.submit(Update(entry, arrived, buffer, accumulate=True))
         elif entry.disk_slot is None:  # its host slot is its own
-            arrived = self._download(gradient, self._store.host(entry, Part.GRADS))
+            flat = self._store.layout.weights(self._store.host(entry, Part.GRADS))
+            arrived = self._download(gradient, flat, self._squares[entry.number])
         else:
             arrived = self._to_host_slot(gradient)
         self._kept[entry.number] = arrived
@@ -215,7 +245,9 @@ class StreamingGradients:
         ring = self.updates.ring
         buffer = ring.take()
         try:
-            return buffer, self._download(gradient, ring.buffers[buffer], is_added)
+            squares = self._added_squares if is_added else self._squares
+            flat = self._store.layout.weights(ring.buffers[buffer])
+            return buffer, self._download(gradient, flat, squares[gradient.entry.number])
         except BaseException:
             ring.give(buffer)
             raise
@@ -232,25 +264,24 @@ class StreamingGradients:
             finally:
                 self._awaited = None
             store.hold(entry)
-            memory = store.host(entry, Part.GRADS)
+            flat = store.layout.weights(store.host(entry, Part.GRADS))
             store.keep_gradient(entry)
         try:
-            arrived = self._download(gradient, memory)
+            arrived = self._download(gradient, flat, self._squares[entry.number])
             self.updates.submit(Update(entry, arrived))  # holds the slot until it has arrived
             return arrived
         finally:
             store.release(entry)
 
-    def _download(self, gradient: _Gradient, memory: Tensor, is_added: bool = False) -> StreamEvent:
+    def _download(self, gradient: _Gradient, flat: Tensor, square: Tensor) -> StreamEvent:
+        """Copies a gradient and its sum of squares to host memory."""
         entry = gradient.entry
-        flat = self._store.layout.weights(memory)
         starts = self._store.layout.shape.starts
         pairs = [
             (flat[start : start + part.numel()], part.reshape(-1))
             for start, part in zip(starts, gradient.parts, strict=True)
         ]
-        squares = self._added_squares if is_added else self._squares
-        pairs.append((squares[entry.number], gradient.square))
+        pairs.append((square, gradient.square))
         label = f"expert {entry.id.layer}.{entry.id.index}"
         return self._downloads.send(pairs, label, gradient.made)
 
@@ -261,12 +292,14 @@ class StreamingGradients:
     ) -> None:
         if counts is None:
             # In step(), not in backward: a forward without gradients may still be running.
-            self._wait_readers()
+            self.wait_readers()
         self._leave_device({entry.number for entry in self._store.layer_entries(layer)})
         for position, entry in enumerate(self._store.streamed(layer), self._store.homes[layer]):
             if hyper is None:
                 self._store.begin_update(entry)
-            elif counts is None or entry.number in self._kept or not counts[position]:
+            elif entry.number not in self._shared.updated and (
+                counts is None or entry.number in self._kept or not counts[position]
+            ):
                 self._update(entry, hyper)
 
     def _update(self, entry: Entry, hyper: AdamHyper) -> None:
@@ -322,8 +355,9 @@ class StreamingGradients:
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
         self._downloads.wait()
-        if self._has_added and self._not_finite.item():
+        if not self._shared.are_finite() or (self._has_added and self._not_finite.item()):
             self.updates.wait_idle()  # which sums are not finite is known then
+        self._shared.forget()
         for layer, hyper in sorted(kept.items()):
             with self._store.lock:  # once, although update threads want it
                 for entry in self._store.streamed(layer):
@@ -365,6 +399,7 @@ class StreamingGradients:
         for number in self._kept.keys() & numbers:
             del self._kept[number]
         self.on_device.discard(numbers)
+        self._shared.forget()  # all have arrived
         self.of_homes.discard(numbers)  # also if a new optimizer keeps none there
         if not self._kept:
             self._forget_added()
@@ -397,13 +432,16 @@ class StreamingGradients:
         self.on_device.check_conserved()
         if self._updates is not None:
             self._updates.ring.check_conserved()
+        self._shared.check_conserved()
 
     def close(self) -> None:
         self.on_device.close()
         self.of_homes.close()
+        self._shared.stop()
         if self._updates is not None:
             self._updates.close()
             self._updates.ring.buffers.close()
+        self._shared.close()
 
 
 def _zero(memory: Tensor) -> None:

@@ -16,9 +16,11 @@ from overspill.moe.streaming.compute import StreamingCompute
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.plan.budget import Placement
 from overspill.tiers.entry import Entry, Part
+from overspill.tiers.shared_experts import SharedExperts
 from overspill.tiers.slab import Progress, device_slab
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
+from overspill.transfer.outboxes import Outboxes
 from overspill.transfer.stager import Stager
 from overspill.transfer.streams import CopyStream
 
@@ -40,6 +42,7 @@ class Streaming:
         updates_at_once: Callable[[], bool],
         progress: Progress | None = None,
         costs: ExpertCosts | None = None,
+        shared: SharedExperts | None = None,
     ) -> None:
         """`updates_at_once` says whether a backward that runs now would update experts."""
         device, layout = homes.device, store.layout
@@ -56,6 +59,7 @@ class Streaming:
             self.gradients: StreamingGradients | None = None
             if placement.training:
                 download = CopyStream("download", device, recorder, settings.inject)
+                outboxes = None if shared is None else Outboxes(shared, store)
                 self.gradients = StreamingGradients(
                     store,
                     self.compute.cursor,
@@ -67,6 +71,7 @@ class Streaming:
                     device,
                     self.compute.wait_readers,
                     progress,
+                    outboxes,
                 )
             self._stager: Stager | None = None
             if store.disk_slots:

@@ -119,7 +119,12 @@ class Waves:
     def _uploads(self, layer: int, positions: range) -> list[int]:
         if self._split is not None:
             return self._split.uploads(layer, positions)
-        return [position for position in self._cursor.busy(layer) if position in positions]
+        busy = [position for position in self._cursor.busy(layer) if position in positions]
+        guests = self._store.guests is not None
+        if not guests or self._cursor.expected(layer)[1] is CountSource.ROUTING:
+            return busy
+        # which rank computes a guest is not known, and its owner may be updating it
+        return [position for position in busy if position < self._store.experts.n_local]
 
     def _targets(self, chunk: PlannedChunk) -> Iterator[Target]:
         counts, source = self._cursor.expected(chunk.layer)
