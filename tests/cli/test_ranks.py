@@ -54,20 +54,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- losses --------------------------------------------------------------------------------------
 
 
-def test_any_number_of_ranks_resumes_to_the_losses_of_one_process(
-    forks: Forks, folder: Path
+def test_any_number_of_ranks_and_nodes_resumes_to_the_losses_of_one_process(
+    forks: Forks, folder: Path, tmp_path: Path
 ) -> None:
     out, log = folder / "run", folder / "run.log"
     assert forks.run(_arguments(folder, "run"), log) == 0, log.read_text()
     expected = _numbers(out)
-    for step, ranks in ((2, 2), (4, 4), (6, 1)):
+    for step, ranks, *flags in ((2, "2 x 2"), (4, 1), (6, 4, "--shard-dense")):
         for path in (out / "checkpoints").iterdir():
             if int(path.name.removeprefix("step-")) > step:
                 shutil.rmtree(path)
-        assert forks.run(_resume(out, gpus=ranks), log) == 0, log.read_text()
-        text = log.read_text()
+        if ranks == "2 x 2":
+            codes, text = _torchrun(forks, [_resume(out)] * 4, tmp_path, node_size=2)
+        else:
+            codes = [forks.run([*_resume(out, gpus=ranks), *flags], log)]
+            text = log.read_text()
+        assert not any(codes), text
         assert text.count("step 8/8  loss") == 1  # one display
-        assert ("rank 0 of" in text) == (ranks > 1)
+        assert ("rank 0 of" in text) == (ranks != 1)
         assert _numbers(out) == pytest.approx(expected, rel=1e-5)
 
 
@@ -188,8 +192,11 @@ def test_what_all_ranks_refuse_is_said_once(
     assert not (folder / "refused").exists()
 
 
-def _torchrun(forks: Forks, arguments: list[list[str]], logs: Path) -> tuple[list[int], str]:
-    """The exit codes of ranks that are started as torchrun does, and what they print."""
+def _torchrun(
+    forks: Forks, arguments: list[list[str]], logs: Path, node_size: int | None = None
+) -> tuple[list[int], str]:
+    """The exit codes of ranks that are started as torchrun does, and what they print. With
+    `node_size` on several nodes, which are all this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -197,8 +204,9 @@ def _torchrun(forks: Forks, arguments: list[list[str]], logs: Path) -> tuple[lis
     for rank, words in enumerate(arguments):
         environment = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank % (node_size or len(arguments))),
             "WORLD_SIZE": str(len(arguments)),
+            "LOCAL_WORLD_SIZE": str(node_size or len(arguments)),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",

@@ -1,4 +1,4 @@
-"""docs/multi-gpu.md: its code runs on two ranks."""
+"""docs/multi-gpu.md: its program runs on two ranks."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "multi-gpu.md").read_text
 
 def run_page(mesh: DeviceMesh) -> tuple[float, torch.Tensor]:
     names: dict[str, Any] = {}
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
     exec(compile(code, "docs/multi-gpu.md", "exec"), names)
     model = names["model"]
     model.overspill.close()

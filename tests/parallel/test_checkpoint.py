@@ -1,6 +1,7 @@
 """Checkpoints have the same bytes from any number of ranks, and any number can read them."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ STATE = TrainState(3, 6, "digest", {"experts": 5})
 Trained = tuple[GPTMoE, overspill.AdamW]
 
 
-def new_model(mesh: DeviceMesh | None) -> Trained:
+def new_model(mesh: DeviceMesh | None, **more: Any) -> Trained:
     model = TASK.model()
-    where = {"mode": "host", "slots": 3, "device": "cpu", "gpu_experts": 1}
+    where = {"mode": "host", "slots": 3, "device": "cpu", "gpu_experts": 1, **more}
     overspill.offload(model, quiet=True, settings=Settings(threads=1), mesh=mesh, **where)
     return model, overspill.AdamW(model, max_grad_norm=1.0)
 
@@ -40,28 +41,39 @@ def save(model: GPTMoE, optimizer: overspill.AdamW, folder: Path) -> Path:
     return checkpoint.save(folder, STATE, model, model.overspill, optimizer, keep=1)
 
 
-def load_and_save(mesh: DeviceMesh, source: Path, folder: Path) -> tuple[TrainState, float]:
+def load_and_save(
+    mesh: DeviceMesh, source: Path, folder: Path, **more: Any
+) -> tuple[TrainState, float]:
     """The state of a checkpoint that is read and written again, and the loss of the next step."""
-    model, optimizer = new_model(mesh)
+    model, optimizer = new_model(mesh, **more)
     state = checkpoint.load(source, model, model.overspill, optimizer)
     save(model, optimizer, folder)
     return state, train(model, optimizer)
 
 
-def test_ranks_write_the_bytes_that_they_have_read(tmp_path: Path) -> None:
+def train_and_save(folder: Path) -> tuple[Path, float]:
+    """The checkpoint of one process, and the loss of its next step."""
     model, optimizer = new_model(None)
     for _ in range(3):
         train(model, optimizer)
-    source = save(model, optimizer, tmp_path / "1")
-    loss = train(model, optimizer)
+    source = save(model, optimizer, folder)
+    return source, train(model, optimizer)
+
+
+def assert_same_files(folder: Path, source: Path) -> None:
+    (written,) = folder.iterdir()
+    for file in source.iterdir():
+        assert (written / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_ranks_write_the_bytes_that_they_have_read(tmp_path: Path) -> None:
+    source, loss = train_and_save(tmp_path / "1")
     for n_ranks in (2, 4):
         folder = tmp_path / str(n_ranks)
         for state, next_loss in run_ranks(n_ranks, load_and_save, source, folder):
             assert state == STATE
             assert abs(next_loss - loss) < 1e-5
-        (written,) = folder.iterdir()
-        for file in source.iterdir():
-            assert (written / file.name).read_bytes() == file.read_bytes(), file.name
+        assert_same_files(folder, source)
 
 
 def load_dicts(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -11,6 +12,7 @@ import overspill
 from overspill.core.experts import ExpertId
 from overspill.moe.settings import Settings
 from overspill.moe.state_dict import placeholders, split_record
+from overspill.parallel.sharded import whole
 from tests.models.huggingface.families import FAMILIES, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM
 from tests.parallel.processes import FAMILY_NAMES, run_ranks
@@ -39,11 +41,12 @@ def batch(name: str, model: Any, step: int, rank: int) -> dict[str, Tensor]:
     return make_batch(BY_NAME[name], model, seed=10 * step + rank)
 
 
-def plain(name: str) -> tuple[list[float], Weights]:
+def plain(name: str, n_ranks: int = RANKS) -> tuple[list[float], Weights]:
     model, losses = new_model(name), []
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     for step in range(STEPS):
-        parts = [model(**batch(name, model, step, rank)).loss / RANKS for rank in range(RANKS)]
+        losses_of_ranks = [model(**batch(name, model, step, r)).loss for r in range(n_ranks)]
+        parts = [loss / n_ranks for loss in losses_of_ranks]
         torch.stack(parts).sum().backward()
         losses.append(sum(part.item() for part in parts))
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -52,11 +55,14 @@ def plain(name: str) -> tuple[list[float], Weights]:
     return losses, {key: value.detach() for key, value in model.named_parameters()}
 
 
-def train_rank(mesh: DeviceMesh, name: str, placement: str) -> tuple[list[float], Weights, Weights]:
+def train_rank(
+    mesh: DeviceMesh, name: str, placement: str = "static", **more: Any
+) -> tuple[list[float], Weights, Weights]:
     """The losses, the dense weights, and those of this rank's experts by path and index."""
-    rank, model, losses = mesh.get_local_rank(), new_model(name), []
+    rank, model, losses = dist.get_rank(), new_model(name), []
     settings = Settings(threads=1, placement=placement)
-    overspill.offload(model, mode="host", slots=2, mesh=mesh, quiet=True, settings=settings)
+    where: dict[str, Any] = {"mode": "host", "slots": 2, "mesh": mesh, **more}
+    overspill.offload(model, quiet=True, settings=settings, **where)
     optimizer = overspill.AdamW(model, max_grad_norm=CLIP, **ADAM)
     for step in range(STEPS):
         loss = model(**batch(name, model, step, rank)).loss
@@ -67,7 +73,7 @@ def train_rank(mesh: DeviceMesh, name: str, placement: str) -> tuple[list[float]
     engine = model.overspill
     engine.flush()
     assert (engine.balance.placed < engine.balance.static) is (placement == "dynamic")
-    dense = {key: p.detach() for key, p in model.named_parameters() if p.numel()}
+    dense = {key: whole(p.detach()) for key, p in model.named_parameters() if p.numel()}
     experts = {}
     for path, placeholder, places in placeholders(model):
         for index in engine.experts.local_ids:
@@ -84,25 +90,33 @@ def train_all(mesh: DeviceMesh) -> list[tuple[list[float], Weights, Weights]]:
     return [train_rank(mesh, *run) for run in RUNS]
 
 
+def assert_follow_plain(
+    wanted: tuple[list[float], Weights], results: list[tuple[list[float], Weights, Weights]]
+) -> None:
+    losses, weights = wanted
+    of_steps = zip(*(result[0] for result in results), strict=True)
+    means = [sum(of_ranks) / len(results) for of_ranks in of_steps]
+    torch.testing.assert_close(means, losses, rtol=1e-5, atol=1e-6)
+    for _, dense, experts in results:
+        for key, value in dense.items():
+            assert torch.equal(value, results[0][1][key]), key
+            torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=1e-5)
+        for key, value in experts.items():
+            path, index = key.rsplit(" ", 1)
+            torch.testing.assert_close(value, weights[path][int(index)], rtol=1e-5, atol=1e-5)
+        assert {key.rsplit(" ", 1)[0] for key in experts} | dense.keys() == {*weights}
+
+
 def test_two_ranks_follow_eager_transformers() -> None:
     wanted = {name: plain(name) for name in FAMILY_NAMES}
     for (name, _), *results in zip(RUNS, *run_ranks(RANKS, train_all), strict=True):
-        losses, weights = wanted[name]
-        means = [sum(pair) / RANKS for pair in zip(*(result[0] for result in results), strict=True)]
-        torch.testing.assert_close(means, losses, rtol=1e-5, atol=1e-6)
-        for key, value in results[0][1].items():
-            assert torch.equal(value, results[1][1][key]), key
-            torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=1e-5)
-        for key, value in {**results[0][2], **results[1][2]}.items():
-            path, index = key.rsplit(" ", 1)
-            torch.testing.assert_close(value, weights[path][int(index)], rtol=1e-5, atol=1e-5)
-        assert {key.rsplit(" ", 1)[0] for key in results[0][2]} | results[0][1].keys() == {*weights}
+        assert_follow_plain(wanted[name], results)
 
 
-def make_and_save(mesh: DeviceMesh | None, out: Path) -> None:
+def make_and_save(mesh: DeviceMesh | None, out: Path, **more: Any) -> None:
     torch.manual_seed(1)
     config = BY_NAME["mixtral"].build()
-    where: dict[str, Any] = {"mode": "host", "slots": 2, "device": "cpu", "mesh": mesh}
+    where: dict[str, Any] = {"mode": "host", "slots": 2, "device": "cpu", "mesh": mesh, **more}
     model = overspill.from_config(config, quiet=True, progress=False, **where)
     overspill.save(model, out, max_shard_size="20KB")
     model.overspill.close()

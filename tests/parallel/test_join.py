@@ -15,7 +15,7 @@ def _rank(rank: int, port: int, log: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     place = RankPlace.find()
-    assert place == RankPlace(rank, 2)
+    assert place == RankPlace(rank, 2, node_rank=rank, node_size=2)
     with joined(place, "cpu") as others:
         assert others.ranks.gather(rank) == [0, 1]
         if rank == 1:

@@ -9,13 +9,17 @@ from overspill.parallel.launcher import RankPlace, launch
 def test_a_process_knows_its_rank_from_its_environment() -> None:
     assert RankPlace.find({}) is None
     assert RankPlace.find({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert RankPlace.find({"RANK": "1", "WORLD_SIZE": "4"}) == RankPlace(1, 4)
+    assert RankPlace.find({"RANK": "1", "WORLD_SIZE": "4"}) == RankPlace(1, 4, 1, 4)
+    on_nodes = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}
+    place = RankPlace.find(on_nodes)
+    assert place == RankPlace(5, 6, node_rank=1, node_size=2)
+    assert place.node == 2
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "on several machines"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "3"}, "equally many on all nodes"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
         ({"RANK": "first", "WORLD_SIZE": "4"}, "must be numbers"),
     ],

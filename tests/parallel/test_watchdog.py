@@ -1,11 +1,12 @@
 """The watchdog names the rank that is killed, stopped or stuck, and no other."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from overspill.parallel.watchdog import LATE, SILENT, STUCK, Page, Watchdog
+from overspill.parallel.ranks import Ranks
+from overspill.parallel.watchdog import APART, LATE, SILENT, STUCK, Page, Watchdog
 
 SIZE = 3
 
@@ -66,7 +67,7 @@ def test_a_killed_rank_is_named_and_one_that_is_done_is_not() -> None:
     ("calls", "message"),
     [
         ((1, 4, 3), "no progress of rank 1 for 45 s"),  # the others wait, with odd numbers
-        ((1, 3, 3), "no progress of the ranks, which wait for each other, for 45 s"),
+        ((1, 3, 3), "no progress of the ranks, which wait for others, for 45 s"),
     ],
 )
 def test_a_stuck_rank_is_named(calls: tuple[int, int, int], message: str) -> None:
@@ -83,6 +84,24 @@ def test_a_rank_that_does_not_start_is_named() -> None:
     watchdog = Watchdog(Page.create(2), 0)
     assert [watchdog.look() for _ in range(LATE - 1)] == [None] * (LATE - 1)
     assert watchdog.look() == "rank 1 has not started within 50 s"
+
+
+def test_a_node_that_waits_for_another_one_may_wait_longer() -> None:
+    watchdog, ranks = Watchdog(Page.create(1), 0, size=2), SimpleNamespace(calls=1)
+    watchdog.follow(cast(Ranks, ranks))
+    with watchdog.steps():
+        found = [watchdog.look() for _ in range(APART + 1)]
+        assert found == [None] * APART + [
+            "no progress of the ranks, which wait for others, for 600 s"
+        ]
+        ranks.calls = 2  # it does not wait
+        found = [watchdog.look() for _ in range(STUCK + 1)]
+        assert found == [None] * STUCK + ["no progress of rank 0 for 45 s"]
+
+
+def test_ranks_of_another_node_are_named_by_their_global_numbers() -> None:
+    watchdog = Watchdog(Page.create(2), 0, first=4)
+    assert [watchdog.look() for _ in range(LATE)][-1] == "rank 5 has not started within 50 s"
 
 
 def test_only_the_first_failure_is_claimed() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ from overspill.moe.router import Router, RouterOutput
 from overspill.moe.row_placer import Balance
 from overspill.moe.settings import Settings
 from overspill.moe.state_dict import split_record
+from overspill.parallel.sharded import as_sharded, whole
 from tests.moe.oracle import Task, loss_of
 
 
@@ -108,7 +110,9 @@ def plain(case: Case) -> Result:
 def _with_moment(parameter: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     state = optimizer.state.get(parameter)
     found = [parameter.detach()] if not state else [parameter.detach(), state["exp_avg_sq"]]
-    return [tensor.to("cpu", copy=True) for tensor in found]
+    if state:
+        found[1] = as_sharded(found[1], parameter.detach())
+    return [whole(tensor).to("cpu", copy=True) for tensor in found]
 
 
 def offload(model: GPTMoE, mesh: DeviceMesh, **options: Any) -> None:
@@ -128,7 +132,7 @@ def train_rank(
         model, lr=task.lr, weight_decay=task.weight_decay, max_grad_norm=task.clip
     )
     engine: Any = model.overspill
-    for step, batches in enumerate(case.batches(mesh.get_local_rank())):
+    for step, batches in enumerate(case.batches(dist.get_rank())):
         before_step(engine, step)
         losses = []
         for number, tokens in enumerate(batches, start=1):
@@ -159,9 +163,9 @@ def train_rank(
     return result
 
 
-def assert_follows(ranks: list[Result], want: Result) -> None:
+def assert_follows(ranks: list[Result], want: Result, copies: int = 1) -> None:
     """Losses, weights and moments agree to 1e-5 of the largest; the dense ones are the same bits on
-    all ranks, and each expert is on one."""
+    all ranks, and each expert is on `copies` of them, with the same bits."""
     for result in ranks:
         if isinstance(result, Exception):
             raise result
@@ -175,9 +179,12 @@ def assert_follows(ranks: list[Result], want: Result) -> None:
             for mine, first in zip(result.dense[name], ranks[0].dense[name], strict=True):
                 assert torch.equal(mine, first), name
             assert_close(result.dense[name], expected, name)
-    assert sum(len(result.experts) for result in ranks) == len(want.experts)
-    for expert, tensors in {e: t for r in ranks for e, t in r.experts.items()}.items():
+    assert sum(len(result.experts) for result in ranks) == copies * len(want.experts)
+    found = {e: t for result in ranks for e, t in result.experts.items()}
+    for expert, tensors in found.items():
         assert_close(tensors, want.experts[expert], f"expert {expert}")
+        for replica in (result.experts.get(expert, tensors) for result in ranks):
+            assert all(map(torch.equal, replica, tensors)), f"expert {expert}"
 
 
 def assert_close(tensors: list[Tensor], expected: list[Tensor], name: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from overspill.core.errors import BudgetError
+from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import available_memory, choose_device, disk_free
 from overspill.moe.memory_limit import MEMORY_LIMITS
@@ -43,8 +43,14 @@ class Budgets:
     dense_states: str = "auto"
     dense_weights: str = "auto"
     mesh: "DeviceMesh | None" = None
+    shard_dense: bool = False
 
     def __post_init__(self) -> None:
+        if self.shard_dense and "host" in (self.dense_states, self.dense_weights):
+            raise ConfigError(
+                "--shard-dense keeps dense parameters and their states on the GPUs; drop it, or "
+                'dense_weights="host" and dense_states="host"'
+            )
         for size, flag in ((self.gpu_memory, "--gpu-memory"), (self.host_memory, "--host-memory")):
             if size is not None:
                 parse_size(size, flag)
@@ -84,6 +90,8 @@ class Budgets:
                 f"{n_ranks} ranks share {device}; give the part of each with --gpu-memory"
             )
         available, states, weights = available_memory(), self.dense_states, self.dense_weights
+        if self.shard_dense:
+            weights = states = "gpu"
         if device.type == "cpu":  # all memory is host memory: nothing is gained
             weights = "gpu" if weights == "auto" else weights
             states = "gpu" if (states, weights) == ("auto", "gpu") else states

@@ -19,12 +19,17 @@ def together(engine: Engine, what: str) -> AbstractContextManager[object]:
     return nullcontext() if engine.ranks is None else engine.ranks.together(what)
 
 
+def writes_experts(engine: Engine) -> bool:
+    """Whether this process writes its experts: no rank of another node does."""
+    return engine.ranks is None or engine.ranks.writes_experts
+
+
 @contextmanager
 def shared_writer(
     path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], ranks: Ranks | None
-) -> Iterator[StreamWriter]:
+) -> Iterator[StreamWriter | None]:
     """Each rank writes its own part of the tensors; together they must write all. If one fails, all
-    raise. None: this process writes all."""
+    raise. Gives None to ranks whose experts others write. `ranks` None: this process writes all."""
     if ranks is None:
         with StreamWriter(path, specs, metadata) as writer:
             yield writer
@@ -32,8 +37,13 @@ def shared_writer(
     with ranks.together(f"creating {path}"):
         if ranks.rank == 0:
             StreamWriter(path, specs, metadata).abandon()
-    with ranks.together(f"writing {path}"), StreamWriter(path, specs, metadata, True) as writer:
-        yield writer
-    total = sum(spec.numel for spec in specs.values())
-    written = ranks.sum(total - writer.unwritten)
+    total = left = sum(spec.numel for spec in specs.values())
+    with ranks.together(f"writing {path}"):
+        if ranks.writes_experts:  # others may not see the file: it is on the disk of a node
+            with StreamWriter(path, specs, metadata, True) as writer:
+                yield writer
+            left = writer.unwritten
+        else:
+            yield None
+    written = ranks.sum(total - left)
     assert written == total, f"{path}: the ranks have written {written:.0f} of {total} elements"

@@ -1,5 +1,6 @@
 """`overspill.offload`: moves the experts of a model to an engine, in place."""
 
+import dataclasses
 import logging
 import sys
 import threading
@@ -22,7 +23,15 @@ from overspill.models.budgets import Budgets, Size
 from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.progress_bar import TerminalProgress
-from overspill.models.ranks import check_supported, divide_cores, facts, rank_part
+from overspill.models.ranks import (
+    check_supported,
+    checksum,
+    digest,
+    facts,
+    rank_budgets,
+    rank_part,
+)
+from overspill.models.shard_dense import check_shardable, device_bytes, shard_dense
 from overspill.models.sharing import may_share, place_shared, share_experts
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
@@ -32,6 +41,7 @@ from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.row_placer import Sharing
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
+from overspill.parallel.sharded import local
 from overspill.plan.budget import ModelSizes, Placement, place
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
@@ -66,6 +76,7 @@ def offload(
     progress: bool | Progress = True,
     quiet: bool = False,
     mesh: "DeviceMesh | None" = None,
+    shard_dense: bool = False,
 ) -> nn.Module:
     """Moves the model to the compute device and its experts to the memory the budgets allow.
 
@@ -98,13 +109,17 @@ def offload(
         progress: show a progress bar, or a function that is called with (what, done, total).
         quiet: do not print where the experts are.
         mesh: ranks among which the experts of each layer are divided, in training; a
-            `torch.distributed.device_mesh.DeviceMesh` of one dimension. Each rank passes the same
-            model and its own part of the batch; the loss is the mean over ranks. They share
-            `host_memory` and `disk`; the other budgets are those of each rank.
+            `torch.distributed.device_mesh.DeviceMesh` of one dimension, or of the dimensions
+            ("data", "expert") for several nodes, which divide the experts in the same way. Each
+            rank passes the same model and its own part of the batch; the loss is the mean over
+            ranks. Those of a node share `host_memory` and `disk`; the other budgets are those of
+            each rank.
+        shard_dense: whether the ranks of the mesh divide the dense weights, their gradients and
+            optimizer states too, with FSDP2. Gathers each block's weights when it computes.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh,
+        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh, shard_dense,
     )  # fmt: skip
     return offload_within(model, budgets, progress, quiet)
 
@@ -178,14 +193,24 @@ def _move_experts(
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     experts = ExpertMap.whole(layers[0].n_experts)
-    request = budgets.request(device, 1 if ranks is None else ranks.size)
     if ranks is not None:
-        experts, budgets = rank_part(experts.n_global, ranks), divide_cores(budgets, ranks)
+        experts, budgets = rank_part(experts.n_global, ranks.node), rank_budgets(budgets, ranks)
+    request = budgets.request(device, 1 if ranks is None else ranks.node.size)
+    if ranks is not None:
         # after all have seen how much memory is free, and before one allocates it
         ranks.check_same(facts(model, layers, layout, budgets.settings))
     sizes, settings = _sizes(model, layers, layout, experts.n_local), budgets.settings
+    if budgets.shard_dense:
+        parameters = [p for layer in layers for p in layer.expert_parameters()]
+        check_shardable(model, parameters, ranks, device)
+        assert ranks is not None
+        sizes = dataclasses.replace(
+            sizes,
+            dense=device_bytes(model, parameters, ranks.size),
+            dense_states=-(-sizes.dense_states // ranks.size),
+        )
     sharing = None
-    if ranks is not None and may_share(settings, device):
+    if ranks is not None and may_share(settings, device, ranks):
         n_experts = experts.n_global
         placement, why_not = place_shared(sizes, request, settings, layout, n_experts, ranks.size)
         sharing = share_experts(
@@ -219,6 +244,8 @@ def _move_experts(
         undo.pop_all()
     if ranks is not None:  # accelerate must not average gradients too
         model._is_accelerate_prepared = True  # type: ignore[assignment]
+        if budgets.shard_dense:  # last: it cannot be undone
+            shard_dense(model, ranks)
     for parameter in released:  # others, as an optimizer, may still refer to them
         parameter.data = parameter.data.new_empty(0)
     if device.type == "cuda":
@@ -237,7 +264,7 @@ def _dense_bytes(model: weakref.ref[nn.Module]) -> Callable[[], int]:
             return 0
         dense = [p for p in found.parameters() if not isinstance(p, ExpertPlaceholder)]
         tensors = [*dense, *(p.grad for p in dense if p.grad is not None)]
-        return sum(tensor.nbytes for tensor in tensors if tensor.is_cuda)
+        return sum(local(tensor.detach()).nbytes for tensor in tensors if tensor.is_cuda)
 
     return count
 
@@ -309,6 +336,8 @@ def _fill(
 ) -> None:
     """Fills the records of all experts, from the layers or from `source`."""
     done, lock = 0, threading.Lock()
+    replicas = None if engine.ranks is None else engine.ranks.replicas
+    checksums: dict[ExpertId, int] = {}
 
     def fill(expert: ExpertId, record: Tensor) -> None:
         nonlocal done
@@ -317,6 +346,8 @@ def _fill(
             source.fill(expert, record)
         else:
             layers[expert.layer].fill(expert.index, record, engine.device)
+        if replicas is not None:
+            checksums[expert] = checksum(record)
         with lock:
             done += engine.layout.weight_bytes
             if progress is not None:
@@ -329,6 +360,9 @@ def _fill(
         staged = placement.mode != "host" or placement.homes > 0
         buffers = engine.layout.weight_bytes * (int(staged) + 2 * int(source.copies))
         engine.records.fill(fill, reader_threads(buffers), on_host=True)
+    if replicas is not None:
+        weights = digest(sorted(checksums.items()))
+        replicas.check_same({"a digest of the experts that several nodes hold": weights})
 
 
 def reader_threads(buffers: int, most: int = _BUFFERS) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 from overspill.core.errors import ConfigError
 from overspill.moe.layer import MoE
 from overspill.moe.pregate import GatedBlock, install, positions
+from overspill.parallel.sharded import is_sharded
 
 _GATES = ("gate", "router")
 """Names of the gate beside its experts."""
@@ -34,6 +35,8 @@ def pregate(model: Any, level: int = 1) -> Any:
             f"{type(model).__name__} has adapters of peft; call overspill.pregate before they are "
             "added"
         )
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise ConfigError("a model that was offloaded with shard_dense cannot get pre-gates")
     if there := pregate_level(model):
         raise ConfigError(
             f"the model has pre-gates of level {there} already; for others, load the conventional "

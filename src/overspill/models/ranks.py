@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +33,22 @@ def rank_part(n_experts: int, ranks: Ranks) -> ExpertMap:
     if ranks.size > n_experts:
         raise ConfigError(
             f"the mesh has {ranks.size} ranks for {n_experts} experts of each layer; give at most "
-            f"{n_experts} ranks"
+            f"{n_experts} ranks that divide them"
         )
     return ExpertMap.part(n_experts, ranks.rank, ranks.size)
 
 
-def divide_cores(budgets: Budgets, ranks: Ranks) -> Budgets:
-    """The ranks of a machine share its cores, unless a number of threads is given."""
+def rank_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
+    """The ranks of a node share its cores, unless a number of threads is given. Gradients of
+    several nodes are kept until they are added up."""
     settings = budgets.settings
-    threads = settings.threads or max(1, cpu_threads() // ranks.size)
-    return dataclasses.replace(budgets, settings=dataclasses.replace(settings, threads=threads))
+    threads = settings.threads or max(1, cpu_threads() // ranks.node.size)
+    keep = budgets.keep_gradients
+    return dataclasses.replace(
+        budgets,
+        settings=dataclasses.replace(settings, threads=threads),
+        keep_gradients=True if keep is None and ranks.replicas is not None else keep,
+    )
 
 
 def facts(
@@ -60,10 +66,10 @@ def facts(
         **{f"config.{name}": repr(value) for name, value in config.items() if name[0] != "_"},
         "the number of MoE layers": str(len(layers)),
         "the experts of a layer": f"{layers[0].n_experts} of {layout.shape}, {layout.dtype}",
-        "a digest of which experts are frozen": _digest(trained),
-        "a digest of the names and shapes of dense parameters": _digest(shapes),
-        "a digest of the dense weights (give all ranks the same seed)": _digest(
-            list(_checksums([*(p for _, p in dense), *model.buffers()]))
+        "a digest of which experts are frozen": digest(trained),
+        "a digest of the names and shapes of dense parameters": digest(shapes),
+        "a digest of the dense weights (give all ranks the same seed)": digest(
+            [checksum(tensor) for tensor in (*(p for _, p in dense), *model.buffers())]
         ),
         "recomputation of blocks": str(getattr(model, "checkpoint", None)),
         "state_dtype": str(layout.state_dtype),
@@ -73,14 +79,15 @@ def facts(
     }
 
 
-def _digest(value: object) -> str:
+def digest(value: object) -> str:
+    """A short text that differs for different values."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-def _checksums(tensors: Sequence[Tensor]) -> Iterator[int]:
-    """Sums of whole numbers: the same on all ranks for the same bits, in any order."""
+def checksum(tensor: Tensor) -> int:
+    """A sum of whole numbers: the same for the same bits, in any order."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for tensor in tensors:
-        if tensor.numel() and tensor.itemsize in integers:
-            flat = tensor.detach().contiguous().view(-1).view(integers[tensor.itemsize])
-            yield int(flat.sum(dtype=torch.int64))
+    if not tensor.numel() or tensor.itemsize not in integers:
+        return 0
+    flat = tensor.detach().contiguous().view(-1).view(integers[tensor.itemsize])
+    return int(flat.sum(dtype=torch.int64))

@@ -23,9 +23,16 @@ from overspill.tiers.shared_memory import SharedMemory, map_file
 _log = logging.getLogger("overspill")
 
 
-def may_share(settings: Settings, device: torch.device) -> bool:
+def may_share(settings: Settings, device: torch.device, ranks: Ranks) -> bool:
     """Whether dynamic placement is wanted; the same on all ranks. With "auto" not on CPUs: they
-    upload nothing, and their cores share one memory."""
+    upload nothing, and their cores share one memory. Raises if several nodes want it."""
+    if ranks.replicas is not None:
+        if settings.placement == "dynamic":
+            raise ConfigError(
+                'placement="dynamic" is not supported with several nodes; give "static" or "auto"'
+            )
+        _log.info("owners compute their experts: there are several nodes")
+        return False
     wanted = settings.placement == "auto" and device.type == "cuda"
     return wanted or settings.placement == "dynamic"
 

@@ -82,8 +82,9 @@ class Engine:
         self._placer: RowPlacer | None = None
         self._shared = None if sharing is None else sharing.shared
         if ranks is not None:
-            self._placer = RowPlacer(ranks.size, None if sharing is None else sharing.costs)
-            self.row_exchange = RowExchange(ranks, experts.n_global, device, self._placer.place)
+            node = ranks.node
+            self._placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
+            self.row_exchange = RowExchange(node, experts.n_global, device, self._placer.place)
         self.placement = placement
         self.recorder = recorder
         self._settings = settings

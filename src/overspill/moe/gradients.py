@@ -11,9 +11,11 @@ from overspill.moe.homes.gradients import HomeGradients
 from overspill.moe.homes.host_gradients import HostGradients
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import Wave
+from overspill.moe.replicas import KeptGradients, add_replicas
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.optim.gradient_norm import total_of_squares
 from overspill.optim.kernel import AdamHyper
+from overspill.parallel.ranks import Ranks
 from overspill.plan.homes import spread_among
 from overspill.tiers.entry import Part
 from overspill.tiers.store import ExpertStore
@@ -37,6 +39,7 @@ class ExpertGradients:
         called before memory for states, and for gradients that are kept, is allocated there."""
         n_local = store.experts.n_local
         self.of_homes = HomeGradients(homes, n_local, threads, self._host)
+        self._device = homes.device
         self._may_use_host = False
         self._store = store
         self._streaming = streaming
@@ -174,6 +177,18 @@ class ExpertGradients:
         """Whether experts were updated, or will be, since the last `end_step` or `discard`."""
         streaming = self._streaming()
         return self.of_homes.has_updated or (streaming is not None and streaming.has_updated)
+
+    def add_replicas(self, replicas: Ranks) -> None:
+        """Adds the kept gradients of other nodes, expert by expert; waits for them."""
+        parts: list[KeptGradients] = [self.of_homes]
+        if (streaming := self._streaming()) is not None:
+            parts.append(streaming)
+        store = self._store
+        experts = [
+            (entry.number, parts[store.position(entry) >= store.homes[entry.id.layer]])
+            for entry in sorted(store.entries, key=lambda entry: entry.id)
+        ]
+        add_replicas(replicas, experts, self._device)
 
     def sum_of_squares(self) -> float:
         """Sum of squares of all kept gradients; waits for them."""

@@ -33,6 +33,7 @@ from overspill.moe.records import ExpertRecords
 from overspill.optim.gradient_norm import gradient_norm
 from overspill.optim.interfaces import UpdateRule
 from overspill.optim.kernel import AdamHyper
+from overspill.parallel.ranks import Ranks
 
 
 class LayerState(enum.Enum):
@@ -361,6 +362,20 @@ class TrainingStep:
                     "backward and step(), when the experts had been updated; change it after "
                     "step(), or set max_grad_norm, which updates them in step()"
                 )
+
+    @_exclusive
+    def add_replicas(self, replicas: Ranks) -> None:
+        """Adds to the kept gradients those of the same experts in other nodes, which have computed
+        them for other tokens. Entered by all ranks, once in a step."""
+        has = [state is not LayerState.EMPTY for state in self._states]
+        found = replicas.largest([*has, *(not each for each in has)])
+        for layer, (some, others) in enumerate(zip(found, found[len(has) :], strict=False)):
+            if some and others:
+                raise OrderError(
+                    f"MoE layer {layer} had a backward on some nodes alone; run the same passes "
+                    "on all ranks"
+                )
+        self.gradients.add_replicas(replicas)
 
     @_exclusive
     def gradient_squares(self) -> float:

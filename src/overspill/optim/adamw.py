@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError, NonFiniteError
 from overspill.core.experts import ExpertId
 from overspill.hardware.machine import usable_cores
-from overspill.optim.gradient_norm import gradient_norm
+from overspill.optim.gradient_norm import gradient_norm, sum_of_squares
 from overspill.optim.interfaces import ExpertEngine
 from overspill.optim.kernel import AdamHyper, RecordState, adamw_
 from overspill.optim.parameters import check_dense, check_group, is_placeholder
 from overspill.parallel.dense import average_gradients
 from overspill.parallel.ranks import Ranks
+from overspill.parallel.sharded import as_sharded, is_sharded, local, part_of
 
 EXPERTS_ELSEWHERE = "overspill_experts"
 """Key of a state dict that refers to a file with the states of the experts."""
@@ -117,7 +118,7 @@ class AdamW(torch.optim.Optimizer):
     @property
     def keep_gradients(self) -> bool:
         overlap = self._engine is None or self._engine.overlap_updates
-        return self.max_grad_norm is not None or not overlap
+        return self.max_grad_norm is not None or not overlap or self._replicas is not None
 
     @property
     def accumulating(self) -> bool:
@@ -143,6 +144,11 @@ class AdamW(torch.optim.Optimizer):
     @property
     def _ranks(self) -> Ranks | None:
         return self._given_ranks if self._engine is None else self._engine.ranks
+
+    @property
+    def _replicas(self) -> Ranks | None:
+        """The ranks of other nodes that hold the same experts."""
+        return None if self._ranks is None else self._ranks.replicas
 
     # -- steps ----------------------------------------------------------------------------
 
@@ -181,6 +187,8 @@ class AdamW(torch.optim.Optimizer):
         for parameter, _ in self._parameters():
             if is_placeholder(parameter):
                 parameter.check_gradient()
+        if self._engine is not None and self._replicas is not None:
+            self._engine.training.add_replicas(self._replicas)
         self._scale = self._clip()
         try:
             for parameter, _ in dense:  # before anything is updated: memory may be short
@@ -214,17 +222,20 @@ class AdamW(torch.optim.Optimizer):
             self._engine.training.prepare_step()
         keys = ("lr", "betas", "eps", "weight_decay")
         numbers = [{key: group[key] for key in keys} for group in self.param_groups]
-        dense = [parameter for parameter, _ in self._dense()]
+        dense = [p for p, _ in self._dense() if not is_sharded(p)]  # backward averages those
         average_gradients(ranks, dense, (self.max_grad_norm, numbers))
 
     def _clip(self) -> float:
         """The factor for all gradients, dense and expert, as in torch's clip_grad_norm_."""
         if self.max_grad_norm is None:
             return 1.0
-        grads = [p.grad for p, _ in self._with_gradients() if p.grad is not None]
+        found = [p.grad for p, _ in self._with_gradients() if p.grad is not None]
+        grads = [grad for grad in found if not is_sharded(grad)]
         squares = 0.0 if self._engine is None else self._engine.training.gradient_squares()
         if self._ranks is not None:
-            squares = self._ranks.sum(squares)
+            parts = [local(grad) for grad in found if is_sharded(grad)]
+            squares, of_parts = self._ranks.sums([squares, sum_of_squares(parts)])
+            squares = squares / self._ranks.copies + of_parts
         self.total_norm = gradient_norm(grads, squares)
         if not math.isfinite(self.total_norm):
             if self._engine is not None:
@@ -239,7 +250,8 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         state["step"] += 1
         low = state.get("low")
-        weight = parameter.contiguous()  # itself, or a copy: the kernel updates flat memory
+        own = local(parameter)
+        weight = own.contiguous()  # itself, or a copy: the kernel updates flat memory
         record = RecordState(
             weight.view(-1),
             None if low is None else low.view(-1),
@@ -247,26 +259,29 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg_sq"].view(-1),
         )
         assert parameter.grad is not None
-        grad = parameter.grad.to(parameter.dtype).reshape(-1)
+        grad = local(parameter.grad).to(parameter.dtype).reshape(-1)
         adamw_(record, grad, self._hyper(group, state["step"], self._scale), _threads())
-        if weight is not parameter:
-            parameter.copy_(weight)
+        if weight is not own:
+            own.copy_(weight)
         # the kernel writes through a pointer: autograd must refuse graphs from before this step
         torch.autograd.graph.increment_version(parameter)
 
+    @torch.no_grad()
     def _dense_state(self, parameter: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a dense parameter: copies of what is given, else zeros."""
+        """The state of a dense parameter: copies of what is given, else zeros. Of a parameter that
+        ranks divide it is that of a part; `given` is whole."""
+        own = local(parameter)
         state: dict[str, Any] = {"step": int(given.get("step", 0))}
         dtypes = dict.fromkeys(_MOMENTS, self.state_dtype)
         if parameter.dtype == torch.bfloat16:
             dtypes["low"] = torch.int16
         for name, dtype in dtypes.items():
             if self._engine is None:
-                state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+                state[name] = torch.zeros(own.shape, dtype=dtype, device=own.device)
             else:
-                state[name] = self._engine.new_state(parameter, dtype)
+                state[name] = self._engine.new_state(own, dtype)
             if name in given:
-                state[name].copy_(given[name])
+                state[name].copy_(part_of(given[name], parameter))
         return state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -416,7 +431,10 @@ class AdamW(torch.optim.Optimizer):
         flat = {}
         for number, (parameter, _) in enumerate(self._parameters()):
             for key, value in self.state.get(parameter, {}).items():
-                flat[f"{number}.{key}"] = torch.as_tensor(value)
+                is_part = isinstance(value, Tensor)
+                flat[f"{number}.{key}"] = (
+                    as_sharded(value, parameter) if is_part else torch.as_tensor(value)
+                )
         if self._engine is not None:
             flat["layer_steps"] = torch.tensor(self._layer_steps())
         return flat

@@ -12,11 +12,14 @@ from overspill.core.experts import ExpertId
 def gradient_norm(dense: Sequence[Tensor], expert_squares: float) -> float:
     """The 2-norm over dense gradients and experts, given the experts' sum of squares. Sums of
     squares are float64, so that several processes can add theirs before the root."""
-    squares = expert_squares
-    if dense:
-        norms = torch.stack(torch._foreach_norm(list(dense), 2, dtype=torch.float32))
-        squares += float(norms.double().square().sum().item())
-    return math.sqrt(squares)
+    return math.sqrt(expert_squares + sum_of_squares(dense))
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> float:
+    if not tensors:
+        return 0.0
+    norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+    return float(norms.double().square().sum().item())
 
 
 def total_of_squares(squares: Mapping[ExpertId, float]) -> float:

@@ -45,9 +45,10 @@ def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
     if place.rank > 0:  # one rank shows what all would
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-    torch.set_num_threads(max(1, usable_cores() // place.size))
+    torch.set_num_threads(max(1, usable_cores() // place.node_size))
     store, page = _meet(place)
-    watchdog = Watchdog(page, place.rank)
+    first = place.rank - place.node_rank
+    watchdog = Watchdog(page, place.node_rank, first=first, size=place.size)
     watchdog.start(lambda wrong: _give_up(page, wrong))
     with _reported(page, place.rank):
         # None may fail before all can see its report. The watchdog names a rank that is missing.
@@ -64,8 +65,7 @@ def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
             world_size=place.size,
             timeout=_TIMEOUT,
         )
-        kind = "cuda" if own_gpu else "cpu"
-        mesh = init_device_mesh(kind, (place.size,), mesh_dim_names=("expert",))
+        mesh = _mesh(place, "cuda" if own_gpu else "cpu")
         ranks = Ranks(mesh, chosen)
         watchdog.follow(ranks)
         yield Joined(mesh, ranks, watchdog)
@@ -74,15 +74,24 @@ def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
     dist.destroy_process_group()
 
 
+def _mesh(place: RankPlace, kind: str) -> DeviceMesh:
+    """The ranks of a node divide the experts; nodes divide the batch alone."""
+    if place.node_size == place.size:
+        return init_device_mesh(kind, (place.size,), mesh_dim_names=("expert",))
+    shape = place.size // place.node_size, place.node_size
+    return init_device_mesh(kind, shape, mesh_dim_names=("data", "expert"))
+
+
 def _meet(place: RankPlace) -> tuple[dist.Store, Page]:
-    """The store through which ranks find each other, and the page of the watchdog."""
+    """The store through which ranks find each other, and the page of the watchdogs of a node."""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=LATE)))
-        if place.rank == 0:
-            page = Page.create(place.size)
-            store.set("overspill/page", page.path)
+        key = f"overspill/page/{place.node}"
+        if place.node_rank == 0:
+            page = Page.create(place.node_size)
+            store.set(key, page.path)
         else:
-            page = Page.open(store.get("overspill/page").decode(), place.size)
+            page = Page.open(store.get(key).decode(), place.node_size)
     except (RuntimeError, OSError) as error:
         raise RankError(
             f"rank {place.rank} cannot join the others ({error}); they may have failed, or not "
@@ -103,13 +112,13 @@ def _choose_device(device: str | None, place: RankPlace) -> torch.device:
         if chosen.type == "cpu" or _is_shared(device):
             return chosen
     count = torch.cuda.device_count()
-    if count < place.size:
+    if count < place.node_size:
         raise ConfigError(
-            f"--gpus {place.size}: this machine has {count} GPUs; give at most that, --device cpu "
-            "for processes that compute on the CPU, or --device cuda:0 with --gpu-memory for ranks "
-            "that share a GPU"
+            f"--gpus {place.node_size}: this machine has {count} GPUs; give at most that, "
+            "--device cpu for processes that compute on the CPU, or --device cuda:0 with "
+            "--gpu-memory for ranks that share a GPU"
         )
-    return choose_device(f"cuda:{place.rank}")
+    return choose_device(f"cuda:{place.node_rank}")
 
 
 # -- the end --------------------------------------------------------------------------------------

@@ -27,6 +27,14 @@ class RankPlace:
 
     rank: int
     size: int
+    node_rank: int
+    """Its number among the ranks of its node."""
+    node_size: int
+    """Ranks of each node."""
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.node_size
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "RankPlace | None":
@@ -34,19 +42,18 @@ class RankPlace:
         try:
             size = int(environment.get("WORLD_SIZE", 1))
             rank = int(environment.get("RANK", 0))
-            on_machine = int(environment.get("LOCAL_WORLD_SIZE", size))
+            node_size = int(environment.get("LOCAL_WORLD_SIZE", size))
         except ValueError as error:
             raise ConfigError(f"RANK and WORLD_SIZE must be numbers ({error})") from error
         if size == 1:
             return None
-        if on_machine != size:
-            raise ConfigError(
-                f"{size} ranks are on several machines, {on_machine} of them on this one; start "
-                "all of them on one machine"
-            )
         if not 0 <= rank < size:
             raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={size}")
-        return cls(rank, size)
+        if node_size < 1 or size % node_size:
+            raise ConfigError(
+                f"{node_size} of {size} ranks are on this node; start equally many on all nodes"
+            )
+        return cls(rank, size, rank % node_size, node_size)
 
 
 class Process(Protocol):

@@ -23,20 +23,30 @@ _BUCKET = 1 << 24  # elements that are averaged at once
 
 
 class Ranks:
-    """The ranks of a mesh of one dimension. Token rows and gradients travel through the group of
-    the mesh, numbers that the host needs through gloo."""
+    """The ranks of a mesh. Token rows and gradients travel through the group of the mesh, numbers
+    that the host needs through gloo.
+
+    The dimensions of a mesh are ("expert",), or ("data", "expert") for several nodes. Ranks along
+    "expert" divide the experts, and token rows are exchanged among them alone. Ranks along "data"
+    are replicas: they hold the same experts.
+    """
 
     def __init__(self, mesh: "DeviceMesh", device: torch.device) -> None:
-        if mesh.ndim != 1:
+        if mesh.ndim != 1 and mesh.mesh_dim_names != ("data", "expert"):
             raise ConfigError(
-                f"the mesh has {mesh.ndim} dimensions; give one of them, such as mesh['expert']"
+                f"the mesh has {mesh.ndim} dimensions, named {mesh.mesh_dim_names}; give one of "
+                'them, or for several nodes two with mesh_dim_names=("data", "expert")'
             )
-        self._group = mesh.get_group()
+        self._node: Ranks | None = None
+        self.replicas: Ranks | None = None
+        """The ranks that hold the experts of this one, itself included; None: no other does."""
+        if mesh.ndim == 2 and mesh.shape[0] > 1:
+            self._node = Ranks(mesh["expert"], device)
+            self.replicas = Ranks(mesh["data"], device)
+        self._group, self.device_type = _group_of(mesh), mesh.device_type
         self.rank: int = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
-        self.calls = 0
-        """Grows by one when a call to the other ranks begins and by one when it ends: an odd number
-        means that this rank waits for others."""
+        self._calls = 0
         backends = dist.get_backend_config(self._group)
         # gloo sends from host memory
         self._through_host = device.type == "cuda" and "cuda:nccl" not in backends
@@ -46,6 +56,34 @@ class Ranks:
             self._host_group = dist.new_group(
                 members, backend="gloo", use_local_synchronization=True
             )
+
+    @property
+    def node(self) -> "Ranks":
+        """Those that divide the experts: all, or the ranks of one node."""
+        return self if self._node is None else self._node
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each expert."""
+        return 1 if self.replicas is None else self.replicas.size
+
+    @property
+    def writes_experts(self) -> bool:
+        """Whether checkpoints get the experts of this rank, and not those of a replica."""
+        return self.replicas is None or self.replicas.rank == 0
+
+    @property
+    def calls(self) -> int:
+        """Grows by one when a call to other ranks begins and by one when it ends: an odd number
+        means that this rank waits for others."""
+        parts = [ranks.calls for ranks in (self._node, self.replicas) if ranks is not None]
+        return self._calls + sum(parts)
+
+    def line(self) -> "DeviceMesh":
+        """All ranks as a mesh of one dimension."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._group, self.device_type)
 
     # -- tensors of the compute device --------------------------------------------------------
 
@@ -166,9 +204,19 @@ class Ranks:
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        self.calls += 1
+        self._calls += 1
         yield
-        self.calls += 1
+        self._calls += 1
+
+
+def _group_of(mesh: "DeviceMesh") -> dist.ProcessGroup:
+    """The group of all ranks of a mesh."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    members = mesh.mesh.flatten().tolist()
+    return dist.new_group(members, use_local_synchronization=True)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -2,7 +2,7 @@
 
 Without it a rank could wait for another one forever. A thread in each rank publishes that it runs,
 how many calls to other ranks its main thread has made, and how many bytes of experts have moved. It
-looks at what the others publish.
+looks at what the other ranks of its node publish. If another node fails, its connections close.
 """
 
 import fcntl
@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -26,6 +26,8 @@ LATE = 50
 """Ticks, or seconds, after which a rank that has not joined the others counts as failed."""
 STUCK = 45
 """Ticks after which ranks count as stuck, if none has called others or moved an expert."""
+APART = 600
+"""The same if all ranks of a node wait for another node, whose progress they do not see."""
 
 
 class State(IntEnum):
@@ -53,8 +55,8 @@ class Words(NamedTuple):
 
 
 class Page:
-    """Memory that all ranks map: numbers of 64 bits, each written by one rank. It has no name, and
-    the system frees it however they end."""
+    """Memory that all ranks of a node map: numbers of 64 bits, each written by one rank. It has no
+    name, and the system frees it however they end."""
 
     _WORDS = len(Words._fields)
 
@@ -107,8 +109,18 @@ class Page:
 class Watchdog:
     """Publishes what this rank does, and looks at the others."""
 
-    def __init__(self, page: Page, rank: int, alive: Callable[[int], bool] | None = None) -> None:
+    def __init__(
+        self,
+        page: Page,
+        rank: int,
+        alive: Callable[[int], bool] | None = None,
+        first: int = 0,
+        size: int | None = None,
+    ) -> None:
+        """`rank` is counted from `first`, the first rank of the node; there are `size` ranks on all
+        nodes."""
         self._page, self._rank, self._alive = page, rank, alive or _alive
+        self._first, self._has_nodes = first, size not in (None, page.size)
         self._ticks = 0
         self._state = State.ANYTHING
         self._followed: list[Ranks] = []
@@ -158,24 +170,33 @@ class Watchdog:
         self._publish()
         # Counted in own ticks: all ranks may have been stopped for a while, and continued.
         found: list[Words] = []
-        stuck: list[bool] = []
+        unchanged: list[int] = []
         for rank in range(self._page.size):
-            words = self._page.read(rank)
+            words, name = self._page.read(rank), f"rank {self._first + rank}"
             if words.pid == 0 and self._ticks >= LATE:
-                return f"rank {rank} has not started within {LATE} s"
+                return f"{name} has not started within {LATE} s"
             if words.pid != 0 and words.state != State.DONE and rank != self._rank:
                 if not self._alive(words.pid):
-                    return f"rank {rank} ended unexpectedly; it may have been killed"
+                    return f"{name} ended unexpectedly; it may have been killed"
                 if self._unchanged((rank, "ticks"), words.ticks) >= SILENT:
-                    return f"rank {rank} has not responded for {SILENT} s; it may be stopped"
+                    return f"{name} has not responded for {SILENT} s; it may be stopped"
             found.append(words)
             progress = words.calls, words.moved, words.state
-            stuck.append(self._unchanged((rank, "progress"), progress) >= STUCK)
-        if all(stuck) and all(words.state == State.STEPS for words in found):
-            guilty = [str(rank) for rank, words in enumerate(found) if words.calls % 2 == 0]
-            who = f"rank {', '.join(guilty)}" if guilty else "the ranks, which wait for each other,"
-            return f"no progress of {who} for {STUCK} s"
+            unchanged.append(self._unchanged((rank, "progress"), progress))
+        if all(words.state == State.STEPS for words in found):
+            return self._stuck(found, min(unchanged))
         return None
+
+    def _stuck(self, found: Sequence[Words], ticks: int) -> str | None:
+        """What is wrong with ranks in steps, none of which has made progress for some time."""
+        guilty = [
+            str(self._first + rank) for rank, words in enumerate(found) if not words.calls % 2
+        ]
+        limit = APART if self._has_nodes and not guilty else STUCK
+        if ticks < limit:
+            return None
+        who = f"rank {', '.join(guilty)}" if guilty else "the ranks, which wait for others,"
+        return f"no progress of {who} for {limit} s"
 
     def _publish(self) -> None:
         calls = sum(ranks.calls for ranks in self._followed)

@@ -66,12 +66,13 @@ def save(
     keep: int,
 ) -> Path:
     """Writes the checkpoint of `state.step`, then removes all but the newest `keep`. Of several
-    ranks each writes its experts, and the first one the rest."""
+    ranks each writes its experts, and the first one the rest; of several nodes the first."""
     target = folder / f"step-{state.step:08d}"
     aside = folder / f"{_TMP}{target.name}"
-    if target.exists():
-        return target  # the same step of the same run has the same bytes
     first = is_first(engine)
+    exists = [target.exists()] if engine.ranks is None else engine.ranks.gather(target.exists())
+    if exists[0]:
+        return target  # the same step of the same run has the same bytes
     try:
         with together(engine, f"preparing checkpoint {target}"):
             engine.flush()

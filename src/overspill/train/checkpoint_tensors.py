@@ -11,6 +11,7 @@ from overspill.models.joint_writing import is_first, shared_writer
 from overspill.moe.engine import Engine
 from overspill.moe.state_dict import dense_tensors, split_record
 from overspill.optim.adamw import AdamW
+from overspill.parallel.sharded import local, part_of, whole
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 
 # -- the model -----------------------------------------------------------------------------------
@@ -20,13 +21,25 @@ def write_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
     dense, layers = _names(model)
     specs = _model_specs(dense, layers, engine)
     with shared_writer(path, specs, {"format": "pt"}, engine.ranks) as writer:
-        for name, value in dense.items() if is_first(engine) else ():
-            writer.write(name, value)
+        _write_dense(writer, dense, engine)
+        if writer is None:
+            return
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)
         for expert in engine.records.ids():
             engine.records.read_weights(expert, record)
             for name, offset, part in _parts(layers, engine.shape, expert, record):
                 writer.write_piece(name, offset, part)
+
+
+@torch.no_grad()
+def _write_dense(
+    writer: StreamWriter | None, dense: Mapping[str, torch.Tensor], engine: Engine
+) -> None:
+    """The first rank writes what all ranks have, or divide."""
+    for name, value in dense.items():
+        gathered = whole(value)
+        if writer is not None and is_first(engine):
+            writer.write(name, gathered)
 
 
 def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
@@ -35,7 +48,7 @@ def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
         _check_specs(path, reader, _model_specs(dense, layers, engine))
         with torch.no_grad():
             for name, value in dense.items():
-                value.copy_(reader.read(name))
+                local(value).copy_(part_of(reader.read(name), value))
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)
 
         def fill(out: torch.Tensor) -> None:
@@ -94,9 +107,9 @@ def write_optimizer(path: Path, engine: Engine, optimizer: AdamW) -> None:
     dense = {_DENSE + name: value for name, value in optimizer.dense_state_dict().items()}
     specs = {**expert_state_specs(engine, optimizer), **_specs(dense)}
     with shared_writer(path, specs, {"format": "pt"}, engine.ranks) as writer:
-        for name, value in dense.items() if is_first(engine) else ():
-            writer.write(name, value)
-        write_expert_states(writer, engine, optimizer)
+        _write_dense(writer, dense, engine)
+        if writer is not None:
+            write_expert_states(writer, engine, optimizer)
 
 
 def read_optimizer(path: Path, engine: Engine, optimizer: AdamW) -> None:

@@ -15,6 +15,7 @@ import torch
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.moe.engine import Engine
 from overspill.optim.adamw import EXPERTS_ELSEWHERE, AdamW
+from overspill.parallel.sharded import is_sharded
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter
 from overspill.train.checkpoint_tensors import (
     expert_state_specs,
@@ -123,6 +124,8 @@ class TrainerAdamW(AdamW):
                 f"offloaded for {size}; give overspill.load or overspill.offload a mesh of all "
                 "processes"
             )
+        if any(is_sharded(parameter) for parameter, _ in self._parameters()):
+            raise ConfigError("the Trainer does not support shard_dense; offload without it")
         self._output_dir = Path(output_dir).absolute()
 
     def state_dict(self) -> dict[str, Any]:

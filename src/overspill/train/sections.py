@@ -59,6 +59,8 @@ class MemorySection:
     gpus: Count | None = None
     """GPUs to train on, with one process for each, which divide the experts and the batch; with
     --device cpu, processes. Budgets for host memory and disk are those of all together."""
+    shard_dense: bool = False
+    """Let the ranks of --gpus or torchrun divide the dense parameters too, with FSDP2."""
     dtype: Literal["bf16", "fp32"] | None = None
     """Data type of the weights: bf16 or fp32; default: bf16 on a GPU, fp32 on a CPU."""
     mode: Literal["auto", "gpu", "host", "disk"] = "auto"

@@ -76,6 +76,7 @@ class RunSpec(abc.ABC):
     def budgets(self) -> Budgets:
         memory, optim = self.config.memory, self.config.optim
         waits = optim.clip > 0 or self.config.accumulates or not memory.overlap_updates
+        waits = waits or self.team.has_nodes
         switches = {name: getattr(memory, name) for name in _SWITCHES}
         return Budgets(
             memory.gpu_memory,
@@ -89,6 +90,7 @@ class RunSpec(abc.ABC):
             DTYPES[optim.state_dtype],
             keep_gradients=self.config.trains_experts and waits,
             mesh=self.team.mesh,
+            shard_dense=memory.shard_dense,
         )
 
     @abc.abstractmethod
@@ -155,6 +157,7 @@ def _find_start(folder: RunFolder, spec: RunSpec, display: Display) -> Path | No
     if spec.team.is_first:
         checkpoint.clean(folder.checkpoints)
     start = checkpoint.newest(folder.checkpoints)
+    spec.team.check_same({"the checkpoint, in a --out folder that all nodes share,": str(start)})
     if start is None:
         display.say(f"{folder.path} has no checkpoint yet: starting at step 0")
         return None

@@ -36,6 +36,16 @@ class Team:
         return 1 if self.joined is None else self.joined.ranks.size
 
     @property
+    def node_size(self) -> int:
+        """Ranks that share a machine, and divide the experts."""
+        return 1 if self.joined is None else self.joined.ranks.node.size
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether there are several nodes."""
+        return self.node_size < self.size
+
+    @property
     def is_first(self) -> bool:
         return self.rank == 0
 
@@ -63,11 +73,13 @@ class Team:
 
     @contextmanager
     def first_before_others(self) -> Iterator[None]:
-        """The other ranks run the block after the first one has, and find its files."""
-        if not self.is_first:
+        """The other ranks run the block after the first one has, and find its files. Nodes may have
+        disks of their own: the first rank of each runs it before the others there."""
+        turn = 0 if self.is_first else 1 if self.rank % self.node_size == 0 else 2
+        for _ in range(turn):
             self.gather(None)
         yield
-        if self.is_first:
+        for _ in range(turn, 2):
             self.gather(None)
 
     # -- what each rank works on ----------------------------------------------------------------

@@ -61,7 +61,7 @@ def plan_training(
     tokenizer = load_tokenizer(section.tokenizer)
     shape = _model_shape(config, tokenizer)
     device = choose_device(config.memory.device)
-    slots = _slots(config, shape, team.size, say)
+    slots = _slots(config, shape, team.node_size, say)
     seq_len = section.seq_len or shape.max_seq
     files = find_files(section.data)
     tokens = tokenize(files, tokenizer, Path(section.cache).expanduser(), say)

@@ -48,6 +48,7 @@ def load(
     progress: bool | Progress = True,
     quiet: bool = False,
     mesh: "DeviceMesh | None" = None,
+    shard_dense: bool = False,
     **config: Any,
 ) -> Any:
     """Loads a Mixture-of-Experts checkpoint (a folder, or a repository of the hub) as a
@@ -61,7 +62,7 @@ def load(
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh,
+        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh, shard_dense,
     )  # fmt: skip
     return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config, pregate)
 

@@ -19,7 +19,7 @@ from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import disk_free
 from overspill.models.huggingface.folder import INDEX, SINGLE, silence
 from overspill.models.huggingface.pregates import FILE as PREGATES
-from overspill.models.joint_writing import is_first, together
+from overspill.models.joint_writing import is_first, together, writes_experts
 from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -31,6 +31,7 @@ from overspill.moe.state_dict import (
     split_record,
     stack_sizes,
 )
+from overspill.parallel.sharded import is_sharded, whole
 from overspill.tiers.aside import sync, sync_all, temporary_folder
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 from overspill.transfer.requests import run_all
@@ -103,10 +104,10 @@ def save_pretrained(
                 if engine.can_train:
                     engine.training.check_between_steps("saved")
                 engine.flush()
+                dense = _whole_dense(model)
                 if first:
                     _check_room(out, engine, model)
                     # transformers writes the dense part, with its ties, names and configs
-                    dense = dense_tensors(model)
                     with silence():
                         type(model).save_pretrained(
                             model,
@@ -128,6 +129,19 @@ def save_pretrained(
         raise DiskError(
             f"{out} cannot be written ({reason}); free some space or choose another folder"
         ) from error
+
+
+@torch.no_grad()
+def _whole_dense(model: Any) -> dict[str, Tensor]:
+    """The dense tensors; those that ranks divide are gathered, in host memory of the first one."""
+    dense: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}  # tied weights stay one tensor
+    for name, value in dense_tensors(model).items():
+        if is_sharded(value) and id(value) not in copies:
+            gathered = whole(value)
+            copies[id(value)] = gathered.cpu() if is_first(model.overspill) else gathered[:0]
+        dense[name] = copies.get(id(value), value)
+    return dense
 
 
 def _temporary_path(out: Path) -> Path:
@@ -229,7 +243,8 @@ def _write_experts(model: Any, folder: Path, shard_bytes: int, stem: str) -> Non
     if engine.ranks is not None:
         names = engine.ranks.gather(names)[0]
     with together(engine, f"writing {folder}"):
-        _write_shards(folder, plans, dict(zip(names, shards, strict=True)))
+        if writes_experts(engine):
+            _write_shards(folder, plans, dict(zip(names, shards, strict=True)))
 
 
 def _write_index(folder: Path, shards: Sequence[dict[str, TensorSpec]], stem: str) -> list[str]:

@@ -3,7 +3,7 @@ is one launch, and backward never waits for the device."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -137,6 +137,27 @@ class HomeGradients:
         for offset, number in enumerate(numbers):
             host.keep(number, [part[offset] for part in dw], made)
             self._host_squares[number] = squares[offset]
+
+    def kept(self) -> Collection[int]:
+        return self._kept
+
+    def change_kept(self, number: int, change: Callable[[Tensor], None]) -> None:
+        layer, position = divmod(number, self._n_local)
+        is_kept, self._squares = number in self._kept, None
+        self._kept.add(number)
+        if position < self._on_device(layer):
+            grad = self._grads(layer)[position]
+            change(grad if is_kept else grad.zero_())
+            return
+        host = self._host()
+        assert host is not None
+        layout = self._homes.layout
+        zeros = torch.zeros(layout.shape.numel, dtype=layout.dtype, device=self._homes.device)
+        grad = host.get(number) if is_kept else zeros
+        change(grad)
+        host.discard((number,))
+        sizes = [math.prod(size) for size in layout.shape.sizes]
+        self._keep_in_host(layer, range(position, position + 1), grad[None].split(sizes, dim=1))
 
     def complete_layer(self, layer: int, hyper: AdamHyper | None) -> None:
         if hyper is not None:

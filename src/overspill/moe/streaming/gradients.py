@@ -1,6 +1,7 @@
 """Gradients of streamed experts: from the device into a ring buffer and straight into the expert's
 update, or into the expert's own host slot, where they wait for more or for the global norm."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -322,6 +323,29 @@ class StreamingGradients:
         self._settle()
         kept = sorted(self._kept)
         return dict(zip(kept, self._squares[kept].tolist(), strict=True))
+
+    def kept(self) -> Collection[int]:
+        self._leave_device(range(len(self._store.entries)))
+        self._settle()
+        return self._kept.keys()
+
+    def change_kept(self, number: int, change: Callable[[Tensor], None]) -> None:
+        store, entry, is_kept = self._store, self._store.entries[number], number in self._kept
+        grad = torch.zeros(store.layout.shape.numel, dtype=store.layout.dtype)
+        if is_kept:
+            with store.lock:  # the host slot must not be reused
+                store.wait(lambda: not entry.io, "disk transfers of a kept gradient")
+                grad.copy_(store.layout.weights(store.read_part(entry, Part.GRADS)))
+        change(grad)  # without the lock, because it waits for other nodes
+        self._allocate_kept()
+
+        def fill(memory: Tensor) -> None:
+            store.layout.weights(memory).copy_(grad)
+
+        store.write_part(entry, Part.GRADS, fill)
+        sizes = [math.prod(size) for size in store.layout.shape.sizes]
+        self._squares[number] = expert_squares(grad[None].split(sizes, dim=1))[0]
+        self._kept.setdefault(number, COMPLETED)
 
     def _settle(self) -> None:
         """Waits until the step's gradients have left the device and are accumulated."""

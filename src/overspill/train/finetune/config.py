@@ -131,6 +131,9 @@ class FinetuneConfig(RunConfig):
             )
         if model.lora is not None and (model.freeze_experts or model.freeze_dense):
             raise ConfigError("--lora already freezes the whole model; drop --freeze-…")
+        if self.memory.shard_dense and (model.lora is not None or self.pregate_level):
+            what = "pre-gates" if self.pregate_level else "--lora"
+            raise ConfigError(f"--shard-dense does not support {what}; drop it")
         if model.lora is None and (model.lora_alpha is not None or model.lora_targets is not None):
             raise ConfigError("--lora-alpha and --lora-targets need --lora RANK, such as --lora 16")
         for flag, value, word in (
