@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy
 import pytest
 
+from tests.fork_server import fork_server
+
 
 @pytest.hookimpl(tryfirst=True)  # an option may name another profile of Hypothesis
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,11 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("overspill")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Excludes all that was imported from garbage collection: with transformers loaded, each
-    `gc.collect()` of a test would take a fifth of a second."""
+    `gc.collect()` of a test would take a fifth of a second. Starts the server that forks processes
+    before a test has computed."""
     gc.collect()
     gc.freeze()
+    if session.items and not session.config.option.collectonly:
+        session.config.add_cleanup(fork_server().close)
 
 
 @pytest.hookimpl(wrapper=True)
