@@ -50,8 +50,8 @@ class ForkServer:
         self._ask("import", names)
 
     def start(self, function: Callable[..., int | None], *args: Any, log: Path) -> int:
-        """Calls a function, whose result is the exit code; returns the process id. `log` gets what
-        it prints."""
+        """Calls a function, whose result is the exit code; returns the id of its process, which is
+        also that of a new process group. `log` gets what it prints."""
         return int(self._ask("start", pickle.dumps((function, args)), log))
 
     def wait(self, pid: int) -> int:
