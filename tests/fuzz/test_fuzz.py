@@ -16,7 +16,7 @@ from tests.fuzz.execute import execute
 from tests.fuzz.program import Case, Op, Program, program_of
 from tests.fuzz.run import Report, main, read_lines, shrink
 
-PROGRAMS = 60
+PROGRAMS = 40
 IMPORTS = ["torch._dynamo", "transformers.models.mixtral.modeling_mixtral"]
 
 
