@@ -1,13 +1,12 @@
 """Processes that were started as ranks join each other and end together."""
 
-import multiprocessing
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 from overspill.parallel.join import joined
 from overspill.parallel.launcher import RankPlace
+from tests.fork_server import fork_server
 
 
 def _rank(rank: int, port: int, log: Path) -> None:
@@ -28,13 +27,9 @@ def test_an_exception_in_one_rank_ends_all_and_is_named_first(tmp_path: Path) ->
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path / "log.txt"
-    context: Any = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=_rank, args=(rank, port, log)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(30)
-    assert [process.exitcode for process in ranks] == [1, 1]
+    server = fork_server()
+    ranks = [server.start(_rank, rank, port, log, log=tmp_path / str(rank)) for rank in range(2)]
+    assert [server.wait(process) for process in ranks] == [1, 1]
     first, *others = log.read_text().splitlines()
     assert first == "error: rank 1: ZeroDivisionError: an exception in one rank"
     assert "error" not in " ".join(others)  # the traceback alone
