@@ -78,11 +78,15 @@ def test_ranks_write_the_bytes_that_they_have_read(tmp_path: Path) -> None:
 
 def load_dicts(
     mesh: DeviceMesh, weights: dict[str, Tensor], states: dict[str, object]
-) -> tuple[float, float]:
-    model, optimizer = new_model(mesh)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(states)
-    return train(model, optimizer), train(model, optimizer)
+) -> list[tuple[float, float]]:
+    """The next losses, also with dense parameters that ranks divide."""
+    found = []
+    for shard_dense in (False, True):
+        model, optimizer = new_model(mesh, shard_dense=shard_dense)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        found.append((train(model, optimizer), train(model, optimizer)))
+    return found
 
 
 def test_ranks_load_state_dicts_of_one_process() -> None:
@@ -91,4 +95,4 @@ def test_ranks_load_state_dicts_of_one_process() -> None:
     found = run_ranks(2, load_dicts, model.state_dict(), optimizer.state_dict())
     losses = train(model, optimizer), train(model, optimizer)
     for of_rank in found:
-        torch.testing.assert_close(of_rank, losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(of_rank, [losses, losses], rtol=1e-5, atol=1e-6)

@@ -5,6 +5,7 @@ each. Gradients are averaged and divided when a block's backward ends.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError
 from overspill.moe.pregate import positions
 from overspill.parallel.ranks import Ranks
+from overspill.parallel.sharded import as_sharded, is_sharded, part_of
 
 
 def check_shardable(
@@ -64,6 +66,16 @@ def shard_dense(model: nn.Module, ranks: Ranks) -> None:
             mp_policy=policy,
             ignored_params=experts,
         )
+    model.register_load_state_dict_pre_hook(_divide)
+
+
+def _divide(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Lets `load_state_dict` accept whole tensors, of which each rank takes its part."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if value is not None and is_sharded(parameter) and not is_sharded(value):
+            part = part_of(value.to(parameter.device), parameter.detach())
+            state_dict[prefix + name] = as_sharded(part, parameter.detach())
 
 
 def units(model: nn.Module) -> list[nn.Module]:
