@@ -141,7 +141,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        for name in ("all_to_all", "exchange_counts", "average_"):
+        for name in ("all_to_all", "gather_numbers", "average_"):
             setattr(Ranks, name, self._timed(getattr(Ranks, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
