@@ -80,7 +80,11 @@ def test_ranks_divide_each_micro_batch(forks: Forks, folder: Path) -> None:
     for out, more in (("alone", {}), ("grouped", {"gpus": 2})):
         assert forks.run(_arguments(folder, out, **changes, **more), log) == 0, log.read_text()
     words = [*_arguments(folder, "single", **changes, gpus=2), "--no-group"]
+    words += ["--placement", "dynamic", "--mode", "host"]
     assert forks.run(words, log) == 0, log.read_text()
+    assert "most over mean" in log.read_text()
+    last = read_lines(folder / "single" / "metrics.jsonl")[-1]
+    assert 1 <= last["rank_balance"] <= last["rank_balance_static"]
     expected = pytest.approx(_numbers(folder / "alone"), rel=1e-5)
     assert _numbers(folder / "grouped") == expected
     assert _numbers(folder / "single") == expected

@@ -60,6 +60,8 @@ class FakeEngine:
     def bytes_by_tier(self) -> dict[str, int]:
         return {"gpu": 1024, "host": 2048, "disk": 0}
 
+    balance = None
+
     def gpu_use(self) -> None:
         return None
 

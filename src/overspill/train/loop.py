@@ -215,6 +215,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
         own = work.losses.loss, work.losses.ce, work.losses.balance
         loss, ce, balance = (total / self.team.size for total in self.team.sums(own))
         memory = self._memory() if log else None
+        ranks = self.session.engine.balance if log else None
         if self.last is not None:  # the first step compiles kernels and fills caches
             self.timed_tokens += work.tokens
             self.timed_seconds += seconds
@@ -232,6 +233,9 @@ class Loop(abc.ABC, Generic[SummaryT]):
             host_peak=memory.host_peak if memory else None,
             gpu_peak=_gpu_peak() if log else None,
             gpu_use=self.session.engine.gpu_use() if log else None,
+            rank_rows=ranks.rows if ranks else None,
+            rank_balance=round(ranks.placed, 4) if ranks else None,
+            rank_balance_static=round(ranks.static, 4) if ranks else None,
         )
         self._log(self.last)
         self.display.step(self.last, log)

@@ -29,6 +29,12 @@ class StepMetrics:
     gpu_peak: int | None
     gpu_use: dict[str, int] | None = None
     """The budget of the GPU, what of it is reserved, and for what."""
+    rank_rows: list[int] | None = None
+    """Token rows that each rank has computed in the last passes."""
+    rank_balance: float | None = None
+    """The most of a rank over the mean."""
+    rank_balance_static: float | None = None
+    """The same if owners computed all rows of their experts."""
 
 
 @dataclass(frozen=True)

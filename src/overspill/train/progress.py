@@ -108,6 +108,12 @@ def details(metrics: StepMetrics) -> list[str]:
         if metrics.gpu_use is not None:
             sizes["gpu"] = _use_line(metrics.gpu_use)
         parts.append("  ".join(f"{tier} {size}" for tier, size in sizes.items()))
+    if metrics.rank_rows is not None:
+        rows = " ".join(f"{count:,}" for count in metrics.rank_rows)
+        parts.append(
+            f"token rows of ranks {rows} (most over mean {metrics.rank_balance:.2f}, static "
+            f"{metrics.rank_balance_static:.2f})"
+        )
     if metrics.busy is not None:
         parts.append("busy: " + busy_line(metrics.busy))
     return parts

@@ -61,6 +61,9 @@ class MemorySection:
     --device cpu, processes. Budgets for host memory and disk are those of all together."""
     shard_dense: bool = False
     """Let the ranks of --gpus or torchrun divide the dense parameters too, with FSDP2."""
+    placement: Literal["auto", "static", "dynamic"] = "auto"
+    """Which rank computes an expert: its owner (static), or any, by the routing of each batch
+    (dynamic); auto: dynamic where that is expected to be faster."""
     dtype: Literal["bf16", "fp32"] | None = None
     """Data type of the weights: bf16 or fp32; default: bf16 on a GPU, fp32 on a CPU."""
     mode: Literal["auto", "gpu", "host", "disk"] = "auto"
