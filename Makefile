@@ -31,10 +31,11 @@ newest: $(DEV)  ## test Hugging Face models with the newest transformers
 		tests/train/finetune tests/train/test_hf_trainer.py tests/docs/test_families.py \
 		tests/docs/test_huggingface.py
 
+# On a new machine the tests first wait for the compiler, which is not slowed down by a nice mypy.
 lint: $(DEV)  ## run ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	nice $(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(DEV)  ## format the code

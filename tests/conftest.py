@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import random
+import threading
 from collections.abc import Generator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy
 import pytest
+
+from tests.fork_server import fork_server
+
+_COMPILING = pytest.StashKey[list[threading.Thread]]()
 
 
 @pytest.hookimpl(tryfirst=True)  # an option may name another profile of Hypothesis
@@ -36,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
             remember_lookups()
 
+    if hasattr(config, "workerinput"):
+        config.stash[_COMPILING] = _compile_kernels()
+
     # GPU machines may have pytest alone; property tests are then skipped by their own imports.
     with contextlib.suppress(ModuleNotFoundError):
         from hypothesis import settings
@@ -46,11 +54,29 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("overspill")
 
 
-def pytest_collection_finish() -> None:
+def _compile_kernels() -> list[threading.Thread]:
+    """On a new machine it takes half a minute, in which the tests are collected."""
+    from overspill.compute.cpu_kernel import cpu_library
+    from overspill.optim.kernel import native_library
+    from overspill.transfer.upload_thread import upload_library
+
+    functions = (cpu_library, native_library, upload_library)
+    threads = [threading.Thread(target=function, daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Excludes all that was imported from garbage collection: with transformers loaded, each
-    `gc.collect()` of a test would take a fifth of a second."""
+    `gc.collect()` of a test would take a fifth of a second. Starts the server that forks processes
+    before a test has computed."""
+    for thread in session.config.stash.get(_COMPILING, []):
+        thread.join()
     gc.collect()
     gc.freeze()
+    if session.items and not session.config.option.collectonly:
+        session.config.add_cleanup(fork_server().close)
 
 
 @pytest.hookimpl(wrapper=True)

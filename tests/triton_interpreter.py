@@ -15,37 +15,31 @@ from triton.runtime import interpreter
 def remember_lookups() -> None:
     """At every call of a function of a kernel the interpreter goes through all members of Triton's
     language and replaces them, and at every operation it builds tables of dtypes, types of blocks
-    and their shapes: together three quarters of its time. Members are listed once, and replaced
-    once in each run of a kernel; types and shapes are made once."""
-    names = ("GridExecutor", "_get_np_dtype", "_patch_builtin", "_patch_lang")
+    and their shapes, and blocks of constants: together five sixths of its time. Members are
+    replaced once and for all; types, shapes and constants are made once."""
+    names = ("_LangPatchScope", "_get_np_dtype", "_patch_builtin", "_patch_lang")
     parts = ("_unwrap_if_constexpr", "block_type", "constexpr", "tensor", "tuple")
     known = [(interpreter, name) for name in names] + [(tl.core, name) for name in parts]
     if not all(hasattr(module, name) for module, name in known):
         return  # another version of Triton
     find_dtype, replace = interpreter._get_np_dtype, interpreter._patch_lang
-    execute = interpreter.GridExecutor.__call__
     known_dtype = functools.cache(find_dtype)
-    replaced: set[int] = set()  # the modules of functions whose names were, in this run
-
-    def run(*args: Any, **options: Any) -> None:
-        replaced.clear()
-        execute(*args, **options)
+    replaced: set[int] = set()  # the modules of functions whose names were
 
     def replace_once(function: Any) -> Any:
         module = id(function.__globals__)
-        if module in replaced:
-            return None
-        replaced.add(module)
-        return replace(function)
+        if module not in replaced:
+            replaced.add(module)
+            replace(function)
+        return interpreter._LangPatchScope()  # with nothing to restore
 
     interpreter._get_np_dtype = lambda dtype: (
         known_dtype(dtype) if type(dtype) is tl.dtype else find_dtype(dtype)
     )
     interpreter._patch_builtin = _replace_builtins
     interpreter._patch_lang = replace_once
-    interpreter.GridExecutor.__call__ = run
     _remember_types()
-    _compare_shapes_first()
+    _remember_constants()
 
 
 def without_overflow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,34 +86,60 @@ def _remember_types() -> None:
             return value
         return value.value if kind is core.constexpr else unwrap(value)
 
-    def block(self: Any, element_ty: Any, shape: Any) -> None:
+    def known_block(cls: Any, element_ty: Any, shape: Any) -> Any:
         blocks = element_ty.__dict__.setdefault("_blocks", {})
         sizes = tuple(map(unwrap_fast, shape))
         if sizes not in blocks:
+            blocks[sizes] = object.__new__(cls)
+        return blocks[sizes]
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        if not self.__dict__:
             new_block(self, element_ty, shape)
-            blocks[sizes] = self.__dict__
-        self.__dict__ = dict(blocks[sizes])
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in shapes:
-            new_tensor(self, handle, type)
-            shapes[sizes] = self.shape, self.numel
+        known = type.__dict__
+        if "_shape" not in known:
+            sizes = tuple(type.shape) if type.is_block() else ()
+            if sizes not in shapes:
+                new_tensor(self, handle, type)
+                shapes[sizes] = self.shape, self.numel
+            known["_shape"] = shapes[sizes]
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shapes[sizes]
+        self.shape, self.numel = known["_shape"]
 
     core._unwrap_if_constexpr = unwrap_fast
+    core.block_type.__new__ = known_block
     core.block_type.__init__ = block
+    core.block_type.to_ir = lambda self, builder: self
     core.tensor.__init__ = tensor
 
 
-def _compare_shapes_first() -> None:
-    """Most operations are on tensors of the same shape, which need no broadcast."""
-    broadcast = TritonSemantic.broadcast_impl_value
+def _remember_constants() -> None:
+    """Constants, also as blocks. Most other operations are on tensors of the same shape, which need
+    no broadcast."""
+    broadcast, make = TritonSemantic.broadcast_impl_value, TritonSemantic.scalar_constant
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = type(value), value, dtype
+        if key not in constants:
+            constants[key] = made = make(self, value, dtype)
+            made.handle.data.flags.writeable = False
+            made.blocks = {}
+        return constants[key]
 
     def broadcast_if_needed(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.shape is rhs.shape:  # that of a type is made once
+        if lhs.shape is rhs.shape:
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        blocks = rhs.__dict__.get("blocks")
+        if blocks is None or not lhs.shape:
+            return broadcast(self, lhs, rhs)
+        shape = lhs.type.shape
+        if shape not in blocks:
+            blocks[shape] = made = broadcast(self, lhs, rhs)[1]
+            made.handle.data.flags.writeable = False
+        return lhs, blocks[shape]
 
+    TritonSemantic.scalar_constant = constant
     TritonSemantic.broadcast_impl_value = broadcast_if_needed

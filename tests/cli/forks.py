@@ -1,86 +1,58 @@
-"""The command line in processes that can be killed, without waiting for torch each time.
+"""The command line in processes that can be killed, without waiting for torch each time."""
 
-Run as a program, it imports everything once and then forks a child for every command line that it
-reads. Nothing has computed before the fork, so no thread of torch's is lost by it.
-"""
-
-import gc
-import importlib
-import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-_HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-SOURCES = Path(__file__).parents[2] / "src"
+from tests.fork_server import fork_server
+
+_IMPORTS = (
+    "overspill.cli.main",
+    "overspill.parallel.watchdog",
+    "torch._dynamo",
+    "overspill.train.trainer",
+    "overspill.train.finetune.finetuner",
+    "transformers.models.mixtral.modeling_mixtral",
+)
 
 
 class Forks:
     """Starts commands; each is a process of its own."""
 
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # One thread each: on tensors this small, threads only wait for each other.
-            env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
-        )
-        self._ask("ready")
+        fork_server().preload(_IMPORTS)  # else each process would import them late
 
     def start(
         self, arguments: list[str], log: Path, environment: dict[str, str] | None = None
     ) -> int:
         """Run `overspill`, or a script, with these arguments; its process id. `log` gets what it
         prints."""
-        return int(self._ask("start", arguments, str(log), environment or {}))
+        return fork_server().start(_run, arguments, environment or {}, log=log)
 
     def wait(self, pid: int) -> int:
         """The exit code, negative for the signal that ended it."""
-        return int(self._ask("wait", pid))
+        return fork_server().wait(pid)
 
     def run(self, arguments: list[str], log: Path) -> int:
-        return self.wait(self.start(arguments, log))
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(timeout=30)
-
-    def _ask(self, *request: object) -> str:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return self._server.stdout.readline()
+        return fork_server().run(_run, arguments, {}, log=log)
 
 
 class Fork:
-    """A process that runs `overspill`, with the interface of `subprocess.Popen`."""
+    """A rank of `overspill`, with the interface of `subprocess.Popen`."""
 
-    def __init__(
-        self, arguments: list[str], environment: Mapping[str, str], log: str | None = None
-    ) -> None:
+    def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
         self._code: int | None = None
         self.pid = os.fork()
         if self.pid:
             return
         os.setsid()
-        os.environ.update(environment)
-        if log is not None:
-            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _HANDLERS[number])
-        code = _run(arguments)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        code = _run(arguments, environment)
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
 
     def poll(self) -> int | None:
@@ -94,46 +66,19 @@ class Fork:
             os.kill(self.pid, sig)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     """Runs the command line, or a script."""
+    os.environ.update(environment)
+    main, watchdog, loop = (
+        sys.modules[f"overspill.{name}"] for name in ("cli.main", "parallel.watchdog", "train.loop")
+    )
+    # no pictures: they take as long as training
+    loop.draw_loss = lambda *args: None  # type: ignore[attr-defined]
+    # ranks of --gpus are forked too, and a rank that is stopped is noticed soon
+    main.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
+    watchdog.SILENT = 8  # type: ignore[attr-defined]
     if not arguments[0].endswith(".py"):
-        return int(sys.modules["overspill.cli.main"].app(arguments))
+        return int(main.app(arguments))
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
     return 0
-
-
-def _serve() -> None:
-    # Imported once for all children, which would otherwise each do it late.
-    for name in (
-        "overspill.cli.main",
-        "overspill.parallel.watchdog",
-        "torch._dynamo",
-        "overspill.train.trainer",
-        "overspill.train.finetune.finetuner",
-        "transformers.models.mixtral.modeling_mixtral",
-    ):
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # else each child would count the objects of all modules
-    # no pictures: they take as long as training
-    sys.modules["overspill.train.loop"].draw_loss = lambda *args: None  # type: ignore[attr-defined]
-
-    # ranks of --gpus are forked too, and a rank that is stopped is noticed soon
-    main, watchdog = sys.modules["overspill.cli.main"], sys.modules["overspill.parallel.watchdog"]
-    main.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
-    watchdog.SILENT = 8  # type: ignore[attr-defined]
-
-    for line in sys.stdin:
-        what, *rest = json.loads(line)
-        if what == "start":
-            arguments, log, environment = rest
-            print(Fork(arguments, environment, log).pid, flush=True)
-        elif what == "wait":
-            print(os.waitstatus_to_exitcode(os.waitpid(rest[0], 0)[1]), flush=True)
-        else:
-            print("", flush=True)
-
-
-if __name__ == "__main__":
-    _serve()

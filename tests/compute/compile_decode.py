@@ -3,7 +3,6 @@
 PYTHONPATH=src python3 tests/compute/compile_decode.py 86 90
 """
 
-import itertools
 import sys
 
 import triton
@@ -46,7 +45,7 @@ ROUTE = {
     "MISSES": True, "GIVEN": False,
 }  # fmt: skip
 LOOK_UP = {
-    "TOP_K": 8, "KS": 8, "WIDTH": 2048, "ROWS": 64, "BLOCK": 128, "SHARE": 0, "STAGED": False,
+    "TOP_K": 8, "KS": 8, "WIDTH": 2048, "ROWS": 8, "BLOCK": 128, "SHARE": 0, "STAGED": False,
     "MISSES": True,
 }  # fmt: skip
 IN = {
@@ -126,9 +125,14 @@ def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str
 
 def main(capabilities: list[str]) -> None:
     assert {name for name, _, _ in CASES} == set(KERNELS), "each kernel has a case"
-    for capability, (name, constants, types) in itertools.product(capabilities, CASES):
-        print(capability, name, constants)
-        compile_kernel(name, constants, types, int(capability))
+    for name in KERNELS:
+        cases = [case for case in CASES if case[0] == name]
+        # each kernel for each capability; its further cases for one of them
+        for number in range(max(len(cases), len(capabilities))):
+            capability = capabilities[number % len(capabilities)]
+            _, constants, types = cases[number % len(cases)]
+            print(capability, name, constants)
+            compile_kernel(name, constants, types, int(capability))
 
 
 if __name__ == "__main__":

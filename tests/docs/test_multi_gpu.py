@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.parallel.processes import run_ranks, start_server
+from tests.parallel.processes import run_ranks
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "multi-gpu.md").read_text()
 
@@ -22,7 +22,6 @@ def run_page(mesh: DeviceMesh) -> tuple[float, torch.Tensor]:
 
 
 def test_its_code_trains_on_two_ranks() -> None:
-    start_server()
     (loss, weight), (other_loss, other_weight) = run_ranks(2, run_page)
     assert loss != other_loss  # of other tokens
     assert torch.equal(weight, other_weight)

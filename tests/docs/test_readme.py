@@ -40,29 +40,26 @@ def test_the_fine_tuning_commands_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "runs/lora/final/adapter_model.safetensors").is_file()
 
 
-def test_the_serving_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = README.split("## Serve")[1]
-    (block,) = re.findall(r"```bash\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+def test_the_commands_for_serving_and_pre_gates_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("a question\n"))
-    for line in block.replace("--steps 20", "--steps 1").strip().splitlines():
-        program, *words = shlex.split(line)
+    (tmp_path / "texts.jsonl").write_text('{"text": "def main():\\n    pass"}\n' * 8)
+    lines: list[str] = []
+    for name in ("Serve", "Pre-gates"):
+        section = README.split(f"## {name}\n")[1].split("\n## ")[0]
+        (block,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+        lines += block.strip().splitlines()
+    assert lines[0] == lines[3]  # both sections begin with the same run
+    for line in dict.fromkeys(lines):
+        program, *words = shlex.split(line.replace("--steps 20", "--steps 1"))
         assert program == "overspill"
-        assert app(words) == 0
+        few = ["--max-tokens", "8"] if words[0] in ("generate", "chat") else []
+        assert app([*words, *few]) == 0
+    assert (tmp_path / "runs/pregated/final/pregates.safetensors").is_file()
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)
     exec(compile(code, "docs/serving.md", "exec"), {})
-
-
-def test_the_commands_for_pre_gates_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = README.split("## Pre-gates")[1]
-    (block,) = re.findall(r"```bash\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts.jsonl").write_text('{"text": "def main():\\n    pass"}\n' * 8)
-    for line in block.replace("--steps 20", "--steps 1").strip().splitlines():
-        program, *words = shlex.split(line)
-        assert program == "overspill"
-        assert app(words) == 0
-    assert (tmp_path / "runs/pregated/final/pregates.safetensors").is_file()
 
 
 def test_all_links_exist() -> None:

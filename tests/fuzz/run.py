@@ -8,6 +8,7 @@ import argparse
 import faulthandler
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,6 @@ def _supervise(
 
 def _follow(command: list[str], errors: Any, report: Report, lock: threading.Lock) -> int | None:
     """Reads what a worker writes until it ends. Returns the seed of a program that did not end."""
-    started: int | None = None
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -120,29 +121,36 @@ def _follow(command: list[str], errors: Any, report: Report, lock: threading.Loc
         command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=environment
     ) as worker:
         assert worker.stdout is not None
-        for line in worker.stdout:
-            told = json.loads(line)
-            if "started" in told:
-                started = told["started"]
-                continue
-            started = None
-            with lock:
-                report.programs += 1
-                report.counts.update(told["counts"])
-                report.faults.update(told["faults"])
-                if told["failure"] is not None:
-                    failure = Failure(told["seed"], told["kind"], told["failure"], told["ops"])
-                    report.failures.append(failure)
-                    print(failure, flush=True)
+        started = read_lines(worker.stdout, report, lock)
     if worker.returncode and started is None:
         raise RuntimeError(f"a worker ended with {worker.returncode} outside of a program")
+    return started
+
+
+def read_lines(lines: Iterable[str], report: Report, lock: threading.Lock) -> int | None:
+    """Adds what a worker has written. Returns the seed of a program that did not end."""
+    started: int | None = None
+    for line in lines:
+        told = json.loads(line)
+        if "started" in told:
+            started = told["started"]
+            continue
+        started = None
+        with lock:
+            report.programs += 1
+            report.counts.update(told["counts"])
+            report.faults.update(told["faults"])
+            if told["failure"] is not None:
+                failure = Failure(told["seed"], told["kind"], told["failure"], told["ops"])
+                report.failures.append(failure)
+                print(failure, flush=True)
     return started
 
 
 # -- the worker ----------------------------------------------------------------------------------
 
 
-def _work(seed: int, stride: int, seconds: float, device: str) -> None:
+def _work(seed: int, stride: int, seconds: float, end: float, device: str) -> None:
     import torch
 
     from tests.fuzz.execute import execute
@@ -153,7 +161,7 @@ def _work(seed: int, stride: int, seconds: float, device: str) -> None:
     gc.collect()
     gc.freeze()  # what was imported
     limit = 4 * LIMIT  # the first program imports and compiles
-    while time.monotonic() < deadline:
+    while seed < end and time.monotonic() < deadline:
         program = program_of(seed)
         print(json.dumps({"started": seed}), flush=True)
         faulthandler.dump_traceback_later(limit, exit=True)
@@ -209,14 +217,15 @@ def shrink(program: Any, device: str, failure: str) -> tuple[list[int] | None, s
     return ops, failure
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="a worker of bench/fuzz.py")
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--end", type=float, default=math.inf, help="the seed after the last one")
     parser.add_argument("--stride", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
-    _work(given.seed, given.stride, given.seconds, given.device)
+    given = parser.parse_args(arguments)
+    _work(given.seed, given.stride, given.seconds, given.end, given.device)
 
 
 if __name__ == "__main__":

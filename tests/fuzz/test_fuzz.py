@@ -1,6 +1,8 @@
-"""A minute of random programs, from fixed seeds. `bench/fuzz.py` runs more of them."""
+"""Some random programs, from fixed seeds. `bench/fuzz.py` runs more of them."""
 
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,20 +10,30 @@ from torch import Tensor
 
 from overspill.moe.gradients import ExpertGradients
 from overspill.moe.layer_pass import Wave
+from tests.fork_server import fork_server
 from tests.fuzz import subject
 from tests.fuzz.execute import execute
 from tests.fuzz.program import Case, Op, Program, program_of
-from tests.fuzz.run import fuzz, shrink
+from tests.fuzz.run import Report, main, read_lines, shrink
 
-SECONDS = 30.0
+PROGRAMS = 40
+IMPORTS = ["torch._dynamo", "transformers.models.mixtral.modeling_mixtral"]
 
 
 @pytest.mark.parametrize("first", [100_000, 300_000])
-def test_random_programs_give_the_results_of_plain_pytorch(first: int) -> None:
-    report = fuzz(first, SECONDS)
-    print(report)
+def test_random_programs_give_the_results_of_plain_pytorch(first: int, tmp_path: Path) -> None:
+    """In a process that ends if one of them hangs."""
+    log, report = tmp_path / "log", Report()
+    arguments = ["--seed", str(first), "--end", str(first + PROGRAMS)]
+    fork_server().preload(IMPORTS)
+    code = fork_server().run(main, arguments, log=log)
+    text = log.read_text()
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    unfinished = read_lines(lines, report, threading.Lock())
+    assert unfinished is None, f"program {unfinished} did not end:\n{text[-6000:]}"
+    assert code == 0, text[-6000:]
     assert not report.failures, "\n".join(map(str, report.failures))
-    assert report.programs >= 5
+    assert report.programs == PROGRAMS
 
 
 def test_a_seed_always_gives_the_same_program() -> None:

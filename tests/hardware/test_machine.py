@@ -45,6 +45,13 @@ def test_page_cache_can_still_be_taken(fake: tuple[Path, Path]) -> None:
     assert machine.available_memory(proc, cgroup) == 300 * 1024
 
 
+def test_a_limit_above_the_machines_memory_is_none(fake: tuple[Path, Path]) -> None:
+    proc, cgroup = fake
+    (proc / "self" / "cgroup").write_text("0::/job\n")
+    (cgroup / "job" / "memory.max").write_text(f"{2**63 - 4096}\n")  # and nothing else is read
+    assert machine.available_memory(proc, cgroup) == 800 * 1024
+
+
 def test_old_cgroups_are_read_too(fake: tuple[Path, Path]) -> None:
     proc, cgroup = fake
     (proc / "self" / "cgroup").write_text("4:cpu,memory:/job\n3:cpuset:/\n")

@@ -1,6 +1,7 @@
 """A C++ file becomes a library once, and what stops it is said once, by name."""
 
 import ctypes
+import errno
 import logging
 import os
 import shutil
@@ -56,7 +57,8 @@ def _answer(library: ctypes.CDLL | None) -> int:
 
 
 def _libraries(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "cache" / "overspill").iterdir())
+    files = sorted((tmp_path / "cache" / "overspill").iterdir())
+    return [file for file in files if file.suffix != ".lock"]
 
 
 @needs_compiler
@@ -105,16 +107,31 @@ def test_a_truncated_library_is_compiled_again(tmp_path: Path, source: Path) -> 
 
 
 @needs_compiler
-def test_processes_may_race(tmp_path: Path, source: Path) -> None:
+def test_one_of_several_processes_compiles(tmp_path: Path, source: Path) -> None:
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
     script = (
         "import sys; from pathlib import Path; from overspill.hardware.native import load_library\n"
         f"sys.exit(load_library(Path({str(source)!r}), 'answer').answer() != 42)"
     )
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path, "CXX": str(compiler)}
     racers = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(3)]
     assert [racer.wait(timeout=60) for racer in racers] == [0, 0, 0]
     assert len(_libraries(tmp_path)) == 1
+    assert sum("-shared" in line for line in log.read_text().splitlines()) == 1
+
+
+@needs_compiler
+def test_libraries_are_compiled_where_nothing_can_be_locked(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert _answer(native.load_library(source, "answer")) == 42
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
-"""Real processes with gloo. They are forked from a server that has imported torch once."""
+"""Real processes with gloo. They are forked from a server that has torch imported."""
 
 import multiprocessing
-import os
 import pickle
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -12,42 +10,42 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.fork_server import fork_server
 
 _TIMEOUT = 20.0  # seconds until a rank that waits for another one fails
 
 
 FAMILY_NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-_PRELOAD = [
-    "tests.parallel.training",
+_IMPORTS = [  # else each rank would do it
     "torch._dynamo",  # imported by torch.optim
     *(f"transformers.models.{name}.modeling_{name}" for name in FAMILY_NAMES),
 ]
-
-
-def start_server() -> None:
-    """After it, processes start in milliseconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        process = context.Process(target=int)
-        process.start()
-        process.join()
 
 
 def run_ranks(
     n_ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    method: str = "forkserver",
+    method: str = "fork",
     timeout: float = _TIMEOUT,
 ) -> list[Any]:
     """The results of `function(mesh, *args)` on each rank, or the exceptions it has raised. Forked
     processes may not be able to use a GPU; with the method "spawn" they can."""
+    if method == "spawn":
+        return _run_ranks(n_ranks, function, args, method, timeout)
+    task = (n_ranks, function, args, method, timeout)
+    fork_server().preload(_IMPORTS)
+    results: list[Any] = fork_server().call(_run_ranks, *task)
+    return results
+
+
+def _run_ranks(
+    n_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], method: str, timeout: float
+) -> list[Any]:
     context: Any = multiprocessing.get_context(method)
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:

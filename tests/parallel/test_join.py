@@ -1,17 +1,15 @@
 """Processes that were started as ranks join each other and end together."""
 
-import multiprocessing
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 from overspill.parallel.join import joined
 from overspill.parallel.launcher import RankPlace
+from tests.fork_server import fork_server
 
 
-def _rank(rank: int, port: int, log: Path) -> None:
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+def _rank(rank: int, port: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     place = RankPlace.find()
@@ -27,15 +25,11 @@ def test_an_exception_in_one_rank_ends_all_and_is_named_first(tmp_path: Path) ->
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = tmp_path / "log.txt"
-    context: Any = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=_rank, args=(rank, port, log)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(30)
-    assert [process.exitcode for process in ranks] == [1, 1]
-    first, *others = log.read_text().splitlines()
+    server, logs = fork_server(), [tmp_path / str(rank) for rank in range(2)]
+    ranks = [server.start(_rank, rank, port, log=log) for rank, log in enumerate(logs)]
+    assert [server.wait(process) for process in ranks] == [1, 1]
+    assert "error" not in logs[0].read_text()
+    first, *others = logs[1].read_text().splitlines()
     assert first == "error: rank 1: ZeroDivisionError: an exception in one rank"
     assert "error" not in " ".join(others)  # the traceback alone
     assert others[-1].startswith("ZeroDivisionError")

@@ -4,6 +4,8 @@ import contextlib
 
 import pytest
 
+DRAWINGS = ("train.loop.draw_loss", "train.loop.draw_timeline", "probe.picture.draw_costs")
+
 
 @pytest.fixture
 def pictures() -> None:
@@ -15,5 +17,5 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     # it counts the objects of all imported modules, which tests/conftest.py has frozen
     monkeypatch.setattr("overspill.train.loop.short_collections", contextlib.nullcontext)
     if "pictures" not in request.fixturenames:
-        for draw in ("overspill.train.loop.draw_loss", "overspill.probe.picture.draw_costs"):
-            monkeypatch.setattr(draw, lambda *args: None)
+        for draw in DRAWINGS:
+            monkeypatch.setattr("overspill." + draw, lambda *args: None)

@@ -44,6 +44,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, build: Builder) -
     assert all(line["grad_norm"] > 0 for line in lines if "loss" in line)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_timeline_of_an_offloaded_run_opens(tmp_path: Path) -> None:
     from tests.trace.reader import read_perfetto
 

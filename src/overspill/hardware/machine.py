@@ -26,8 +26,9 @@ class Gpu:
 def available_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
     """Bytes of host memory that this process can allocate without swapping or being killed: the
     machine's free memory, or what a container's limit leaves."""
-    free = _meminfo(proc)["MemAvailable"]
-    return max(0, min([free, *_cgroup_headroom(proc, cgroup)]))
+    memory = _meminfo(proc)
+    headroom = _cgroup_headroom(proc, cgroup, memory["MemTotal"])
+    return max(0, min([memory["MemAvailable"], *headroom]))
 
 
 def total_memory(proc: Path = _PROC) -> int:
@@ -108,8 +109,9 @@ def _kilobytes(text: str) -> dict[str, int]:
     return sizes
 
 
-def _cgroup_headroom(proc: Path, cgroup: Path) -> list[int]:
-    """The unused part of each memory limit of this process's cgroups and their parents."""
+def _cgroup_headroom(proc: Path, cgroup: Path, total: int) -> list[int]:
+    """The unused part of each memory limit of this process's cgroups and their parents that is
+    below the machine's total."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -126,7 +128,7 @@ def _cgroup_headroom(proc: Path, cgroup: Path) -> list[int]:
             continue
         folder = root / name.lstrip("/")
         while True:
-            left = _headroom(folder, limit, usage)
+            left = _headroom(folder, limit, usage, total)
             if left is not None:
                 headroom.append(left)
             if folder == root or root not in folder.parents:
@@ -135,16 +137,16 @@ def _cgroup_headroom(proc: Path, cgroup: Path) -> list[int]:
     return headroom
 
 
-def _headroom(folder: Path, limit: str, usage: str) -> int | None:
+def _headroom(folder: Path, limit: str, usage: str, total: int) -> int | None:
     try:
-        most = (folder / limit).read_text().strip()
+        most = int((folder / limit).read_text())
+        if most >= total:
+            return None  # cgroups without a limit have a large number
         used = int((folder / usage).read_text())
         stat = (folder / "memory.stat").read_text()
     except (OSError, ValueError):
-        return None  # the level is not visible from inside a container, or has no limit
-    if not most.isdigit():
-        return None  # "max"
+        return None  # the level is not visible from inside a container, or its limit is "max"
     counters = dict(line.split() for line in stat.splitlines() if len(line.split()) == 2)
     # the page cache counts as used, but the kernel reclaims it before it kills a process
     cache = int(counters.get("inactive_file", 0)) + int(counters.get("active_file", 0))
-    return int(most) - used + cache
+    return most - used + cache

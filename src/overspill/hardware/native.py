@@ -5,7 +5,9 @@ is called through ctypes, which releases the GIL during the call.
 """
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -18,7 +20,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 log = logging.getLogger("overspill")
@@ -27,8 +29,6 @@ log = logging.getLogger("overspill")
 # the cache in a home folder. math-errno would prevent the vectorization of sqrt.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno")
 
-# Keeps two threads from compiling the same kernel; processes rely on os.replace instead.
-_lock = threading.Lock()
 _HASH_BYTES = hashlib.sha256().digest_size
 
 
@@ -40,8 +40,7 @@ class _BuildError(Exception):
 def load_library(source: Path, name: str) -> ctypes.CDLL | None:
     """The library compiled from `source`; None, with one warning, if that fails."""
     try:
-        with _lock:
-            return _build_and_open(source, name)
+        return _build_and_open(source, name)
     except _BuildError as error:
         log.warning("native kernel %r is not available: %s", name, error)
         return None
@@ -51,7 +50,9 @@ def _build_and_open(source: Path, name: str) -> ctypes.CDLL:
     compiler = find_compiler()
     library = cache_folder() / f"{name}-{_key(source, compiler)}.so"
     if not _is_complete(library):
-        _compile(compiler, source, library)
+        with _locked(library.parent / f"{name}.lock"):
+            if not _is_complete(library):
+                _compile(compiler, source, library)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -121,11 +122,32 @@ def _own_temporary_folder() -> Path:
     return temporary
 
 
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other threads and processes, such as the ranks of a mesh, from compiling the same
+    kernel, which takes up to half a minute. Some network file systems have no locks: libraries are
+    complete without them."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # the cache may have been removed
+        file = path.open("a")
+    except OSError as error:
+        raise _BuildError(f"{path.parent} cannot be written: {error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            log.info("%s cannot be locked: %s", path, error)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file too
+
+
 def _compile(compiler: list[str], source: Path, library: Path) -> None:
     """Compiles to a temporary file, appends its hash, and renames it when it is on disk: other
     processes, also after a power failure, find a complete library or none."""
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)  # the cache may have been removed
         handle, temporary = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".tmp")
         os.close(handle)
     except OSError as error:
