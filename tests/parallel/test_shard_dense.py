@@ -14,7 +14,13 @@ from overspill.parallel.sharded import is_sharded, local
 from tests.moe.oracle import Task, loss_of
 from tests.parallel import test_huggingface as huggingface
 from tests.parallel.processes import run_ranks
-from tests.parallel.test_checkpoint import assert_same_files, load_and_save, train_and_save
+from tests.parallel.test_checkpoint import (
+    assert_same_files,
+    load_and_save,
+    save,
+    train,
+    train_and_save,
+)
 from tests.parallel.training import Case, assert_follows, offload, plain, train_rank
 
 TASK = Task(n_layers=2, lr=1e-3, steps=5)
@@ -47,6 +53,17 @@ def parts(mesh: DeviceMesh) -> tuple[int, int]:
     return found, sum(p.numel() for p in dense)
 
 
+def save_bf16(mesh: DeviceMesh, folder: Path, **options: Any) -> None:
+    """Three steps in bf16, whose optimizer states have low bits, and a checkpoint."""
+    model = replace(TASK, dtype=torch.bfloat16).model()
+    offload(model, mesh, **options)
+    optimizer = overspill.AdamW(model, lr=1e-2)
+    for _ in range(3):
+        train(model, optimizer)
+    torch.manual_seed(0)  # its state is in the checkpoint
+    save(model, optimizer, folder)
+
+
 def refused(mesh: DeviceMesh) -> list[str]:
     """What is raised for what cannot be divided."""
     pregated = overspill.pregate(TASK.model())
@@ -74,6 +91,8 @@ def work(mesh: DeviceMesh, source: Path, folder: Path) -> dict[str, Any]:
     found["parts"] = parts(mesh)
     found["refused"] = refused(mesh)
     found["checkpoint"] = load_and_save(mesh, source, folder / "two", **SHARDED)
+    save_bf16(mesh, folder / "bf16")
+    save_bf16(mesh, folder / "bf16-sharded", **SHARDED)
     found["mixtral"] = huggingface.train_rank(mesh, "mixtral", **SHARDED)
     huggingface.make_and_save(mesh, folder / "saved", **SHARDED)
     return found
@@ -123,6 +142,7 @@ def test_checkpoints_and_saved_models_have_the_bytes_of_one_process(
     assert_same_files(folder / "two", source)
     for _, next_loss in (found["checkpoint"] for found in ranks):
         assert next_loss == pytest.approx(loss, abs=1e-5)
+    assert_same_files(folder / "bf16-sharded", next((folder / "bf16").iterdir()))
     huggingface.make_and_save(None, folder / "saved-by-one")
     for file in (folder / "saved-by-one").iterdir():
         assert (folder / "saved" / file.name).read_bytes() == file.read_bytes(), file.name

@@ -5,6 +5,7 @@ Every function also accepts a tensor that is not divided, and then treats it as 
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 
@@ -19,7 +20,12 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """A copy of all parts, or the tensor itself. Entered by all ranks."""
-    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    if tensor.dtype == torch.int16:  # gloo and NCCL cannot send it: the same bits as another type
+        return whole(as_sharded(local(tensor).view(torch.bfloat16), tensor)).view(torch.int16)
+    gathered: Tensor = cast(Any, tensor).full_tensor()
+    return gathered
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
