@@ -1,4 +1,6 @@
+import os
 import signal
+from collections.abc import Mapping
 
 import pytest
 
@@ -27,6 +29,17 @@ def test_a_process_knows_its_rank_from_its_environment() -> None:
 def test_unsuitable_environments_are_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RankPlace.find(environment)
+
+
+def test_a_rank_knows_its_launcher() -> None:
+    places: list[RankPlace | None] = []
+
+    def start(environment: Mapping[str, str]) -> Ended:
+        places.append(RankPlace.find(environment))
+        return Ended(0)
+
+    assert launch(2, start) == 0
+    assert places == [RankPlace(rank, 2, rank, 2, launcher=os.getpid()) for rank in range(2)]
 
 
 class Ended:

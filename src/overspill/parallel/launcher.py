@@ -19,6 +19,8 @@ from overspill.core.errors import ConfigError
 _GRACE = 5.0
 """Seconds in which ranks may end by themselves after one of them has failed."""
 _POLL = 0.05
+_LAUNCHER = "OVERSPILL_LAUNCHER"
+"""Tells a rank the process id of `launch`."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class RankPlace:
     """Its number among the ranks of its node."""
     node_size: int
     """Ranks of each node."""
+    launcher: int | None = None
+    """The process of `launch`; None under torchrun."""
 
     @property
     def node(self) -> int:
@@ -43,6 +47,7 @@ class RankPlace:
             size = int(environment.get("WORLD_SIZE", 1))
             rank = int(environment.get("RANK", 0))
             node_size = int(environment.get("LOCAL_WORLD_SIZE", size))
+            launcher = int(environment[_LAUNCHER]) if _LAUNCHER in environment else None
         except ValueError as error:
             raise ConfigError(f"RANK and WORLD_SIZE must be numbers ({error})") from error
         if size == 1:
@@ -53,7 +58,7 @@ class RankPlace:
             raise ConfigError(
                 f"{node_size} of {size} ranks are on this node; start equally many on all nodes"
             )
-        return cls(rank, size, rank % node_size, node_size)
+        return cls(rank, size, rank % node_size, node_size, launcher)
 
 
 class Process(Protocol):
@@ -142,6 +147,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        _LAUNCHER: str(os.getpid()),
     }
 
 
