@@ -1,6 +1,7 @@
 """Processes that were started as ranks join each other and end together."""
 
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from overspill.parallel.launcher import RankPlace
 from tests.fork_server import fork_server
 
 
-def _rank(rank: int, port: int) -> None:
+def _rank(rank: int, port: int, failure: type[BaseException]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     place = RankPlace.find()
@@ -17,19 +18,41 @@ def _rank(rank: int, port: int) -> None:
     with joined(place, "cpu") as others:
         assert others.ranks.gather(rank) == [0, 1]
         if rank == 1:
-            raise ZeroDivisionError("an exception in one rank")
+            raise failure("an exception in one rank")
         others.ranks.gather(rank)
 
 
-def test_an_exception_in_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
+def _end(folder: Path, failure: type[BaseException]) -> tuple[list[int], list[str]]:
+    """Exit codes and output of two ranks, of which the second fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server, logs = fork_server(), [tmp_path / str(rank) for rank in range(2)]
-    ranks = [server.start(_rank, rank, port, log=log) for rank, log in enumerate(logs)]
-    assert [server.wait(process) for process in ranks] == [1, 1]
-    assert "error" not in logs[0].read_text()
-    first, *others = logs[1].read_text().splitlines()
+    server, logs = fork_server(), [folder / str(rank) for rank in range(2)]
+    ranks = [server.start(_rank, rank, port, failure, log=log) for rank, log in enumerate(logs)]
+    return [server.wait(process) for process in ranks], [log.read_text() for log in logs]
+
+
+def test_an_exception_in_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
+    codes, texts = _end(tmp_path, ZeroDivisionError)
+    assert codes == [1, 1]
+    assert "error" not in texts[0]
+    first, *others = texts[1].splitlines()
     assert first == "error: rank 1: ZeroDivisionError: an exception in one rank"
     assert "error" not in " ".join(others)  # the traceback alone
     assert others[-1].startswith("ZeroDivisionError")
+
+
+def test_ranks_that_are_interrupted_report_no_failure(tmp_path: Path) -> None:
+    codes, texts = _end(tmp_path, KeyboardInterrupt)
+    assert codes == [1, 130]
+    assert texts == ["", ""]
+
+
+def _orphan() -> None:
+    with joined(RankPlace(0, 2, 0, 2, launcher=os.getpid()), "cpu"):  # not its parent
+        pass
+
+
+def test_a_rank_ends_if_its_launcher_was_killed_before_it_has_joined(tmp_path: Path) -> None:
+    server = fork_server()
+    assert server.wait(server.start(_orphan, log=tmp_path / "log")) == -signal.SIGKILL

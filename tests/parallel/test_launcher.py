@@ -1,4 +1,6 @@
+import os
 import signal
+from collections.abc import Mapping
 
 import pytest
 
@@ -27,6 +29,17 @@ def test_a_process_knows_its_rank_from_its_environment() -> None:
 def test_unsuitable_environments_are_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RankPlace.find(environment)
+
+
+def test_a_rank_knows_its_launcher() -> None:
+    places: list[RankPlace | None] = []
+
+    def start(environment: Mapping[str, str]) -> Ended:
+        places.append(RankPlace.find(environment))
+        return Ended(0)
+
+    assert launch(2, start) == 0
+    assert places == [RankPlace(rank, 2, rank, 2, launcher=os.getpid()) for rank in range(2)]
 
 
 class Ended:
@@ -60,3 +73,26 @@ def test_ranks_end_together(
     assert capsys.readouterr().err == said
     assert all(process.poll() is not None for process in processes)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+class Stopped(Ended):
+    """A process that handles no signal, as one that was stopped or waits for such a one."""
+
+    def send_signal(self, sig: int) -> None:
+        if sig == signal.SIGKILL:
+            super().send_signal(sig)
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_handle_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("overspill.parallel.launcher._GRACE", 0.1)
+    processes = [Stopped(None), Stopped(None)]
+
+    def start(environment: Mapping[str, str]) -> Stopped:
+        signal.raise_signal(signal.SIGINT)
+        return processes[int(environment["RANK"])]
+
+    assert launch(2, start) == 130
+    assert [process.poll() for process in processes] == [-signal.SIGKILL] * 2
+    assert capsys.readouterr().err == ""

@@ -157,5 +157,5 @@ def test_what_cannot_be_divided_is_refused_by_name(ranks: list[dict[str, Any]]) 
 
 
 def test_one_process_has_nothing_to_divide() -> None:
-    with pytest.raises(ConfigError, match="there is one"):
+    with pytest.raises(ConfigError, match="there is one; drop it, or resume with --no-shard-dense"):
         overspill.offload(TASK.model(), mode="host", slots=2, device="cpu", quiet=True, **SHARDED)

@@ -28,3 +28,10 @@ def test_an_interrupted_run_says_how_to_continue() -> None:
     assert first == "stopped at step 7: loss 1.2500, eval loss 2.0000, 1,234 tok/s"
     assert second.endswith("GPU memory peak 2.0 GiB")
     assert last == "to continue: overspill train --resume --out runs/a"
+
+
+def test_commands_quote_folders() -> None:
+    spaced = replace(DONE, out="my runs", checkpoint="my runs/checkpoints/step-00000007")
+    assert spaced.lines()[-1] == "to try it: overspill chat 'my runs'"
+    stopped = replace(spaced, interrupted=True)
+    assert stopped.lines()[-1] == "to continue: overspill train --resume --out 'my runs'"

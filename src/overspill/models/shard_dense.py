@@ -21,7 +21,10 @@ def check_shardable(
 ) -> None:
     """Raises for what cannot be divided, before anything is changed."""
     if ranks is None:
-        raise ConfigError("--shard-dense divides dense parameters among ranks, and there is one")
+        raise ConfigError(
+            "--shard-dense divides dense parameters among ranks, and there is one; drop it, or "
+            "resume with --no-shard-dense"
+        )
     if device.type != ranks.device_type:
         raise ConfigError(f"--shard-dense needs a GPU for each rank; here they share {device}")
     if any(positions(model)):

@@ -41,7 +41,7 @@ class Joined:
 def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
     """While the ranks work together. `device` is the --device of all of them; each rank has its own
     GPU, unless it names one. If the block fails, the process ends, and one rank says why."""
-    _end_with_parent()
+    _end_with_parent(place.launcher)
     if place.rank > 0:  # one rank shows what all would
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
@@ -135,6 +135,7 @@ def _reported(page: Page, rank: int) -> Iterator[None]:
         time.sleep(0.3)  # the first rank may hold the store that others still read
         _exit(2)
     except KeyboardInterrupt:
+        page.claim()  # no failure: the others need not say that this rank is gone
         _exit(130)
     except Exception as error:
         # The cause may be that another rank is gone: it, the launcher or the watchdog says why.
@@ -159,6 +160,9 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _end_with_parent() -> None:
-    """The system kills this process when its launcher is gone."""
+def _end_with_parent(launcher: int | None) -> None:
+    """The system kills this process when its launcher is gone, or this does if it is gone by now:
+    importing torch has taken seconds."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if launcher not in (None, os.getppid()):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -3,6 +3,7 @@
 Imports no torch: the processes import it at the same time as they start.
 """
 
+import math
 import os
 import signal
 import socket
@@ -17,8 +18,10 @@ from typing import Protocol
 from overspill.core.errors import ConfigError
 
 _GRACE = 5.0
-"""Seconds in which ranks may end by themselves after one of them has failed."""
+"""Seconds in which ranks may end by themselves after one has failed, or after a second signal."""
 _POLL = 0.05
+_LAUNCHER = "OVERSPILL_LAUNCHER"
+"""Tells a rank the process id of `launch`."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class RankPlace:
     """Its number among the ranks of its node."""
     node_size: int
     """Ranks of each node."""
+    launcher: int | None = None
+    """The process of `launch`; None under torchrun."""
 
     @property
     def node(self) -> int:
@@ -43,6 +48,7 @@ class RankPlace:
             size = int(environment.get("WORLD_SIZE", 1))
             rank = int(environment.get("RANK", 0))
             node_size = int(environment.get("LOCAL_WORLD_SIZE", size))
+            launcher = int(environment[_LAUNCHER]) if _LAUNCHER in environment else None
         except ValueError as error:
             raise ConfigError(f"RANK and WORLD_SIZE must be numbers ({error})") from error
         if size == 1:
@@ -53,7 +59,7 @@ class RankPlace:
             raise ConfigError(
                 f"{node_size} of {size} ranks are on this node; start equally many on all nodes"
             )
-        return cls(rank, size, rank % node_size, node_size)
+        return cls(rank, size, rank % node_size, node_size, launcher)
 
 
 class Process(Protocol):
@@ -92,9 +98,9 @@ def launch(size: int, start: Start) -> int:
         port = _free_port()
         for rank in range(size):
             ranks.append(start(_environment(rank, size, port)))
-        code = _wait(ranks)
+        code = _wait(ranks, received)
         if code < 0 and received:
-            return 130  # before it could handle the signal
+            return 130  # it could not handle the signal
         if code < 0:  # it could not say so itself
             rank = next(n for n, process in enumerate(ranks) if process.poll() == code)
             name = signal.Signals(-code).name
@@ -106,17 +112,21 @@ def launch(size: int, start: Start) -> int:
             signal.signal(number, handler)
 
 
-def _wait(ranks: Sequence[Process]) -> int:
+def _wait(ranks: Sequence[Process], received: Sequence[int]) -> int:
     """The exit code of the first rank that fails, when the others have ended or had time to; 0 if
-    none does. If one is killed, the others cannot go on, and are not waited for."""
-    failed, deadline = 0, 0.0
+    none does. If one is killed, the others cannot go on, and are not waited for. A rank that waits
+    for a stopped one handles no signal: after the second one they have limited time too."""
+    failed, deadline = 0, math.inf
     while True:
         codes = [process.poll() for process in ranks]
         if not failed and any(codes):
             failed = next(code for code in codes if code)
+        if deadline == math.inf and (failed or len(received) > 1):
             deadline = time.monotonic() + _GRACE
-        if failed < 0 or None not in codes or (failed and time.monotonic() > deadline):
+        if failed < 0 or None not in codes:
             return failed
+        if time.monotonic() > deadline:
+            return failed or -received[-1]
         time.sleep(_POLL)
 
 
@@ -142,6 +152,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        _LAUNCHER: str(os.getpid()),
     }
 
 

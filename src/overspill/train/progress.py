@@ -1,6 +1,7 @@
 """The output of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -139,4 +140,4 @@ def busy_line(busy: dict[str, float]) -> str:
 
 
 def resume_command(out: str | os.PathLike[str], command: str = "train") -> str:
-    return f"overspill {command} --resume --out {os.fspath(out)}"
+    return f"overspill {command} --resume --out {shlex.quote(os.fspath(out))}"

@@ -1,5 +1,6 @@
 """How a run ended, as data and as text."""
 
+import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,5 +46,5 @@ class Summary:
         if self.interrupted:
             lines.append(f"to continue: {resume_command(self.out, self.command)}")
         elif self.command == "train" and self.checkpoint is not None:
-            lines.append(f"to try it: overspill chat {self.out}")
+            lines.append(f"to try it: overspill chat {shlex.quote(self.out)}")
         return lines
