@@ -207,14 +207,16 @@ class MissRunner {
     // nothing to load. The next request is probably that of `layer`.
     bool load_ahead(int64_t layer) {
         if (fetch) return false;
-        if (memory.ahead_count->load(std::memory_order_relaxed)) plan_loads();
+        if (memory.ahead_count->load(std::memory_order_relaxed) && !guarded([&] { plan_loads(); }))
+            loaded_layer = -1;
         if (loaded_layer < 0) return false;
         const auto stop = [&] {
             return memory.ahead_count->load(std::memory_order_relaxed) || next_ready(layer) >= 0;
         };
         const int64_t experts = int64_t(load_request.experts.size());
         MissSpan span{loaded_layer, now_ns(), 0, -experts};
-        const bool complete = executor.load(load_request, stop);
+        bool complete = true;  // also after a failure, which is stored
+        guarded([&] { complete = executor.load(load_request, stop); });
         span.end = now_ns();
         if (complete) loaded_layer = -1;
         const std::lock_guard<std::mutex> guard(lock);

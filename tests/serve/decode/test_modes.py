@@ -101,6 +101,18 @@ def test_pre_gated_experts_are_copied_where_that_is_faster(
     assert steps == [1, 1]
 
 
+@pytest.mark.usefixtures("fast_link")
+@pytest.mark.parametrize("level", [0, 1])
+def test_auto_does_not_use_the_cpu_where_the_link_is_faster(
+    level: int, tmp_path: Path, steps: list[int]
+) -> None:
+    plain = overspill.pregate(gpt(DEEP), level) if level else gpt(DEEP)
+    with served(plain, "auto", tmp_path, small(PROMPTS[:1])) as made:
+        made.two_steps()
+        assert made.runner.stats()["experts_on_cpu"] == 0
+    assert steps == [1, 1]
+
+
 @pytest.mark.parametrize("copied", [False, True])
 def test_several_requests_of_a_model_with_pre_gates(
     copied: bool, tmp_path: Path, steps: list[int], request: pytest.FixtureRequest

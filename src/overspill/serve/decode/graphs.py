@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from overspill.compute.highest_triton import highest
-from overspill.core.garbage import pause_collection, resume_collection
 from overspill.core.routing import RoutingSource, StepSource
 from overspill.serve.decode.staging import Staging
 from overspill.serve.decode.step import Batch, Computed
@@ -166,7 +165,6 @@ class DecodeGraphs:
                 self._input[:size] = tokens
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        pause_collection()  # memory that is freed meanwhile would end the capture
         try:
             # other threads go on: they upload experts
             with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
@@ -175,8 +173,6 @@ class DecodeGraphs:
             raise
         except RuntimeError as error:
             raise CaptureError(str(error).splitlines()[0]) from error
-        finally:
-            resume_collection()
         self._pool = graph.pool()
         return graph, computed
 

@@ -43,14 +43,16 @@ class Mode(Protocol):
 
 
 class Auto:
-    """The CPU computes missing experts where they are. It is told what pre-gates have chosen:
-    nothing else is known well enough to be worth its time."""
+    """The CPU computes missing experts where they are, or the device reads them, whichever reads
+    host memory faster. Only what pre-gates have chosen is known well enough to act on it ahead."""
 
-    on_cpu = True
     copies_all = False
 
+    def __init__(self, on_cpu: bool) -> None:
+        self.on_cpu = on_cpu
+
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
-        return PreGated().ahead(layer, routings) if routings.level else None
+        return PreGated(self.on_cpu).ahead(layer, routings) if routings.level else None
 
 
 class OnDemand:
@@ -94,7 +96,7 @@ class PreGated:
 
     copies_all = False
 
-    def __init__(self, on_cpu: bool = True) -> None:
+    def __init__(self, on_cpu: bool) -> None:
         self.on_cpu = on_cpu
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
@@ -105,12 +107,12 @@ class PreGated:
         return None if ids is None else Ahead(later, ids)
 
 
-_MODES: dict[str, Callable[[], Mode]] = {
+_MODES: dict[str, Callable[[bool], Mode]] = {  # whether the CPU reads host memory faster
     "auto": Auto,
     "gpu-only": Auto,  # nothing is missing
-    "on-demand": OnDemand,
-    "prefetch-all": PrefetchAll,
-    "lookahead": Lookahead,
+    "on-demand": lambda _: OnDemand(),
+    "prefetch-all": lambda _: PrefetchAll(),
+    "lookahead": lambda _: Lookahead(),
     "pre-gated": PreGated,
 }
 
@@ -129,4 +131,4 @@ def new_mode(name: str, level: int, cpu_is_faster: bool = True) -> Mode:
             "mode='pre-gated' needs a model with pre-gates; train them with overspill pregate, or "
             "choose another mode"
         )
-    return PreGated(cpu_is_faster) if name == "pre-gated" else _MODES[name]()
+    return _MODES[name](cpu_is_faster)

@@ -26,7 +26,9 @@ _TYPICAL = ReadRates(cpu=120e9, link=55e9)
 
 def read_rates(device: torch.device) -> ReadRates:
     """As `overspill probe` has measured them on this machine; typical ones if it has not."""
-    limits = read_profile(machine=this_machine(device.type)).limits
-    if limits is None or device.type != "cuda":
+    if device.type != "cuda":
+        return _TYPICAL
+    limits = read_profile(machine=this_machine()).limits
+    if limits is None:
         return _TYPICAL
     return ReadRates(limits.host_read, max(each.up for each in limits.transfers))

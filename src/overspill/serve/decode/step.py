@@ -69,7 +69,7 @@ class DecodeStep:
         self._cache = cache
         self._block_size = block_size
         self._missing = missing
-        self._mode = mode or Auto()
+        self._mode = mode or Auto(on_cpu=True)
 
     def __call__(self, batch: Batch) -> Computed:
         """The logits after these tokens, the last of their sequences."""
