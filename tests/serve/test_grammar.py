@@ -14,7 +14,7 @@ from overspill.core.errors import ConfigError
 from overspill.serve.grammar import Grammar, Grammars
 from overspill.train.tokenizer import ByteTokenizer
 from overspill.train.trained import RunCodec
-from tests.serve.submissions import SHORT, wait_until_idle
+from tests.serve.submissions import SHORT, small_cache, wait_until_idle
 from tests.serve.test_llm import checkpoint as checkpoint  # a fixture
 from tests.serve.test_llm import run as run  # a fixture
 from tests.serve.test_text import byte_level, words
@@ -88,6 +88,18 @@ def test_requests_with_and_without_a_schema_run_together(llm: LLM) -> None:
     check(results[0].text)
     check(results[2].text)
     wait_until_idle(llm)
+
+
+def test_a_request_that_is_computed_again_continues_its_json(llm: LLM, run: Path) -> None:
+    params = [asked(seed, max_tokens=100) for seed in range(3)]
+    alone = [llm.generate("def", each)[0] for each in params]
+    with small_cache(8), LLM(run, device="cpu", context=128) as tight:
+        submissions = [tight.submit("def", each) for each in params]
+        results = [each.result(timeout=60) for each in submissions]
+        assert [each.text for each in results] == [each.text for each in alone]
+        assert tight.stats()["prompt_tokens"] > 9, "some gave their blocks back"
+    for result in results:
+        check(result.text)
 
 
 def test_too_few_tokens_end_json_early(llm: LLM) -> None:
