@@ -41,7 +41,7 @@ def test_a_request_that_waits_is_cancelled(llm: LLM) -> None:
         waiting.cancel()
         gate.let_through()
         assert (llm.stats()["waiting"], pieces.all) == (0, [])
-    assert [tokens_of_submission(each) for each in running] == [gpt_tokens([n], 40) for n in (1, 2)]
+    assert [tokens_of_submission(each) for each in running] == [gpt_tokens([n], 24) for n in (1, 2)]
     wait_until_idle(llm)
 
 
@@ -73,7 +73,7 @@ def test_a_request_whose_prompt_is_computed_is_cancelled(
         stats = llm.stats()
         assert (stats["running"], stats["kv_blocks"] - stats["kv_blocks_free"]) == (1, 1)
         gate.open()
-        assert tokens_of_submission(other) == gpt_tokens([9], 40)
+        assert tokens_of_submission(other) == gpt_tokens([9], 24)
         assert pieces.all == []
         wait_until_idle(llm)
 
@@ -90,7 +90,7 @@ def test_an_answer_is_cancelled_between_two_tokens(llm: LLM) -> None:
         assert cancelled.finished
         gate.let_through(1)
         assert llm.stats()["running"] == 1, "its blocks are free before the next batch"
-    assert tokens_of_submission(other) == gpt_tokens([4], 40)
+    assert tokens_of_submission(other) == gpt_tokens([4], 24)
     assert pieces.tokens == gpt_tokens([1, 2], 3), "no piece after cancel"
     wait_until_idle(llm)
 
@@ -106,7 +106,7 @@ def test_a_request_that_gave_its_blocks_back_is_cancelled(tmp_path: Path) -> Non
         assert (llm.stats()["running"], llm.stats()["waiting"]) == (1, 1)
         last.cancel()
         gate.open()
-        assert tokens_of_submission(first) == gpt_tokens([1] * 14, 40)
+        assert tokens_of_submission(first) == gpt_tokens([1] * 14, 24)
         wait_until_idle(llm)
 
 
@@ -120,9 +120,9 @@ def test_the_last_cancel_frees_everything_at_once(llm: LLM) -> None:
 
 def test_200_random_cancels_do_not_change_other_answers(tmp_path: Path) -> None:
     """From 8 threads, in a cache that is too small for all requests that run."""
-    prompts = [[seed % 40 + 1] * (1 + seed % 20) for seed in range(8)]
-    short = SamplingParams(max_tokens=12)
-    expected = [gpt_tokens(prompt, 12) for prompt in prompts]
+    prompts = [[seed % 40 + 1] * (9 + seed) for seed in range(8)]
+    short = SamplingParams(max_tokens=8)
+    expected = [gpt_tokens(prompt, 8) for prompt in prompts]
     wrong: list[int] = []
     counted = threading.Semaphore(0)
 
