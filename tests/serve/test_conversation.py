@@ -107,6 +107,15 @@ def test_without_a_template_a_chat_is_its_lines(llm: LLM) -> None:
     assert bytes(chat_tokens(RunCodec(ByteTokenizer()), chat, None, {})) == b"hi\n\nyou"
 
 
+def test_tokens_that_the_model_does_not_have_are_named(llm: LLM) -> None:
+    for token in (-1, 264, 10**12):
+        for call in (lambda t=token: llm.decode([1, t]), lambda t=token: llm.token_bytes(t)):
+            with pytest.raises(ConfigError, match=f"token id {token} is not one of the 264"):
+                call()
+    assert llm.token_bytes(263) == b"", "the tokenizer has fewer than the model"
+    assert llm.decode(llm.encode("é a")) == "é a"
+
+
 def test_a_model_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
     with served_gpt("gpu", tmp_path) as llm:
         for call in (
