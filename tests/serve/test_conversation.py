@@ -56,9 +56,11 @@ def test_calls_of_tools_have_arguments_and_no_text(llm: LLM, template: Any) -> N
     template(TEMPLATE)
     called = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
     broken = {"id": "2", "function": {"name": "f", "arguments": '{"a'}}
+    deep = {"id": "3", "function": {"name": "f", "arguments": "[" * 10**5}}
     chat = [USER, {"role": "assistant", "content": None, "tool_calls": [called, broken]}]
     text = text_of(llm, [*chat, {"role": "tool", "content": "2", "tool_call_id": "1"}])
     assert text == '<user>hi<assistant>none[{"a": 1}]["{\\"a"]<tool>2<answer>'
+    assert "[" * 10**5 in text_of(llm, [{"role": "assistant", "tool_calls": [deep]}])
 
 
 def test_a_template_that_needs_text_gets_an_empty_one(llm: LLM, template: Any) -> None:
@@ -76,7 +78,7 @@ def test_parts_of_text_are_joined(llm: LLM, template: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ("hi", "'hi' is not a message"),
+        ("hi" * 999, "'hihi.{,40}' is not a message"),
         ({"content": "hi"}, "is not a message; give {'role': 'user'"),
         ({"role": 5, "content": "hi"}, "is not a message"),
         ({"role": "user", "content": 5}, "5 in a message is not text"),
@@ -88,6 +90,12 @@ def test_parts_of_text_are_joined(llm: LLM, template: Any) -> None:
 def test_what_is_no_message_is_named(llm: LLM, message: Any, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         llm.chat_tokens([message])
+
+
+def test_what_is_no_chat_is_named(llm: LLM) -> None:
+    for chat in ("hi", None, {"role": "user"}):
+        with pytest.raises(ConfigError, match="is not a chat; give a list of messages"):
+            llm.chat_tokens(chat)  # type: ignore[arg-type]
 
 
 def test_a_template_that_refuses_says_why(llm: LLM, template: Any) -> None:
