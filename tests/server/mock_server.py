@@ -18,8 +18,8 @@ STATS: dict[str, Any] = {
     "tokens_per_second": 123.4,
     "kv_blocks": 64,
     "kv_blocks_free": 48,
-    "bytes": {"gpu": 3 << 30, "host": 12 << 30, "disk": 0},
-    "expert_hit_rate": [0.0, 0.25, 0.5, 0.75, 1.0],
+    "bytes_per_tier": {"gpu": 3 << 30, "host": 12 << 30, "disk": 0},
+    "hit_rate_per_layer": [0.0, 0.25, 0.5, 0.75, 1.0],
 }
 
 
