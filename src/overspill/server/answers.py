@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from overspill.core.errors import ConfigError
 from overspill.serve.params import Piece, Result, SamplingParams
 from overspill.server.bridge import Bridge
-from overspill.server.errors import ApiError, draining, failed
+from overspill.server.errors import draining, failed
 
 if TYPE_CHECKING:
     from overspill.serve.background import Submission
@@ -97,7 +98,7 @@ class Answers:
 
     async def pieces(self) -> AsyncIterator[list[tuple[int, Piece]]]:
         """All pieces since the last time, with the numbers of their answers, until the answers are
-        complete or cancelled. Raises an `ApiError` if the engine fails."""
+        complete or cancelled. Raises an error if the engine does."""
         while self._open and not self._cancelled:
             await self._wake.wait()
             self._wake.clear()
@@ -111,9 +112,12 @@ class Answers:
         if self._open and not self.disconnected:
             raise draining()
 
-    def _error(self, index: int) -> ApiError:
+    def _error(self, index: int) -> Exception:
+        cause = self._submissions[index].error
+        if isinstance(cause, ConfigError):  # such as a schema that cannot be followed to its end
+            return cause
         error = failed()
-        error.__cause__ = self._submissions[index].error
+        error.__cause__ = cause
         return error
 
     def results(self) -> list[Result]:

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp
 from overspill.server.access import Access
 from overspill.server.chat import plan_chat
 from overspill.server.completions import plan_completion, prompts_of
-from overspill.server.errors import ApiError
+from overspill.server.errors import ApiError, failed
 from overspill.server.exchange import Exchange
-from overspill.server.failures import explain
+from overspill.server.failures import Failures
 from overspill.server.limits import Limits
 from overspill.server.metrics import CONTENT_TYPE
 from overspill.server.page import page_response
@@ -28,7 +28,8 @@ from overspill.server.stats import read_stats
 def create_app(service: Service) -> ASGIApp:
     """All of the server but its sockets. Middleware is plain ASGI: it does not copy streams."""
     config = service.config
-    app: ASGIApp = Limits(_routes(service), config.limits, service.post)
+    app: ASGIApp = Failures(_routes(service), config)
+    app = Limits(app, config.limits, service.post)
     origins = config.allowed_origins
     app = Access(app, config.read_keys(), config.address.host, origins)
     if origins:  # outside of the check of keys: a browser asks without one
@@ -120,7 +121,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         return shown.response()
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return explain(error, service.config).response()
+        return failed().response()  # and `Failures` logs it
 
     app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(HTTPException, http)

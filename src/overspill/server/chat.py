@@ -11,7 +11,7 @@ from overspill.server.forms import Form
 from overspill.server.logprobs import TokenTexts
 from overspill.server.plan import Plan, check_length
 from overspill.server.protocol import ChatRequest, Message, NamedTool
-from overspill.server.sampling import sampling_params, samples_of, schema_of
+from overspill.server.sampling import samples_of, sampling_params, schema_of
 from overspill.server.tool_schema import check_tools, tool_schema
 from overspill.server.tools import Call, Found, ToolReader, new_reader
 

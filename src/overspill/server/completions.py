@@ -11,7 +11,7 @@ from overspill.server.forms import Form
 from overspill.server.logprobs import TokenTexts
 from overspill.server.plan import Plan, check_length
 from overspill.server.protocol import CompletionRequest
-from overspill.server.sampling import sampling_params, samples_of, schema_of
+from overspill.server.sampling import samples_of, sampling_params, schema_of
 
 if TYPE_CHECKING:
     from overspill.serve.llm import LLM
@@ -68,9 +68,7 @@ class CompletionForm(Form):
         self._length = [0] * len(echoes)  # of the text of each answer so far
 
     def opening(self) -> bytes:
-        return b"".join(
-            self._text(index, echo) for index, echo in enumerate(self._echoes) if echo
-        )
+        return b"".join(self._text(index, echo) for index, echo in enumerate(self._echoes) if echo)
 
     def events(self, index: int, piece: Piece) -> bytes:
         logs = "null"

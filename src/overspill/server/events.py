@@ -1,6 +1,7 @@
 """Server-sent events: an answer while it is made."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -54,8 +55,10 @@ class EventStream(Response):
                         await send({"type": "http.response.body", "body": data, "more_body": True})
             except Exception as error:
                 last = event(self._explain(error).body())
-            async with asyncio.timeout(_LAST_SECONDS):  # the client may not read at all
-                await send({"type": "http.response.body", "body": last, "more_body": False})
+            # a client that does not read gets no end: its connection is closed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_SECONDS):
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             watcher.cancel()
             self._on_end()

@@ -3,6 +3,8 @@
 import logging
 import traceback
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from overspill.core.errors import ConfigError, OverspillError
 from overspill.server.errors import ApiError, failed, timed_out
 from overspill.server.sampling import refused
@@ -32,3 +34,17 @@ def describe(error: BaseException, with_prompts: bool) -> str:
     lines = "".join(traceback.format_tb(error.__traceback__))
     message = str(error) if with_prompts or told else "(message not logged)"
     return f"{type(error).__name__}: {message}\n{lines}".rstrip()
+
+
+class Failures:
+    """Middleware that logs what the application has not expected, after it has answered."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:
+            log.error("a request failed: %s", describe(error, self._config.access.log_requests))
