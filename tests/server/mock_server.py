@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from overspill.server.page import HEADERS, read_page
+from overspill.server.page import page_response
 
 STATS: dict[str, Any] = {
     "model": "tiny",
@@ -50,7 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/":
-            self._send(200, read_page(), dict(HEADERS))
+            page = page_response()
+            self._send(page.status_code, bytes(page.body), dict(page.headers))
         elif self._refuse_without_key():
             return
         elif self.path == "/stats":
@@ -93,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+        for name, value in {**headers, "content-length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)

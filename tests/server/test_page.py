@@ -5,7 +5,11 @@ import hashlib
 import re
 from html.parser import HTMLParser
 
-from overspill.server.page import HEADERS, read_page
+from overspill.server.page import page_response
+
+
+def page_text() -> str:
+    return bytes(page_response().body).decode()
 
 
 class _Page(HTMLParser):
@@ -15,7 +19,7 @@ class _Page(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.inline: dict[str, str] = {}
-        self.feed(read_page().decode())
+        self.feed(page_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -37,12 +41,12 @@ def test_the_page_loads_no_other_file() -> None:
         if name in ("src", "href", "srcset", "action", "data", "poster")
     ]
     assert all(value.startswith("data:") for value in linked)
-    text = read_page().decode().replace("http://www.w3.org/2000/svg", "")
+    text = page_text().replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|@import|url\(|\bimport\b.*from", text)
 
 
 def test_the_policy_allows_the_inline_script_and_style_and_nothing_else() -> None:
-    page, policy = _Page(), HEADERS["Content-Security-Policy"]
+    page, policy = _Page(), page_response().headers["Content-Security-Policy"]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     for tag in ("script", "style"):
         digest = base64.b64encode(hashlib.sha256(page.inline[tag].encode()).digest()).decode()

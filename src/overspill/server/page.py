@@ -1,44 +1,41 @@
-"""The web page: one static file, and the headers that keep it to itself."""
+"""GET /: the web page, one file without anything from elsewhere."""
 
 import base64
 import hashlib
 import re
-from functools import cache
-from pathlib import Path
+from importlib import resources
 
-FILE = Path(__file__).parent / "page" / "index.html"
+from starlette.responses import Response
 
-
-@cache
-def read_page() -> bytes:
-    return FILE.read_bytes()
+from overspill.server.errors import ApiError
 
 
-def _hashes(tag: str) -> str:
-    """The sources of a Content-Security-Policy that allow the inline elements of the page."""
-    contents = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>".encode(), read_page(), re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(content).digest()) for content in contents)
-    return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+def page_response() -> Response:
+    file = resources.files("overspill.server") / "page" / "index.html"
+    if not file.is_file():
+        raise ApiError(404, "this installation has no web page", code="not_found")
+    text = file.read_text(encoding="utf-8")
+    headers = {
+        "Content-Security-Policy": _policy(text),
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 
 
-# Only the page's own script runs, and it talks to this server only: text of a model that reaches
-# the page as HTML in spite of everything would neither run nor load anything.
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        f"script-src {_hashes('script')}",
-        f"style-src {_hashes('style')}",
-        "img-src data:",  # the icon
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-)
-HEADERS = {
-    "Content-Type": "text/html; charset=utf-8",
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
+def _policy(text: str) -> str:
+    """Allows the scripts and styles that are in the page, by their hashes, and nothing else."""
+    scripts = " ".join(_hashes(text, "script")) or "'none'"
+    styles = " ".join(_hashes(text, "style")) or "'none'"
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _hashes(text: str, tag: str) -> list[str]:
+    found = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", text, re.DOTALL | re.IGNORECASE)
+    digests = [hashlib.sha256(content.encode()).digest() for content in found]
+    return [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]

@@ -1,0 +1,112 @@
+"""Runs the server until a signal ends it."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from overspill.core.errors import ConfigError
+from overspill.server.app import create_app
+from overspill.server.connections import connection_class
+from overspill.server.service import Service
+from overspill.server.settings import ServerConfig
+
+log = logging.getLogger("overspill.server")
+
+_KEEP_ALIVE = 30  # seconds
+_FORCED_SECONDS = 10.0
+"""After a second signal: how long the last batch may take before the process ends anyway."""
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The socket of the address. Bound before the model is loaded: an address that is in use shows
+    at once."""
+    host, port = config.address.host, config.address.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"the server cannot listen on {host} port {port} ({error.strerror}); give another "
+            "--host or --port; --port 0 takes a free one"
+        ) from error
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """The address for clients."""
+    host, port = bound.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Drains at the first signal: answers in progress are finished, new requests are refused. Ends
+    at once at the second."""
+
+    def __init__(self, service: Service, on_start: Callable[[], None]) -> None:
+        limits = service.config.limits
+        config = uvicorn.Config(
+            create_app(service),
+            http=connection_class(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE,
+        )
+        super().__init__(config)
+        self._service = service
+        self._on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Unlike uvicorn's, it keeps listening while it drains, so that clients are told."""
+        if self._service.draining:
+            _end_within(_FORCED_SECONDS)
+            self._service.cancel_all()
+            self.should_exit = self.force_exit = True
+        else:
+            self._service.draining = True
+            name = signal.Signals(sig).name
+            log.warning("%s: finishing answers in progress; once more ends at once", name)
+
+    async def on_tick(self, counter: int) -> bool:
+        ended = await super().on_tick(counter)
+        return ended or (self._service.draining and not self._service.busy)
+
+
+def _end_within(seconds: float) -> None:
+    """Ends the process even if a batch, or the closing of files, takes longer."""
+    timer = threading.Timer(seconds, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+
+
+def serve(service: Service, bound: socket.socket, on_start: Callable[[], None]) -> None:
+    """Serves until a signal ends it. `on_start` is called when clients can connect."""
+    server = Server(service, on_start)
+    try:
+        asyncio.run(server.serve([bound]))
+    except OSError as error:
+        raise ConfigError(
+            f"the server cannot listen ({error.strerror}); use another --port"
+        ) from error
+    finally:
+        service.close()
