@@ -87,7 +87,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_flags(parser, "bfloat16")
-    parser.add_argument("--tokens", type=int, default=400, help="of an answer")
+    parser.add_argument("--tokens", type=int, default=800, help="of an answer")
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     with open_llm(args) as llm:

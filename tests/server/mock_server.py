@@ -28,6 +28,7 @@ class Mock:
     """What the server answers next, and what it was asked."""
 
     address: str = ""
+    model: str = "tiny"
     pieces: list[str] = field(default_factory=lambda: ["Hel", "lo"])
     delay: float = 0.0
     """Seconds before each piece."""
@@ -57,7 +58,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/stats":
             self._json(200, self.mock.stats)
         elif self.path == "/v1/models":
-            self._json(200, {"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+            self._json(
+                200, {"object": "list", "data": [{"id": self.mock.model, "object": "model"}]}
+            )
         else:
             self._json(404, {"error": {"message": f"no {self.path}"}})
 
