@@ -1,6 +1,7 @@
 """Grammars that an answer must follow, with llguidance: which tokens may come next."""
 
 import functools
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from overspill.core.errors import ConfigError
 from overspill.serve.text import Codec
 
-_SPACE = r"[ ]|\r?\n[ \t]{0,32}"
+_log = logging.getLogger("overspill")
+_SPACE = r"[ ]|\n[ \t]{0,16}"
 """Between the parts of JSON. A weak model may never end spaces that it need not end."""
 _SPECIAL = b"\xff"  # begins tokens that are no text, in llguidance
 
@@ -73,7 +75,10 @@ class Grammars:
         if self._codec is None:
             raise ConfigError("this model has no tokenizer; a json_schema needs one")
         if self._codec.library is not None and self._ends:
-            return _from_library(self._codec.library, self._ends, self._vocabulary)
+            try:
+                return _from_library(self._codec.library, self._ends, self._vocabulary)
+            except ValueError as error:  # some kinds are unknown to llguidance
+                _log.info("llguidance reads this tokenizer as bytes: %s", error)
         return _from_bytes(self._codec, self._ends, self._vocabulary)
 
 
@@ -84,14 +89,9 @@ def _from_library(library: Any, ends: Sequence[int], vocabulary: int) -> Any:
     own.no_padding()
     own.no_truncation()
     ids = max(own.get_vocab(with_added_tokens=True).values(), default=0) + 1
-    try:
-        return _llguidance().LLTokenizer(
-            own.to_str(), n_vocab=max(ids, vocabulary), eos_token=list(ends)
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"the tokenizer of this model cannot be used with a json_schema ({error})"
-        ) from error
+    return _llguidance().LLTokenizer(
+        own.to_str(), n_vocab=max(ids, vocabulary), eos_token=list(ends)
+    )
 
 
 class _Bytes:
@@ -101,15 +101,23 @@ class _Bytes:
     def __init__(self, codec: Codec, ends: Sequence[int], vocabulary: int) -> None:
         self._codec = codec
         self.tokens = [codec.token_bytes(token) for token in range(vocabulary)]
-        self.tokens.append(_SPECIAL + b"<end>")
-        for end in ends:
-            self.tokens[end] = _SPECIAL + b"<end %d>" % end
+        self.tokens.append(b"<end>")
+        self.special_token_ids = sorted({*_special_tokens(codec, vocabulary), *ends, vocabulary})
+        for token in self.special_token_ids:
+            self.tokens[token] = _SPECIAL + b"<%d>" % token
         self.eos_token_id = ends[0] if ends else vocabulary
         self.bos_token_id = None
-        self.special_token_ids = [*ends, vocabulary]
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._codec.encode(text.decode() if isinstance(text, bytes) else text)
+
+
+def _special_tokens(codec: Codec, vocabulary: int) -> list[int]:
+    """Those that are left out of the text."""
+    if codec.library is None:
+        return []
+    added = codec.library.get_added_tokens_decoder()
+    return [number for number, token in added.items() if token.special and number < vocabulary]
 
 
 def _from_bytes(codec: Codec, ends: Sequence[int], vocabulary: int) -> Any:
