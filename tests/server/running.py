@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from openai import OpenAI
 
 from overspill.serve.params import Piece, Result, SamplingParams
@@ -22,6 +23,7 @@ class Running:
 
     url: str
     service: Service
+    http: httpx.Client
 
     @property
     def port(self) -> int:
@@ -56,8 +58,10 @@ def running(llm: Any, **flags: Any) -> Iterator[Running]:
     thread = threading.Thread(target=serve, args=(service, bound, started.set))
     thread.start()
     assert started.wait(20)
+    url = address_of(bound)
     try:
-        yield Running(address_of(bound), service)
+        with httpx.Client(base_url=url, timeout=20) as http:
+            yield Running(url, service, http)
     finally:
         service.cancel_all()
         thread.join(20)

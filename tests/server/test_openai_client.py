@@ -200,9 +200,7 @@ def test_a_conversation_with_calls_is_read_by_the_template(client: OpenAI, llm: 
         messages=chat, tools=[WEATHER], extra_body={"chat_template_kwargs": {"shout": True}},
         **GREEDY,
     )  # fmt: skip
-    tokens = llm.chat_tokens(
-        [{"role": "user", "content": "How"}, *chat[1:]], [WEATHER], shout=True
-    )
+    tokens = llm.chat_tokens([{"role": "user", "content": "How"}, *chat[1:]], [WEATHER], shout=True)
     (expected,) = llm.generate([tokens], SamplingParams(max_tokens=12))
     assert made.choices[0].message.content == expected.text
 

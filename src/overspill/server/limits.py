@@ -39,7 +39,7 @@ class Limits:
                 body = await self._read(scope, receive)
                 await self._app(scope, _replay(body, receive), send)
         except ApiError as error:  # the application answers its own errors
-            await _refuse(error, receive, send)
+            await _refuse(error, receive, send, 0 if error.status == 408 else _DISCARD_SECONDS)
         except Disconnected:
             pass  # nobody waits for an answer
 
@@ -89,9 +89,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
+async def _refuse(error: ApiError, receive: Receive, send: Send, seconds: float) -> None:
     """Answers before the body was read. What the client sends meanwhile is read and discarded for
-    a while: a connection that is closed with unread data resets, and the client may lose the
+    some seconds: a connection that is closed with unread data resets, and the client may lose the
     answer."""
     response = error.response()
     headers = [*response.raw_headers, (b"connection", b"close")]
@@ -99,7 +99,7 @@ async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     left = _DISCARD_BYTES
     try:
-        async with asyncio.timeout(_DISCARD_SECONDS):
+        async with asyncio.timeout(seconds):
             while left > 0:
                 message = await receive()
                 left -= len(message.get("body", b""))

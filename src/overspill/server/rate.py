@@ -28,6 +28,6 @@ class TokenRate:
 
     def per_second(self) -> float:
         now = self._clock()
-        first = int(now * 4) - int(4 * _WINDOW)
-        tokens = sum(tokens for step, tokens in list(self._steps) if step > first)
-        return tokens / max(0.25, min(_WINDOW, now - self._began))
+        first = int(now * 4) - int(4 * _WINDOW) + 1
+        tokens = sum(tokens for step, tokens in list(self._steps) if step >= first)
+        return tokens / max(0.25, now - max(first / 4, self._began))

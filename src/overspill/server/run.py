@@ -71,6 +71,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._on_start = on_start
+        # it warns of everything that is not HTTP
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
