@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from overspill.serve.llm import LLM
 from tests.server.browser import Browser, find_chromium
 from tests.server.mock_server import Mock, mock_server
+from tests.server.running import running
 
 pytestmark = [
     pytest.mark.slow,
@@ -241,6 +243,22 @@ def test_polling_pauses_while_the_tab_is_hidden(browser: Browser) -> None:
         "delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))"
     )
     browser.wait_for(f"window.asked > {before}")
+
+
+def test_the_real_server_answers_the_page_that_was_opened_with_a_password(
+    shared_browser: Browser, llm: LLM
+) -> None:
+    with running(llm, api_key="secret") as real:
+        shared_browser.problems.clear()
+        shared_browser.open(real.url.replace("//", "//user:secret@"))
+        shared_browser.wait_for("document.querySelector('#state').dataset.state === 'ready'")
+        send(shared_browser, "hello")
+        shared_browser.wait_for(ANSWERED)
+        assert shared_browser.text(ANSWER)
+        assert "tokens" in shared_browser.text("article.assistant .meta")
+        assert "blocks" in shared_browser.text("#blocks")
+        assert "no expert cache" in shared_browser.text("#no-heat")
+        assert shared_browser.problems == []
 
 
 def expect_failed_loads(browser: Browser, status: int) -> None:
