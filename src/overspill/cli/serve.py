@@ -6,6 +6,8 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +19,7 @@ from overspill.server.settings import ServerConfig
 if TYPE_CHECKING:
     from overspill.server.service import Service
 
-_PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
+PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 _MODEL = (
     "The folder of a Hugging Face checkpoint, a repository of the hub, or the folder of a run of "
     "overspill train."
@@ -48,25 +50,40 @@ def _serve(model: str, as_json: bool, **flags: Any) -> None:
     keys = config.read_keys()
     config.allowed_origins  # noqa: B018 - it checks them
     _check_installed()
-    if config.address.host not in _LOCAL and not keys:
-        print(
-            f"warning: everyone who reaches {config.address.host} can use this server; give "
-            "--api-key-file to allow only clients with a key",
-            file=sys.stderr,
-        )
     # Imported only after the flags are checked.
     from overspill.server.run import address_of, bind, serve
     from overspill.server.service import Service
 
-    logging.basicConfig(format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("overspill").setLevel(logging.INFO)
-    with bind(config) as bound, config.model.open(model) as llm:
-        service = Service(llm, model, config)
-        serve(service, bound, lambda: _announce(service, address_of(bound), bool(keys), as_json))
+    with _log_to_stderr(), bind(config) as bound:
+        if config.address.host not in _LOCAL and not keys:
+            _warn_open(config.address.host)
+        with config.model.open(model) as llm:
+            service, url = Service(llm, model, config), address_of(bound)
+            serve(service, bound, lambda: _announce(service, url, bool(keys), as_json))
+
+
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    logger, handler = logging.getLogger("overspill"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _warn_open(host: str) -> None:
+    print(
+        f"warning: everyone who reaches {host} can use this server; give --api-key-file to allow "
+        "only clients with a key",
+        file=sys.stderr,
+    )
 
 
 def _check_installed() -> None:
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         needed = f"overspill serve needs {', '.join(missing)}"
         raise ConfigError(f"{needed}; install what it needs: pip install overspill[serve]")
