@@ -1,6 +1,7 @@
 """The benchmarks of the server: what their clients read, and what they count as a failure."""
 
 import importlib
+from collections import Counter
 from types import ModuleType
 from typing import Any
 
@@ -21,38 +22,54 @@ def client(scripts: None) -> ModuleType:
     return importlib.import_module("server_client")
 
 
-def answer(client: ModuleType, text: str = "a b", **changes: Any) -> Any:
+def answer(client: ModuleType, text: str = "w1 w2", **changes: Any) -> Any:
     return client.Answer(0, text, **{"status": 200, "times": [0.1, 0.2], **changes})
 
 
-def test_complete_and_abandoned_answers_that_agree_are_no_problem(
-    load: ModuleType, client: ModuleType
+@pytest.mark.parametrize(
+    ("text", "left", "agreement"),
+    [
+        ("w1 w2", False, "equal"),
+        ("w1", True, "equal"),
+        ("", True, "equal"),
+        ("w1", False, "different"),
+        ("w1 w2 w3", False, "different"),
+        ("w1 w9", False, "tie"),
+        ("w1 w8", False, "different"),
+        ("w9 w2", True, "different"),
+    ],
+)
+def test_an_answer_agrees_with_the_one_alone_up_to_a_tie(
+    load: ModuleType, client: ModuleType, text: str, left: bool, agreement: str
 ) -> None:
-    answers = [answer(client), answer(client, "a", left=True), answer(client, "", left=True)]
-    assert load.problems(answers, ["a b"], FREE, 0) == []
+    expected = load.Expected([1, 2], [frozenset({1}), frozenset({2, 9})])
+    assert dict(load.compare([answer(client, text, left=left)], [expected])) == {agreement: 1}
 
 
 @pytest.mark.parametrize(
-    ("changes", "stats", "growth", "problem"),
+    ("changes", "different", "stats", "growth", "problem"),
     [
-        ({"text": "a c"}, {}, 0, "1 of 1 answers differ"),
-        ({"text": "b", "left": True}, {}, 0, "1 beginnings"),
-        ({"error": "nothing for 120 seconds"}, {}, 0, "got no answer"),
-        ({}, {"kv_blocks_free": 6}, 0, "2 blocks are held"),
-        ({}, {"waiting": 1}, 0, "1 requests open"),
-        ({}, {}, 100 << 20, "grown by 100 MiB"),
+        ({}, 1, {}, 0, "1 of 1 answers differ"),
+        ({"error": "nothing for 120 seconds"}, 0, {}, 0, "got no answer"),
+        ({}, 0, {"kv_blocks_free": 6}, 0, "2 blocks are held"),
+        ({}, 0, {"waiting": 1}, 0, "1 requests open"),
+        ({}, 0, {}, 100 << 20, "grown by 100 MiB"),
     ],
 )
 def test_what_must_not_happen_is_named(
     load: ModuleType,
     client: ModuleType,
     changes: dict[str, Any],
+    different: int,
     stats: dict[str, Any],
     growth: int,
     problem: str,
 ) -> None:
-    (found,) = load.problems([answer(client, **changes)], ["a b"], {**FREE, **stats}, growth)
+    agreement = Counter({"equal": 1, "different": different})
+    answers = [answer(client, **changes)]
+    (found,) = load.problems(answers, agreement, {**FREE, **stats}, growth)
     assert problem in found
+    assert load.problems([answer(client)], Counter(equal=1), FREE, 0) == []
 
 
 def test_clients_read_streams_errors_and_leave(client: ModuleType) -> None:
