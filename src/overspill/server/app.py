@@ -41,7 +41,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _routes(service: Service) -> FastAPI:
-    app = FastAPI(title="Overspill", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app = FastAPI(title="Overspill", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app, service)
     _add_answers(app, service)
     _add_models(app, service)
