@@ -82,6 +82,7 @@ class Submission:
             self._end()
 
     def _end(self) -> None:
+        self._request.deliver = _drop  # and so they do not refer to each other any more
         self._owner.forget(self)
         self._ended.set()
 
@@ -169,6 +170,10 @@ class Background:
 
     def _is_idle(self) -> bool:
         return self._closed or not (self._open or self._loop.has_changes)
+
+
+def _drop(piece: Piece) -> None:
+    """Nobody wants this piece."""
 
 
 def raise_error(request: Request) -> None:

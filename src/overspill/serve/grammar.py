@@ -1,6 +1,7 @@
 """Grammars that an answer must follow, with llguidance: which tokens may come next."""
 
 import functools
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import Tensor
 from overspill.core.errors import ConfigError
 from overspill.serve.text import Codec
 
-_SPACE = r"[ ]|\r?\n[ \t]{0,32}"
+_log = logging.getLogger("overspill")
+_SPACE = r"[ ]|\n[ \t]{0,16}"
 """Between the parts of JSON. A weak model may never end spaces that it need not end."""
+_LONGEST = 65_536
+"""Characters of a schema: compiling a longer one may take minutes."""
 _SPECIAL = b"\xff"  # begins tokens that are no text, in llguidance
 
 
@@ -36,7 +40,7 @@ class Grammar:
     def accept(self, token: int) -> None:
         """The token was chosen."""
         if not self._matcher.consume_token(token):
-            reason = _first_line(self._matcher.get_error())
+            reason = _reason(self._matcher)
             raise ConfigError(
                 f"the json_schema cannot be followed any further ({reason}); give a simpler one"
             )
@@ -57,14 +61,21 @@ class Grammars:
 
     def from_schema(self, schema: str) -> Grammar:
         """For answers that are JSON of this schema."""
-        library = _llguidance()
-        source = library.LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_pattern": _SPACE}
-        )
-        matcher = library.LLMatcher(self._tokenizer, source, log_level=0)
+        if len(schema) > _LONGEST:
+            raise ConfigError(
+                f"json_schema has {len(schema)} characters; give one with at most {_LONGEST}"
+            )
+        library, tokenizer = _llguidance(), self._tokenizer
+        try:
+            source = library.LLMatcher.grammar_from_json_schema(
+                schema, overrides={"whitespace_pattern": _SPACE}
+            )
+        except ValueError as error:
+            raise ConfigError(f"json_schema cannot be used: {error}") from error
+        matcher = library.LLMatcher(tokenizer, source, log_level=0)
+        matcher.compute_bitmask()  # some schemas fail here; and the first token need not wait
         if matcher.is_error():
-            reason = _first_line(matcher.get_error())
-            raise ConfigError(f"json_schema cannot be used: {reason}")
+            raise ConfigError(f"json_schema cannot be used: {_reason(matcher)}")
         return Grammar(matcher)
 
     @functools.cached_property
@@ -73,7 +84,10 @@ class Grammars:
         if self._codec is None:
             raise ConfigError("this model has no tokenizer; a json_schema needs one")
         if self._codec.library is not None and self._ends:
-            return _from_library(self._codec.library, self._ends, self._vocabulary)
+            try:
+                return _from_library(self._codec.library, self._ends, self._vocabulary)
+            except ValueError as error:  # some kinds are unknown to llguidance
+                _log.info("llguidance reads this tokenizer as bytes: %s", error)
         return _from_bytes(self._codec, self._ends, self._vocabulary)
 
 
@@ -84,14 +98,9 @@ def _from_library(library: Any, ends: Sequence[int], vocabulary: int) -> Any:
     own.no_padding()
     own.no_truncation()
     ids = max(own.get_vocab(with_added_tokens=True).values(), default=0) + 1
-    try:
-        return _llguidance().LLTokenizer(
-            own.to_str(), n_vocab=max(ids, vocabulary), eos_token=list(ends)
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"the tokenizer of this model cannot be used with a json_schema ({error})"
-        ) from error
+    return _llguidance().LLTokenizer(
+        own.to_str(), n_vocab=max(ids, vocabulary), eos_token=list(ends)
+    )
 
 
 class _Bytes:
@@ -101,15 +110,23 @@ class _Bytes:
     def __init__(self, codec: Codec, ends: Sequence[int], vocabulary: int) -> None:
         self._codec = codec
         self.tokens = [codec.token_bytes(token) for token in range(vocabulary)]
-        self.tokens.append(_SPECIAL + b"<end>")
-        for end in ends:
-            self.tokens[end] = _SPECIAL + b"<end %d>" % end
+        self.tokens.append(b"<end>")
+        self.special_token_ids = sorted({*_special_tokens(codec, vocabulary), *ends, vocabulary})
+        for token in self.special_token_ids:
+            self.tokens[token] = _SPECIAL + b"<%d>" % token
         self.eos_token_id = ends[0] if ends else vocabulary
         self.bos_token_id = None
-        self.special_token_ids = [*ends, vocabulary]
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._codec.encode(text.decode() if isinstance(text, bytes) else text)
+
+
+def _special_tokens(codec: Codec, vocabulary: int) -> list[int]:
+    """Those that are left out of the text."""
+    if codec.library is None:
+        return []
+    added = codec.library.get_added_tokens_decoder()
+    return [number for number, token in added.items() if token.special and number < vocabulary]
 
 
 def _from_bytes(codec: Codec, ends: Sequence[int], vocabulary: int) -> Any:
@@ -130,5 +147,7 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _first_line(message: str) -> str:
-    return (message.strip().splitlines() or ["unknown reason"])[0]
+def _reason(matcher: Any) -> str:
+    """Why a matcher has failed, in one line."""
+    first = (matcher.get_error().strip().splitlines() or ["unknown reason"])[0]
+    return "no token of this model may follow" if first == "NoExtensionBias" else first

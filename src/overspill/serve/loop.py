@@ -13,6 +13,7 @@ from torch import Tensor
 
 from overspill.core.errors import DiskError, NonFiniteError, OrderError, OverspillError
 from overspill.core.interrupt import Condition, DeferredInterrupt
+from overspill.serve.pacing import Pacing
 from overspill.serve.request import Request
 from overspill.serve.runners import Runner
 from overspill.serve.sampling import Choice
@@ -46,14 +47,17 @@ class ServingLoop:
         scheduler: Scheduler,
         ends: Collection[int],
         stream: torch.cuda.Stream | None = None,
+        pacing: Pacing | None = None,
     ) -> None:
         """`ends` are the tokens that end a text. All batches are computed on `stream`: threads may
-        have different current ones, and a batch may begin before the last one has ended."""
+        have different current ones, and a batch may begin before the last one has ended. Without
+        `pacing`, prompts never wait for answers."""
         self.runner = runner
         self._on_stream: Callable[[], AbstractContextManager[object]] = (
             nullcontext if stream is None else partial(torch.cuda.stream, stream)
         )
         self.scheduler = scheduler
+        self._pacing = pacing or Pacing(0)
         self._ends = frozenset(ends)
         self._turn = threading.Lock()  # of the thread that changes requests
         self._owner: int | None = None  # that thread
@@ -168,7 +172,8 @@ class ServingLoop:
                 self._fail(requests, OrderError("this LLM was closed; make a new one"))
                 return
             now = self._ahead
-            batch = self.scheduler.next_batch() if now is None else now.batch
+            prompts = self._pacing.allows_prompts
+            batch = self.scheduler.next_batch(prompts) if now is None else now.batch
         if batch:
             self._compute(batch, now)
             return
@@ -232,7 +237,9 @@ class ServingLoop:
     def _begin_next(self, now: Pass) -> Pass | None:
         """Begins the batch after `now`, if it has the same requests."""
         choice, scheduler = now.choice, self.scheduler
-        if choice is None or choice.needs_host or self._inbox or scheduler.may_join:
+        if choice is None or choice.needs_host or self._inbox:
+            return None
+        if scheduler.may_join and self._pacing.allows_prompts:
             return None
         alive = [request for request in now.requests if not request.finished]
         if alive != scheduler.running or len(alive) != len(now.batch):
@@ -259,7 +266,9 @@ class ServingLoop:
         # some may have ended, or are not wanted any more, since the batch began
         batch = [work for work in now.batch if work.request in self.scheduler.running]
         end = time.perf_counter()
-        self.stats.count(batch, end - max(now.began, self._last_end))
+        seconds = end - max(now.began, self._last_end)
+        self.stats.count(batch, seconds)
+        self._pacing.record(batch, seconds)
         self._last_end = end
         for work in batch:
             self.scheduler.computed(work)

@@ -42,12 +42,18 @@ class Scheduler:
             self.running.remove(request)
         self._free(request)
 
-    def next_batch(self) -> list[Work]:
-        """What is computed next; empty if there is nothing to do."""
+    def next_batch(self, prompts: bool = True) -> list[Work]:
+        """What is computed next; empty if there is nothing to do. Without `prompts`, only requests
+        that have their next token, if there are any."""
         batch: list[Work] = []
         for request in list(self.running):
             if request.pending == 1 and self._reserve(request, 1):
                 batch.append(Work(request, 1))
+        if batch and not prompts:
+            return [work for work in batch if work.request in self.running]
+        return self._with_prompts(batch)
+
+    def _with_prompts(self, batch: list[Work]) -> list[Work]:
         left = self._chunk
         for request in list(self.running):
             count = self._part(request, left)
