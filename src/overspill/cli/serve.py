@@ -14,6 +14,7 @@ import typer
 
 from overspill.cli.flags import with_flags
 from overspill.core.errors import ConfigError
+from overspill.core.garbage import short_collections
 from overspill.server.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def _serve(model: str, as_json: bool, **flags: Any) -> None:
     with _log_to_stderr(), bind(config) as bound:
         if config.address.host not in _LOCAL and not keys:
             _warn_open(config.address.host)
-        with config.model.open(model) as llm:
+        # a full garbage collection would stop all answers for a quarter of a second
+        with config.model.open(model) as llm, short_collections():
             service, url = Service(llm, model, config), address_of(bound)
             serve(service, bound, lambda: _announce(service, url, bool(keys), as_json))
 
