@@ -46,10 +46,10 @@ def _routes(service: Service) -> FastAPI:
     _add_answers(app, service)
     _add_models(app, service)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        status = "draining" if service.draining else "ok"
-        return JSONResponse({"status": status}, 503 if service.draining else 200)
+        status = "failed" if service.failed else "draining" if service.draining else "ok"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
