@@ -9,14 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 from overspill import LLM, SamplingParams
-from overspill.serve import source
 from overspill.serve.background import Submission
 from overspill.serve.params import Piece
-from tests.serve.models import CONFIG, served_gpt
+from overspill.serve.source import CacheRequest
+from tests.serve.models import served_gpt
 
 LONG = SamplingParams(max_tokens=40)
 SHORT = SamplingParams(max_tokens=4)
-_BLOCK_BYTES = 2 * CONFIG.n_layers * CONFIG.d_model * 4 * 16
 
 
 class Pieces:
@@ -78,14 +77,17 @@ def gated(llm: LLM) -> Iterator[Gate]:
 
 
 @contextmanager
+def small_cache(blocks: int) -> Iterator[None]:
+    """Each LLM that is made has so many blocks of 16 tokens."""
+    with patch.object(CacheRequest, "blocks", lambda *_: blocks):
+        yield
+
+
+@contextmanager
 def served_tight(blocks: int, folder: Path, **options: Any) -> Iterator[LLM]:
-    """The cache has room for so many blocks of 16 tokens."""
-    memory = 4 * blocks * _BLOCK_BYTES
-    with patch.object(source, "available_memory", lambda: memory):
-        opened = served_gpt("gpu", folder, **options)
-        with opened as llm:
-            assert llm.stats()["kv_blocks"] == blocks
-            yield llm
+    with small_cache(blocks), served_gpt("gpu", folder, **options) as llm:
+        assert llm.stats()["kv_blocks"] == blocks
+        yield llm
 
 
 def wait_until_idle(llm: LLM) -> None:

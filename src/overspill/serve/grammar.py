@@ -15,6 +15,8 @@ from overspill.serve.text import Codec
 _log = logging.getLogger("overspill")
 _SPACE = r"[ ]|\n[ \t]{0,16}"
 """Between the parts of JSON. A weak model may never end spaces that it need not end."""
+_LONGEST = 65_536
+"""Characters of a schema: compiling a longer one may take minutes."""
 _SPECIAL = b"\xff"  # begins tokens that are no text, in llguidance
 
 
@@ -38,7 +40,7 @@ class Grammar:
     def accept(self, token: int) -> None:
         """The token was chosen."""
         if not self._matcher.consume_token(token):
-            reason = _first_line(self._matcher.get_error())
+            reason = _reason(self._matcher)
             raise ConfigError(
                 f"the json_schema cannot be followed any further ({reason}); give a simpler one"
             )
@@ -59,14 +61,21 @@ class Grammars:
 
     def from_schema(self, schema: str) -> Grammar:
         """For answers that are JSON of this schema."""
-        library = _llguidance()
-        source = library.LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_pattern": _SPACE}
-        )
-        matcher = library.LLMatcher(self._tokenizer, source, log_level=0)
+        if len(schema) > _LONGEST:
+            raise ConfigError(
+                f"json_schema has {len(schema)} characters; give one with at most {_LONGEST}"
+            )
+        library, tokenizer = _llguidance(), self._tokenizer
+        try:
+            source = library.LLMatcher.grammar_from_json_schema(
+                schema, overrides={"whitespace_pattern": _SPACE}
+            )
+        except ValueError as error:
+            raise ConfigError(f"json_schema cannot be used: {error}") from error
+        matcher = library.LLMatcher(tokenizer, source, log_level=0)
+        matcher.compute_bitmask()  # some schemas fail here; and the first token need not wait
         if matcher.is_error():
-            reason = _first_line(matcher.get_error())
-            raise ConfigError(f"json_schema cannot be used: {reason}")
+            raise ConfigError(f"json_schema cannot be used: {_reason(matcher)}")
         return Grammar(matcher)
 
     @functools.cached_property
@@ -138,5 +147,7 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _first_line(message: str) -> str:
-    return (message.strip().splitlines() or ["unknown reason"])[0]
+def _reason(matcher: Any) -> str:
+    """Why a matcher has failed, in one line."""
+    first = (matcher.get_error().strip().splitlines() or ["unknown reason"])[0]
+    return "no token of this model may follow" if first == "NoExtensionBias" else first

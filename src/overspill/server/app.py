@@ -41,15 +41,15 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _routes(service: Service) -> FastAPI:
-    app = FastAPI(title="Overspill", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app = FastAPI(title="Overspill", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app, service)
     _add_answers(app, service)
     _add_models(app, service)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        status = "draining" if service.draining else "ok"
-        return JSONResponse({"status": status}, 503 if service.draining else 200)
+        status = "failed" if service.failed else "draining" if service.draining else "ok"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -83,5 +83,9 @@ def timed_out(seconds: float) -> ApiError:
     )
 
 
+def engine_gone() -> ApiError:
+    return ApiError(503, "the engine has failed; the server must be started again", code="failed")
+
+
 def failed() -> ApiError:
     return ApiError(500, "the server failed to answer; its log has the reason", code="server_error")

@@ -8,7 +8,9 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from overspill.core.errors import EngineError, OrderError
 from overspill.server.answers import Answers
+from overspill.server.errors import engine_gone
 from overspill.server.events import DONE, EventStream, watch_disconnect
 from overspill.server.failures import explain
 from overspill.server.plan import Plan
@@ -56,7 +58,11 @@ class Exchange:
         service = self._service
         self._answers = answers = Answers(service.bridge, planned.jobs, stream, service.rate.add)
         service.answers.add(answers)
-        await service.in_thread(partial(answers.start, service.llm))
+        try:
+            await service.in_thread(partial(answers.start, service.llm))
+        except (EngineError, OrderError) as error:  # the thread that computes has ended
+            service.failed = True
+            raise engine_gone() from error
         return answers
 
     async def _whole(self, request: Request, planned: Plan, answers: Answers) -> Response:

@@ -15,7 +15,7 @@ log = logging.getLogger("overspill.server")
 
 def explain(error: BaseException, config: ServerConfig) -> ApiError:
     """The error for a client. What is no fault of the client is logged."""
-    if isinstance(error, ApiError) and error.status != 500:
+    if isinstance(error, ApiError) and error.status < 500:
         return error
     if isinstance(error, ConfigError):
         return refused(error)

@@ -29,9 +29,9 @@ def bind(config: ServerConfig) -> socket.socket:
     at once."""
     host, port = config.address.host, config.address.port
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # a name such as localhost may have both kinds of addresses: clients try IPv4 in any case
+        family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
@@ -101,8 +101,9 @@ def _end_within(seconds: float) -> None:
     timer.start()
 
 
-def serve(service: Service, bound: socket.socket, on_start: Callable[[], None]) -> None:
-    """Serves until a signal ends it. `on_start` is called when clients can connect."""
+def serve(service: Service, bound: socket.socket, on_start: Callable[[], None]) -> bool:
+    """Serves until a signal ends it; False if a second one has. `on_start` is called when clients
+    can connect."""
     server = Server(service, on_start)
     try:
         asyncio.run(server.serve([bound]))
@@ -112,3 +113,4 @@ def serve(service: Service, bound: socket.socket, on_start: Callable[[], None]) 
         ) from error
     finally:
         service.close()
+    return not server.force_exit

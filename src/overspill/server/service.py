@@ -38,6 +38,9 @@ class Service:
         self._names = frozenset({self.name, model})
         self.max_batch = config.model.max_batch
         self.draining = False
+        """New requests are refused; those in progress are finished."""
+        self.failed = False
+        """The engine takes no more requests; only a new process helps."""
         self.in_flight = 0
         """Answers that are computed or wait."""
         self._posts = 0  # requests that are read or answered
