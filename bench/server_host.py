@@ -79,6 +79,14 @@ def open_llm(args: argparse.Namespace) -> Iterator[overspill.LLM]:
             engine.close()
 
 
+def warm_up(llm: overspill.LLM, max_batch: int) -> None:
+    """Compiles kernels, and captures the graphs of all sizes of batches: powers of two."""
+    params, size = overspill.SamplingParams(max_tokens=8), 1
+    while size <= max_batch:
+        llm.generate([[request + 1] * 8 for request in range(size)], params)
+        size *= 2
+
+
 @contextmanager
 def serving(llm: overspill.LLM, max_batch: int) -> Iterator[tuple[str, int]]:
     """The address of a server with the limits of `overspill serve`, which runs in a thread."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from record import Metric, metric, write_record
 from server_client import Answer, Clients
-from server_host import NAME, add_flags, describe, open_llm, serving
+from server_host import NAME, add_flags, describe, open_llm, serving, warm_up
 
 import overspill
 
@@ -204,6 +204,7 @@ def main() -> None:
     args = parser.parse_args()
     with open_llm(args) as llm:
         bodies = make_bodies(llm.model.config.vocab_size, args.requests)
+        warm_up(llm, args.max_batch)
         expected = expect(llm, bodies)
         print(f"{len(bodies)} prompts answered alone", flush=True)
         with Clients() as clients, serving(llm, args.max_batch) as address:

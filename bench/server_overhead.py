@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from record import Limit, Metric, metric, write_record
 from server_client import Answer, Clients
-from server_host import NAME, add_flags, describe, open_llm, serving
+from server_host import NAME, add_flags, describe, open_llm, serving, warm_up
 
 import overspill
 from overspill.core.garbage import short_collections
@@ -70,7 +70,7 @@ def measure(
             speed, answers = served(clients, address, prompts, args.tokens)
             print(f"{size}: {expected:,.0f} tokens/s alone, {speed:,.0f} served", flush=True)
             if number == 0:
-                continue  # compiles kernels
+                continue  # the first of each way to ask
             direct.append(expected)
             through.append(speed)
             waits += [1000 * answer.times[0] for answer in answers]
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     with open_llm(args) as llm:
+        warm_up(llm, args.max_batch)
         with Clients() as clients, serving(llm, args.max_batch) as address, short_collections():
             metrics = measure(llm, clients, address, args)
         details = {
