@@ -1,5 +1,6 @@
 """Malformed requests, each made from a number."""
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -137,13 +138,14 @@ def _mutated(draw: random.Random) -> Any:
         container, key = draw.choice(places)
         action = draw.random()
         if action < 0.7:
-            container[key] = draw.choice(_VALUES)
+            container[key] = copy.deepcopy(draw.choice(_VALUES))
         elif action < 0.85:
             del container[key]
         elif isinstance(container, list):
-            container.extend([container[key]] * draw.randint(1, 50))
+            container.extend([copy.deepcopy(container[key])] * draw.randint(1, 50))
         else:
-            container[draw.choice(("", "x", "type", "content", "$defs"))] = container[key]
+            name = draw.choice(("", "x", "type", "content", "$defs"))
+            container[name] = copy.deepcopy(container[key])
     body.setdefault("max_tokens", 3)
     return body
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from overspill.core.errors import DiskError
+from overspill.core.errors import DiskError, EngineError
 from overspill.serve.llm import LLM
 from tests.server.running import HeldLLM, Running, ScriptedLLM, running
 
@@ -42,12 +42,12 @@ def schema(**content: Any) -> dict[str, Any]:
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"99999": 1}}, None),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": schema(type="nonsense")}, None),
+        ({"response_format": schema(type="nonsense")}, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         (
@@ -188,6 +188,20 @@ def test_a_failure_of_the_engine_is_one_answer_and_one_line_in_the_log(
         assert server.http.get("/health").json() == {"status": "ok"}
     assert "expert 3 cannot be read" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_an_engine_that_has_failed_shows_in_the_health(llm: LLM) -> None:
+    class Dead(HeldLLM):
+        def submit(self, *args: Any, **options: Any) -> Any:
+            raise EngineError("the thread that computes submissions has failed")
+
+    with running(Dead(llm)) as server, server.client() as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(model="tiny", prompt="a")
+        assert caught.value.status_code == 503
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "failed"})
+        assert server.service.in_flight == 0
 
 
 def test_unknown_fields_are_ignored(client: OpenAI) -> None:

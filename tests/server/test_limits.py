@@ -86,6 +86,22 @@ def test_what_is_not_http_gets_an_answer(sent: bytes, small: Running) -> None:
     assert error_of(answer)["type"] == "invalid_request_error"
 
 
+def test_a_body_that_becomes_wrong_gets_one_answer(
+    small: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The application refuses it for its size, and the connection for its form."""
+    chunk = b"200\r\n" + b"x" * 512 + b"\r\n"
+    for parts in ([chunk * 3 + b"zz\r\n"], [chunk, b"zz\r\n"], [chunk * 3, b"zz\r\n"]):
+        with small.connect() as connection:
+            connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(0.02)
+            answer = read_all(connection)
+        assert answer.count(b"HTTP/1.1 4") == 1
+    assert "Traceback" not in caplog.text
+
+
 def test_too_many_connections_are_closed_and_others_work(small: Running) -> None:
     opened = [small.connect() for _ in range(8)]
     try:

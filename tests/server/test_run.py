@@ -81,8 +81,9 @@ def stream(url: str, into: list[str]) -> threading.Thread:
     thread = threading.Thread(target=read)
     thread.start()
     end = time.monotonic() + 20
-    while httpx.get(f"{url}/stats").json()["in_flight"] == 0:
-        assert time.monotonic() < end
+    with httpx.Client() as client:
+        while client.get(f"{url}/stats").json()["in_flight"] == 0:
+            assert time.monotonic() < end
     return thread
 
 

@@ -46,7 +46,8 @@ def _routes(service: Service) -> FastAPI:
     _add_answers(app, service)
     _add_models(app, service)
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
     async def health() -> Response:
         status = "failed" if service.failed else "draining" if service.draining else "ok"
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)

@@ -63,7 +63,7 @@ class LimitedConnection(H11Protocol):
         self._answer(invalid("this is not a valid HTTP request", code="invalid_http"))
 
     def _answer(self, error: ApiError) -> None:
-        """Answers for the application, which has not seen the request, and closes."""
+        """Answers for the application, and closes."""
         response = error.response()
         headers = [*response.raw_headers, (b"connection", b"close")]
         events = (
@@ -75,7 +75,11 @@ class LimitedConnection(H11Protocol):
             for event in events:
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
-            pass  # the application has answered already
+            pass  # the application has begun to answer
+        if self.cycle is not None and not self.cycle.response_complete:
+            # it reads the body: nothing that it sends may follow
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
     def pause_writing(self) -> None:

@@ -52,8 +52,8 @@ def address_of(bound: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Drains at the first signal: answers in progress are finished, new requests are refused. Ends
-    at once at the second."""
+    """Drains at the first signal: answers in progress are finished, new requests are refused. At
+    the second it cancels them."""
 
     def __init__(self, service: Service, on_start: Callable[[], None]) -> None:
         limits = service.config.limits
@@ -71,6 +71,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._on_start = on_start
+        self._signals: list[int] = []
+        self._told = False
         # it warns of everything that is not HTTP
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
@@ -79,19 +81,25 @@ class Server(uvicorn.Server):
         self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Unlike uvicorn's, it keeps listening while it drains, so that clients are told."""
-        if self._service.draining:
-            _end_within(_FORCED_SECONDS)
-            self._service.cancel_all()
-            self.should_exit = self.force_exit = True
-        else:
-            self._service.draining = True
-            name = signal.Signals(sig).name
-            log.warning("%s: finishing answers in progress; once more ends at once", name)
+        """Only notes the signal: it may interrupt anything. Unlike uvicorn's, it keeps listening
+        while answers are finished, so that clients are told."""
+        self._signals.append(sig)
+        self._service.draining = True
+        if len(self._signals) > 2:  # the event loop does not respond
+            os._exit(0)
 
     async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
         ended = await super().on_tick(counter)
-        return ended or (self._service.draining and not self._service.busy)
+        if len(self._signals) > 1:
+            _end_within(_FORCED_SECONDS)
+            self._service.cancel_all()
+            self.force_exit = True
+        elif self._signals and not self._told:
+            self._told = True
+            name = signal.Signals(self._signals[0]).name
+            log.warning("%s: finishing answers in progress; once more ends at once", name)
+        return ended or self.force_exit or (self._service.draining and not self._service.busy)
 
 
 def _end_within(seconds: float) -> None:

@@ -10,6 +10,7 @@ from overspill.server.errors import ApiError, invalid
 from overspill.server.protocol import ResponseFormat, Shared
 
 _SEEDS = 1 << 63
+_ARGUMENTS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
 def sampling_params(
@@ -67,7 +68,7 @@ def schema_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
 
 
 def refused(error: ConfigError) -> ApiError:
-    """What the engine says about a wrong value; it begins with the name of the argument."""
-    name = re.match(r"(\w+)=", str(error))
-    param = {"json_schema": "response_format"}.get(name[1], name[1]) if name else None
-    return invalid(str(error), param)
+    """What the engine says about a wrong value; most begin with the name of the argument."""
+    name = re.match(r"\w*", str(error))
+    param = name[0] if name and name[0] in _ARGUMENTS else None
+    return invalid(str(error), "response_format" if param == "json_schema" else param)
