@@ -14,7 +14,7 @@ from overspill.serve.params import Piece
 from overspill.serve.source import CacheRequest
 from tests.serve.models import served_gpt
 
-LONG = SamplingParams(max_tokens=40)
+LONG = SamplingParams(max_tokens=24)
 SHORT = SamplingParams(max_tokens=4)
 
 

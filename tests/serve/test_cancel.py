@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,14 @@ import pytest
 
 from overspill import LLM, SamplingParams
 from overspill.serve import llm as llm_module
+from overspill.serve.background import Background, Submission
+from overspill.serve.blocks import BlockPool
+from overspill.serve.loop import ServingLoop
+from overspill.serve.pacing import Pacing
+from overspill.serve.scheduler import Scheduler
+from tests.serve.fake_runner import FakeRunner, greedy
 from tests.serve.models import gpt_tokens, served_gpt
+from tests.serve.requests import make_request
 from tests.serve.submissions import (
     LONG,
     SHORT,
@@ -21,6 +28,7 @@ from tests.serve.submissions import (
     tokens_of_submission,
     wait_until_idle,
 )
+from tests.serve.test_threads import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +49,7 @@ def test_a_request_that_waits_is_cancelled(llm: LLM) -> None:
         waiting.cancel()
         gate.let_through()
         assert (llm.stats()["waiting"], pieces.all) == (0, [])
-    assert [tokens_of_submission(each) for each in running] == [gpt_tokens([n], 40) for n in (1, 2)]
+    assert [tokens_of_submission(each) for each in running] == [gpt_tokens([n], 24) for n in (1, 2)]
     wait_until_idle(llm)
 
 
@@ -73,7 +81,7 @@ def test_a_request_whose_prompt_is_computed_is_cancelled(
         stats = llm.stats()
         assert (stats["running"], stats["kv_blocks"] - stats["kv_blocks_free"]) == (1, 1)
         gate.open()
-        assert tokens_of_submission(other) == gpt_tokens([9], 40)
+        assert tokens_of_submission(other) == gpt_tokens([9], 24)
         assert pieces.all == []
         wait_until_idle(llm)
 
@@ -90,7 +98,7 @@ def test_an_answer_is_cancelled_between_two_tokens(llm: LLM) -> None:
         assert cancelled.finished
         gate.let_through(1)
         assert llm.stats()["running"] == 1, "its blocks are free before the next batch"
-    assert tokens_of_submission(other) == gpt_tokens([4], 40)
+    assert tokens_of_submission(other) == gpt_tokens([4], 24)
     assert pieces.tokens == gpt_tokens([1, 2], 3), "no piece after cancel"
     wait_until_idle(llm)
 
@@ -106,7 +114,7 @@ def test_a_request_that_gave_its_blocks_back_is_cancelled(tmp_path: Path) -> Non
         assert (llm.stats()["running"], llm.stats()["waiting"]) == (1, 1)
         last.cancel()
         gate.open()
-        assert tokens_of_submission(first) == gpt_tokens([1] * 14, 40)
+        assert tokens_of_submission(first) == gpt_tokens([1] * 14, 24)
         wait_until_idle(llm)
 
 
@@ -118,31 +126,64 @@ def test_the_last_cancel_frees_everything_at_once(llm: LLM) -> None:
         wait_until_idle(llm)
 
 
-def test_200_random_cancels_do_not_change_other_answers(tmp_path: Path) -> None:
-    """From 8 threads, in a cache that is too small for all requests that run."""
-    prompts = [[seed % 40 + 1] * (1 + seed % 20) for seed in range(8)]
-    short = SamplingParams(max_tokens=12)
-    expected = [gpt_tokens(prompt, 12) for prompt in prompts]
-    wrong: list[int] = []
-    counted = threading.Semaphore(0)
+class Load:
+    """Threads that submit requests and cancel most of them at any time."""
 
-    def load(thread: int) -> None:
-        choose = random.Random(thread)
-        for _ in range(30):
-            kind = choose.randrange(8)
-            submission = llm.submit(prompts[kind], short)
-            if choose.random() < 25 / 30:
-                time.sleep(choose.random() * 0.01)
+    def __init__(self, ask: Callable[[list[int]], Submission], expected: dict[int, list[int]]):
+        """`expected` are the tokens after prompts of this length."""
+        self._ask, self._expected = ask, expected
+        self.wrong: list[list[int]] = []
+        self.cancelled = 0
+        self._lock = threading.Lock()
+
+    def run(self, threads: int, requests: int, longest: float) -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            runs = [pool.submit(self._run, seed, requests, longest) for seed in range(threads)]
+            for each in runs:
+                each.result(timeout=60)
+
+    def _run(self, seed: int, requests: int, longest: float) -> None:
+        choose = random.Random(seed)
+        for _ in range(requests):
+            length = choose.choice(list(self._expected))
+            submission = self._ask([length % 5] * length)
+            if choose.random() < 0.8:
+                time.sleep(choose.random() * longest)
                 submission.cancel()
-                counted.release()
-            elif tokens_of_submission(submission) != expected[kind]:
-                wrong.append(kind)
+                with self._lock:
+                    self.cancelled += 1
+            elif (tokens := tokens_of_submission(submission)) != self._expected[length]:
+                self.wrong.append(tokens)
 
+
+def test_random_cancels_do_not_change_other_answers(tmp_path: Path) -> None:
+    """From 8 threads, in a cache that is too small for all requests that run."""
+    params = SamplingParams(max_tokens=6)
+    expected = {n: gpt_tokens([n % 5] * n, 6) for n in (1, 3, 14, 20)}
     with served_tight(5, tmp_path, max_batch=8) as llm:
-        with ThreadPoolExecutor(8) as pool:
-            for done in [pool.submit(load, thread) for thread in range(8)]:
-                done.result(timeout=60)
-        assert not wrong
+        load = Load(lambda prompt: llm.submit(prompt, params), expected)
+        load.run(threads=8, requests=8, longest=0.02)
         wait_until_idle(llm)
-        llm._loop.scheduler.pool.check_conserved()
-    assert sum(counted.acquire(blocking=False) for _ in range(240)) > 180
+    assert not load.wrong
+    assert load.cancelled > 40
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_400_random_cancels_of_batches_that_begin_early(early: bool) -> None:
+    """A batch may be on the device that has requests which are cancelled."""
+    runner, pool = FakeRunner(9, 4, early), BlockPool(9, 4)
+    loop = ServingLoop(runner, Scheduler(pool, 6, chunk=8), ends=[], pacing=Pacing(0.25))
+    background = Background(loop)
+
+    def ask(prompt: list[int]) -> Submission:
+        return background.submit(make_request(prompt, max_tokens=12), None)
+
+    load = Load(ask, {n: greedy([n % 5] * n, 12) for n in (1, 3, 7, 14, 20)})
+    load.run(threads=8, requests=63, longest=0.002)
+    wait_for(lambda: pool.n_free == pool.n_blocks)
+    background.close()
+    background.join()
+    pool.check_conserved()
+    assert not load.wrong
+    assert load.cancelled > 350
+    assert (runner.began_early > 20) is early

@@ -91,15 +91,16 @@ def test_requests_with_and_without_a_schema_run_together(llm: LLM) -> None:
 
 
 def test_a_request_that_is_computed_again_continues_its_json(llm: LLM, run: Path) -> None:
-    params = [asked(seed, max_tokens=100) for seed in range(3)]
+    params = [asked(seed, max_tokens=40) for seed in range(2)]
     alone = [llm.generate("def", each)[0] for each in params]
-    with small_cache(8), LLM(run, device="cpu", context=128) as tight:
+    computed: list[int] = []
+    with small_cache(4), LLM(run, device="cpu", context=64) as tight:
+        tight.model.embedding.register_forward_hook(lambda _, i, out: computed.append(out.shape[1]))
         submissions = [tight.submit("def", each) for each in params]
         results = [each.result(timeout=60) for each in submissions]
         assert [each.text for each in results] == [each.text for each in alone]
-        assert tight.stats()["prompt_tokens"] > 9, "some gave their blocks back"
-    for result in results:
-        check(result.text)
+    needed = sum(each.prompt_tokens + len(each.token_ids) - 1 for each in results)
+    assert sum(computed) > needed, "one gave its blocks back"
 
 
 def test_too_few_tokens_end_json_early(llm: LLM) -> None:

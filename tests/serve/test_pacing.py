@@ -87,16 +87,16 @@ def test_running_answers_get_a_token_in_each_batch_of_a_long_prompt(
         llm.model.embedding.register_forward_hook(lambda _, args, out: batches.append(out.shape[1]))
         seen: list[list[int]] = [[], []]
         answers = [
-            llm.submit([number + 1], SamplingParams(max_tokens=60), follow(each, batches))
+            llm.submit([number + 1], SamplingParams(max_tokens=30), follow(each, batches))
             for number, each in enumerate(seen)
         ]
         long = llm.submit(list(range(40)), SamplingParams(max_tokens=1))
         assert tokens_of_submission(long) == gpt_tokens(list(range(40)), 1)
         for number, answer in enumerate(answers):
-            assert tokens_of_submission(answer) == gpt_tokens([number + 1], 60)
+            assert tokens_of_submission(answer) == gpt_tokens([number + 1], 30)
         assert max(batches) == 6, "four tokens of the prompt, and one of each answer"
         for each in seen:
-            assert each == list(range(each[0], each[0] + 60)), "a token in every batch"
+            assert each == list(range(each[0], each[0] + 30)), "a token in every batch"
 
 
 def follow(numbers: list[int], batches: list[int]) -> Callable[[Piece], None]:
