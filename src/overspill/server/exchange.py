@@ -28,6 +28,7 @@ _CLIENT_GONE = 499  # nobody reads it; nginx counts such requests with this numb
 def _every(seconds: float, call: Callable[[], None]) -> Iterator[None]:
     """Calls a function again and again. One timer costs less than one for each wait."""
     loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
 
     def tick() -> None:
         nonlocal timer
