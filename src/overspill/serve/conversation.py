@@ -16,6 +16,14 @@ def has_template(codec: Codec | None) -> bool:
     return tokenizer is not None and tokenizer.chat_template is not None
 
 
+def template_of(codec: Codec | None) -> str | None:
+    """The text of the chat template; of several, one after another."""
+    if not has_template(codec):
+        return None
+    template: Any = codec.tokenizer.chat_template  # type: ignore[union-attr]
+    return template if isinstance(template, str) else "\n".join(template.values())
+
+
 def chat_tokens(
     codec: Codec | None,
     messages: Sequence[Message],

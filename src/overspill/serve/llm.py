@@ -224,6 +224,11 @@ class LLM:
     def has_chat_template(self) -> bool:
         return conversation.has_template(self._source.codec)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template, which tells what it supports."""
+        return conversation.template_of(self._source.codec)
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
         return self._codec.encode(text)
