@@ -197,6 +197,11 @@ class MoELayer(nn.Module):
         """The fixed number of partitions; None while it is found by search."""
         return self._tuner.partitions
 
+    def best_partitions(self, tokens: int) -> int | None:
+        """The number of partitions for batches of so many tokens (of the rank that has most); None
+        while it is not known."""
+        return self.partitions or self._tuner.search.settled(tokens)
+
     @property
     def strategy(self) -> str | None:
         """The name of the memory reusing strategy; None before the first training pass."""
