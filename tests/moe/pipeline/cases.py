@@ -1,6 +1,7 @@
 """A pipelined layer and the same in plain autograd: a loop over experts of one process with the
 tokens of all ranks, whose loss is the mean of the ranks' losses."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,29 +107,25 @@ def run(case: Case, layer: "overspill.MoELayer", rank: int) -> Result:
 
 
 def naive(case: Case, n_ranks: int) -> list[Result]:
-    """In float32, each rank with all experts."""
-    plain = replace(case, device="cpu", dtype=torch.float32)
-    layer = plain.layer()
+    """In float32, each rank with all experts; their gradients are the mean over ranks."""
+    # partitions and so on do not matter here
+    plain = replace(case, partitions=1, strategy="none", backend="local", late=False)
+    found = [_naive_rank(plain, rank) for rank in range(n_ranks)]
+    dw_in, dw_out = (sum(grads) / n_ranks for grads in zip(*(r[4:] for r in found), strict=True))
+    return [result._replace(dw_in=dw_in, dw_out=dw_out) for result in found]
+
+
+@functools.cache
+def _naive_rank(case: Case, rank: int) -> Result:
+    layer = replace(case, device="cpu", dtype=torch.float32).layer()
     with torch.no_grad():
         for parameter, rounded in zip(layer.parameters(), case.layer().parameters(), strict=True):
             parameter.copy_(rounded)
-    xs = [case.x(rank).detach().cpu().float().requires_grad_() for rank in range(n_ranks)]
-    found = []
-    for rank, x in enumerate(xs):
-        y, balance = naive_layer(layer, x)
-        dy = case.dy(rank).cpu().float()
-        loss = (y * dy).sum() + balance
-        before = _grad(layer.router.weight).clone()
-        (loss / n_ranks).backward()
-        drouter = (_grad(layer.router.weight) - before) * n_ranks
-        assert x.grad is not None
-        found.append((y.detach(), balance.detach(), x.grad * n_ranks, drouter))
-    dw_in, dw_out = _grad(layer.w_in), _grad(layer.w_out)
-    return [Result(*own, dw_in, dw_out) for own in found]
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    x = case.x(rank).detach().cpu().float().requires_grad_()
+    y, balance = naive_layer(layer, x)
+    ((y * case.dy(rank).cpu().float()).sum() + balance).backward()
+    grads = x.grad, layer.router.weight.grad, layer.w_in.grad, layer.w_out.grad
+    return Result(y.detach(), balance.detach(), *(grad for grad in grads if grad is not None))
 
 
 def naive_layer(layer: "overspill.MoELayer", x: Tensor) -> tuple[Tensor, Tensor]:
