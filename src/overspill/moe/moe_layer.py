@@ -25,6 +25,7 @@ from overspill.moe.pipeline.tuner import Tuner
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.router import Router
 from overspill.moe.state_dict import show_experts, split_record, stacked
+from overspill.parallel.dense import average_gradients
 from overspill.parallel.exchange.interface import Exchange
 from overspill.plan.reuse import STRATEGIES, Strategy, cheapest, strategy_named
 
@@ -210,6 +211,18 @@ class MoELayer(nn.Module):
     def extra_repr(self) -> str:
         held = "" if self.expert_map.is_whole else f", {self.expert_map.n_local} of them here"
         return f"{self.shape}, {self.n_experts} experts{held}, top_k={self.router.top_k}"
+
+    def average_gradients(self, model: nn.Module) -> None:
+        """Replaces the gradients of `model`, without those of experts, by their mean over the ranks
+        of this layer: what DistributedDataParallel does. Must be called on all ranks, after
+        backward. No-op without a mesh."""
+        ranks = self._link.on(self.router.weight.device).ranks
+        if ranks is None or ranks.size == 1:
+            return
+        layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        experts = {id(p) for layer in layers for p in layer.expert_parameters()}
+        dense = [p for p in model.parameters() if id(p) not in experts and p.requires_grad]
+        average_gradients(ranks, dense, len(dense))
 
     # -- offloading ---------------------------------------------------------------------------
 

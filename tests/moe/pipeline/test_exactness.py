@@ -27,7 +27,6 @@ from tests.moe.pipeline.cases import (
 from tests.pairs import all_pairs
 from tests.parallel.processes import run_ranks
 
-
 WHERE = [
     *((name, 1) for name in ("local", "loopback", "collective", "staged")),
     *((name, n_ranks) for n_ranks in (2, 4) for name in ("collective", "staged")),

@@ -27,7 +27,7 @@ class CollectiveExchange(Exchange):
                 "the mesh has no NCCL group, and gloo sends from host memory; use a StagedExchange"
             )
         self.rank, self.size = ranks.rank, ranks.size
-        self._ranks = ranks
+        self.ranks = ranks
         self._stream = WorkStream("exchange", device, self.recorder, inject)
 
     def _transfer(
@@ -39,10 +39,10 @@ class CollectiveExchange(Exchange):
         ready: StreamEvent,
         label: str,
     ) -> StreamEvent:
+        ranks = self.ranks
+        assert ranks is not None
+
         def work() -> None:
-            self._ranks.all_to_all_into(result, rows, sent, received)
+            ranks.all_to_all_into(result, rows, sent, received)
 
         return self._stream.run(work, [ready], label, rows.nbytes)
-
-    def gather_numbers(self, numbers_N: Tensor) -> Tensor:
-        return self._ranks.gather_numbers(numbers_N)

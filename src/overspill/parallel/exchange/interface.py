@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import OrderError
+from overspill.parallel.ranks import Ranks
 from overspill.trace.recorder import Recorder
 from overspill.transfer.streams import Inject, StreamEvent, record_event
 from overspill.transfer.work_stream import Arrival
@@ -27,6 +28,8 @@ class Exchange(ABC):
 
     rank: int = 0
     size: int = 1
+    ranks: Ranks | None = None
+    """Those that take part; None for one process."""
 
     def __init__(
         self,
@@ -65,7 +68,9 @@ class Exchange(ABC):
 
     def gather_numbers(self, numbers_N: Tensor) -> Tensor:
         """The numbers of each rank, as many on all, [ranks, N]; in host memory."""
-        return numbers_N.unsqueeze(0)
+        return (
+            numbers_N.unsqueeze(0) if self.ranks is None else self.ranks.gather_numbers(numbers_N)
+        )
 
     def __deepcopy__(self, memo: object) -> "Exchange":
         return self  # layers share it

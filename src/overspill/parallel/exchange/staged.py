@@ -70,7 +70,7 @@ class StagedExchange(Exchange):
     ) -> None:
         super().__init__(device, recorder, inject)
         self.rank, self.size = ranks.rank, ranks.size
-        self._ranks = ranks
+        self.ranks = ranks
         self._group = ranks.new_host_group()
         self._outwards = WorkStream("exchange out", device, self.recorder, inject)
         self._inwards = WorkStream("exchange in", device, self.recorder, inject)
@@ -111,9 +111,6 @@ class StagedExchange(Exchange):
     def _host(self, tensor: Tensor) -> Tensor:
         pinned = tensor.is_cuda
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-
-    def gather_numbers(self, numbers_N: Tensor) -> Tensor:
-        return self._ranks.gather_numbers(numbers_N)
 
 
 @torch.no_grad()
