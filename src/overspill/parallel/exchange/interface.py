@@ -68,9 +68,9 @@ class Exchange(ABC):
 
     def gather_numbers(self, numbers_N: Tensor) -> Tensor:
         """The numbers of each rank, as many on all, [ranks, N]; in host memory."""
-        return (
-            numbers_N.unsqueeze(0) if self.ranks is None else self.ranks.gather_numbers(numbers_N)
-        )
+        if self.ranks is None:
+            return numbers_N.unsqueeze(0)
+        return self.ranks.gather_numbers(numbers_N)
 
     def __deepcopy__(self, memo: object) -> "Exchange":
         return self  # layers share it
