@@ -97,11 +97,14 @@ def test_autocast_computes_experts_in_bfloat16_and_the_router_in_float32() -> No
 
 
 def test_no_grad_and_inference_mode_compute_the_output() -> None:
-    layer, x = layer_of(strategy="S1"), tokens()
-    y, _ = layer(x)
-    for mode in (torch.no_grad(), torch.inference_mode()):
+    layer, x = layer_of(strategy="S1", exchange=LoopbackExchange("cpu")), tokens()
+    outputs = []
+    for mode in (torch.inference_mode(), torch.no_grad()):
         with mode:
-            assert torch.equal(layer(x)[0], y)
+            outputs.append(layer(x)[0])
+    y, _ = layer(x)
+    y.sum().backward()
+    assert all(torch.equal(output, y) for output in outputs)
 
 
 @pytest.mark.parametrize("frozen", ["w_in", "w_out", "router.weight", "x"])
@@ -255,3 +258,32 @@ def test_ranks_choose_the_same_and_keep_the_same_router() -> None:
     assert n in (1, 2, 4, 8)
     assert "must be the same on all ranks" in refused[0]
     assert "2 ranks cannot divide 1 experts" in refused[1]
+
+
+def wrap_on_rank(mesh: DeviceMesh) -> Any:
+    """The router's gradient inside DistributedDataParallel, and by `average_gradients`."""
+
+    def train(ignored: list[str], wrapped: bool) -> Tensor | None:
+        torch.manual_seed(mesh.get_local_rank())
+        layer = overspill.MoELayer(D, H, 4, 2, mesh=mesh, seed=1)
+        model = nn.Sequential(layer)
+        model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+        forward = nn.parallel.DistributedDataParallel(model) if wrapped else model
+        y, balance = forward(tokens())
+        (y.square().sum() + balance).backward()
+        if not wrapped:
+            layer.average_gradients(model)
+        return layer.router.weight.grad
+
+    try:
+        train([], wrapped=True)
+    except OrderError as error:
+        refused = str(error)
+    names = ["0.w_in", "0.w_out"]
+    return refused, train(names, wrapped=True), train(names, wrapped=False)
+
+
+def test_distributed_data_parallel_must_ignore_experts() -> None:
+    for refused, wrapped, averaged in run_ranks(2, wrap_on_rank):
+        assert "has replaced 0.w_in, 0.w_out" in refused
+        torch.testing.assert_close(wrapped, averaged)

@@ -14,7 +14,7 @@ from overspill.core.errors import ConfigError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.moe.autograd import routed_experts
-from overspill.moe.data_parallel import refuse_replicas
+from overspill.moe.data_parallel import check_ignored, refuse_replicas
 from overspill.moe.engine import Engine
 from overspill.moe.init import STD, expert_generator, init_expert_
 from overspill.moe.pipeline.autograd import PassPlan, pipelined_experts
@@ -167,6 +167,8 @@ class MoELayer(nn.Module):
                 f"the input is {x_TD.dtype} on {x_TD.device}, the experts are {w_in.dtype} on "
                 f"{w_in.device}; convert one of them, or use torch.autocast"
             )
+        if self._link.size > 1:
+            check_ignored(self.expert_parameters())
         exchange = self._link.on(x_TD.device)
         trained = any(t.requires_grad for t in (x_TD, weights_TK, w_in, w_out))
         training = torch.is_grad_enabled() and trained

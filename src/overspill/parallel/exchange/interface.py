@@ -48,6 +48,7 @@ class Exchange(ABC):
     ) -> Arrival:
         """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on. The rows that
         arrive, `received` of each rank, are in the order of ranks."""
+        rows = rows.contiguous()
         result = rows.new_empty(sum(received), *rows.shape[1:])
         # after the work that computes `rows`, and all that has used the memory of `result`
         ready = record_event(self.device)

@@ -40,10 +40,11 @@ class LoopbackExchange(Exchange):
         self._inwards = WorkStream("exchange", self.device, self.recorder, inject)
         self._last = COMPLETED  # the end of the last transfer: they share one link
         self._host = torch.empty(0, dtype=torch.uint8)
-        self._clock = None if self.device.type != "cuda" else self._new_clock()
+        with torch.inference_mode(False):
+            self._clock = self._new_clock()
 
     def _new_clock(self) -> Tensor | None:
-        if self._rate is None:
+        if self._rate is None or self.device.type != "cuda":
             return None
         from overspill.parallel.exchange import link_triton
 
@@ -59,7 +60,7 @@ class LoopbackExchange(Exchange):
         label: str,
     ) -> StreamEvent:
         assert sent == received, "one process sends all rows to itself"
-        source = rows.contiguous().view(-1).view(torch.uint8)
+        source = rows.view(-1).view(torch.uint8)
         target = result.view(-1).view(torch.uint8)
         host = self._host_memory(len(source))
         nanoseconds = 0 if self._rate is None else round(len(source) / self._rate)
@@ -95,7 +96,8 @@ class LoopbackExchange(Exchange):
         if len(self._host) < size:
             self._last.wait()  # it uses the memory that is replaced
             pinned = self.device.type == "cuda"
-            self._host = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=pinned)
+            with torch.inference_mode(False):  # later passes may train
+                self._host = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=pinned)
         return self._host[:size]
 
     def _begin(self) -> None:
