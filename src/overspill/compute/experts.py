@@ -12,7 +12,7 @@ of an expert are bitwise identical in any wave.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,10 @@ class WaveGrads:
     dw: tuple[Tensor, ...]
     """[n, ...] for each tensor of a record, in the order of the record; empty without `need_dw`."""
     drow_weight_R: Tensor
+
+
+TakeGrad = Callable[[int, Tensor], None]
+"""Gets the position of a tensor in a record and its gradient, [n, ...]. Without biases."""
 
 
 def split_records(weights: Tensor, shape: ExpertShape) -> tuple[Tensor, ...]:
@@ -118,6 +122,7 @@ class _Backward:
     need_dw: bool
     activation: Activation
     overwrite_hidden: bool
+    take_dw: TakeGrad | None
 
 
 @torch.no_grad()
@@ -133,9 +138,11 @@ def wave_backward(
     need_dw: bool = True,
     activation: Activation | None = None,
     overwrite_hidden: bool = False,
+    take_dw: TakeGrad | None = None,
 ) -> WaveGrads:
     """Gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of the *weighted* y.
 
+    With `take_dw`, each dw is passed on as soon as it is computed, instead of being returned.
     `hidden` is recomputed if it is None; it may be changed with `overwrite_hidden`. y is never
     recomputed: the gradient of a routing weight, y·dy, equals a·(dy @ w_out) plus b_out·dy, and
     dy @ w_out is needed anyway. The routing weight multiplies the activation and its gradient, so
@@ -145,7 +152,7 @@ def wave_backward(
     activation = activation or Fused(shape.gated)
     wave = _Backward(
         x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation,
-        overwrite_hidden or hidden is None,
+        overwrite_hidden or hidden is None, take_dw,
     )  # fmt: skip
     backend = grouped.backend_for(x_RD, own.w_in, shape)
     return _backward_loop(wave) if backend == "loop" else _backward_grouped(wave, backend)
@@ -173,8 +180,12 @@ def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
             ones = x_RD.new_ones(x_RD.shape[0], 8)
             weighted = (dy_RD * wave.row_weight_R.unsqueeze(-1)).to(dy_RD.dtype)
             pairs += [(ones, act.dh), (ones, weighted)]
+        if wave.take_dw is not None:
+            for number, (a, b) in enumerate(pairs):
+                wave.take_dw(number, grouped.weight_grad(backend, a, b, ends, wave.counts))
+            pairs = []
         dw = tuple(grouped.weight_grad(backend, a, b, ends, wave.counts) for a, b in pairs)
-        if wave.shape.bias:
+        if dw and wave.shape.bias:
             dw = (*dw[:2], *(total[:, 0] for total in dw[2:]))
     dx_RD = grouped.product(backend, act.dh, own.w_in, ends)
     return WaveGrads(dx_RD, dw, drow_weight_R)
@@ -207,6 +218,10 @@ def _backward_loop(wave: _Backward) -> WaveGrads:
                 dw[2][expert] = act.dh.sum(0)
                 dw[3][expert] = (dy * row_weight.unsqueeze(-1)).sum(0)
         torch.mm(act.dh, own.w_in[expert], out=dx_RD[rows])
+    if wave.take_dw is not None:
+        for number, grad in enumerate(dw):
+            wave.take_dw(number, grad)
+        dw = ()
     return WaveGrads(dx_RD, dw, drow_weight_R)
 
 

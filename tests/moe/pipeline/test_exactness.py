@@ -1,6 +1,7 @@
 """The pipelined layer computes what a loop over experts does: output, loss and all gradients."""
 
 import functools
+import itertools
 import random
 import time
 import zlib
@@ -11,6 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from overspill.core.expert_map import ExpertMap
+from overspill.moe.pipeline.rows import divide_rows, partition_counts
+from overspill.parallel.exchange.interface import LocalExchange
 from overspill.transfer.streams import Defer, Inject
 from tests.fuzz.late import LateStream
 from tests.moe.pipeline.cases import (
@@ -112,3 +115,13 @@ def test_ranks(n_ranks: int) -> None:
         assert not isinstance(got, Exception), got
         for case, mine in zip(found, got, strict=True):
             compare(case, rank, n_ranks, mine, naive(case, n_ranks)[rank])
+
+
+def test_ends_of_experts_are_contiguous() -> None:
+    """Grouped kernels read them by their address."""
+    ids, experts = torch.randint(0, N_EXPERTS, (50, 2)), ExpertMap.whole(N_EXPERTS)
+    counts_GPE = partition_counts(ids, 4, N_EXPERTS).unsqueeze(0).numpy()
+    rows = divide_rows(ids, counts_GPE, experts, LocalExchange("cpu"))
+    for part in rows.partitions:
+        assert part.ends.is_contiguous()
+        assert part.ends.tolist() == [*itertools.accumulate(part.counts)]

@@ -127,7 +127,7 @@ class _Backward(_Pass):
         self._saved, self._need_dw = saved, need_dw
         self.dx_TD = torch.empty_like(x_TD)
         self.drow_weights: list[Tensor] = []
-        self.dw: tuple[Tensor, ...] | None = None
+        self.dw: dict[int, Tensor] = {}  # 0: of w_in, 1: of w_out
         saved.prefetch(0)
 
     def send(self, number: int) -> Sequence[Arrival]:
@@ -157,10 +157,9 @@ class _Backward(_Pass):
             need_dw,
             own.activation,
             overwrite_hidden=hidden is not saved.middle.tensors[number],
+            take_dw=self._add,
         )
         self.drow_weights.append(grads.drow_weight_R)
-        if need_dw:
-            self._add(grads.dw)
         self._trace.end_wave()
         return self._return(grads.dx_RD, part, f"R{number}")
 
@@ -170,18 +169,16 @@ class _Backward(_Pass):
 
     def _is_last_without_dw(self, number: int) -> bool:
         """Whether no partition has token rows: the gradients are then the zeros of this one."""
-        return self.dw is None and number == len(self._rows.partitions) - 1
+        return not self.dw and number == len(self._rows.partitions) - 1
 
-    def _add(self, dw: tuple[Tensor, ...]) -> None:
+    def _add(self, position: int, grad: Tensor) -> None:
         """Sums over several partitions are float32 (or wider)."""
-        if len(self._rows.partitions) == 1:
-            self.dw = dw
-        elif self.dw is None:
-            wide = [torch.promote_types(grad.dtype, torch.float32) for grad in dw]
-            self.dw = tuple(grad.to(to) for grad, to in zip(dw, wide, strict=True))
+        if position in self.dw:
+            self.dw[position].add_(grad)
+        elif len(self._rows.partitions) == 1:
+            self.dw[position] = grad
         else:
-            for total, grad in zip(self.dw, dw, strict=True):
-                total.add_(grad)
+            self.dw[position] = grad.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 def forward(
@@ -226,7 +223,8 @@ def backward(
     finally:
         saved.abandon()
     dweights_TK = rows.return_weight_grads(steps.drow_weights)
-    size, dw = rows.exchange.size, steps.dw or ()
-    if size > 1:
-        dw = tuple(grad.div_(size) for grad in dw)
-    return Grads(steps.dx_TD, dweights_TK, tuple(grad.to(x_TD.dtype) for grad in dw))
+    dw = []
+    for position in sorted(steps.dw):
+        grad = steps.dw.pop(position)  # one by one: their sums are released
+        dw.append((grad / rows.exchange.size if rows.exchange.size > 1 else grad).to(x_TD.dtype))
+    return Grads(steps.dx_TD, dweights_TK, tuple(dw))

@@ -10,7 +10,7 @@ R rows of this rank's tokens, N rows that this rank computes.
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -54,7 +54,8 @@ class Partition:
     tokens: slice
     rows: slice
     order: Permutation
-    """Of `tokens`, with rows counted from the first of the partition."""
+    """The rows of `tokens`, counted from the first of the partition, in `inverse_TK`; the other
+    fields are those of all partitions."""
     sent: list[int]
     """Rows to each rank."""
     received: list[int]
@@ -137,7 +138,8 @@ def divide_rows(
     sent_PG = np.add.reduceat(own_PE, starts, axis=1)
     computed_GPL = counts_GPE[:, :, list(experts.local_ids)]
     received_PG = computed_GPL.sum(2).T
-    ends_PL = computed_GPL.sum(0).cumsum(1).astype(np.int32)
+    # each row is contiguous: kernels get its address alone, and numpy keeps orders of axes
+    ends_PL = np.ascontiguousarray(computed_GPL.sum(0).cumsum(1), dtype=np.int32)
     ends = to_device(torch.from_numpy(ends_PL), device).unbind()
     orders = _orders(permutation, len(expert_ids_TK), n)
     partitions = []
@@ -168,12 +170,8 @@ def _orders(whole: Permutation, n_tokens: int, n: int) -> list[tuple[slice, slic
     found = []
     for first, stop in itertools.pairwise(bounds):
         tokens, rows = slice(first, stop), slice(first * top_k, stop * top_k)
-        order = Permutation(
-            whole.row_token_R[rows],
-            whole.row_assignment_R[rows],
-            whole.inverse_TK[tokens] - first * top_k,
-            whole.counts_E,
-            whole.ends_E,
-        )
+        order = whole
+        if n > 1:
+            order = replace(whole, inverse_TK=whole.inverse_TK[tokens] - rows.start)
         found.append((tokens, rows, order))
     return found

@@ -1,7 +1,8 @@
 """An exchange of one process with itself, to measure pipelines on one GPU.
 
-Token rows are copied to pinned host memory and back by the copy engines, in pieces: while one piece
-arrives, the next one leaves. With a rate, a transfer takes at least the time that its bytes need.
+Token rows are copied to pinned host memory and back by the copy engines. With a rate, a transfer
+takes at least the time that its bytes need at this rate: a kernel of one thread waits for the rest
+of it.
 """
 
 import time
@@ -17,7 +18,8 @@ from overspill.transfer.driver import copy_on, new_event
 from overspill.transfer.streams import COMPLETED, Inject, StreamEvent
 from overspill.transfer.work_stream import WorkStream
 
-_PIECE, _PIECES = 1 << 20, 8  # the fewest bytes of a piece, and the most pieces
+_PIECES = 4  # of a transfer: while one arrives, the next one leaves
+_ONE_BY_ONE = 12.0  # GB/s: slower links do not need pieces, whose launches take time
 
 
 class LoopbackExchange(Exchange):
@@ -36,12 +38,14 @@ class LoopbackExchange(Exchange):
                 "the full speed of the link"
             )
         self._rate = gigabytes_per_second
-        self._outwards = WorkStream("exchange out", self.device, None, inject)
         self._inwards = WorkStream("exchange", self.device, self.recorder, inject)
         self._last = COMPLETED  # the end of the last transfer: they share one link
         self._host = torch.empty(0, dtype=torch.uint8)
         with torch.inference_mode(False):
             self._clock = self._new_clock()
+        if self.device.type == "cuda":
+            self._outwards = torch.cuda.Stream(self.device)
+            self._begun = new_event(self.device, blocking=False)
 
     def _new_clock(self) -> Tensor | None:
         if self._rate is None or self.device.type != "cuda":
@@ -65,32 +69,36 @@ class LoopbackExchange(Exchange):
         host = self._host_memory(len(source))
         nanoseconds = 0 if self._rate is None else round(len(source) / self._rate)
         if self.device.type != "cuda":
-            work = partial(_copy_at_rate, target, host, source, nanoseconds)
-            self._last = self._inwards.run(work, (), label, len(source))
+            copy = partial(_copy_at_rate, target, host, source, nanoseconds)
+            self._last = self._inwards.run(copy, (), label, len(source))
             return self._last
-        # `host` is free again when the transfer before has ended
-        self._outwards.run(self._begin, [ready, self._last])
-
-        def work_on_gpu() -> None:
-            self._copy_pieces(target, host, source)
-            self._hold(nanoseconds)
-
-        self._last = self._inwards.run(work_on_gpu, [ready, self._last], label, len(source))
+        work = partial(self._copy, target, host, source, nanoseconds)
+        # after the transfer before, which shares the link and `host`
+        self._last = self._inwards.run(work, [ready, self._last], label, len(source))
         return self._last
 
-    def _copy_pieces(self, target: Tensor, host: Tensor, source: Tensor) -> None:
+    def _copy(self, target: Tensor, host: Tensor, source: Tensor, nanoseconds: int) -> None:
         """Driver calls: torch's would take longer than the pieces."""
-        out, into = self._outwards.stream, self._inwards.stream
-        assert out is not None
-        assert into is not None
-        size = max(_PIECE, -(-len(source) // _PIECES))
-        for start in range(0, len(source), size):
-            piece = slice(start, start + size)
-            copy_on(out, host[piece], source[piece])
-            left = new_event(self.device, blocking=False)
-            left.record(out)
-            left.wait(into)
-            copy_on(into, target[piece], host[piece])
+        stream, out = self._inwards.stream, self._outwards
+        assert stream is not None
+        if len(source) == 0:
+            return
+        self._begin()
+        if self._rate is not None and self._rate <= _ONE_BY_ONE:
+            copy_on(stream, host, source)
+            copy_on(stream, target, host)
+        else:
+            self._begun.record(stream)
+            self._begun.wait(out)
+            size = -(-len(source) // _PIECES)
+            for start in range(0, len(source), size):
+                piece = slice(start, start + size)
+                copy_on(out, host[piece], source[piece])
+                left = new_event(self.device, blocking=False)
+                left.record(out)
+                left.wait(stream)
+                copy_on(stream, target[piece], host[piece])
+        self._hold(nanoseconds)
 
     def _host_memory(self, size: int) -> Tensor:
         if len(self._host) < size:
