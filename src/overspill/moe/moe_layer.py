@@ -27,7 +27,7 @@ from overspill.moe.router import Router
 from overspill.moe.state_dict import show_experts, split_record, stacked
 from overspill.parallel.dense import average_gradients
 from overspill.parallel.exchange.interface import Exchange
-from overspill.plan.reuse import STRATEGIES, Strategy, cheapest, strategy_named
+from overspill.plan.reuse import STRATEGIES, Speeds, Strategy, cheapest, strategy_named
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,6 +90,8 @@ class MoELayer(nn.Module):
         self.engine: Engine | None = None
         self._fixed = None if strategy is None else strategy_named(strategy)
         self._memory_reuse = memory_reuse
+        self.speeds: Speeds | None = None
+        """What the choice of a strategy was based on, if it was measured."""
         config = d_model, d_hidden, num_experts, top_k, pipeline, memory_reuse, activation, gated
         self._link = Link(mesh, exchange, (*config, partitions, strategy, dtype))
         self.seed = self._link.agree_on(seed)
@@ -191,8 +193,8 @@ class MoELayer(nn.Module):
                 self._fixed = STRATEGIES["S4"]
             else:
                 experts = Experts(weights, self.shape, self.activation)
-                speeds = measure_speeds(experts, exchange, self._link.copies(exchange))
-                self._fixed = cheapest(self.shape, speeds, weights.w_in.itemsize)
+                self.speeds = measure_speeds(experts, exchange, self._link.copies(exchange))
+                self._fixed = cheapest(self.shape, self.speeds, weights.w_in.itemsize)
         return self._fixed
 
     @property
