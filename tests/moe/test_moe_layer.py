@@ -192,9 +192,10 @@ def test_impossible_sizes_and_inputs_are_refused() -> None:
 
 
 class Model(nn.Module):
-    def __init__(self, gated: bool, activation: str) -> None:
+    def __init__(self, gated: bool, activation: str, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        kind = {"gated": gated, "activation": activation}
+        kind = {"gated": gated, "activation": activation, "mesh": mesh}
+        torch.manual_seed(0)
         self.layers = nn.ModuleList(layer_of(seed=seed, **kind) for seed in range(2))
         self.head = nn.Linear(D, 1)
 
@@ -225,6 +226,43 @@ def test_offloaded_layers_train_as_resident_ones(gated: bool, activation: str) -
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
     engine: Any = model.overspill
     engine.close()
+
+
+def offload_on_rank(mesh: DeviceMesh) -> tuple[list[float], str]:
+    model, losses = Model(False, "gelu", mesh), []
+    try:
+        overspill.offload(model, device="cpu", mode="host", slots=3, quiet=True)
+    except ConfigError as error:
+        refused = str(error)
+    overspill.offload(model, device="cpu", mode="host", slots=3, quiet=True, mesh=mesh)
+    optimizer = overspill.AdamW(model, lr=1e-2)
+    for number in range(3):
+        loss = model(batch(number, mesh.get_local_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    engine: Any = model.overspill
+    engine.close()
+    return losses, refused
+
+
+def batch(number: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    return torch.randn(12, D, generator=generator)
+
+
+def test_offloaded_layers_of_ranks_train_as_one_process() -> None:
+    (losses, refused), (other_losses, _) = run_ranks(2, offload_on_rank)
+    assert "give the same mesh to overspill.offload" in refused
+    plain = Model(False, "gelu")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for number, found in enumerate(zip(losses, other_losses, strict=True)):
+        both = torch.stack([plain(batch(number, rank)) for rank in range(2)])
+        assert both.tolist() == pytest.approx(found, rel=1e-5)
+        both.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def train_on_rank(mesh: DeviceMesh) -> Any:

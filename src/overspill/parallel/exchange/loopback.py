@@ -125,4 +125,5 @@ def _copy_at_rate(target: Tensor, host: Tensor, source: Tensor, nanoseconds: int
     end = time.perf_counter_ns() + nanoseconds
     host.copy_(source)
     target.copy_(host)
-    time.sleep(max(0, end - time.perf_counter_ns()) / 1e9)
+    if (rest := end - time.perf_counter_ns()) > 0:
+        time.sleep(rest / 1e9)
