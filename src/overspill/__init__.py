@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from overspill.models.huggingface.save import save
     from overspill.models.offload import offload
     from overspill.models.pregate import pregate
+    from overspill.moe.moe_layer import MoELayer
     from overspill.moe.settings import Settings
     from overspill.optim.adamw import AdamW
     from overspill.serve.llm import LLM
@@ -24,6 +25,7 @@ __all__ = [
     "LLM",
     "AdamW",
     "GPTMoE",
+    "MoELayer",
     "OverspillError",
     "SamplingParams",
     "Settings",
@@ -40,6 +42,7 @@ _HOMES = {
     "AdamW": "overspill.optim.adamw",
     "GPTMoE": "overspill.models.gpt",
     "LLM": "overspill.serve.llm",
+    "MoELayer": "overspill.moe.moe_layer",
     "OverspillError": "overspill.core.errors",
     "SamplingParams": "overspill.serve.params",
     "Settings": "overspill.moe.settings",

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overspill.core.errors import ConfigError
 from overspill.hardware.native import has_triton
 
 
@@ -83,6 +84,35 @@ class Differentiated:
         drow_weight_R = (a.detach().to(wide) * da_RH).sum(-1)
         (dh,) = torch.autograd.grad(a, h, (da_RH * weight_R1).to(a.dtype))
         return ActivationGrads((a.detach() * weight_R1).to(h.dtype), dh, drow_weight_R)
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "relu": F.relu,
+}
+
+
+class Named(Differentiated):
+    """One of the usual functions; gated: of the first half of a row, times the second half."""
+
+    def __init__(self, name: str, gated: bool) -> None:
+        self.name, self.gated = name, gated
+
+    def function(self, h: Tensor) -> Tensor:
+        function = _FUNCTIONS[self.name]
+        if not self.gated:
+            return function(h)
+        gate, up = h.chunk(2, dim=-1)
+        return function(gate) * up
+
+
+def activation_named(name: str, gated: bool) -> Activation | None:
+    """None for GELU and for gated SiLU, which are those of `Fused`."""
+    if name not in _FUNCTIONS:
+        raise ConfigError(f"activation={name!r} must be one of {', '.join(_FUNCTIONS)}")
+    fused = (name, gated) in (("gelu", False), ("silu", True))
+    return None if fused else Named(name, gated)
 
 
 def clamped_gate(h: Tensor) -> Tensor:

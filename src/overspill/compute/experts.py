@@ -12,8 +12,9 @@ of an expert are bitwise identical in any wave.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ class WaveGrads:
     drow_weight_R: Tensor
 
 
+TakeGrad = Callable[[int, Tensor], None]
+"""Gets the position of a tensor in a record and its gradient, [n, ...]. Without biases."""
+
+
 def split_records(weights: Tensor, shape: ExpertShape) -> tuple[Tensor, ...]:
     """Views [n, ...] of the tensors in the records [n, numel]."""
     number, base, record = weights.shape[0], weights.storage_offset(), weights.stride(0)
@@ -44,6 +49,13 @@ def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
     return (size[1], 1) if len(size) == 2 else (1,)
 
 
+class StackedWeights(NamedTuple):
+    """The two matrices of a wave's experts as stacks of their own, instead of records."""
+
+    w_in: Tensor  # [n, H or 2H, D]
+    w_out: Tensor  # [n, D, H]
+
+
 @dataclass(frozen=True)
 class _Parameters:
     """The tensors of a wave's records, with one orientation for all layouts."""
@@ -54,7 +66,9 @@ class _Parameters:
     b_out: Tensor | None
 
     @classmethod
-    def of(cls, weights: Tensor, shape: ExpertShape) -> "_Parameters":
+    def of(cls, weights: Tensor | StackedWeights, shape: ExpertShape) -> "_Parameters":
+        if isinstance(weights, StackedWeights):
+            return cls(weights.w_in, weights.w_out, None, None)
         w_in, w_out, *biases = split_records(weights, shape)
         if shape.transposed:
             w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
@@ -65,7 +79,7 @@ class _Parameters:
 @torch.no_grad()
 def wave_forward(
     x_RD: Tensor,
-    weights: Tensor,
+    weights: Tensor | StackedWeights,
     shape: ExpertShape,
     ends: Tensor,
     counts: Sequence[int] | None = None,
@@ -78,7 +92,7 @@ def wave_forward(
     """
     own = _Parameters.of(weights, shape)
     activation = activation or Fused(shape.gated)
-    backend = grouped.backend_for(x_RD, weights, shape)
+    backend = grouped.backend_for(x_RD, own.w_in, shape)
     if backend != "loop":
         hidden = _hidden_grouped(backend, x_RD, own, ends)
         a_RH = activation.forward(hidden)
@@ -107,6 +121,8 @@ class _Backward:
     hidden: Tensor | None
     need_dw: bool
     activation: Activation
+    overwrite_hidden: bool
+    take_dw: TakeGrad | None
 
 
 @torch.no_grad()
@@ -114,37 +130,42 @@ def wave_backward(
     x_RD: Tensor,
     dy_RD: Tensor,
     row_weight_R: Tensor,
-    weights: Tensor,
+    weights: Tensor | StackedWeights,
     shape: ExpertShape,
     ends: Tensor,
     counts: Sequence[int] | None = None,
     hidden: Tensor | None = None,
     need_dw: bool = True,
     activation: Activation | None = None,
+    overwrite_hidden: bool = False,
+    take_dw: TakeGrad | None = None,
 ) -> WaveGrads:
     """Gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of the *weighted* y.
 
-    `hidden` is recomputed if it is None. y is never recomputed: the gradient of a routing weight,
-    y·dy, equals a·(dy @ w_out) plus b_out·dy, and dy @ w_out is needed anyway. The routing weight
-    multiplies the activation and its gradient, so no scaled copy of dy is needed.
+    With `take_dw`, each dw is passed on as soon as it is computed, instead of being returned.
+    `hidden` is recomputed if it is None; it may be changed with `overwrite_hidden`. y is never
+    recomputed: the gradient of a routing weight, y·dy, equals a·(dy @ w_out) plus b_out·dy, and
+    dy @ w_out is needed anyway. The routing weight multiplies the activation and its gradient, so
+    no scaled copy of dy is needed.
     """
     own = _Parameters.of(weights, shape)
     activation = activation or Fused(shape.gated)
     wave = _Backward(
-        x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation
-    )
-    backend = grouped.backend_for(x_RD, weights, shape)
+        x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation,
+        overwrite_hidden or hidden is None, take_dw,
+    )  # fmt: skip
+    backend = grouped.backend_for(x_RD, own.w_in, shape)
     return _backward_loop(wave) if backend == "loop" else _backward_grouped(wave, backend)
 
 
 def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
     x_RD, dy_RD, own, ends = wave.x_RD, wave.dy_RD, wave.own, wave.ends
-    hidden, recomputed = wave.hidden, wave.hidden is None
+    hidden = wave.hidden
     if hidden is None:
         hidden = _hidden_grouped(backend, x_RD, own, ends)
     da_RH = grouped.product(backend, dy_RD, own.w_out, ends)
     # A kept hidden may be needed by another backward through the graph: overwrite only our own.
-    act = wave.activation.backward(hidden, da_RH, wave.row_weight_R, recomputed)
+    act = wave.activation.backward(hidden, da_RH, wave.row_weight_R, wave.overwrite_hidden)
     del da_RH, hidden
     drow_weight_R = act.drow_weight_R
     if own.b_out is not None:
@@ -159,8 +180,12 @@ def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
             ones = x_RD.new_ones(x_RD.shape[0], 8)
             weighted = (dy_RD * wave.row_weight_R.unsqueeze(-1)).to(dy_RD.dtype)
             pairs += [(ones, act.dh), (ones, weighted)]
+        if wave.take_dw is not None:
+            for number, (a, b) in enumerate(pairs):
+                wave.take_dw(number, grouped.weight_grad(backend, a, b, ends, wave.counts))
+            pairs = []
         dw = tuple(grouped.weight_grad(backend, a, b, ends, wave.counts) for a, b in pairs)
-        if wave.shape.bias:
+        if dw and wave.shape.bias:
             dw = (*dw[:2], *(total[:, 0] for total in dw[2:]))
     dx_RD = grouped.product(backend, act.dh, own.w_in, ends)
     return WaveGrads(dx_RD, dw, drow_weight_R)
@@ -180,7 +205,7 @@ def _backward_loop(wave: _Backward) -> WaveGrads:
         else:
             h = wave.hidden[rows]
         da = torch.mm(dy, own.w_out[expert])
-        act = wave.activation.backward(h, da, row_weight, overwrite_h=wave.hidden is None)
+        act = wave.activation.backward(h, da, row_weight, wave.overwrite_hidden)
         drow_weight_R[rows] = act.drow_weight_R
         if own.b_out is not None:
             drow_weight_R[rows] += (own.b_out[expert] * dy).sum(-1)
@@ -193,6 +218,10 @@ def _backward_loop(wave: _Backward) -> WaveGrads:
                 dw[2][expert] = act.dh.sum(0)
                 dw[3][expert] = (dy * row_weight.unsqueeze(-1)).sum(0)
         torch.mm(act.dh, own.w_in[expert], out=dx_RD[rows])
+    if wave.take_dw is not None:
+        for number, grad in enumerate(dw):
+            wave.take_dw(number, grad)
+        dw = ()
     return WaveGrads(dx_RD, dw, drow_weight_R)
 
 

@@ -37,6 +37,7 @@ from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
+from overspill.moe.moe_layer import MoELayer
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.row_placer import Sharing
 from overspill.moe.settings import Settings
@@ -85,7 +86,8 @@ def offload(
     call `model.eval()` first to offload for inference.
 
     Args:
-        model: a `GPTMoE` or a Mixture-of-Experts model of Hugging Face transformers.
+        model: a `GPTMoE`, a Mixture-of-Experts model of Hugging Face transformers, or any model
+            with `MoELayer`s.
         gpu_memory: GPU memory the model may use; default: all that is free, or an equal share of
             it if several models have no budget.
         host_memory: host memory the process may use; default: 95% of what is free.
@@ -136,7 +138,9 @@ def offload_within(
         return move_experts(
             model, found, budgets, progress, quiet, finish=lambda: adapt(model, found)
         )
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
+    layers = {
+        path: module for path, module in model.named_modules() if isinstance(module, MoE | MoELayer)
+    }
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
     check_layers(layers, model.training)

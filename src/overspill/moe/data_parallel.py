@@ -1,5 +1,6 @@
 """Several GPUs or processes for one model: refused where experts would be left out."""
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from torch import nn
@@ -31,4 +32,26 @@ def check_processes() -> None:
             f"DistributedDataParallel averages the gradients of {size} processes, but not those "
             "of offloaded experts, which are not tensors of the model; freeze the experts "
             "(adapters are averaged), or give a mesh to overspill.offload in its place"
+        )
+
+
+def check_ignored(experts: Sequence[nn.Parameter]) -> None:
+    """Raises in a forward inside a DistributedDataParallel that treats the experts of this rank as
+    copies of those of other ranks."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is None or wrapper.process_group.size() == 1:
+        return
+    ids = {id(expert) for expert in experts}
+    ignored = wrapper.parameters_to_ignore
+    names = [
+        name
+        for name, parameter in wrapper.module.named_parameters()
+        if id(parameter) in ids and name not in ignored
+    ]
+    if names:
+        raise OrderError(
+            f"DistributedDataParallel has replaced {', '.join(names)} by the experts of the first "
+            "rank, but each rank has experts of its own; set "
+            "model._ddp_params_and_buffers_to_ignore to the names of all expert parameters before "
+            "wrapping the model"
         )

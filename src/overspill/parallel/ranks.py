@@ -49,13 +49,16 @@ class Ranks:
         self._calls = 0
         backends = dist.get_backend_config(self._group)
         # gloo sends from host memory
-        self._through_host = device.type == "cuda" and "cuda:nccl" not in backends
+        self.through_host = device.type == "cuda" and "cuda:nccl" not in backends
+        """Whether tensors of the device travel through host memory."""
         self._host_group = self._group
         if "cpu:gloo" not in backends:
-            members = dist.get_process_group_ranks(self._group)
-            self._host_group = dist.new_group(
-                members, backend="gloo", use_local_synchronization=True
-            )
+            self._host_group = self.new_host_group()
+
+    def new_host_group(self) -> dist.ProcessGroup:
+        """Another group of the same ranks, over gloo."""
+        members = dist.get_process_group_ranks(self._group)
+        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
     @property
     def node(self) -> "Ranks":
@@ -90,14 +93,20 @@ class Ranks:
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on; returns those
         that were received, in the order of their ranks."""
-        source = to_host(rows) if self._through_host else rows
+        source = to_host(rows) if self.through_host else rows
         shape = (sum(received), *rows.shape[1:])
         out = torch.empty(
-            shape, dtype=source.dtype, device=source.device, pin_memory=self._through_host
+            shape, dtype=source.dtype, device=source.device, pin_memory=self.through_host
         )
-        with self._calling():
-            dist.all_to_all_single(out, source.contiguous(), received, sent, group=self._group)
+        self.all_to_all_into(out, source, sent, received)
         return out.to(rows.device, non_blocking=True)
+
+    def all_to_all_into(
+        self, out: Tensor, rows: Tensor, sent: list[int], received: list[int]
+    ) -> None:
+        """The same into a given tensor, with tensors that the group can send."""
+        with self._calling():
+            dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self._group)
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor by its mean over ranks: the same bits on all. Sums are float32."""
@@ -110,7 +119,7 @@ class Ranks:
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over ranks: the same bits on all. `tensor` may be changed."""
-        total = to_host(tensor) if self._through_host else tensor
+        total = to_host(tensor) if self.through_host else tensor
         with self._calling():
             dist.all_reduce(total, group=self._group)
         return total.to(tensor.device, non_blocking=True)

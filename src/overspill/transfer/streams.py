@@ -174,6 +174,10 @@ class Timestamp:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
 
+    def passed(self) -> bool:
+        """Whether the stream has come so far."""
+        return self._event is None or self._event.query()
+
     def seconds_until(self, later: "Timestamp") -> float:
         """Seconds between two timestamps that the stream has passed."""
         if self._event is not None and later._event is not None:

@@ -1,0 +1,177 @@
+"""The token rows of each partition: where they go, and in which order they lie.
+
+The tokens of a rank are divided into n consecutive partitions. Its rows are sorted by (partition,
+expert, token), and ranks hold consecutive experts, so the rows of a partition are sorted by rank.
+Received rows are ordered by (source rank, expert, token); `to_experts` makes that (expert, source
+rank, token).
+
+Shapes: T tokens, K top-k, E experts of all ranks, L experts of this rank, P partitions, G ranks,
+R rows of this rank's tokens, N rows that this rank computes.
+"""
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from overspill.compute.permute import Permutation, row_weights, to_device, weights_grad
+from overspill.core.expert_map import ExpertMap
+from overspill.parallel.exchange.interface import Exchange
+
+Rows = NDArray[np.int64]
+
+
+def token_bounds(n_tokens: int, n: int) -> list[int]:
+    """The first token of each partition, and the end. Those of 2n partitions contain those of n."""
+    return [n_tokens * p // n for p in range(n + 1)]
+
+
+def partition_counts(expert_ids_TK: Tensor, n: int, n_experts: int) -> Tensor:
+    """Rows of each expert in each partition, [P, E], on the device."""
+    keys_R = partition_keys(expert_ids_TK, n, n_experts).view(-1)
+    counts = keys_R.new_zeros(n * n_experts)
+    return counts.scatter_add_(0, keys_R, torch.ones_like(keys_R)).view(n, n_experts)
+
+
+def partition_keys(expert_ids_TK: Tensor, n: int, n_experts: int) -> Tensor:
+    """partition * E + expert of each assignment."""
+    if n == 1:
+        return expert_ids_TK
+    n_tokens = len(expert_ids_TK)
+    token_T = torch.arange(n_tokens, device=expert_ids_TK.device)
+    # the largest p with T*p//n <= t, which is T*p <= n*t + n - 1
+    partition_T = ((token_T * n + n - 1) // max(1, n_tokens)).clamp_(max=n - 1)
+    return expert_ids_TK + (partition_T * n_experts).unsqueeze(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """The rows of one partition on this rank."""
+
+    tokens: slice
+    rows: slice
+    order: Permutation
+    """The rows of `tokens`, counted from the first of the partition, in `inverse_TK`; the other
+    fields are those of all partitions."""
+    sent: list[int]
+    """Rows to each rank."""
+    received: list[int]
+    """Rows from each rank."""
+    counts: list[int]
+    """Received rows of each local expert."""
+    ends: Tensor
+    """Their cumulative sum, on the device."""
+    to_experts: Tensor | None
+    """The received row at each place in the order of experts; None: they are in this order."""
+    to_ranks: Tensor | None
+    """The inverse."""
+
+    @property
+    def n_computed(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedRows:
+    """All partitions of one pass. Kept from forward to backward."""
+
+    permutation: Permutation
+    partitions: list[Partition]
+    exchange: Exchange
+    _sent_PG: Rows = field(repr=False)
+    _received_PG: Rows = field(repr=False)
+
+    def send_weights(self, weights_TK: Tensor) -> list[Tensor]:
+        """The routing weights of the rows that this rank computes, for each partition."""
+        weights_R = row_weights(weights_TK, self.permutation)
+        if self.exchange.size > 1:
+            weights_R = self._across(weights_R, self._sent_PG, self._received_PG)
+        parts = weights_R.split([part.n_computed for part in self.partitions])
+        return [
+            _take(weights, part.to_experts)
+            for weights, part in zip(parts, self.partitions, strict=True)
+        ]
+
+    def return_weight_grads(self, grads: list[Tensor]) -> Tensor:
+        """The gradients of the routing weights [T, K] from those of computed rows."""
+        parts = zip(grads, self.partitions, strict=True)
+        grads_N = torch.cat([_take(grad, part.to_ranks) for grad, part in parts])
+        if self.exchange.size > 1:
+            grads_N = self._across(grads_N, self._received_PG, self._sent_PG)
+        return weights_grad(grads_N, self.permutation)
+
+    def _across(self, values: Tensor, sent_PG: Rows, received_PG: Rows) -> Tensor:
+        """Values of the rows of all partitions, in one exchange."""
+        by_rank = values[to_device(_transposed(sent_PG), values.device)]
+        sent, received = sent_PG.sum(0).tolist(), received_PG.sum(0).tolist()
+        found = self.exchange.send(by_rank, sent, received, "routing weights").wait()
+        return found[to_device(_transposed(received_PG.T), values.device)]
+
+
+def _take(rows: Tensor, index: Tensor | None) -> Tensor:
+    return rows if index is None else rows.index_select(0, index)
+
+
+def _transposed(lengths_AB: Rows) -> Tensor:
+    """Rows lie in blocks of these lengths, by (a, b). The row at each place if they are to lie by
+    (b, a)."""
+    lengths = lengths_AB.reshape(-1)
+    starts_AB = (lengths.cumsum() - lengths).reshape(lengths_AB.shape)
+    after, starts = lengths_AB.T.reshape(-1), starts_AB.T.reshape(-1)
+    shifts = starts - (after.cumsum() - after)
+    return torch.from_numpy(np.repeat(shifts, after) + np.arange(after.sum()))
+
+
+def divide_rows(
+    expert_ids_TK: Tensor, counts_GPE: Rows, experts: ExpertMap, exchange: Exchange
+) -> RoutedRows:
+    """Sorts the rows of this rank; `counts_GPE` are the rows of all ranks."""
+    _, n, n_experts = counts_GPE.shape
+    device = expert_ids_TK.device
+    own_PE = counts_GPE[exchange.rank]
+    permutation = Permutation.build(partition_keys(expert_ids_TK, n, n_experts), n * n_experts)
+    parts = [ExpertMap.part(n_experts, rank, exchange.size) for rank in range(exchange.size)]
+    starts = [part.local_ids[0] for part in parts]
+    sent_PG = np.add.reduceat(own_PE, starts, axis=1)
+    computed_GPL = counts_GPE[:, :, list(experts.local_ids)]
+    received_PG = computed_GPL.sum(2).T
+    # each row is contiguous: kernels get its address alone, and numpy keeps orders of axes
+    ends_PL = np.ascontiguousarray(computed_GPL.sum(0).cumsum(1), dtype=np.int32)
+    ends = to_device(torch.from_numpy(ends_PL), device).unbind()
+    orders = _orders(permutation, len(expert_ids_TK), n)
+    partitions = []
+    for p, (tokens, rows, order) in enumerate(orders):
+        lengths_GL = computed_GPL[:, p]
+        sorted_already = exchange.size == 1 or np.count_nonzero(received_PG[p]) <= 1
+        there = None if sorted_already else to_device(_transposed(lengths_GL), device)
+        back = None if sorted_already else to_device(_transposed(lengths_GL.T), device)
+        partitions.append(
+            Partition(
+                tokens,
+                rows,
+                order,
+                sent_PG[p].tolist(),
+                received_PG[p].tolist(),
+                lengths_GL.sum(0).tolist(),
+                ends[p],
+                there,
+                back,
+            )
+        )
+    return RoutedRows(permutation, partitions, exchange, sent_PG, received_PG)
+
+
+def _orders(whole: Permutation, n_tokens: int, n: int) -> list[tuple[slice, slice, Permutation]]:
+    """The tokens, the rows and the order of each partition."""
+    bounds, top_k = token_bounds(n_tokens, n), whole.inverse_TK.shape[1]
+    found = []
+    for first, stop in itertools.pairwise(bounds):
+        tokens, rows = slice(first, stop), slice(first * top_k, stop * top_k)
+        order = whole
+        if n > 1:
+            order = replace(whole, inverse_TK=whole.inverse_TK[tokens] - rows.start)
+        found.append((tokens, rows, order))
+    return found

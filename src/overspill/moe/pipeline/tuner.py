@@ -1,0 +1,108 @@
+"""The number of partitions of each pass, the same on all ranks.
+
+Ranks tell each other the token rows of every expert once for each pass. The same message carries
+the number of tokens and the time of the last measured pass, so that all search with equal numbers.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from overspill.core.expert_map import ExpertMap
+from overspill.moe.autograd_state import graph_task
+from overspill.moe.pipeline.rows import RoutedRows, divide_rows, partition_counts
+from overspill.parallel.exchange.interface import Exchange
+from overspill.plan.granularity import GranularitySearch
+from overspill.transfer.streams import Timestamp, to_host
+
+_HEAD = 5  # numbers before the counts: tokens, training; batch, partitions, nanoseconds
+Numbers = NDArray[np.int64]
+
+
+class PassTimer:
+    """The time of one forward and its backward on the compute stream."""
+
+    def __init__(
+        self, device: torch.device, batch: int, n: int, ended: "Callable[[PassTimer], None]"
+    ) -> None:
+        self.batch, self.n = batch, n
+        self._device, self._ended = device, ended
+        self._stamps: list[Timestamp] = []
+
+    def begin_forward(self) -> None:
+        self._stamps = [Timestamp(self._device)]
+
+    def end_forward(self) -> None:
+        self._stamps.append(Timestamp(self._device))
+
+    def begin_backward(self) -> None:
+        del self._stamps[2:]  # of another backward through the same graph
+        self._stamps.append(Timestamp(self._device))
+
+    def end_backward(self) -> None:
+        self._stamps.append(Timestamp(self._device))
+        self._ended(self)
+
+    def nanoseconds(self) -> int:
+        """0 if the device has not come so far."""
+        if not self._stamps[-1].passed():
+            return 0
+        begin, end, begin_backward, end_backward = self._stamps
+        seconds = begin.seconds_until(end) + begin_backward.seconds_until(end_backward)
+        return max(1, round(seconds * 1e9))
+
+
+class Tuner:
+    """Chooses the number of partitions: a fixed one, or by search."""
+
+    def __init__(self, partitions: int | None) -> None:
+        self.partitions = partitions
+        self.search = GranularitySearch()
+        self._measured: PassTimer | None = None
+        self._last: dict[int, int] = {}  # the number of partitions, by tokens of the largest rank
+
+    def route(
+        self, expert_ids_TK: Tensor, experts: ExpertMap, exchange: Exchange, training: bool
+    ) -> tuple[RoutedRows, PassTimer | None]:
+        """The partitions of a pass, and what measures it. Must be called on all ranks; waits for
+        the device."""
+        finest = self.partitions or self.search.candidates[-1]
+        counts_PE = to_host(partition_counts(expert_ids_TK, finest, experts.n_global))
+        message = self._message(len(expert_ids_TK), training, counts_PE)
+        found: Numbers = exchange.gather_numbers(message).numpy()
+        timer, n = None, self.partitions
+        if n is None:
+            batch, n = self._choose(found[:, :_HEAD])
+            if training:
+                timer = PassTimer(expert_ids_TK.device, batch, n, self._end)
+        counts_GPE = found[:, _HEAD:].reshape(len(found), n, finest // n, -1).sum(2)
+        return divide_rows(expert_ids_TK, counts_GPE, experts, exchange), timer
+
+    def _end(self, timer: PassTimer) -> None:
+        self._measured = timer
+
+    def _message(self, n_tokens: int, training: bool, counts_PE: Tensor) -> Tensor:
+        head = [n_tokens, int(training), 0, 0, 0]
+        if self._measured is not None and graph_task() == -1:
+            timer, self._measured = self._measured, None
+            head[2:] = timer.batch, timer.n, timer.nanoseconds()
+        return torch.cat((torch.tensor(head), counts_PE.view(-1)))
+
+    def _choose(self, heads: Numbers) -> tuple[int, int]:
+        """The batch, and the number of partitions for it; from the same numbers on all ranks."""
+        batch, _, measured, n, nanoseconds = heads.max(0).tolist()
+        if (heads[:, 2:4] == (measured, n)).all() and (heads[:, 4] > 0).all():
+            self.search.report(measured, n, nanoseconds / 1e9)
+        if graph_task() != -1 and batch in self._last:  # a checkpoint repeats its forward
+            return batch, self._last[batch]
+        training = (heads[:, 1] > 0).all()
+        n = self.search.choose(batch) if training else self.search.guess(batch)
+        self._last[batch] = n
+        return batch, n
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the last pass, whose events belong to this process."""
+        return {**vars(self), "_measured": None}

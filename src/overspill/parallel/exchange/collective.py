@@ -1,0 +1,48 @@
+"""An all-to-all of torch.distributed on a stream of its own."""
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import ConfigError
+from overspill.parallel.exchange.interface import Exchange
+from overspill.parallel.ranks import Ranks
+from overspill.trace.recorder import Recorder
+from overspill.transfer.streams import Inject, StreamEvent
+from overspill.transfer.work_stream import WorkStream
+
+
+class CollectiveExchange(Exchange):
+    """NCCL runs beside compute. gloo with tensors in host memory ends before the call returns."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        inject: Inject | None = None,
+    ) -> None:
+        super().__init__(device, recorder, inject)
+        if ranks.through_host:
+            raise ConfigError(
+                "the mesh has no NCCL group, and gloo sends from host memory; use a StagedExchange"
+            )
+        self.rank, self.size = ranks.rank, ranks.size
+        self.ranks = ranks
+        self._stream = WorkStream("exchange", device, self.recorder, inject)
+
+    def _transfer(
+        self,
+        rows: Tensor,
+        result: Tensor,
+        sent: list[int],
+        received: list[int],
+        ready: StreamEvent,
+        label: str,
+    ) -> StreamEvent:
+        ranks = self.ranks
+        assert ranks is not None
+
+        def work() -> None:
+            ranks.all_to_all_into(result, rows, sent, received)
+
+        return self._stream.run(work, [ready], label, rows.nbytes)

@@ -1,0 +1,95 @@
+"""What the pipeline needs of an exchange: token rows go to the ranks that compute them, beside the
+compute stream, and numbers of the host to all ranks.
+
+| class                | token rows travel                                        |
+|----------------------|----------------------------------------------------------|
+| `LocalExchange`      | nowhere: one process computes its own rows               |
+| `CollectiveExchange` | by torch.distributed: NCCL on GPUs, gloo on a CPU        |
+| `StagedExchange`     | through pinned host memory and gloo, in a thread         |
+| `LoopbackExchange`   | through pinned host memory, back to the same process     |
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import OrderError
+from overspill.parallel.ranks import Ranks
+from overspill.trace.recorder import Recorder
+from overspill.transfer.streams import Inject, StreamEvent, record_event
+from overspill.transfer.work_stream import Arrival
+
+
+class Exchange(ABC):
+    """All ranks make the same calls in the same order, also those without rows."""
+
+    rank: int = 0
+    size: int = 1
+    ranks: Ranks | None = None
+    """Those that take part; None for one process."""
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        recorder: Recorder | None = None,
+        inject: Inject | None = None,
+    ) -> None:
+        """`recorder` gets the spans of transfers and compute; `inject` is called before each
+        transfer, by fault-injection tests."""
+        self.device = torch.device(device)
+        self.recorder = recorder or Recorder(device=self.device)
+        self.inject = inject
+
+    def send(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], label: str = ""
+    ) -> Arrival:
+        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on. The rows that
+        arrive, `received` of each rank, are in the order of ranks."""
+        rows = rows.contiguous()
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        # after the work that computes `rows`, and all that has used the memory of `result`
+        ready = record_event(self.device)
+        end = self._transfer(rows, result, list(sent), list(received), ready, label)
+        return Arrival(self.device, result, end, rows)
+
+    @abstractmethod
+    def _transfer(
+        self,
+        rows: Tensor,
+        result: Tensor,
+        sent: list[int],
+        received: list[int],
+        ready: StreamEvent,
+        label: str,
+    ) -> StreamEvent:
+        """Fills `result` after `ready`; returns the end. Does not wait for the device."""
+
+    def gather_numbers(self, numbers_N: Tensor) -> Tensor:
+        """The numbers of each rank, as many on all, [ranks, N]; in host memory."""
+        if self.ranks is None:
+            return numbers_N.unsqueeze(0)
+        return self.ranks.gather_numbers(numbers_N)
+
+    def __deepcopy__(self, memo: object) -> "Exchange":
+        return self  # layers share it
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise OrderError(
+            f"a layer with a {type(self).__name__} cannot be pickled: it belongs to running "
+            "processes; save layer.state_dict() (with torch.save) and load it into a new layer"
+        )
+
+
+class LocalExchange(Exchange):
+    """No exchange: token rows stay where they are."""
+
+    def send(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], label: str = ""
+    ) -> Arrival:
+        return Arrival(self.device, rows)
+
+    def _transfer(self, *args: object) -> StreamEvent:
+        raise AssertionError("rows are not sent")

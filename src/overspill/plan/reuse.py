@@ -1,0 +1,172 @@
+"""How the activations of a partition come back in backward, if partitions share memory: the
+strategies of MPipeMoE (Table II), their cost (equation 10) and the memory they save (1 to 6).
+
+T_DI is the dispatched input of the experts, T_M the result of their first matrix, T_DO their
+output. Shapes: B token rows, M (d_model), H (d_hidden), n partitions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from overspill.core.errors import ConfigError
+from overspill.core.experts import ExpertShape
+
+
+class Restore(StrEnum):
+    """Where an activation comes from in backward."""
+
+    KEEP = "keep"
+    """It stays on the device; partitions do not share its memory."""
+    OFFLOAD = "offload"
+    """It is copied to host memory in forward, and back."""
+    REPEAT = "repeat"
+    """It is sent again (T_DI), or computed again (T_M)."""
+
+
+class Strategy(NamedTuple):
+    name: str
+    dispatched: Restore
+    """Of T_DI."""
+    middle: Restore
+    """Of T_M."""
+
+    @property
+    def copies(self) -> bool:
+        return Restore.OFFLOAD in (self.dispatched, self.middle)
+
+
+STRATEGIES: Mapping[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("none", Restore.KEEP, Restore.KEEP),
+        Strategy("S1", Restore.OFFLOAD, Restore.OFFLOAD),
+        Strategy("S2", Restore.REPEAT, Restore.OFFLOAD),
+        Strategy("S3", Restore.OFFLOAD, Restore.REPEAT),
+        Strategy("S4", Restore.REPEAT, Restore.REPEAT),
+    )
+}
+REUSING = tuple(strategy for strategy in STRATEGIES.values() if strategy.name != "none")
+
+
+def strategy_named(name: str) -> Strategy:
+    if name not in STRATEGIES:
+        raise ConfigError(f"strategy={name!r} must be one of {', '.join(STRATEGIES)}, or None")
+    return STRATEGIES[name]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What was measured on this machine. A factor is the speed beside other work as a share of the
+    speed alone."""
+
+    compute: float
+    """Floating-point operations per second of the experts' matrix products."""
+    exchange: float
+    """Bytes per second to the ranks that compute; infinite without an exchange."""
+    copy: float
+    """Bytes per second between the device and host memory."""
+    exchange_beside_compute: float = 1.0
+    exchange_beside_all: float = 1.0
+    copy_beside_all: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ConfigError(f"{name}={value} of the measured speeds must be above 0")
+
+
+class Work(NamedTuple):
+    """The operations of one pass, in units of one matrix product B*H*M and of B*M elements."""
+
+    products: float
+    exchanges: float
+    copies: float
+
+
+def work(strategy: Strategy, shape: ExpertShape) -> tuple[Work, Work]:
+    """Q of forward and of backward. For experts that are not gated, with H = 4 M: Table II."""
+    first = shape.in_rows / shape.d_hidden  # 2 if gated: the first matrix has gate and up
+    copied = (strategy.dispatched is Restore.OFFLOAD) * 1.0
+    copied += (strategy.middle is Restore.OFFLOAD) * shape.in_rows / shape.d_model
+    again = first * (strategy.middle is Restore.REPEAT)
+    sent_again = 1.0 * (strategy.dispatched is Restore.REPEAT)
+    forward = Work(first + 1, 2.0, copied)
+    return forward, Work(2 * (first + 1) + again, 2.0 + sent_again, copied)
+
+
+def cost(strategy: Strategy, shape: ExpertShape, speeds: Speeds, itemsize: int) -> float:
+    """Seconds of forward and backward for one token row (equation 10): the slowest of the three
+    streams."""
+    exchange = speeds.exchange * (
+        speeds.exchange_beside_all if strategy.copies else speeds.exchange_beside_compute
+    )
+    product = 2 * shape.d_model * shape.d_hidden / speeds.compute
+    row = shape.d_model * itemsize
+    copy = row / (speeds.copy * speeds.copy_beside_all)
+    return sum(
+        max(q.products * product, q.exchanges * row / exchange, q.copies * copy)
+        for q in work(strategy, shape)
+    )
+
+
+def cheapest(
+    shape: ExpertShape,
+    speeds: Speeds,
+    itemsize: int,
+    among: Sequence[Strategy] = REUSING,
+) -> Strategy:
+    """The strategy with the lowest cost; of equals the one that copies least, as host memory has
+    other uses."""
+
+    def rank(strategy: Strategy) -> tuple[float, float]:
+        copied = sum(q.copies for q in work(strategy, shape))
+        return round(cost(strategy, shape, speeds, itemsize) * 1e12, 3), copied
+
+    return min(among, key=rank)
+
+
+class Memory(NamedTuple):
+    """Elements of a layer on one device."""
+
+    states: float
+    """Parameters, gradients and both moments of Adam (equation 1)."""
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return self.states + self.activations + self.buffers
+
+
+def _states(d_model: int, d_hidden: int, n_experts: int) -> float:
+    return 4.0 * (n_experts * d_model + 2 * d_hidden * d_model)
+
+
+def unpipelined_memory(rows: int, d_model: int, d_hidden: int, n_experts: int) -> Memory:
+    """Equations 1 to 3."""
+    return Memory(
+        _states(d_model, d_hidden, n_experts),
+        4.0 * rows * d_model + rows * d_hidden,
+        float(rows * d_model + rows * d_hidden),
+    )
+
+
+def pipelined_memory(rows: int, d_model: int, d_hidden: int, n_experts: int) -> Memory:
+    """Equation 4: buffers for the gradients of all activations."""
+    activations = 4.0 * rows * d_model + rows * d_hidden
+    return Memory(_states(d_model, d_hidden, n_experts), activations, activations)
+
+
+def saved_memory(rows: int, d_model: int, d_hidden: int, n: int) -> float:
+    """Elements that n partitions save by sharing memory, of activations and as many of buffers
+    (equation 5): two of n parts of T_DI and T_DO remain, and one of T_M."""
+    each = 2.0 * rows * d_model * max(0, n - 2) / n + rows * d_hidden * (n - 1) / n
+    return 2 * each
+
+
+def saving_ratio(rows: int, d_model: int, d_hidden: int, n_experts: int, n: int) -> float:
+    """Equation 6."""
+    total = pipelined_memory(rows, d_model, d_hidden, n_experts).total
+    return saved_memory(rows, d_model, d_hidden, n) / total

@@ -1,0 +1,128 @@
+"""The pipelined layer computes what a loop over experts does: output, loss and all gradients."""
+
+import functools
+import itertools
+import random
+import time
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from overspill.core.expert_map import ExpertMap
+from overspill.moe.pipeline.rows import divide_rows, partition_counts
+from overspill.parallel.exchange.interface import LocalExchange
+from overspill.transfer.streams import Defer, Inject
+from tests.fuzz.late import LateStream
+from tests.moe.pipeline.cases import (
+    KINDS,
+    LOADS,
+    N_EXPERTS,
+    STRATEGIES,
+    Case,
+    Result,
+    backend,
+    naive,
+    run,
+)
+from tests.pairs import all_pairs
+from tests.parallel.processes import run_ranks
+
+WHERE = [
+    *((name, 1) for name in ("local", "loopback", "collective", "staged")),
+    *((name, n_ranks) for n_ranks in (2, 4) for name in ("collective", "staged")),
+]
+
+
+@functools.cache
+def rows() -> list[tuple[Any, ...]]:
+    """Each value of an axis meets each value of every other axis."""
+    axes = range(1, 9), STRATEGIES, KINDS, (1, 2), LOADS, WHERE, (False, True)
+
+    def allowed(*row: Any) -> bool:  # some of all combinations, to choose among fewer
+        return zlib.crc32(repr(row).encode()) % 8 == 0
+
+    return all_pairs(*axes, allowed=allowed)
+
+
+def cases(n_ranks: int, *backends: str) -> list[Case]:
+    return [
+        Case(*row[:5], row[5][0], row[6])
+        for row in rows()
+        if row[5][1] == n_ranks and row[5][0] in backends
+    ]
+
+
+class Delays:
+    """Transfers end late, or begin late on some ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self._streams = [LateStream(str(rank), 0, longest=1e-3), LateStream("x", 1, longest=1e-3)]
+        self._random = random.Random(rank)
+
+    def __call__(self, kind: str) -> Defer | None:
+        if self._random.random() < 0.5:
+            time.sleep(5e-4)
+        if kind == "exchange out":  # by a thread, which waits for it
+            return None
+        return self._streams[kind == "host copies"].defer
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+
+def run_cases(mesh: DeviceMesh | None, found: list[Case], rank: int = 0) -> list[Result]:
+    delays = Delays(rank)
+    exchanges: dict[Any, Any] = {}
+    results = []
+    for case in found:
+        inject: Inject | None = delays if case.late else None
+        key = case.backend, case.late
+        if key not in exchanges:
+            exchanges[key] = backend(case.backend, mesh, "cpu", inject)
+        layer = case.layer(exchange=exchanges[key], mesh=mesh)
+        results.append(run(case, layer, rank))
+    delays.close()
+    return results
+
+
+def run_rank(mesh: DeviceMesh, found: list[Case]) -> list[Result]:
+    return run_cases(mesh, found, mesh.get_local_rank())
+
+
+def compare(case: Case, rank: int, n_ranks: int, got: Result, want: Result) -> None:
+    held = [*ExpertMap.part(N_EXPERTS, rank, n_ranks).local_ids]
+    want = want._replace(dw_in=want.dw_in[held], dw_out=want.dw_out[held])
+    for name, mine, theirs in zip(Result._fields, got, want, strict=True):
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{case}, {n}: {m}"
+        )
+
+
+def test_one_process() -> None:
+    found = cases(1, "local", "loopback")
+    for case, got in zip(found, run_cases(None, found), strict=True):
+        compare(case, 0, 1, got, naive(case, 1)[0])
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+def test_ranks(n_ranks: int) -> None:
+    found = cases(n_ranks, "collective", "staged")
+    results = run_ranks(n_ranks, run_rank, found)
+    for rank, got in enumerate(results):
+        assert not isinstance(got, Exception), got
+        for case, mine in zip(found, got, strict=True):
+            compare(case, rank, n_ranks, mine, naive(case, n_ranks)[rank])
+
+
+def test_ends_of_experts_are_contiguous() -> None:
+    """Grouped kernels read them by their address."""
+    ids, experts = torch.randint(0, N_EXPERTS, (50, 2)), ExpertMap.whole(N_EXPERTS)
+    counts_GPE = partition_counts(ids, 4, N_EXPERTS).unsqueeze(0).numpy()
+    rows = divide_rows(ids, counts_GPE, experts, LocalExchange("cpu"))
+    for part in rows.partitions:
+        assert part.ends.is_contiguous()
+        assert part.ends.tolist() == [*itertools.accumulate(part.counts)]

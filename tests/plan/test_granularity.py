@@ -1,0 +1,99 @@
+"""The search for the number of partitions: what MPipeMoE's Algorithm 1 promises."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overspill.core.errors import ConfigError
+from overspill.plan.granularity import CANDIDATES, GranularitySearch
+
+BATCHES = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
+TIMES = st.fixed_dictionaries({n: st.floats(1e-3, 1.0) for n in CANDIDATES})
+
+
+def train(search: GranularitySearch, batch: int, seconds: dict[int, float]) -> list[int]:
+    """Trials until the best number is known."""
+    tried = []
+    while search.settled(batch) is None:
+        tried.append(search.choose(batch))
+        search.report(batch, tried[-1], seconds[tried[-1]])
+        assert len(tried) < 20, "the search does not end"
+    return tried
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), TIMES), min_size=1, max_size=12))
+def test_ranges_are_disjoint_and_grow_with_the_number(
+    work: list[tuple[int, dict[int, float]]],
+) -> None:
+    search = GranularitySearch()
+    for batch, seconds in work:
+        train(search, batch, seconds)
+        assert search.choose(batch) <= batch
+    ranges = list(search.ranges.values())
+    for (_, end), (start, _) in itertools.pairwise(ranges):
+        assert end < start
+    assert all(search.ranges[search.choose(batch)][0] <= batch for batch, _ in work)
+
+
+@given(BATCHES, TIMES)
+def test_ranks_with_the_same_times_choose_the_same(
+    batches: list[int], seconds: dict[int, float]
+) -> None:
+    ranks = [GranularitySearch() for _ in range(3)]
+    for batch in [*batches] * 4:
+        chosen = {rank.choose(batch) for rank in ranks}
+        assert len(chosen) == 1
+        (n,) = chosen
+        for rank in ranks:
+            rank.report(batch, n, seconds[n])
+
+
+@given(TIMES, st.integers(8, 3000))
+def test_the_fastest_number_is_found(seconds: dict[int, float], batch: int) -> None:
+    search = GranularitySearch()
+    train(search, batch, seconds)
+    assert seconds[search.choose(batch)] == min(seconds.values())
+
+
+def test_a_batch_within_a_range_needs_no_trial() -> None:
+    search = GranularitySearch()
+    fast_4 = {1: 4.0, 2: 2.0, 4: 1.0, 8: 3.0}
+    train(search, 100, fast_4)
+    train(search, 900, fast_4)
+    assert search.settled(500) == 4
+    assert search.ranges == {4: (100, 900)}
+
+
+def test_batches_beyond_a_range_try_only_larger_numbers() -> None:
+    search = GranularitySearch()
+    train(search, 100, {1: 4.0, 2: 1.0, 4: 2.0, 8: 3.0})
+    tried = train(search, 1000, {1: 0.1, 2: 3.0, 4: 1.0, 8: 2.0})
+    assert {*tried} == {2, 4, 8}
+    assert search.choose(1000) == 4
+
+
+def test_slow_numbers_are_tried_once() -> None:
+    search = GranularitySearch()
+    tried = train(search, 1000, {1: 3.0, 2: 2.0, 4: 1.0, 8: 1.01})
+    assert tried[1:].count(1) == tried[1:].count(2) == 1
+
+
+def test_the_first_pass_is_not_counted() -> None:
+    search = GranularitySearch()
+    search.report(64, search.choose(64), 100.0)  # compiles kernels
+    train(search, 64, {1: 4.0, 2: 4.0, 4: 4.0, 8: 1.0})
+    assert search.choose(64) == 8
+
+
+def test_passes_without_measurement_get_a_number_too() -> None:
+    search = GranularitySearch()
+    assert search.guess(1000) in CANDIDATES
+    assert search.guess(0) == search.guess(1) == 1
+
+
+@pytest.mark.parametrize("candidates", [[], [0, 1], [2, 2]])
+def test_impossible_candidates_are_refused(candidates: list[int]) -> None:
+    with pytest.raises(ConfigError, match="candidates"):
+        GranularitySearch(candidates)

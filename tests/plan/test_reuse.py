@@ -1,0 +1,99 @@
+"""MPipeMoE's Table II, equation 10 and the memory equations."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overspill.core.errors import ConfigError
+from overspill.core.experts import ExpertShape
+from overspill.plan.reuse import (
+    REUSING,
+    STRATEGIES,
+    Speeds,
+    cheapest,
+    cost,
+    pipelined_memory,
+    saved_memory,
+    saving_ratio,
+    strategy_named,
+    unpipelined_memory,
+    work,
+)
+
+SHAPE = ExpertShape(1024, 4096, gated=False)
+TABLE = {
+    "none": ((2, 2, 0), (4, 2, 0)),
+    "S1": ((2, 2, 5), (4, 2, 5)),
+    "S2": ((2, 2, 4), (4, 3, 4)),
+    "S3": ((2, 2, 1), (5, 2, 1)),
+    "S4": ((2, 2, 0), (5, 3, 0)),
+}
+EVEN = Speeds(compute=4e14, exchange=5e10, copy=5e10)
+SPEED = st.floats(1e8, 1e16)
+SPEEDS = st.builds(Speeds, SPEED, SPEED, SPEED, *[st.floats(0.1, 1.0)] * 3)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_work_is_that_of_table_2(name: str) -> None:
+    assert work(STRATEGIES[name], SHAPE) == TABLE[name]
+
+
+def test_gated_experts_have_a_first_matrix_of_twice_the_size() -> None:
+    forward, backward = work(STRATEGIES["S3"], replace(SHAPE, gated=True))
+    assert (forward.products, backward.products) == (3, 8)
+    assert work(STRATEGIES["S2"], replace(SHAPE, gated=True))[0].copies == 8
+
+
+@given(SPEEDS)
+def test_the_selected_strategy_has_the_lowest_cost(speeds: Speeds) -> None:
+    costs = {strategy: cost(strategy, SHAPE, speeds, 2) for strategy in REUSING}
+    chosen = costs[cheapest(SHAPE, speeds, 2)]
+    assert chosen == pytest.approx(min(costs.values()), rel=1e-3, abs=1e-14)
+
+
+@given(SPEEDS)
+def test_no_reuse_is_never_slower(speeds: Speeds) -> None:
+    speeds = replace(speeds, exchange_beside_all=speeds.exchange_beside_compute)
+    none = cost(STRATEGIES["none"], SHAPE, speeds, 2)
+    assert all(none <= cost(strategy, SHAPE, speeds, 2) for strategy in REUSING)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "names"),
+    [
+        (replace(EVEN, copy=1e8), {"S4"}),  # a slow copy: nothing is copied
+        (replace(EVEN, exchange=1e8), {"S3"}),  # a slow exchange: nothing is sent again, S1 copies
+        (replace(EVEN, compute=1e12), {"S2"}),  # slow compute: nothing is computed again
+        (replace(EVEN, exchange=float("inf"), copy=1e8), {"S4"}),  # one process
+    ],
+)
+def test_the_slowest_part_is_not_used_more(speeds: Speeds, names: set[str]) -> None:
+    assert cheapest(SHAPE, speeds, 2).name in names
+
+
+def test_cost_is_the_slowest_stream_of_each_pass() -> None:
+    product = 2 * 1024 * 4096 / EVEN.compute
+    assert cost(STRATEGIES["none"], SHAPE, EVEN, 2) == pytest.approx(
+        sum(max(q * product, 2 * 2048 / EVEN.exchange) for q in (2, 4))
+    )
+
+
+def test_memory_is_that_of_the_equations() -> None:
+    rows, d_model, d_hidden, n_experts, n = 1000, 10, 40, 8, 4
+    plain = unpipelined_memory(rows, d_model, d_hidden, n_experts)
+    assert plain == (4 * (80 + 800), 80_000, 50_000)
+    pipelined = pipelined_memory(rows, d_model, d_hidden, n_experts)
+    assert pipelined.buffers == pipelined.activations == 80_000
+    # of T_DI and T_DO half remains, of T_M a quarter; as much of the buffers
+    assert saved_memory(rows, d_model, d_hidden, n) == 2 * (10_000 + 30_000)
+    assert saving_ratio(rows, d_model, d_hidden, n_experts, n) == 80_000 / (3520 + 160_000)
+    assert saved_memory(rows, d_model, d_hidden, 1) == 0
+
+
+def test_unknown_names_and_speeds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="strategy='S5' must be one of none, S1"):
+        strategy_named("S5")
+    with pytest.raises(ConfigError, match="copy=0"):
+        replace(EVEN, copy=0)
