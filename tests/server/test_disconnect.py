@@ -5,7 +5,8 @@ import json
 import pytest
 
 from overspill.serve.llm import LLM
-from tests.server.running import HeldLLM, Running, running
+from overspill.server import exchange
+from tests.server.running import HeldLLM, Running, WaitingLLM, running
 
 LONG = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True}
 
@@ -29,6 +30,21 @@ def test_answers_in_progress_are_cancelled(stream: bool, server: Running) -> Non
     assert server.wait_until(lambda: server.idle)
     assert server.service.rate.total - before < 6 * 500
     assert b"overspill_cancelled_total 0.0" not in server.service.metrics.text()
+
+
+def test_a_stream_that_waits_sends_comments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of OpenAI's API skip them."""
+    monkeypatch.setattr(exchange, "KEEP_ALIVE", 0.01)
+    waiting = WaitingLLM(llm)
+    with running(waiting) as server, server.client() as client:
+        with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == ": waiting"
+            waiting.finish("text")
+            assert "data: [DONE]" in list(lines)
+        chunks = client.completions.create(model="tiny", prompt="a", stream=True)
+        waiting.finish("text")
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "text"
 
 
 def test_answers_that_have_not_begun_are_cancelled(llm: LLM) -> None:

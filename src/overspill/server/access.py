@@ -31,7 +31,8 @@ class Access:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._origins = frozenset(origins)
-        names = {"localhost", host.lower(), socket.gethostname().lower()}
+        machine = socket.gethostname().lower()
+        names = {"localhost", host.lower(), machine, f"{machine}.local"}
         self._names = names | {_name_of(urlsplit(origin).netloc) for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -98,7 +98,7 @@ class Answers:
 
     async def pieces(self) -> AsyncIterator[list[tuple[int, Piece]]]:
         """All pieces since the last time, with the numbers of their answers, until the answers are
-        complete or cancelled. Raises an error if the engine does."""
+        complete or cancelled; none after `nudge`. Raises an error if the engine does."""
         while self._open and not self._cancelled:
             await self._wake.wait()
             self._wake.clear()
@@ -107,7 +107,7 @@ class Answers:
                 if piece.finish_reason == "error":
                     raise self._error(index)
                 self._open -= piece.finish_reason is not None
-            if ready:
+            if not self._cancelled:
                 yield ready
         if self._open and not self.disconnected:
             raise draining()
@@ -119,6 +119,10 @@ class Answers:
         error = failed()
         error.__cause__ = cause
         return error
+
+    def nudge(self) -> None:
+        """Lets `pieces` give what there is, even if that is nothing."""
+        self._wake.set()
 
     def results(self) -> list[Result]:
         """Of answers that are complete."""

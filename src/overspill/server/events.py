@@ -12,6 +12,8 @@ from starlette.types import Receive, Scope, Send
 from overspill.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
+"""Clients ignore it."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

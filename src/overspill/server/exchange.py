@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from starlette.requests import Request
@@ -11,13 +12,34 @@ from starlette.responses import Response
 from overspill.core.errors import EngineError, OrderError
 from overspill.server.answers import Answers
 from overspill.server.errors import engine_gone
-from overspill.server.events import DONE, EventStream, watch_disconnect
+from overspill.server.events import COMMENT, DONE, EventStream, watch_disconnect
 from overspill.server.failures import explain
 from overspill.server.plan import Plan
 from overspill.server.service import Service
 from overspill.server.usage import Usage
 
+KEEP_ALIVE = 15.0
+"""Seconds after which a stream sends something in any case: proxies close connections that are
+silent, and a first token may take longer."""
 _CLIENT_GONE = 499  # nobody reads it; nginx counts such requests with this number
+
+
+@contextmanager
+def _every(seconds: float, call: Callable[[], None]) -> Iterator[None]:
+    """Calls a function again and again. One timer costs less than one for each wait."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def tick() -> None:
+        nonlocal timer
+        call()
+        timer = loop.call_later(seconds, tick)
+
+    timer = loop.call_later(seconds, tick)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Exchange:
@@ -83,9 +105,11 @@ class Exchange:
         form = planned.form
         if opening := form.opening():
             yield opening
-        async for pieces in answers.pieces():
-            if events := b"".join(form.events(index, piece) for index, piece in pieces):
-                yield events
+        with _every(KEEP_ALIVE, answers.nudge):
+            async for pieces in answers.pieces():
+                events = b"".join(form.events(index, piece) for index, piece in pieces)
+                if events or not pieces:
+                    yield events or COMMENT
         if not answers.disconnected:
             yield form.closing(Usage.of(answers.results(), planned.samples)) + DONE
 
