@@ -56,9 +56,11 @@ def test_calls_of_tools_have_arguments_and_no_text(llm: LLM, template: Any) -> N
     template(TEMPLATE)
     called = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
     broken = {"id": "2", "function": {"name": "f", "arguments": '{"a'}}
+    deep = {"id": "3", "function": {"name": "f", "arguments": "[" * 10**5}}
     chat = [USER, {"role": "assistant", "content": None, "tool_calls": [called, broken]}]
     text = text_of(llm, [*chat, {"role": "tool", "content": "2", "tool_call_id": "1"}])
     assert text == '<user>hi<assistant>none[{"a": 1}]["{\\"a"]<tool>2<answer>'
+    assert "[" * 10**5 in text_of(llm, [{"role": "assistant", "tool_calls": [deep]}])
 
 
 def test_a_template_that_needs_text_gets_an_empty_one(llm: LLM, template: Any) -> None:
@@ -76,7 +78,7 @@ def test_parts_of_text_are_joined(llm: LLM, template: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ("hi", "'hi' is not a message"),
+        ("hi" * 999, "'hihi.{,40}' is not a message"),
         ({"content": "hi"}, "is not a message; give {'role': 'user'"),
         ({"role": 5, "content": "hi"}, "is not a message"),
         ({"role": "user", "content": 5}, "5 in a message is not text"),
@@ -88,6 +90,12 @@ def test_parts_of_text_are_joined(llm: LLM, template: Any) -> None:
 def test_what_is_no_message_is_named(llm: LLM, message: Any, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         llm.chat_tokens([message])
+
+
+def test_what_is_no_chat_is_named(llm: LLM) -> None:
+    for chat in ("hi", None, {"role": "user"}):
+        with pytest.raises(ConfigError, match="is not a chat; give a list of messages"):
+            llm.chat_tokens(chat)  # type: ignore[arg-type]
 
 
 def test_a_template_that_refuses_says_why(llm: LLM, template: Any) -> None:
@@ -105,6 +113,15 @@ def test_without_a_template_a_chat_is_its_lines(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="no chat template; tools need one"):
         llm.chat_tokens(chat, tools=[TOOL])
     assert bytes(chat_tokens(RunCodec(ByteTokenizer()), chat, None, {})) == b"hi\n\nyou"
+
+
+def test_tokens_that_the_model_does_not_have_are_named(llm: LLM) -> None:
+    for token in (-1, 264, 10**12):
+        for call in (lambda t=token: llm.decode([1, t]), lambda t=token: llm.token_bytes(t)):
+            with pytest.raises(ConfigError, match=f"token id {token} is not one of the 264"):
+                call()
+    assert llm.token_bytes(263) == b"", "the tokenizer has fewer than the model"
+    assert llm.decode(llm.encode("é a")) == "é a"
 
 
 def test_a_model_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:

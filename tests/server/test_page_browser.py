@@ -252,6 +252,7 @@ def test_the_real_server_answers_the_page_that_was_opened_with_a_password(
         shared_browser.problems.clear()
         shared_browser.open(real.url.replace("//", "//user:secret@"))
         shared_browser.wait_for("document.querySelector('#state').dataset.state === 'ready'")
+        shared_browser.evaluate("document.getElementById('max-tokens').value = 8")
         send(shared_browser, "hello")
         shared_browser.wait_for(ANSWERED)
         assert shared_browser.text(ANSWER)

@@ -1,6 +1,7 @@
 """The prompt of a chat, by the chat template of a model."""
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ def chat_tokens(
     arguments: Mapping[str, Any],
 ) -> list[int]:
     """The tokens of a chat by the chat template; without one, its lines as plain text."""
+    if not isinstance(messages, list | tuple):
+        raise ConfigError(f"{reprlib.repr(messages)} is not a chat; give a list of messages")
     chat = [_read(message) for message in messages]
     if codec is None:
         raise ConfigError("this model has no tokenizer; a chat needs one")
@@ -71,7 +74,7 @@ def _read(message: Any) -> dict[str, Any]:
     dictionaries."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(
-            f"{message!r} is not a message; give {{'role': 'user', 'content': 'text'}}"
+            f"{reprlib.repr(message)} is not a message; give {{'role': 'user', 'content': 'text'}}"
         )
     read = {**message, "content": _text(message.get("content"))}
     calls = message.get("tool_calls")
@@ -89,7 +92,7 @@ def _text(content: Any) -> str | None:
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str) or part.get("type", "text") != "text":
             raise ConfigError(
-                f"{part!r} in a message is not text; give a string, or parts such as "
+                f"{reprlib.repr(part)} in a message is not text; give a string, or parts such as "
                 "{'type': 'text', 'text': '...'}"
             )
         texts.append(text)
@@ -102,6 +105,6 @@ def _read_call(call: Any) -> Any:
         return call
     try:
         parsed = json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return call  # the model wrote what is no JSON: it sees that again
     return {**call, "function": {**function, "arguments": parsed}}

@@ -12,6 +12,7 @@ from overspill.hardware.native import has_triton
 from overspill.models.budgets import Budgets, Size
 from overspill.models.pregate import pregate_level
 from overspill.serve import conversation
+from overspill.serve.arguments import check_not_given, check_whole
 from overspill.serve.background import Background, Submission, raise_error
 from overspill.serve.blocks import BlockPool
 from overspill.serve.decode.modes import check_mode, new_mode
@@ -21,6 +22,7 @@ from overspill.serve.pacing import Pacing
 from overspill.serve.params import Piece, Result, SamplingParams
 from overspill.serve.prompts import (
     Prompt,
+    check_ids,
     check_prompt,
     check_tokens,
     list_prompts,
@@ -73,13 +75,10 @@ class LLM:
         dtype: torch.dtype | str | None = None,
     ) -> None:
         check_mode(mode)
-        for name, value in (("context", context), ("max_batch", max_batch)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
-        if slots is not None and (
-            not isinstance(slots, int) or isinstance(slots, bool) or slots < 0
-        ):
-            raise ConfigError(f"slots={slots!r} must be a whole number of at least 0")
+        check_whole("context", context, 1)
+        check_whole("max_batch", max_batch, 1)
+        if slots is not None:
+            check_whole("slots", slots, 0)
         streaming = None if slots is None else max(_LEAST_SLOTS, slots)
         budgets = Budgets(
             gpu_memory, host_memory, disk, device, "gpu" if mode == "gpu-only" else "auto",
@@ -91,7 +90,7 @@ class LLM:
                 "mode": mode if mode == "gpu-only" else None, "host_slots": host_slots,
                 "device": device, "dtype": dtype,
             }  # fmt: skip
-            _check_not_given(given)
+            check_not_given(given)
         asked = CacheRequest(context, max_batch, _BLOCK)
         self._source = source = open_source(model, budgets, asked, dtype)
         self._closed = False
@@ -236,10 +235,12 @@ class LLM:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
+        check_ids(tokens, self._vocabulary())
         return self._codec.decode(list(tokens))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character."""
+        check_ids([token], self._vocabulary())
         return self._codec.token_bytes(token)
 
     @property
@@ -292,11 +293,3 @@ class LLM:
 
     def _vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
-
-
-def _check_not_given(options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name}={value!r} is for a model that is loaded here; give it to overspill.load"
-            )

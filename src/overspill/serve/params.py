@@ -1,6 +1,7 @@
 """How tokens are chosen, and what a request gives back."""
 
 import json
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +87,8 @@ class SamplingParams:
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"json_schema is not JSON ({error}); give a JSON schema") from error
         raise ConfigError(
-            f"json_schema={schema!r} must be a JSON schema: a dictionary, or the JSON text of one"
+            f"json_schema={reprlib.repr(schema)} must be a JSON schema: a dictionary, or the JSON "
+            "text of one"
         )
 
     @property

@@ -29,16 +29,20 @@ def check_tokens(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
     """Whether these are tokens of the model, and leave room for an answer."""
     if not tokens:
         raise ConfigError("the prompt is empty; give at least one token")
-    for token in tokens:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise ConfigError(f"{token!r} in a prompt is not a token id (a whole number)")
-        if not 0 <= token < vocabulary:
-            raise ConfigError(f"token id {token} is not one of the {vocabulary} of this model")
+    check_ids(tokens, vocabulary)
     if len(tokens) >= context:
         raise ConfigError(
             f"a prompt of {len(tokens)} tokens leaves no room in the context of "
             f"{context}; shorten it, or raise context= (--context) if the model allows it"
         )
+
+
+def check_ids(tokens: Sequence[Any], vocabulary: int) -> None:
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ConfigError(f"{token!r} in a prompt is not a token id (a whole number)")
+        if not 0 <= token < vocabulary:
+            raise ConfigError(f"token id {token} is not one of the {vocabulary} of this model")
 
 
 def params_of_each(

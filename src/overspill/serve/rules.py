@@ -35,7 +35,7 @@ class Rules:
                 for token, count in self._counts.items()
             }
             _add(logits_V, penalties)
-        if self._counts.total() < self._min_tokens and self._ends:
+        if self._ends and self._min_tokens and self._counts.total() < self._min_tokens:
             logits_V[torch.tensor(self._ends, device=logits_V.device)] = -torch.inf
         if self._grammar is not None:
             self._grammar.mask_(logits_V)
