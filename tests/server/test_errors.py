@@ -55,7 +55,10 @@ def schema(**content: Any) -> dict[str, Any]:
             "tool_choice",
         ),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"unknown": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": "a"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"shout": [1]}}, "chat_template_kwargs['shout']"),
         ({"modalities": ["audio"]}, "modalities"),
     ],
 )

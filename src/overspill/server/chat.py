@@ -1,6 +1,9 @@
 """POST /v1/chat/completions"""
 
+import functools
+import inspect
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,15 +49,23 @@ def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
 
 
 def template_arguments(body: ChatRequest, template: str | None) -> dict[str, Any]:
-    """Variables for the chat template, such as `enable_thinking`: only those that it uses, so that
-    no argument of the tokenizer can be set."""
+    """Variables for the chat template, such as `enable_thinking`: only those that it uses, and none
+    that is an argument of the tokenizer, such as another template."""
     given = body.chat_template_kwargs or {}
+    used = set(re.findall(r"\w+", template or ""))
     for name in given:
-        reserved = name in ("messages", "tools", "documents", "add_generation_prompt")
-        if reserved or not name.isidentifier() or template is None or name not in template:
+        if name not in used or name in _reserved():
             asked = f"chat_template_kwargs: {name[:40]!r}"
             raise invalid(f"{asked} is not a variable of the chat template", "chat_template_kwargs")
     return dict(given)
+
+
+@functools.cache
+def _reserved() -> frozenset[str]:
+    from transformers import PreTrainedTokenizerBase
+
+    arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset({"messages", *arguments})
 
 
 def _message(message: Message) -> dict[str, Any]:
