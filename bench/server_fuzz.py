@@ -35,7 +35,7 @@ _ROUNDS = 10
 _WARM = 2
 """Rounds after which the server's memory must not grow any more."""
 _GROWTH = 16.0
-"""MiB that count as flat: less than two of a thousand of such requests' bodies."""
+"""MiB that count as flat: 2 KiB for each of the 8,000 later requests."""
 _FLAGS = (
     "--port", "0", "--device", "cpu", "--json", "--context", "128", "--max-batch", "8",
     "--max-body", "64KiB", "--body-timeout", "1", "--request-timeout", "60",
