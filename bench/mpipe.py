@@ -191,10 +191,14 @@ def granularity_row(
     spec: Layer, tokens: int, exchange: Exchange, adaptive: overspill.MoELayer
 ) -> tuple[Row, float, float]:
     """A row of the table, and in percent: the time above the best, the search in 100 steps."""
-    fixed = {
-        n: statistics.median(timed(spec, tokens, exchange, partitions=n, strategy="none"))
-        for n in NUMBERS
-    }
+    fixed = {}
+    for n in NUMBERS:
+        work = step(
+            spec.build(exchange, partitions=n, strategy="none"),
+            spec.rows(tokens),
+            spec.rows(tokens),
+        )
+        fixed[n] = statistics.median(milliseconds(work, rounds=6, calls=1))
     work = step(adaptive, spec.rows(tokens), spec.rows(tokens))
     search = []
     while adaptive.best_partitions(tokens) is None and len(search) < 40:
