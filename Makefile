@@ -53,7 +53,7 @@ clean:  ## remove the environment and all caches, but not runs/
 
 # A stamp is touched last, so an interrupted installation is repeated. torch is installed first and
 # alone: all other packages must accept the version in constraints.txt. Training needs none of the
-# development tools.
+# development tools; the trained model can be served.
 TORCH := $(VENV)/.torch
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
@@ -65,7 +65,7 @@ $(TORCH): pyproject.toml constraints.txt
 	@touch $@
 
 $(INSTALLED): $(TORCH)
-	$(PIP) --no-build-isolation -e .
+	$(PIP) --no-build-isolation -e ".[serve]"
 	@touch $@
 
 $(DEV): $(TORCH)

@@ -277,6 +277,23 @@ def test_experts_give_way_to_another_model_but_not_within_a_step(tmp_path: Path)
     engine.give_way()  # closed
 
 
+def test_experts_leave_the_device_until_passes_with_clipping_were_observed(tmp_path: Path) -> None:
+    task, clipped = Task(), Task(clip=0.5)
+    model, (tokens,) = task.model(), next(task.batches())
+    with spilled(model, "host with 2 slots", tmp_path, host_memory="2GiB") as engine:
+        optimizer = adamw(model, task)
+        memory = FakeMemory(engine, other=1 << 16)
+        record = engine.layout.shape.numel * 16
+        engine.fill_memory(memory, int((memory.peak() + 9.5 * record) / 0.98))
+        for each, leave in ((task, False), (task, False), (clipped, True)):
+            before, optimizer = sum(engine.homes), None
+            optimizer = adamw(model, each)
+            assert sum(engine.homes) == (0 if leave else before)
+            for _ in range(6):
+                train_step(model, optimizer, [tokens])
+            assert sum(engine.homes) >= 6
+
+
 def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_path: Path) -> None:
     """Without states, with states, with kept gradients too, and when micro-batches begin."""
     task, clipped = Task(), Task(clip=0.5)

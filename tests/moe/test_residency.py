@@ -156,6 +156,18 @@ def test_experts_leave_before_they_need_more_memory_each() -> None:
     assert gpu.homes == before // 2
 
 
+def test_passes_that_need_other_memory_are_observed_first() -> None:
+    gpu = FakeGpu(1000, 40, 1.0, 0.0)
+    residency = train(gpu, [100] * 9)
+    assert gpu.homes == TOTAL
+    gpu.per_row = 6.0
+    residency.begin_again()
+    assert gpu.homes == 0
+    train(gpu, [100] * 9, residency)
+    assert 0 < gpu.homes < TOTAL
+    assert gpu.overflows == 0
+
+
 def test_a_move_that_does_not_fit_is_taken_back() -> None:
     class Fragmented(FakeGpu):
         def set_share(self, share: DeviceShare) -> None:

@@ -34,9 +34,9 @@ class Simulated:
     def requests(self) -> list[Request]:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
-    def step(self, interrupted: bool = False) -> list[Work]:
+    def step(self, interrupted: bool = False, prompts: bool = True) -> list[Work]:
         """One batch; an interrupted one is computed, but not recorded."""
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(prompts)
         self._check(batch)
         for request, count in batch:
             self._compute(request, count)

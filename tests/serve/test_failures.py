@@ -74,7 +74,7 @@ def test_an_exception_of_the_model_fails_its_batch_alone(llm: LLM, error: Except
     assert type(error).__name__ in str(raised.value)
     assert tokens_of(llm, [[1, 2], [3]], SHORT) == [gpt_tokens([1, 2], 4), gpt_tokens([3], 4)]
     hook.remove()
-    pool = llm._loop.scheduler._pool
+    pool = llm._loop.scheduler.pool
     assert pool.n_free == pool.n_blocks
 
 

@@ -381,7 +381,7 @@ def test_nothing_is_served_after_close(tmp_path: Path) -> None:
 def test_an_abandoned_stream_leaves_its_blocks(llm: LLM) -> None:
     stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=50))
     next(stream)
-    pool = llm._loop.scheduler._pool
+    pool = llm._loop.scheduler.pool
     assert pool.n_free < pool.n_blocks
     stream.close()  # type: ignore[attr-defined]
     assert tokens_of(llm, [[3, 4]]) == [gpt_tokens([3, 4], N_NEW)]
@@ -396,7 +396,7 @@ def test_a_stream_that_is_collected_within_a_batch_does_not_hang(llm: LLM) -> No
     hook = llm.model.embedding.register_forward_hook(lambda *_: streams.clear())
     assert tokens_of(llm, [[3, 4]]) == [gpt_tokens([3, 4], N_NEW)]
     hook.remove()
-    pool = llm._loop.scheduler._pool
+    pool = llm._loop.scheduler.pool
     assert pool.n_free == pool.n_blocks
 
 

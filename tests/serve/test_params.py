@@ -38,6 +38,21 @@ INVALID: list[tuple[str, Any, str]] = [
     ("logprobs", -1, "logprobs=-1 must be a whole number of at least 0"),
     ("logprobs", True, "logprobs=True must be"),
     ("ignore_eos", "no", "ignore_eos='no' must be True or False"),
+    ("min_tokens", -1, "min_tokens=-1 must be a whole number of at least 0"),
+    ("min_tokens", 65, "min_tokens=65 is more than max_tokens=64"),
+    ("frequency_penalty", 2.1, "frequency_penalty=2.1 must be a number from -2 to 2"),
+    ("frequency_penalty", None, "frequency_penalty=None must be"),
+    ("presence_penalty", float("nan"), "presence_penalty=nan must be"),
+    ("logit_bias", [1], "logit_bias=\\[1\\] must map token ids to numbers"),
+    ("logit_bias", {"1": 2}, "a token id of logit_bias='1' must be a whole number"),
+    ("logit_bias", {-1: 2}, "a token id of logit_bias=-1 must be"),
+    ("logit_bias", {1: 101}, "logit_bias\\[1\\]=101 must be a number from -100 to 100"),
+    ("logit_bias", {1: True}, "logit_bias\\[1\\]=True must be"),
+    ("json_schema", "{", "json_schema is not JSON"),
+    ("json_schema", "[]", "json_schema='\\[\\]' must be a JSON schema: a dictionary"),
+    ("json_schema", 5, "json_schema=5 must be a JSON schema"),
+    ("json_schema", {"a": {1}}, "json_schema is not JSON .*set is not JSON serializable"),
+    ("json_schema", {"a": float("nan")}, "json_schema is not JSON .*not JSON compliant"),
 ]
 
 
@@ -58,3 +73,8 @@ def test_stop_strings_are_one_or_several() -> None:
     assert SamplingParams().stops == ()
     assert SamplingParams(stop="ab").stops == ("ab",)
     assert SamplingParams(stop=["a", "b"]).stops == SamplingParams(stop=("a", "b")).stops
+
+
+def test_json_needs_no_least_number_of_tokens() -> None:
+    with pytest.raises(ConfigError, match="min_tokens and json_schema exclude each other"):
+        SamplingParams(min_tokens=1, json_schema={})

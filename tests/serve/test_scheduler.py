@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overspill.serve.request import Request
 from tests.serve.requests import Simulated, make_request
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -26,7 +27,7 @@ def run_all(simulated: Simulated) -> None:
     actions=st.lists(
         st.one_of(
             PROMPTS,
-            st.sampled_from(["step", "step", "interrupted step", "remove"]),
+            st.sampled_from(["step", "step", "interrupted step", "answers", "remove"]),
         ),
         max_size=30,
     ),
@@ -42,16 +43,19 @@ def test_every_request_ends_if_one_context_fits(
     n_blocks = -(-CONTEXT // size) + more_blocks
     simulated = Simulated(n_blocks, size, max_batch, chunk)
     added, removed = [], []
+    started: list[Request] = []
     for action in actions:
+        started += [each for each in simulated.scheduler.running if each not in started]
         if isinstance(action, list):
             added.append(make_request(action))
             simulated.scheduler.add(added[-1])
         elif action == "remove" and simulated.requests:
-            removed.append(simulated.requests[0])
+            removed.append(simulated.requests[len(added) % len(simulated.requests)])
             simulated.scheduler.remove(removed[-1])
         elif simulated.requests:
-            simulated.step(interrupted=action == "interrupted step")
+            simulated.step(action == "interrupted step", prompts=action != "answers")
     run_all(simulated)
+    assert started == [each for each in added if each in started], "in order of arrival"
     assert simulated.pool.n_free == n_blocks
     for request in added:
         assert request.finished or request in removed
@@ -152,3 +156,33 @@ def test_requests_that_gave_their_blocks_back_continue_in_their_order() -> None:
         simulated.step()
         ended += [each for each in requests if each.finished and each not in ended]
     assert ended == requests
+
+
+def test_a_batch_of_answers_has_no_prompts() -> None:
+    simulated = Simulated(64, 4, chunk=8)
+    running, long = make_request([1, 2], max_tokens=9), make_request([5] * 12)
+    simulated.scheduler.add(running)
+    simulated.step()
+    simulated.scheduler.add(long)
+    assert simulated.step() == [(running, 1), (long, 8)]
+    simulated.scheduler.add(make_request([7]))
+    assert simulated.step(prompts=False) == [(running, 1)]
+    simulated.scheduler.remove(running)
+    assert simulated.step(prompts=False)[0] == (long, 4), "without answers prompts do not wait"
+
+
+def test_a_request_that_needs_the_whole_cache_is_not_overtaken_for_ever() -> None:
+    """Two short requests come with every batch."""
+    simulated = Simulated(6, 4, max_batch=4, chunk=8)
+    large = make_request([9] * 19, max_tokens=4)
+    for number in range(4):
+        simulated.scheduler.add(make_request([number] * 6, max_tokens=8))
+    simulated.scheduler.add(large)
+    for steps in range(200):
+        for number in range(2):
+            simulated.scheduler.add(make_request([steps % 7, number] * 3, max_tokens=8))
+        simulated.step()
+        if large.finished:
+            break
+    assert large.finished
+    assert steps < 60

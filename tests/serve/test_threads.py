@@ -186,7 +186,7 @@ def test_an_abandoned_stream_does_not_disturb_other_threads(llm: LLM) -> None:
     assert tokens_of(llm, [[4, 5]], SHORT) == [gpt_tokens([4, 5], 4)]
     scheduler = llm._loop.scheduler
     assert not scheduler.running
-    assert scheduler._pool.n_free == scheduler._pool.n_blocks
+    assert scheduler.pool.n_free == scheduler.pool.n_blocks
 
 
 def test_an_interrupt_in_one_thread_leaves_requests_of_another_intact(llm: LLM) -> None:
@@ -260,7 +260,7 @@ def test_ctrl_c_at_any_time_leaves_other_requests_intact(tmp_path: Path) -> None
             assert tokens_of(llm, [[4, 5]], SHORT) == [gpt_tokens([4, 5], 4)], at
             scheduler = llm._loop.scheduler
             assert not scheduler.running
-            assert scheduler._pool.n_free == scheduler._pool.n_blocks
+            assert scheduler.pool.n_free == scheduler.pool.n_blocks
 
 
 def signal_after(at: int | None, job: Callable[[], object]) -> int:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from overspill.core.errors import DiskError
-from overspill.tiers.decoding_slots import DecodingSlots
-from overspill.tiers.entry import Entry, Part
+from overspill.tiers.entry import Part
+from overspill.tiers.ssd import PRESENT
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.disk_reads import DiskReads
@@ -42,8 +42,8 @@ class Reader:
             self.store.set_part(entry, Part.WEIGHTS, lambda memory, n=number: memory.fill_(n + 1))
         self.policy = GivenScores(scores)
         self.recorder = Recorder()
-        self.ahead: list[Entry] = []
-        self.reads = DiskReads(self.store, [self.policy], self.recorder, inject, self.ahead.append)
+        self.ahead: list[int] = []  # experts that are being read
+        self.reads = DiskReads(self.store, [self.policy], self.recorder, inject)
 
     def read(self, *experts: int, error: int = 0) -> int:
         """Returns how many were read from the file. They are held."""
@@ -69,12 +69,24 @@ class Reader:
         self.reads.release()
         return count
 
-    def end_ahead(self, succeeded: bool = True) -> None:
+    def expect(self, *experts: int) -> None:
+        found = self.reads.expect(0, experts)
+        size = self.store.memory.size(Part.WEIGHTS)
+        for expert, (address, offset) in zip(experts, found, strict=True):
+            if offset == PRESENT:
+                continue
+            entry = self.store.entries[expert]
+            assert address == self.store.host(entry, Part.WEIGHTS).data_ptr()
+            assert offset == entry.disk_slot * size
+            self.ahead.append(expert)
+
+    def end_ahead(self, error: int = 0) -> None:
         """What is read ahead has arrived."""
         while self.ahead:
-            entry = self.ahead.pop()
-            self.store.host(entry, Part.WEIGHTS).fill_(entry.number + 1 if succeeded else 99)
-            DecodingSlots(self.store).end_reads([entry], succeeded)
+            expert = self.ahead.pop()
+            memory = self.store.host(self.store.entries[expert], Part.WEIGHTS)
+            memory.fill_(99 if error else expert + 1)
+            self.reads.end_ahead(0, expert, error)
 
     def in_host(self) -> set[int]:
         return {entry.number for entry in self.store.entries if entry.host_slot is not None}
@@ -166,8 +178,8 @@ def test_slots_that_are_in_use_are_awaited(tmp_path: Path) -> None:
 def test_expected_experts_are_read_ahead_and_not_again(tmp_path: Path) -> None:
     reader = Reader(tmp_path, [1, 1, 1, 1, 0, 0])
     reader.step(0, 1)
-    reader.reads.expect(0, [1, 4, 5])
-    assert [entry.number for entry in reader.ahead] == [4, 5], "1 is there already"
+    reader.expect(1, 4, 5)
+    assert reader.ahead == [4, 5], "1 is there already"
     assert reader.in_host() == {1, 4, 5}, "1 is expected too"
     reader.end_ahead()
     assert reader.step(4, 2) == 1
@@ -175,12 +187,12 @@ def test_expected_experts_are_read_ahead_and_not_again(tmp_path: Path) -> None:
     reader.store.check_conserved()
 
 
-@pytest.mark.parametrize("succeeded", [True, False])
-def test_a_step_waits_for_what_is_read_ahead(succeeded: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [0, errno.EIO, -1])
+def test_a_step_waits_for_what_is_read_ahead(error: int, tmp_path: Path) -> None:
     """What could not be read ahead is read again."""
     reader = Reader(tmp_path)
-    reader.reads.expect(0, [3])
-    timer = threading.Timer(0.05, reader.end_ahead, (succeeded,))
+    reader.expect(3)
+    timer = threading.Timer(0.05, reader.end_ahead, (error,))
     timer.start()
     assert reader.step(3, 1) == 1, "the other one is read meanwhile"
     assert not reader.ahead
@@ -189,9 +201,9 @@ def test_a_step_waits_for_what_is_read_ahead(succeeded: bool, tmp_path: Path) ->
 
 def test_a_failure_of_what_was_read_ahead_names_the_expert(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
-    reader.reads.expect(0, [3])
+    reader.expect(3)
     os.ftruncate(reader.reads.file, 0)
-    threading.Timer(0.05, reader.end_ahead, (False,)).start()
+    threading.Timer(0.05, reader.end_ahead, (errno.EIO,)).start()
     with pytest.raises(DiskError, match=r"expert 0\.3 could not be read"):
         reader.step(3)
     reader.store.check_conserved()
@@ -200,7 +212,7 @@ def test_a_failure_of_what_was_read_ahead_names_the_expert(tmp_path: Path) -> No
 def test_no_slot_is_free_for_experts_that_are_expected(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     reader.read(0, 1, 2)
-    reader.reads.expect(0, [4])
+    reader.expect(4)
     assert not reader.ahead
     reader.reads.release()
     assert reader.step(4) == 1

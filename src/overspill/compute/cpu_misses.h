@@ -5,6 +5,7 @@
 // The graph continues with the experts that are on the GPU and then waits for the layer's `done`.
 #pragma once
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -55,20 +56,25 @@ struct MissCounts {
     int64_t loaded;       // into the caches before
 };
 
-// Asks for records that are on disk, in two to five calls for each request:
+// Asks for records that are on disk. For each request:
 //     HOLD       gives the addresses of the records of `second` experts of the layer `first`, and
 //                where in the file they must be read from; or PRESENT in memory, or ARRIVING there
 //     LEARN      reading takes a while: what costs time may be done now
 //     END_READS  unless all were present: they were read; or an errno in `second`, negative for
 //                the end of the file, and the index of the expert in `first`. After that, or if it
 //                fails, nothing is held. Waits for those that were arriving
-//     EXPECT     the layer `first` is likely to need these `second` experts: reading them begins
 //     RELEASE    they are not used any more
+// At any time between:
+//     EXPECT     the layer `first` is likely to need these `second` experts; gives their addresses
+//                and where in the file those must be read from that are not PRESENT
+//     END_AHEAD  such a read of the one expert of the layer `first` has ended, with an errno in
+//                `second` as above. Called by the threads that read
 // Returns the file, negative after a failure.
 using Fetch = int (*)(int what, int64_t first, int64_t second, const int32_t* experts,
                       void** addresses, int64_t* offsets);
-enum { HOLD, LEARN, END_READS, EXPECT, RELEASE };
+enum { HOLD, LEARN, END_READS, EXPECT, RELEASE, END_AHEAD };
 constexpr int64_t PRESENT = -1, ARRIVING = -2;
+constexpr int64_t LOOK_NS = 50000;  // between two looks at what is announced, while it reads
 
 class MissRunner {
   public:
@@ -97,6 +103,10 @@ class MissRunner {
         group_addresses.resize(sizes.experts);
         starts.resize(sizes.experts);
         stops.resize(sizes.experts);
+        announced.resize(sizes.experts);
+        ahead_experts.resize(sizes.experts);
+        ahead_addresses.resize(sizes.experts);
+        ahead_offsets.resize(sizes.experts);
         spans.reserve(SPANS);
         this->args.records = group_records.data();
         this->args.starts = starts.data();
@@ -154,6 +164,7 @@ class MissRunner {
         }
         changed.notify_one();
         if (thread.joinable()) thread.join();
+        reads.close();
     }
 
   private:
@@ -325,7 +336,7 @@ class MissRunner {
         executor.execute(request, never);
     }
 
-    // Computes what is in memory while the other records are read.
+    // Computes what is in memory while the other records are read, and then what later layers need.
     void compute_fetched(int64_t layer) {
         const int file = fetch(HOLD, layer, args.count, group_experts.data(),
                                group_addresses.data(), group_offsets.data());
@@ -333,32 +344,41 @@ class MissRunner {
         held = true;
         std::vector<RecordRead> absent;
         std::vector<int64_t> index;  // of those in the group
+        std::vector<std::shared_ptr<ReadJob>> jobs;
         bool complete = true;
         for (int64_t i = 0; i < args.count; ++i) {
             group_records[i] = group_addresses[i];
             complete = complete && group_offsets[i] == PRESENT;
+            if (group_offsets[i] == ARRIVING)
+                if (const auto job = read_ahead_job(layer, group_experts[i])) jobs.push_back(job);
             if (group_offsets[i] < 0) continue;
             absent.push_back({static_cast<char*>(group_addresses[i]), group_offsets[i]});
             index.push_back(i);
         }
+        std::shared_ptr<ReadJob> own;
+        const bool reading = !absent.empty(), started = guarded([&] {
+            if (!reading) return;
+            own = std::make_shared<ReadJob>(file, std::move(absent), sizes.record_bytes);
+            reads.start(own, true);
+            jobs.push_back(own);
+        });
+        if (!complete) fetch(LEARN, 0, 0, nullptr, nullptr, nullptr);  // stores its failures
+        expect_records(layer, file);
         if (complete) {
-            expect_records(layer);
             execute();
             return;
         }
-        ReadResult result;
-        const bool reading = !absent.empty(), started = guarded([&] {
-            if (reading) reads.start(file, std::move(absent), sizes.record_bytes);
-        });
-        fetch(LEARN, 0, 0, nullptr, nullptr, nullptr);  // stores its failures, as EXPECT
         const bool first = started && execute_some(true);
-        if (reading) result = started ? reads.wait() : ReadResult{0, EAGAIN};
+        // Announcements may come after the request.
+        for (const auto& job : jobs)
+            while (!reads.wait(*job, LOOK_NS)) expect_records(layer, file);
+        const ReadResult result = started ? (own ? own->result : ReadResult{}) : ReadResult{0, EAGAIN};
         const int64_t failed = result.error ? index[result.failed] : -1;
         if (fetch(END_READS, failed, result.error, nullptr, nullptr, nullptr) < 0) {
             held = false;
             throw std::runtime_error("records of experts could not be read");
         }
-        expect_records(layer);
+        expect_records(layer, file);
         if (!first || !execute_some(false)) throw std::runtime_error("experts are not computed");
     }
 
@@ -372,18 +392,50 @@ class MissRunner {
         return computed;
     }
 
-    // After what this layer needs: it is more urgent.
-    void expect_records(int64_t current) {
+    // Begins to read what was announced for a later layer: after what this one needs.
+    void expect_records(int64_t current, int file) {
         int64_t layer = -1, count = 0;
         take_ahead([&](int64_t later, int32_t expert) {
             // What a layer without misses has left there may be over.
-            if (later <= current || (layer >= 0 && later != layer) || place[expert] >= 0) return;
+            if (later <= current || (layer >= 0 && later != layer) || announced[expert]) return;
             layer = later;
-            place[expert] = 0;
-            group_experts[count++] = expert;
+            announced[expert] = true;
+            ahead_experts[count++] = expert;
         });
-        for (int64_t i = 0; i < count; ++i) place[group_experts[i]] = -1;
-        if (count) fetch(EXPECT, layer, count, group_experts.data(), nullptr, nullptr);
+        for (int64_t i = 0; i < count; ++i) announced[ahead_experts[i]] = false;
+        if (count == 0) return;
+        if (fetch(EXPECT, layer, count, ahead_experts.data(), ahead_addresses.data(),
+                  ahead_offsets.data()) < 0)
+            return;
+        arriving.erase(std::remove_if(arriving.begin(), arriving.end(),
+                                      [&](const auto& each) { return reads.wait(*each.job, 0); }),
+                       arriving.end());
+        for (int64_t i = 0; i < count; ++i)
+            if (ahead_offsets[i] >= 0) read_ahead(layer, i, file);
+    }
+
+    void read_ahead(int64_t layer, int64_t i, int file) {
+        const int32_t expert = ahead_experts[i];
+        const auto ended = [this, layer, expert](int error) {
+            fetch(END_AHEAD, layer, error, &expert, nullptr, nullptr);
+        };
+        const bool started = guarded([&] {
+            const RecordRead read{static_cast<char*>(ahead_addresses[i]), ahead_offsets[i]};
+            const auto job = std::make_shared<ReadJob>(file, std::vector<RecordRead>{read},
+                                                       sizes.record_bytes, ended);
+            arriving.push_back({layer, expert, job});
+            reads.start(job, false);
+        });
+        if (started) return;
+        ended(EAGAIN);
+        arriving.clear();  // its last one may never end; END_READS waits for the others too
+    }
+
+    // That reads the record of an expert ahead, or null.
+    std::shared_ptr<ReadJob> read_ahead_job(int64_t layer, int32_t expert) const {
+        for (const Arriving& each : arriving)
+            if (each.layer == layer && each.expert == expert) return each.job;
+        return nullptr;
     }
 
     // Copies the pairs whose expert is missing; returns their number.
@@ -481,6 +533,17 @@ class MissRunner {
     std::vector<int64_t> group_offsets;
     std::vector<int64_t> starts, stops;
     const std::atomic<bool> never{false};
+
+    struct Arriving {
+        int64_t layer;
+        int32_t expert;
+        std::shared_ptr<ReadJob> job;
+    };
+    std::vector<Arriving> arriving;  // read ahead; some may have ended
+    std::vector<char> announced;     // of each expert, during expect_records
+    std::vector<int32_t> ahead_experts;
+    std::vector<void*> ahead_addresses;
+    std::vector<int64_t> ahead_offsets;
 
     std::mutex lock;  // guards what follows
     std::condition_variable changed;

@@ -3,9 +3,12 @@
 
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -27,55 +30,87 @@ struct ReadResult {
     int error = 0;        // its errno, -1 at the end of the file
 };
 
+// Records that are read together.
+struct ReadJob {
+    ReadJob(int file, std::vector<RecordRead> what, int64_t bytes,
+            std::function<void(int error)> ended = nullptr)
+        : file(file),
+          records(std::move(what)),
+          bytes(bytes),
+          ended(std::move(ended)),
+          left(int64_t(records.size()) * parts()) {}
+
+    int64_t parts() const { return pieces(bytes, READ_BYTES); }
+    int64_t count() const { return int64_t(records.size()) * parts(); }
+
+    const int file;
+    const std::vector<RecordRead> records;
+    const int64_t bytes;                         // of each record
+    const std::function<void(int error)> ended;  // called by the thread that reads last
+    int64_t next = 0, left;  // pieces: the next one to read, and those that are not read yet
+    ReadResult result;
+};
+
 class RecordReads {
   public:
-    ~RecordReads() {
+    ~RecordReads() { close(); }
+
+    // Begins to read; at least one record. What is urgent is read before everything else.
+    void start(const std::shared_ptr<ReadJob>& job, bool urgent) {
+        while (threads.size() < READERS) threads.emplace_back(&RecordReads::work, this);
+        {
+            const std::lock_guard<std::mutex> guard(lock);
+            (urgent ? urgent_jobs : other_jobs).push_back(job);
+        }
+        changed.notify_all();
+    }
+
+    // Until everything was read, or tried, for at most `ns`; returns whether it was.
+    bool wait(const ReadJob& job, int64_t ns) {
+        std::unique_lock<std::mutex> guard(lock);
+        return job_ended.wait_for(guard, std::chrono::nanoseconds(ns),
+                                  [&] { return job.left == 0; });
+    }
+
+    // Ends the threads when everything was read: it is read to memory that may be freed then.
+    void close() {
         {
             const std::lock_guard<std::mutex> guard(lock);
             closed = true;
         }
         changed.notify_all();
         for (std::thread& thread : threads) thread.join();
-    }
-
-    // Begins to read; `wait` follows.
-    void start(int from, std::vector<RecordRead> what, int64_t record_bytes) {
-        while (threads.size() < READERS) threads.emplace_back(&RecordReads::work, this);
-        {
-            const std::lock_guard<std::mutex> guard(lock);
-            file = from;
-            records = std::move(what);
-            bytes = record_bytes;
-            next = 0;
-            count = left = int64_t(records.size()) * parts();
-            result = {};
-        }
-        changed.notify_all();
-    }
-
-    // Until everything was read, or tried.
-    ReadResult wait() {
-        std::unique_lock<std::mutex> guard(lock);
-        ended.wait(guard, [&] { return left == 0; });
-        return result;
+        threads.clear();
     }
 
   private:
-    int64_t parts() const { return pieces(bytes, READ_BYTES); }
-
     void work() {
         std::unique_lock<std::mutex> guard(lock);
         for (;;) {
-            changed.wait(guard, [&] { return closed || next < count; });
-            if (closed) return;
-            const int64_t task = next++, index = task / parts(), at = task % parts() * READ_BYTES;
-            const RecordRead record = records[index];
-            const int64_t size = least(READ_BYTES, bytes - at);
+            changed.wait(guard, [&] {
+                return closed || !urgent_jobs.empty() || !other_jobs.empty();
+            });
+            auto& jobs = urgent_jobs.empty() ? other_jobs : urgent_jobs;
+            if (jobs.empty()) return;
+            const std::shared_ptr<ReadJob> job = jobs.front();
+            const int64_t piece = job->next++;
+            if (job->next == job->count()) jobs.pop_front();
             guard.unlock();
-            const int error = read_bytes(file, record.to + at, size, record.offset + at);
+            const int64_t index = piece / job->parts(), at = piece % job->parts() * READ_BYTES;
+            const RecordRead& record = job->records[index];
+            const int error = read_bytes(job->file, record.to + at,
+                                         least(READ_BYTES, job->bytes - at), record.offset + at);
             guard.lock();
-            if (error && !result.error) result = {index, error};
-            if (--left == 0) ended.notify_one();
+            if (error && !job->result.error) job->result = {index, error};
+            if (job->left > 1) {
+                --job->left;
+                continue;
+            }
+            guard.unlock();
+            if (job->ended) job->ended(job->result.error);
+            guard.lock();
+            job->left = 0;
+            job_ended.notify_all();
         }
     }
 
@@ -90,13 +125,10 @@ class RecordReads {
         return 0;
     }
 
-    std::mutex lock;  // guards what follows
-    std::condition_variable changed, ended;
+    std::mutex lock;  // guards what follows, and the numbers and results of jobs
+    std::condition_variable changed, job_ended;
     bool closed = false;
-    std::vector<RecordRead> records;
-    int file = -1;
-    int64_t bytes = 0, next = 0, count = 0, left = 0;  // of a record; pieces
-    ReadResult result;
+    std::deque<std::shared_ptr<ReadJob>> urgent_jobs, other_jobs;  // that have pieces to begin
     std::vector<std::thread> threads;
 };
 

@@ -41,7 +41,7 @@ _FETCH = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     ctypes.c_void_p,
 )
-_HOLD, _LEARN, _END_READS, _EXPECT, _RELEASE = range(5)  # as in cpu_misses.h
+_HOLD, _LEARN, _END_READS, _EXPECT, _RELEASE, _END_AHEAD = range(6)  # as in cpu_misses.h
 _CACHE_LINE = 64
 _MAX_SPANS = 4096  # as in cpu_misses.h
 
@@ -87,8 +87,12 @@ class RecordSource(Protocol):
         the file it must be read from first; or PRESENT, or ARRIVING until `end_reads` returns, as
         in tiers.ssd."""
 
-    def expect(self, layer: int, experts: Sequence[int]) -> None:
-        """A layer after that of `hold` is likely to need these experts."""
+    def expect(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
+        """A layer after that of `hold` is likely to need these experts. The address of the record
+        of each, and where in the file it is to be read from; or PRESENT if it is not to be read."""
+
+    def end_ahead(self, layer: int, expert: int, error: int) -> None:
+        """Such a read has ended, with an error as in `end_reads`. Called by another thread."""
 
     def learn(self) -> None:
         """Reading takes a while: follows the use of experts meanwhile."""
@@ -320,13 +324,14 @@ def _fetch(
             source.learn()
         elif what == _END_READS:
             source.end_reads(first, second)
-        elif what == _EXPECT:
-            source.expect(first, (ctypes.c_int32 * second).from_address(experts)[:])
+        elif what == _END_AHEAD:
+            source.end_ahead(first, ctypes.c_int32.from_address(experts).value, second)
         else:
+            ask = source.expect if what == _EXPECT else source.hold
             ids = (ctypes.c_int32 * second).from_address(experts)
             pointers = (ctypes.c_void_p * second).from_address(addresses)
             numbers = (ctypes.c_int64 * second).from_address(offsets)
-            for place, found in enumerate(source.hold(first, ids[:])):
+            for place, found in enumerate(ask(first, ids[:])):
                 pointers[place], numbers[place] = found
         return source.file
     except BaseException as error:

@@ -43,7 +43,7 @@ from overspill.plan.budget import Placement
 from overspill.plan.eviction import NextUse
 from overspill.plan.homes import DeviceShare, spread_homes
 from overspill.plan.usage import Exchange
-from overspill.tiers.entry import Entry, Part, Reader
+from overspill.tiers.entry import Part, Reader
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
@@ -255,13 +255,7 @@ class Engine:
     def new_disk_reads(self) -> DiskReads:
         """Brings experts of disk into host memory for decoding steps."""
         policies = [NextUse(1, self.n_experts) for _ in range(self.n_layers)]
-        return DiskReads(
-            self._store, policies, self.recorder, self.settings.inject, self._read_ahead
-        )
-
-    def _read_ahead(self, entry: Entry) -> None:
-        assert self._moves.streaming is not None
-        self._moves.streaming.read_ahead(entry)
+        return DiskReads(self._store, policies, self.recorder, self.settings.inject)
 
     def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
         """A pre-gate has chosen these experts for the next forward through a layer: they are

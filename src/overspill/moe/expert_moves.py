@@ -199,6 +199,8 @@ class ExpertMoves:
         if self._residency is None or self._training is None or self._training.has_gradients:
             return
         gradients = self._training.gradients
+        if gradients.keep is not None and gradients.keep != keep and not gradients.accumulates:
+            self._residency.begin_again()
         keep = keep or gradients.are_kept
         on_device = keep and not gradients.uses_host(keep)
         self._residency.make_room(self._home_bytes(states=True, keep=on_device))

@@ -80,6 +80,7 @@ class Residency:
         self._experts = experts
         self._margin = _MARGIN
         self._planned_bytes = max(planned_bytes, experts.bytes_each().expert)  # for each at home
+        self._at_first = experts.share.experts
         self._passes = 0  # since experts were moved
         self._idle = 0  # bytes in use before a pass
         self._activations = 0  # the most beside them since experts were moved
@@ -163,6 +164,14 @@ class Residency:
             self._passes = 0
             if remaining < now.experts:
                 self._move(DeviceShare(remaining))
+
+    def begin_again(self) -> None:
+        """The next passes need other memory than those that were observed, as with an optimizer
+        that clips and one that does not: experts return as these were."""
+        self._observed.clear()
+        self._passes = 0
+        if self._experts.share.experts > self._at_first:
+            self._move(DeviceShare(self._at_first))
 
     def _move(self, share: DeviceShare) -> None:
         before = self._experts.share

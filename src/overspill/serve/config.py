@@ -36,6 +36,29 @@ class ModelSection:
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     context: Count = 4096
     """Tokens of a prompt with its answer at most."""
+    max_batch: Count = 16
+    """Answers that are computed at once at most."""
+
+    def open(self, model: str) -> "LLM":
+        # Importing torch takes seconds: only after the flags are checked.
+        import torch
+
+        from overspill.serve.llm import LLM
+
+        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
+        return LLM(
+            model,
+            self.gpu_memory,
+            self.host_memory,
+            self.disk,
+            self.mode,
+            self.slots,
+            self.host_slots,
+            self.context,
+            self.max_batch,
+            self.device,
+            dtypes[self.dtype],
+        )
 
 
 @dataclass(frozen=True)
@@ -65,25 +88,7 @@ class ServeConfig(Config):
     sampling: SamplingSection = field(default_factory=SamplingSection)
 
     def open(self, model: str) -> "LLM":
-        # Importing torch takes seconds: only after the flags are checked.
-        import torch
-
-        from overspill.serve.llm import LLM
-
-        section = self.model
-        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
-        return LLM(
-            model,
-            section.gpu_memory,
-            section.host_memory,
-            section.disk,
-            section.mode,
-            section.slots,
-            section.host_slots,
-            section.context,
-            device=section.device,
-            dtype=dtypes[section.dtype],
-        )
+        return self.model.open(model)
 
     def params(self) -> "SamplingParams":
         from overspill.serve.params import SamplingParams

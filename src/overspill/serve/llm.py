@@ -1,29 +1,41 @@
 """`overspill.LLM`: text and tokens from a model whose experts are on any tier."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from overspill.core.errors import ConfigError, OrderError, OverspillError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.hardware.native import has_triton
 from overspill.models.budgets import Budgets, Size
 from overspill.models.pregate import pregate_level
+from overspill.serve import conversation
+from overspill.serve.arguments import check_not_given, check_whole
+from overspill.serve.background import Background, Submission, raise_error
 from overspill.serve.blocks import BlockPool
 from overspill.serve.decode.modes import check_mode, new_mode
+from overspill.serve.grammar import Grammars
 from overspill.serve.loop import ServingLoop
+from overspill.serve.pacing import Pacing
 from overspill.serve.params import Piece, Result, SamplingParams
+from overspill.serve.prompts import (
+    Prompt,
+    check_ids,
+    check_prompt,
+    check_tokens,
+    list_prompts,
+    params_of_each,
+)
 from overspill.serve.request import Request
+from overspill.serve.rules import make_rules
 from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
 from overspill.serve.source import CacheRequest, open_source
 from overspill.serve.support import can_page
-from overspill.serve.text import TextStream
+from overspill.serve.text import Codec, TextStream
 from overspill.trace.spans import Span
-
-Prompt = str | Sequence[int]
 
 _LEAST_SLOTS = 2
 """For prompts: one expert computes while another loads."""
@@ -31,6 +43,9 @@ _BLOCK = 16
 """Tokens of a block of keys and values."""
 _CHUNK = 512
 """Tokens of prompts in a batch beside requests that run."""
+_ANSWERS_SHARE = 0.25
+"""Of the time, for answers that run while prompts are computed: answers go on visibly, and a prompt
+takes a third longer."""
 
 
 class LLM:
@@ -60,13 +75,10 @@ class LLM:
         dtype: torch.dtype | str | None = None,
     ) -> None:
         check_mode(mode)
-        for name, value in (("context", context), ("max_batch", max_batch)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
-        if slots is not None and (
-            not isinstance(slots, int) or isinstance(slots, bool) or slots < 0
-        ):
-            raise ConfigError(f"slots={slots!r} must be a whole number of at least 0")
+        check_whole("context", context, 1)
+        check_whole("max_batch", max_batch, 1)
+        if slots is not None:
+            check_whole("slots", slots, 0)
         streaming = None if slots is None else max(_LEAST_SLOTS, slots)
         budgets = Budgets(
             gpu_memory, host_memory, disk, device, "gpu" if mode == "gpu-only" else "auto",
@@ -78,7 +90,7 @@ class LLM:
                 "mode": mode if mode == "gpu-only" else None, "host_slots": host_slots,
                 "device": device, "dtype": dtype,
             }  # fmt: skip
-            _check_not_given(given)
+            check_not_given(given)
         asked = CacheRequest(context, max_batch, _BLOCK)
         self._source = source = open_source(model, budgets, asked, dtype)
         self._closed = False
@@ -92,6 +104,8 @@ class LLM:
             if source.owned:
                 source.model.overspill.close()
             raise
+        self._grammars = Grammars(source.codec, source.ends, self._vocabulary())
+        self._background = Background(self._loop)
 
     def _new_loop(self, max_batch: int, slots: int | None, mode: str) -> ServingLoop:
         source = self._source
@@ -109,7 +123,7 @@ class LLM:
         pool = BlockPool(source.n_blocks, _BLOCK, share=paged)
         scheduler = Scheduler(pool, max_batch, _CHUNK if paged else source.context, paged)
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
-        return ServingLoop(runner, scheduler, source.ends, stream)
+        return ServingLoop(runner, scheduler, source.ends, stream, Pacing(_ANSWERS_SHARE))
 
     def generate(
         self,
@@ -118,9 +132,10 @@ class LLM:
     ) -> list[Result]:
         """The results of the prompts (texts or lists of token ids), in their order. `params` are
         for all prompts, or one for each. If one of several fails, the others are finished first."""
-        listed = _list_prompts(prompts)
+        listed = list_prompts(prompts)
         requests = [
-            self._request(*each) for each in zip(listed, _each(params, listed), strict=True)
+            self._request(*each)
+            for each in zip(listed, params_of_each(params, listed), strict=True)
         ]
         try:
             for request in requests:
@@ -130,12 +145,12 @@ class LLM:
             for request in requests:
                 self._loop.remove(request)
         for request in requests:
-            _raise(request)
+            raise_error(request)
         return [request.result() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """The text of one prompt while it is made."""
-        (checked,) = _each(params, [prompt])
+        (checked,) = params_of_each(params, [prompt])
         return self._stream(self._request(prompt, checked))
 
     def _stream(self, request: Request) -> Iterator[Piece]:
@@ -145,16 +160,31 @@ class LLM:
                 self._loop.run_until(lambda: not request.pieces.empty())
                 piece = request.pieces.get()
                 if piece.finish_reason == "error":
-                    _raise(request)
+                    raise_error(request)
                 yield piece
                 if piece.finish_reason is not None:
                     return
         finally:  # also if the caller stops reading
             self._loop.remove(request)
 
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        on_piece: Callable[[Piece], None] | None = None,
+    ) -> Submission:
+        """Starts to answer a prompt and returns at once: a thread of this LLM computes. `on_piece`
+        is called there for each piece, and must not wait; the last one has a `finish_reason`. If it
+        raises, the request is cancelled."""
+        if on_piece is not None and not callable(on_piece):
+            raise ConfigError(f"on_piece={on_piece!r} must be a function that takes a Piece")
+        (checked,) = params_of_each(params, [prompt])
+        return self._background.submit(self._request(prompt, checked), on_piece)
+
     def stats(self) -> dict[str, Any]:
-        """What was served so far, and where the experts are."""
+        """What was served so far, and where the experts are. It waits for no batch."""
         stats, engine = self._loop.stats, self.model.overspill
+        pool, scheduler = self._loop.scheduler.pool, self._loop.scheduler
         waits = sorted(stats.waits)
         return {
             "requests": stats.requests,
@@ -164,6 +194,10 @@ class LLM:
             "decode_seconds": stats.decode_seconds,
             "tokens_per_second": stats.decode_tokens / max(stats.decode_seconds, 1e-9),
             "time_to_first_token": waits[len(waits) // 2] if waits else None,
+            "running": len(scheduler.running),
+            "waiting": self._loop.n_waiting,
+            "kv_blocks": pool.n_blocks,
+            "kv_blocks_free": pool.n_free,
             "cache_bytes": self._loop.runner.cache_bytes,
             "bytes": engine.bytes_by_tier(),
             "uploaded_bytes": engine.recorder.counters().get("upload", 0),
@@ -175,30 +209,57 @@ class LLM:
         4096 times): for a timeline."""
         return self._loop.runner.take_spans()
 
-    def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def chat_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_arguments: Any,
+    ) -> list[int]:
         """The prompt of a chat (`[{"role": "user", "content": "..."}]`) by the model's chat
-        template; without one, the lines of the chat as plain text."""
-        tokenizer = getattr(self._source.codec, "tokenizer", None)
-        if tokenizer is not None and tokenizer.chat_template is not None:
-            try:
-                ids = tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-            except Exception as error:  # jinja and templates raise any type
-                raise ConfigError(f"the chat template refuses this chat: {error}") from error
-            return [int(token) for token in ids]
+        template, which gets `tools` and the other arguments; without one, the lines of the chat as
+        plain text."""
+        return conversation.chat_tokens(self._source.codec, messages, tools, template_arguments)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return conversation.has_template(self._source.codec)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template, which tells what it supports."""
+        return conversation.template_of(self._source.codec)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return self._codec.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        check_ids(tokens, self._vocabulary())
+        return self._codec.decode(list(tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, which may be a part of a character."""
+        check_ids([token], self._vocabulary())
+        return self._codec.token_bytes(token)
+
+    @property
+    def _codec(self) -> Codec:
         if self._source.codec is None:
-            raise ConfigError("this model has no tokenizer; a chat needs one")
-        return self._source.codec.encode("\n".join(message["content"] for message in messages))
+            raise ConfigError("this model has no tokenizer; give token ids instead of text")
+        return self._source.codec
 
     def close(self) -> None:
         """Frees the model if it was loaded here; a given model can be used otherwise again."""
         if self._closed:
             return
-        self._closed = True
         if self.model.overspill.lifetime.forked:  # it has neither threads nor a GPU
+            self._closed = True
             return
+        self._background.close()
+        self._closed = True
         self._loop.close()
+        self._background.join()
         if self._source.owned:
             self.model.overspill.close()
 
@@ -209,79 +270,26 @@ class LLM:
         self.close()
 
     def _check_open(self) -> None:
+        self.model.overspill.lifetime.check_process()
         if self._closed:
             raise OrderError("this LLM was closed; make a new one")
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         self._check_open()
         codec, vocabulary = self._source.codec, self._vocabulary()
-        if isinstance(prompt, str):
-            if codec is None:
-                raise ConfigError("this model has no tokenizer; give token ids instead of text")
-            tokens = codec.encode(prompt)
-        else:
-            tokens = list(_check_prompt(prompt))
-        if not tokens:
-            raise ConfigError("the prompt is empty; give at least one token")
-        for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise ConfigError(f"{token!r} in a prompt is not a token id (a whole number)")
-            if not 0 <= token < vocabulary:
-                raise ConfigError(f"token id {token} is not one of the {vocabulary} of this model")
-        if len(tokens) >= self.context:
-            raise ConfigError(
-                f"a prompt of {len(tokens)} tokens leaves no room in the context of "
-                f"{self.context}; shorten it, or raise context= (--context) if the model allows it"
-            )
+        tokens = self.encode(prompt) if isinstance(prompt, str) else list(check_prompt(prompt))
+        check_tokens(tokens, vocabulary, self.context)
         if params.stops and codec is None:
             raise ConfigError("this model has no tokenizer: stop strings cannot be found")
+        for token in params.logit_bias or ():
+            if token >= vocabulary:
+                raise ConfigError(f"logit_bias has token id {token}; this model has {vocabulary}")
+        grammar = None
+        if params.json_schema is not None:
+            grammar = self._grammars.from_schema(params.schema_text())
         most = min(params.max_tokens, self.context - len(tokens))
-        return Request(tokens, params, TextStream(codec, params.stops), most)
+        rules = make_rules(params, grammar, self._source.ends)
+        return Request(tokens, params, TextStream(codec, params.stops), most, rules)
 
     def _vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
-
-
-def _check_not_given(options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name}={value!r} is for a model that is loaded here; give it to overspill.load"
-            )
-
-
-def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    listed: list[Any] = list(_check_prompt(prompts))
-    if listed and all(isinstance(each, int) for each in listed):
-        return [listed]
-    return [each if isinstance(each, str) else _check_prompt(each) for each in listed]
-
-
-def _check_prompt(prompt: Any) -> Any:
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
-        raise ConfigError(f"{prompt!r} is no prompt; give texts or lists of token ids")
-    return prompt
-
-
-def _each(
-    params: SamplingParams | Sequence[SamplingParams] | None, prompts: Sequence[Prompt]
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    for each in params if isinstance(params, list | tuple) else [params]:
-        if not isinstance(each, SamplingParams):
-            raise ConfigError(f"{each!r} is not SamplingParams; give overspill.SamplingParams(...)")
-    if len(params) != len(prompts):
-        raise ConfigError(f"{len(params)} params for {len(prompts)} prompts; give one for each")
-    return list(params)
-
-
-def _raise(request: Request) -> None:
-    error = request.error
-    if error is None:
-        return
-    if isinstance(error, OverspillError):
-        raise error
-    raise OverspillError(f"a batch failed: {type(error).__name__}: {error}") from error

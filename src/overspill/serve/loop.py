@@ -3,20 +3,22 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from overspill.core.errors import DiskError, NonFiniteError, OrderError
+from overspill.core.errors import DiskError, NonFiniteError, OrderError, OverspillError
 from overspill.core.interrupt import Condition, DeferredInterrupt
+from overspill.serve.pacing import Pacing
 from overspill.serve.request import Request
 from overspill.serve.runners import Runner
 from overspill.serve.sampling import Choice
 from overspill.serve.scheduler import Scheduler, Work
+from overspill.serve.stats import Stats
 
 
 @dataclass
@@ -45,17 +47,22 @@ class ServingLoop:
         scheduler: Scheduler,
         ends: Collection[int],
         stream: torch.cuda.Stream | None = None,
+        pacing: Pacing | None = None,
     ) -> None:
         """`ends` are the tokens that end a text. All batches are computed on `stream`: threads may
-        have different current ones, and a batch may begin before the last one has ended."""
+        have different current ones, and a batch may begin before the last one has ended. Without
+        `pacing`, prompts never wait for answers."""
         self.runner = runner
         self._on_stream: Callable[[], AbstractContextManager[object]] = (
             nullcontext if stream is None else partial(torch.cuda.stream, stream)
         )
         self.scheduler = scheduler
+        self._pacing = pacing or Pacing(0)
         self._ends = frozenset(ends)
         self._turn = threading.Lock()  # of the thread that changes requests
+        self._owner: int | None = None  # that thread
         self._inbox: deque[Callable[[], None]] = deque()  # what it does before the next batch
+        self._arriving: set[Request] = set()  # requests in it
         self._waiting = threading.RLock()
         self._turn_ended = Condition(self._waiting)
         self._closed = False
@@ -65,7 +72,13 @@ class ServingLoop:
         self.stats = Stats()
 
     def add(self, request: Request) -> None:
-        self._inbox.append(partial(self.scheduler.add, request))
+        self._arriving.add(request)
+        self._inbox.append(partial(self._add, request))
+
+    def _add(self, request: Request) -> None:
+        if not request.finished:
+            self.scheduler.add(request)
+        self._arriving.discard(request)
 
     def remove(self, request: Request) -> None:
         """Takes effect before the next batch. Does not wait for this one: the garbage collector
@@ -74,28 +87,74 @@ class ServingLoop:
         if not self._turn.locked():  # given up: nothing may follow for a while
             self.runner.pause()
 
+    def cancel(self, request: Request) -> None:
+        """`remove`, if a thread computes the next batch or looks at `has_changes`."""
+        self._inbox.append(partial(self._remove, request))
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether requests were added or removed since the last batch began."""
+        return bool(self._inbox)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that do not run yet."""
+        return len(self.scheduler.waiting) + len(self._arriving)
+
+    @property
+    def computes_here(self) -> bool:
+        """Whether this thread computes a batch, and so must not wait for one."""
+        return self._owner == threading.get_ident()
+
+    def check_may_wait(self, what: str) -> None:
+        """Raises in callbacks of requests, which a batch waits for."""
+        if self.computes_here:
+            raise OrderError(
+                f"{what} waits for batches, which wait for this callback; call it in another "
+                "thread, or use submit"
+            )
+
+    def fail(self, requests: list[Request], error: Exception) -> None:
+        """Ends requests with an error, when the batch that is computed has ended."""
+        with self._whole_turn():
+            self._fail(requests, error)
+
+    @contextmanager
+    def _whole_turn(self) -> Iterator[None]:
+        """Waits for the batch that is computed."""
+        with self._turn:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
         self.runner.forget(request)
 
     def close(self) -> None:
         """Requests that wait end with an error, when the batch that is computed has ended."""
+        self.check_may_wait("close")
         self._closed = True
-        with self._turn:
+        with self._whole_turn():
             self._step()
             self.runner.close()
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Computes batches until `done`; other threads may compute some of them."""
+        self.check_may_wait("this")
         while not done():
             taken: list[bool] = []
             try:
                 # taken and noted in one call: Ctrl-C comes before or after it
                 taken.extend(map(self._turn.acquire, (False,)))
                 if taken[0] and not done():
+                    self._owner = threading.get_ident()
                     self._step()
             finally:
                 if taken and taken[0]:  # no call: Ctrl-C comes after calls
+                    self._owner = None
                     self._turn.release()
                     with self._waiting:
                         self._turn_ended.notify_all()
@@ -113,9 +172,13 @@ class ServingLoop:
                 self._fail(requests, OrderError("this LLM was closed; make a new one"))
                 return
             now = self._ahead
-            batch = self.scheduler.next_batch() if now is None else now.batch
-        assert batch, "a request waits, but nothing can be computed"
-        self._compute(batch, now)
+            prompts = self._pacing.allows_prompts
+            batch = self.scheduler.next_batch(prompts) if now is None else now.batch
+        if batch:
+            self._compute(batch, now)
+            return
+        assert not self.scheduler.waiting, "a request waits, but nothing can be computed"
+        self.runner.pause()  # all were cancelled
 
     def _compute(self, batch: list[Work], now: Pass | None, early: bool = True) -> None:
         """If an expert cannot be read, each request of the batch is tried alone: those that do not
@@ -174,7 +237,9 @@ class ServingLoop:
     def _begin_next(self, now: Pass) -> Pass | None:
         """Begins the batch after `now`, if it has the same requests."""
         choice, scheduler = now.choice, self.scheduler
-        if choice is None or choice.needs_logits or self._inbox or scheduler.may_join:
+        if choice is None or choice.needs_host or self._inbox:
+            return None
+        if scheduler.may_join and self._pacing.allows_prompts:
             return None
         alive = [request for request in now.requests if not request.finished]
         if alive != scheduler.running or len(alive) != len(now.batch):
@@ -201,7 +266,9 @@ class ServingLoop:
         # some may have ended, or are not wanted any more, since the batch began
         batch = [work for work in now.batch if work.request in self.scheduler.running]
         end = time.perf_counter()
-        self.stats.count(batch, end - max(now.began, self._last_end))
+        seconds = end - max(now.began, self._last_end)
+        self.stats.count(batch, seconds)
+        self._pacing.record(batch, seconds)
         self._last_end = end
         for work in batch:
             self.scheduler.computed(work)
@@ -217,37 +284,11 @@ class ServingLoop:
             self._fail([request], NonFiniteError(problem))
             return
         end = token in self._ends and not request.params.ignore_eos
-        request.append(token, logs, end)
+        try:
+            request.append(token, logs, end)
+        except OverspillError as error:
+            self._fail([request], error)
+            return
         if request.finished:
             self._remove(request)
             self.stats.finish(request)
-
-
-class Stats:
-    """What was served so far."""
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.prompt_tokens = 0
-        self.new_tokens = 0
-        self.decode_seconds = 0.0
-        self.decode_tokens = 0
-        self.waits: deque[float] = deque(maxlen=1000)  # until the first token, the last ones
-
-    def count(self, batch: list[Work], seconds: float) -> None:
-        """Called before the tokens of the batch are counted as computed."""
-        new = [request.computed >= request.prompt_tokens for request, _ in batch]
-        self.prompt_tokens += sum(
-            min(count, request.prompt_tokens - request.computed)
-            for (request, count), is_new in zip(batch, new, strict=True)
-            if not is_new
-        )
-        if all(new) and all(count == 1 for _, count in batch):
-            self.decode_seconds += seconds
-            self.decode_tokens += len(batch)
-
-    def finish(self, request: Request) -> None:
-        self.requests += 1
-        self.new_tokens += len(request.new_tokens)
-        if request.first_token_at is not None:
-            self.waits.append(request.first_token_at - request.asked_at)

@@ -1,12 +1,16 @@
 """How tokens are chosen, and what a request gives back."""
 
+import json
+import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from overspill.core.errors import ConfigError
 
 _LARGEST = sys.float_info.max
+_MOST_PENALTY, _MOST_BIAS = 2, 100  # as in OpenAI's interface
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,13 @@ class SamplingParams:
     `temperature=0` takes the likeliest token. `top_k=0` and `top_p=1` do not restrict the choice.
     With a `seed` a request gives the same tokens again, whatever runs beside it. `stop` ends the
     text before one of these strings. `logprobs=n` returns the logarithms of the probabilities of
-    each token and of the n likeliest. `ignore_eos` goes on after the end of the text.
+    each token and of the n likeliest. `ignore_eos` goes on after the end of the text, and
+    `min_tokens` does so until there are that many.
+
+    `frequency_penalty` is subtracted from the logit of a token for each time that the answer has it
+    already, `presence_penalty` once if it has it; `logit_bias` is added to the logits of token ids.
+    `json_schema` (a dictionary, or its JSON text) makes the answer JSON of this schema;
+    `{"type": "object"}` allows any object. `logprobs` are those of the model without all this.
     """
 
     max_tokens: int = 64
@@ -27,6 +37,11 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    json_schema: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, 1)
@@ -47,6 +62,34 @@ class SamplingParams:
             raise ConfigError(f"stop={self.stop!r} must be a string or several, none empty")
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            )
+        for name in ("frequency_penalty", "presence_penalty"):
+            _within(name, getattr(self, name), _MOST_PENALTY)
+        _check_bias(self.logit_bias)
+        if self.json_schema is not None:
+            if self.min_tokens:
+                raise ConfigError(
+                    "min_tokens and json_schema exclude each other: JSON ends when it is complete"
+                )
+            self.schema_text()
+
+    def schema_text(self) -> str:
+        """`json_schema` as JSON."""
+        schema = self.json_schema
+        try:
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            if isinstance(parsed, Mapping):
+                return json.dumps(dict(parsed), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"json_schema is not JSON ({error}); give a JSON schema") from error
+        raise ConfigError(
+            f"json_schema={reprlib.repr(schema)} must be a JSON schema: a dictionary, or the JSON "
+            "text of one"
+        )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -66,6 +109,31 @@ def _whole(name: str, value: object, least: int) -> None:
         )
 
 
+def _within(name: str, value: object, most: float) -> None:
+    if not _is_number(value) or not -most <= value <= most:  # type: ignore[operator]
+        raise ConfigError(f"{name}={value!r} must be a number from -{most} to {most}")
+
+
+def _check_bias(bias: object) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
+        raise ConfigError(f"logit_bias={bias!r} must map token ids to numbers")
+    for token, value in bias.items():
+        _whole("a token id of logit_bias", token, 0)
+        _within(f"logit_bias[{token}]", value, _MOST_BIAS)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    new_tokens: int
+    cached_tokens: int
+    """Those of the prompt whose keys and values were in the cache already."""
+
+
 @dataclass
 class Result:
     """What a request gave."""
@@ -77,6 +145,14 @@ class Result:
     prompt_tokens: int
     logprobs: list[dict[int, float]] | None = None
     """For each token: the token itself and the likeliest ones."""
+    stop_reason: str | None = None
+    """The stop string that ended the text, if one did."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values were in the cache already."""
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, len(self.token_ids), self.cached_tokens)
 
 
 @dataclass
@@ -86,3 +162,9 @@ class Piece:
     text: str
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    """"stop", "length" or "error" in the last piece."""
+    logprobs: list[dict[int, float]] | None = None
+    """For each token of this piece, if they were asked for: the token itself first, and the
+    likeliest ones."""
+    stop_reason: str | None = None
+    """The stop string that ended the text, if one did."""

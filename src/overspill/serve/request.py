@@ -3,16 +3,17 @@
 import queue
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from overspill.serve.params import Piece, Result, SamplingParams
+from overspill.serve.params import Piece, Result, SamplingParams, Usage
+from overspill.serve.rules import Rules
 from overspill.serve.sampling import Draw
 from overspill.serve.text import TextStream
 
 
 class Request:
     """A prompt and the tokens that were made for it. Only the serving loop changes it; `pieces`
-    are for the thread that asked."""
+    are for the thread that asked, if `deliver` does not take them."""
 
     def __init__(
         self,
@@ -20,6 +21,7 @@ class Request:
         params: SamplingParams,
         text: TextStream,
         max_tokens: int,
+        rules: Rules | None = None,
     ) -> None:
         """`max_tokens` is that of `params`, or less if the context ends before."""
         self.tokens = list(prompt)
@@ -29,14 +31,19 @@ class Request:
         self.computed = 0
         """Tokens whose keys and values are in the cache."""
         self.blocks: list[int] = []
+        self.cached_tokens: int | None = None
+        """Tokens of the prompt that were found in the cache; None before the first batch."""
         self.logprobs: list[dict[int, float]] = []
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
         self.pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self.deliver: Callable[[Piece], None] = self.pieces.put
+        """Takes each piece, in the thread that computes; it must not raise."""
         self.asked_at = time.perf_counter()
         self.first_token_at: float | None = None
         self._seed = (secrets.randbits(63) if params.seed is None else params.seed) % (1 << 63)
         self._text = text
+        self._rules = rules
 
     @property
     def new_tokens(self) -> list[int]:
@@ -44,7 +51,9 @@ class Request:
 
     def draw(self, ahead: int = 0) -> Draw:
         """What decides the next token, or one that many tokens later."""
-        return Draw(self.params, self._seed, len(self.tokens) - self.prompt_tokens + ahead)
+        adjust = None if self._rules is None else self._rules.adjust
+        number = len(self.tokens) - self.prompt_tokens + ahead
+        return Draw(self.params, self._seed, number, adjust)
 
     @property
     def pending(self) -> int:
@@ -61,7 +70,13 @@ class Request:
         return self.finish_reason is not None or self.error is not None
 
     def append(self, token: int, logprobs: dict[int, float] | None, end: bool) -> None:
-        """The next token was chosen; `end` if it ends the text."""
+        """The next token was chosen; `end` if it ends the text. Raises, and changes nothing, if
+        the rules of the request cannot continue."""
+        if self._rules is not None:
+            self._rules.accept(token)
+            complete = self._rules.is_complete
+        else:
+            complete = False
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         self.tokens.append(token)
@@ -69,18 +84,24 @@ class Request:
             self.logprobs.append(logprobs)
         text, stopped = ("", False) if end else self._text.add(token)
         last = len(self.tokens) - self.prompt_tokens >= self.max_tokens
-        if (end or last) and not stopped:
+        if (end or complete or last) and not stopped:
             held, stopped = self._text.end()
             text += held
-        if end or stopped:
+        if end or complete or stopped:
             self.finish_reason = "stop"
         elif last:
             self.finish_reason = "length"
-        self.pieces.put(Piece(text, [token], self.finish_reason))
+        logs = None if logprobs is None else [logprobs]
+        self.deliver(Piece(text, [token], self.finish_reason, logs, self._text.stop))
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self.pieces.put(Piece("", [], "error"))
+        self.deliver(Piece("", [], "error"))
+
+    @property
+    def usage(self) -> Usage:
+        new = len(self.tokens) - self.prompt_tokens
+        return Usage(self.prompt_tokens, new, self.cached_tokens or 0)
 
     def result(self) -> Result:
         assert self.finish_reason is not None
@@ -90,4 +111,6 @@ class Request:
             self.finish_reason,
             self.prompt_tokens,
             self.logprobs if self.params.logprobs is not None else None,
+            self._text.stop,
+            self.cached_tokens or 0,
         )

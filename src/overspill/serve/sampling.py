@@ -1,7 +1,7 @@
 """Chooses the next token of each request."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,12 +24,14 @@ class Draw(NamedTuple):
     params: SamplingParams
     seed: int  # of the request
     number: int  # of its token
+    adjust: Callable[[Tensor], Tensor] | None = None  # logits [V] that are chosen from instead
 
     @property
     def is_plain(self) -> bool:
         """Whether all tokens are possible, with the probabilities of a softmax."""
         params = self.params
-        return params.temperature == 0 or (not params.top_k and params.top_p == 1)
+        restricted = params.temperature > 0 and (params.top_k or params.top_p < 1)
+        return self.adjust is None and not restricted
 
     @property
     def temperature(self) -> float:
@@ -60,6 +62,7 @@ class Choice:
     ) -> None:
         """`chosen` are tokens that were drawn with the logits, as `choose` does it."""
         self._params = [draw.params for draw in draws]
+        self._adjusts = any(draw.adjust is not None for draw in draws)
         self._logits_NV = logits_NV
         self.tokens_N, self._found = chosen or choose(logits_NV, draws)
         """On the device; of a row without finite logits it is any token."""
@@ -76,9 +79,10 @@ class Choice:
             self._event.record()
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether `logprobs` reads the logits."""
-        return any(each.logprobs is not None for each in self._params)
+    def needs_host(self) -> bool:
+        """Whether the next batch must not begin before the host knows the tokens: `logprobs` reads
+        the logits, which it overwrites, or its logits are adjusted to the tokens."""
+        return self._adjusts or any(each.logprobs is not None for each in self._params)
 
     def tokens(self) -> list[int | None]:
         """Waits for the tokens; None for a row whose logits are NaN or infinite."""
@@ -117,8 +121,12 @@ def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> Chosen:
 
 
 def _draw(logits_V: Tensor, draw: Draw) -> Tensor:
-    """One token of those that top-k and top-p leave."""
+    """One token of those that top-k and top-p leave, of adjusted logits."""
     params = draw.params
+    if draw.adjust is not None:
+        logits_V = draw.adjust(logits_V)
+    if draw.temperature == 0:
+        return logits_V.argmax(-1)
     probabilities = ((logits_V - logits_V.max()) / draw.temperature).softmax(-1)
     ordered, ids = probabilities.sort(descending=True)
     if params.top_k:

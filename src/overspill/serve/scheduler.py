@@ -24,7 +24,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, max_batch: int, chunk: int, split: bool = True) -> None:
         """At most `max_batch` requests run; a batch has at most `chunk` tokens of prompts. Without
         `split` a prompt is computed at once, and `chunk` must have room for the longest."""
-        self._pool = pool
+        self.pool = pool
         self._max_batch = max_batch
         self._chunk = chunk
         self._split = split
@@ -42,12 +42,18 @@ class Scheduler:
             self.running.remove(request)
         self._free(request)
 
-    def next_batch(self) -> list[Work]:
-        """What is computed next; empty if there is nothing to do."""
+    def next_batch(self, prompts: bool = True) -> list[Work]:
+        """What is computed next; empty if there is nothing to do. Without `prompts`, only requests
+        that have their next token, if there are any."""
         batch: list[Work] = []
         for request in list(self.running):
             if request.pending == 1 and self._reserve(request, 1):
                 batch.append(Work(request, 1))
+        if batch and not prompts:
+            return [work for work in batch if work.request in self.running]
+        return self._with_prompts(batch)
+
+    def _with_prompts(self, batch: list[Work]) -> list[Work]:
         left = self._chunk
         for request in list(self.running):
             count = self._part(request, left)
@@ -59,13 +65,15 @@ class Scheduler:
         while self.waiting and left > 0 and len(self.running) < self._max_batch:
             request = self.waiting[0]
             if not request.blocks:
-                request.blocks = self._pool.share(request.tokens)
-                request.computed = len(request.blocks) * self._pool.size
+                request.blocks = self.pool.share(request.tokens)
+                request.computed = len(request.blocks) * self.pool.size
             count = self._part(request, left)
             if not count or not self._has_room(request, count):
                 self._free(request)
                 break
             self.running.append(self.waiting.popleft())
+            if request.cached_tokens is None:  # later it may find its own blocks
+                request.cached_tokens = request.computed
             self._reserve(request, count)
             batch.append(Work(request, count))
             left -= count
@@ -82,18 +90,18 @@ class Scheduler:
 
     def computed(self, work: Work) -> None:
         """The keys and values of these tokens are in the cache."""
-        request, size = work.request, self._pool.size
+        request, size = work.request, self.pool.size
         full = request.computed // size
         request.computed += work.n_tokens
         for number in range(full, request.computed // size):
             before = request.blocks[number - 1] if number else None
             tokens = request.tokens[number * size : (number + 1) * size]
-            self._pool.fill(request.blocks[number], before, tokens)
+            self.pool.fill(request.blocks[number], before, tokens)
 
     def reserve_next(self, requests: Sequence[Request]) -> bool:
         """Blocks for the token after the one that is being computed, if there are enough."""
         missing = [self._missing(request, 2) for request in requests]
-        if sum(missing) > self._pool.n_free:
+        if sum(missing) > self.pool.n_free:
             return False
         for request, count in zip(requests, missing, strict=True):
             self._take(request, count)
@@ -101,10 +109,10 @@ class Scheduler:
 
     def _missing(self, request: Request, count: int) -> int:
         """Blocks that a request needs for so many more tokens."""
-        return -(-(request.computed + count) // self._pool.size) - len(request.blocks)
+        return -(-(request.computed + count) // self.pool.size) - len(request.blocks)
 
     def _has_room(self, request: Request, count: int) -> bool:
-        return self._missing(request, count) <= self._pool.n_free
+        return self._missing(request, count) <= self.pool.n_free
 
     def _reserve(self, request: Request, count: int) -> bool:
         """Blocks for so many more tokens; False if the request had to give its own back."""
@@ -120,7 +128,7 @@ class Scheduler:
 
     def _take(self, request: Request, count: int) -> None:
         for _ in range(count):
-            block = self._pool.take()
+            block = self.pool.take()
             assert block is not None
             request.blocks.append(block)
 
@@ -130,6 +138,6 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _free(self, request: Request) -> None:
-        self._pool.release(request.blocks)
+        self.pool.release(request.blocks)
         request.blocks = []
         request.computed = 0

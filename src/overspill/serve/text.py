@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from overspill.train.token_bytes import TokenBytes
+
 _INCOMPLETE = "\ufffd"  # a character whose bytes are not all there
 
 
@@ -11,10 +13,16 @@ class Codec(Protocol):
 
     ends: frozenset[int]
     """Tokens that end a text."""
+    library: Any
+    """The tokenizer of the `tokenizers` library behind it; None if there is none."""
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, tokens: list[int]) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, which may be a part of a character."""
+        ...
 
 
 class TransformersCodec:
@@ -24,9 +32,16 @@ class TransformersCodec:
         self.tokenizer = tokenizer
         end = tokenizer.eos_token_id
         self.ends = frozenset(() if end is None else (end,))
+        self.library: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._bytes = None if self.library is None else TokenBytes(self.library)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])
+
+    def token_bytes(self, token: int) -> bytes:
+        if self._bytes is not None:
+            return self._bytes.of(token)
+        return str(self.tokenizer.decode([token])).encode()
 
     def decode(self, tokens: list[int]) -> str:
         text: str = self.tokenizer.decode(
@@ -42,6 +57,8 @@ class TextStream:
     def __init__(self, codec: Codec | None, stops: Sequence[str] = ()) -> None:
         self.text = ""
         """All text that was given out."""
+        self.stop: str | None = None
+        """The stop string that ended it."""
         self._codec = codec
         self._stops = stops
         self._tokens: list[int] = []
@@ -79,9 +96,11 @@ class TextStream:
 
     def _give(self, new: str) -> tuple[str, bool]:
         self._held += new
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        places = ((self._held.find(stop), stop) for stop in self._stops)
+        found = [place for place in places if place[0] >= 0]
         if found:
-            text, self._held = self._held[: min(found)], ""
+            at, self.stop = min(found)
+            text, self._held = self._held[:at], ""
             self.text += text
             return text, True
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)

@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
+from overspill.train.token_bytes import byte_characters
 from overspill.train.tokenizer import JsonTokenizer, load_tokenizer
 
 _SEPARATOR = "<|endoftext|>"
@@ -49,16 +50,9 @@ def tokenizer_files(name: str, shape: GPTConfig) -> TokenizerFiles:
 def byte_tokenizer() -> Tokenizer:
     """`ByteTokenizer` for the tokenizers library: byte-level BPE without merges, and the
     separator."""
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocab = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(_SEPARATOR, special=True, normalized=False)])
     return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """The printable character by which the library represents each byte."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from overspill.core.errors import ConfigError
 from overspill.core.sizes import round_up
+from overspill.train.token_bytes import TokenBytes
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -26,10 +27,14 @@ class Tokenizer(Protocol):
     """Number of distinct ids."""
     separator: int | None
     """The id between documents, if any."""
+    library: Any
+    """The tokenizer of the `tokenizers` library behind it; None if there is none."""
 
     def encode(self, text: str) -> Tokens: ...
 
     def decode(self, tokens: list[int]) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
 
 
 class ByteTokenizer:
@@ -39,12 +44,16 @@ class ByteTokenizer:
     fingerprint = "bytes-1"
     ids = 257
     separator: int | None = 256
+    library: Any = None
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
 
 
 class JsonTokenizer:
@@ -57,7 +66,7 @@ class JsonTokenizer:
 
         try:
             content = path.read_bytes()
-            self._library = Library.from_str(content.decode("utf-8"))
+            self.library: Any = Library.from_str(content.decode("utf-8"))
         except OSError as error:
             raise ConfigError(
                 f"--tokenizer {path} cannot be read ({error.strerror}); give the path of a "
@@ -70,16 +79,20 @@ class JsonTokenizer:
         self.name = str(path)
         self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
         # Ids need not be dense: the vocabulary must include the highest one.
-        self.ids = max(self._library.get_vocab(with_added_tokens=True).values()) + 1
-        found = (self._library.token_to_id(token) for token in self._SEPARATORS)
+        self.ids = max(self.library.get_vocab(with_added_tokens=True).values()) + 1
+        found = (self.library.token_to_id(token) for token in self._SEPARATORS)
         self.separator: int | None = next((token for token in found if token is not None), None)
+        self._bytes = TokenBytes(self.library)
 
     def encode(self, text: str) -> Tokens:
-        ids = self._library.encode(text, add_special_tokens=False).ids
+        ids = self.library.encode(text, add_special_tokens=False).ids
         return np.asarray(ids, dtype=np.uint32)
 
     def decode(self, tokens: list[int]) -> str:
-        return str(self._library.decode(tokens))
+        return str(self.library.decode(tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes.of(token)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

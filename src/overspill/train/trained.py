@@ -61,12 +61,16 @@ class RunCodec:
         self._tokenizer = tokenizer
         separator = tokenizer.separator
         self.ends = frozenset(() if separator is None else (separator,))
+        self.library: Any = tokenizer.library
 
     def encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer.encode(text)]
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._tokenizer.token_bytes(token)
 
 
 @dataclass(frozen=True)

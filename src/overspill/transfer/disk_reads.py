@@ -1,7 +1,7 @@
 """Experts on disk that a decoding step needs now: they get host slots until it has used them."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,7 +32,7 @@ class UsagePolicy(Protocol):
 
 class DiskReads:
     """Says where the weights of experts are, and what must be read first: the caller, one native
-    thread, reads it. Experts that the next layer is expected to need are read ahead."""
+    thread, has it read. Experts that a later layer is expected to need are read ahead."""
 
     def __init__(
         self,
@@ -40,19 +40,17 @@ class DiskReads:
         policies: Sequence[UsagePolicy],
         recorder: Recorder,
         inject: Inject | None,
-        read_ahead: Callable[[Entry], None] | None = None,
     ) -> None:
-        """`policies` are those of the layers. `read_ahead` reads weights in another thread, and
-        then calls `end_reads` of the store."""
+        """`policies` are those of the layers."""
         self._store = store
         self._slots = DecodingSlots(store)
         self._policies = policies
         self._scores_LE: list[list[float]] = [each.scores_LE[0].tolist() for each in policies]
         self._recorder = recorder
         self._inject = inject
-        self._read_ahead = read_ahead
         # experts that were read ahead, or are being read, by layer
         self._expected: dict[int, set[Entry]] = {}
+        self._began_ahead: dict[Entry, int] = {}  # when their reads began
         self._held: list[Entry] = []
         self._missing: list[Entry] = []
         self._ahead: list[Entry] = []  # those of the held ones that are being read ahead
@@ -86,9 +84,12 @@ class DiskReads:
 
     def _source(self, entry: Entry) -> int:
         if entry in self._missing:
-            assert entry.disk_slot is not None
-            return self._store.memory.size(Part.WEIGHTS) * entry.disk_slot
+            return self._offset(entry)
         return ARRIVING if entry in self._ahead else PRESENT
+
+    def _offset(self, entry: Entry) -> int:
+        assert entry.disk_slot is not None
+        return self._store.memory.size(Part.WEIGHTS) * entry.disk_slot
 
     def _inject_faults(self, inject: Inject) -> None:
         for entry in self._missing:
@@ -122,16 +123,40 @@ class DiskReads:
             self._order = list(self._store.cached())
         self._order.sort(key=lambda entry: scores[entry.id.layer][entry.id.index])
 
-    def expect(self, layer: int, experts: Iterable[int]) -> None:
-        """A layer after that of `hold` is likely to need these experts."""
-        if self._read_ahead is None:
-            return
+    def expect(self, layer: int, experts: Iterable[int]) -> list[tuple[int, int]]:
+        """A layer after that of `hold` is likely to need these experts. Returns the address of each
+        and where in the file it is to be read from, then `end_ahead`; or PRESENT if it is there
+        already, or has no host slot."""
         entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
-        expected = self._expected.setdefault(layer, set())
         others = {entry for layer in self._expected.values() for entry in layer}
-        for entry in self._slots.begin_reads(entries, self._order, others):
-            expected.add(entry)
-            self._read_ahead(entry)
+        begun = set(self._slots.begin_reads(entries, self._order, others))
+        self._expected.setdefault(layer, set()).update(begun)
+        now = time.perf_counter_ns()
+        self._began_ahead.update(dict.fromkeys(begun, now))
+        return [
+            (self._store.host(e, Part.WEIGHTS).data_ptr(), self._offset(e))
+            if e in begun
+            else (0, PRESENT)
+            for e in entries
+        ]
+
+    def end_ahead(self, layer: int, expert: int, error: int) -> None:
+        """An expected expert was read; or not, with an `errno` or -1 for the end of the file. Then
+        the step that needs it reads it again. Any thread may call this."""
+        entry = self._store.entry(ExpertId(layer, expert))
+        succeeded = False
+        try:
+            if self._inject is not None:
+                self._inject(_LANE)
+            succeeded = not error
+        except OSError:
+            pass
+        finally:
+            began, size = self._began_ahead.pop(entry), self._store.memory.size(Part.WEIGHTS)
+            self._slots.end_reads([entry], succeeded)
+        if succeeded:
+            self._recorder.add_bytes(_LANE, size)
+            self._recorder.host_span(_LANE, f"ahead {layer}.{expert}", began, size)
 
     def end_reads(self, failed: int, error: int) -> None:
         """What was missing was read, or reading the expert with index `failed` has failed with this

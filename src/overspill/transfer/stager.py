@@ -4,7 +4,6 @@ ones back. It is told what will be needed in which order, and only carries that 
 import functools
 from collections.abc import Callable, Iterable
 
-from overspill.tiers.decoding_slots import DecodingSlots
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
@@ -126,21 +125,6 @@ class Stager:
             self._fail(entry, part, write, error)
         else:
             self._store.end_io(entry, part, write)
-
-    def read_ahead(self, entry: Entry) -> None:
-        """Reads weights for a decoding step, after `begin_reads`. If that fails, the step reads
-        them again."""
-        self._queues["ssd read"].submit((-1,), functools.partial(self._read_ahead, entry))
-
-    def _read_ahead(self, entry: Entry) -> None:
-        succeeded = False
-        try:
-            self._move(entry, Part.WEIGHTS, "ssd read", write=False)
-            succeeded = True
-        except OSError:
-            pass
-        finally:
-            DecodingSlots(self._store).end_reads([entry], succeeded)
 
     def _fail(self, entry: Entry, part: Part, write: bool, error: BaseException) -> None:
         with self._store.lock:

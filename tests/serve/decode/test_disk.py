@@ -4,6 +4,7 @@ import copy
 import errno
 import gc
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +98,19 @@ def test_experts_are_read_ahead_in_some_modes(
         assert made.model.overspill.recorder.counters()["ssd read"] > before
         made.model.overspill.flush()  # what nobody has waited for
     assert steps == [len(prompts)] * 2
+
+
+def test_reads_ahead_begin_before_those_of_the_current_layer_have_ended(tmp_path: Path) -> None:
+    with on_disk(tmp_path, mode="pre-gated", level=1, host_slots=14) as made:
+        use_all_experts(made)
+        recorder = made.model.overspill.recorder
+        recorder.start()
+        made.step()
+        made.model.overspill.flush()  # of the one that reads
+        spans = [span for span in recorder.spans() if span.row == "ssd read"]
+    own = [span for span in spans if span.name.endswith("experts")]
+    ahead = [span for span in spans if span.name.startswith("ahead")]
+    assert any(one.start_ns < each.start_ns < one.end_ns for one in own for each in ahead)
 
 
 def test_experts_on_disk_may_have_copies_on_the_device(tmp_path: Path, steps: list[int]) -> None:
@@ -234,7 +248,9 @@ def test_a_prompt_reads_what_could_not_be_read_ahead(tmp_path: Path) -> None:
         late.append("ssd read")
         reads = engine.new_disk_reads()
         reads.learn()
-        reads.expect(0, [11])
+        ((_, offset),) = reads.expect(0, [11])
+        assert offset >= 0, "it is to be read"
+        threading.Thread(target=reads.end_ahead, args=(0, 11, 0)).start()
         with torch.no_grad():
             found = made.model(torch.arange(48)[None]).logits
             torch.testing.assert_close(found, made.plain(torch.arange(48)[None]).logits)

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from overspill import Settings
+from overspill import SamplingParams, Settings
 from overspill.core.errors import EngineError
+from overspill.serve.request import Request
+from overspill.serve.rules import make_rules
 from overspill.serve.runners import PagedRunner
+from overspill.serve.text import TextStream
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, serve
 from tests.serve.models import PROMPTS, plain_model
@@ -31,6 +34,23 @@ def test_greedy_tokens_are_those_of_transformers(
         serve(runner, requests).close()
     assert [request.new_tokens for request in requests] == [expected[0][:4], expected[1][:2]]
     assert sorted(set(steps)) == [1, 2]
+
+
+def test_rules_of_one_request_do_not_change_the_tokens_of_another(
+    tmp_path: Path, steps: list[int]
+) -> None:
+    """The step draws a token for both, and the host replaces one of them."""
+    plain, expected = plain_model("mixtral")
+    favoured = SamplingParams(max_tokens=3, logit_bias={7: 100})
+    ruled = Request(
+        PROMPTS[0], favoured, TextStream(None), 3, make_rules(favoured, None, frozenset())
+    )
+    beside = make_request(PROMPTS[0], 4)
+    with offloaded(plain, "gpu", tmp_path) as model:
+        serve(PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True), [ruled, beside]).close()
+    assert ruled.new_tokens == [7, 7, 7]
+    assert beside.new_tokens == expected[0][:4]
+    assert 2 in steps
 
 
 def test_a_batch_without_memory_to_begin_early_begins_later(

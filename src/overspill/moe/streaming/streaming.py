@@ -87,11 +87,6 @@ class Streaming:
             parts = Part.WEIGHTS | Part.STATES if states else Part.WEIGHTS
             yield self._store.at(layer, position), parts
 
-    def read_ahead(self, entry: Entry) -> None:
-        """Reads an expert for a decoding step, after `begin_reads` of the store."""
-        assert self._stager is not None
-        self._stager.read_ahead(entry)
-
     def set_settings(self, settings: Settings) -> None:
         """While nothing is being computed or transferred."""
         if settings.cpu_experts and self.compute.split is None:

@@ -1,0 +1,36 @@
+"""Counts of what was served."""
+
+from collections import deque
+
+from overspill.serve.request import Request
+from overspill.serve.scheduler import Work
+
+
+class Stats:
+    """What was served so far."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.prompt_tokens = 0
+        self.new_tokens = 0
+        self.decode_seconds = 0.0
+        self.decode_tokens = 0
+        self.waits: deque[float] = deque(maxlen=1000)  # until the first token, the last ones
+
+    def count(self, batch: list[Work], seconds: float) -> None:
+        """Called before the tokens of the batch are counted as computed."""
+        new = [request.computed >= request.prompt_tokens for request, _ in batch]
+        self.prompt_tokens += sum(
+            min(count, request.prompt_tokens - request.computed)
+            for (request, count), is_new in zip(batch, new, strict=True)
+            if not is_new
+        )
+        if all(new) and all(count == 1 for _, count in batch):
+            self.decode_seconds += seconds
+            self.decode_tokens += len(batch)
+
+    def finish(self, request: Request) -> None:
+        self.requests += 1
+        self.new_tokens += len(request.new_tokens)
+        if request.first_token_at is not None:
+            self.waits.append(request.first_token_at - request.asked_at)

@@ -1,0 +1,129 @@
+"""The application: paths, and the middleware around them."""
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from overspill.server.access import Access
+from overspill.server.chat import plan_chat
+from overspill.server.completions import plan_completion, prompts_of
+from overspill.server.errors import ApiError, failed
+from overspill.server.exchange import Exchange
+from overspill.server.failures import Failures
+from overspill.server.limits import Limits
+from overspill.server.metrics import CONTENT_TYPE
+from overspill.server.page import page_response
+from overspill.server.protocol import ChatRequest, CompletionRequest, parse
+from overspill.server.requests_log import RequestLog
+from overspill.server.service import Service
+from overspill.server.stats import read_stats
+
+
+def create_app(service: Service) -> ASGIApp:
+    """All of the server but its sockets. Middleware is plain ASGI: it does not copy streams."""
+    config = service.config
+    app: ASGIApp = Failures(_routes(service), config)
+    app = Limits(app, config.limits, service.post)
+    origins = config.allowed_origins
+    app = Access(app, config.read_keys(), config.address.host, origins)
+    if origins:  # outside of the check of keys: a browser asks without one
+        app = CORSMiddleware(
+            app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )  # fmt: skip
+    return RequestLog(app, service.metrics.count_request, config.access.log_requests)
+
+
+def _routes(service: Service) -> FastAPI:
+    app = FastAPI(title="Overspill", docs_url=None, redoc_url=None, redirect_slashes=False)
+    _add_errors(app, service)
+    _add_answers(app, service)
+    _add_models(app, service)
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
+    async def health() -> Response:
+        status = "failed" if service.failed else "draining" if service.draining else "ok"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/stats")
+    async def stats() -> Response:
+        return JSONResponse(read_stats(service))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return page_response()
+
+    return app
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    llm, name = service.llm, service.name
+
+    @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))
+    async def chat(request: Request) -> Response:
+        body = parse(ChatRequest, await request.body())
+        service.check_model(body.model)
+        exchange = Exchange(service, body.n or 1)
+        return await exchange.run(request, partial(plan_chat, llm, body, name), bool(body.stream))
+
+    @app.post("/v1/completions", openapi_extra=_body(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        body = parse(CompletionRequest, await request.body())
+        service.check_model(body.model)
+        exchange = Exchange(service, len(prompts_of(body)) * (body.n or 1))
+        plan = partial(plan_completion, llm, body, name)
+        return await exchange.run(request, plan, bool(body.stream))
+
+
+def _body(kind: type[Any]) -> dict[str, Any]:
+    """For the description of the API: bodies are parsed here, not by FastAPI."""
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    card = {
+        "id": service.name, "object": "model", "created": service.created,
+        "owned_by": "overspill", "max_model_len": service.llm.context,
+    }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        service.check_model(model)
+        return JSONResponse(card)
+
+
+def _add_errors(app: FastAPI, service: Service) -> None:
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        """No such path, or not with this method."""
+        assert isinstance(error, HTTPException)
+        message = {404: "there is no such path", 405: "this path does not take this method"}
+        told = message.get(error.status_code, error.detail)
+        shown = ApiError(error.status_code, told, code="unknown_url", headers=error.headers)
+        return shown.response()
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return failed().response()  # and `Failures` logs it
+
+    app.add_exception_handler(ApiError, refused)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)

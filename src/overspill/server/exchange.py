@@ -1,0 +1,125 @@
+"""One request from its admission to the end of its answer."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from overspill.core.errors import EngineError, OrderError
+from overspill.server.answers import Answers
+from overspill.server.errors import engine_gone
+from overspill.server.events import COMMENT, DONE, EventStream, watch_disconnect
+from overspill.server.failures import explain
+from overspill.server.plan import Plan
+from overspill.server.service import Service
+from overspill.server.usage import Usage
+
+KEEP_ALIVE = 15.0
+"""Seconds after which a stream sends something in any case: proxies close connections that are
+silent, and a first token may take longer."""
+_CLIENT_GONE = 499  # nobody reads it; nginx counts such requests with this number
+
+
+@contextmanager
+def _every(seconds: float, call: Callable[[], None]) -> Iterator[None]:
+    """Calls a function again and again. One timer costs less than one for each wait."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def tick() -> None:
+        nonlocal timer
+        call()
+        timer = loop.call_later(seconds, tick)
+
+    timer = loop.call_later(seconds, tick)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class Exchange:
+    """Holds the place of a request's answers in the queue until `end`."""
+
+    def __init__(self, service: Service, samples: int) -> None:
+        """`samples` are all answers of the request. Raises an `ApiError` if there is no room."""
+        service.admit(samples)
+        self._service = service
+        self._samples = samples
+        self._answers: Answers | None = None
+        self._ended = False
+        limit = service.config.limits.request_timeout
+        self._deadline = asyncio.get_running_loop().time() + limit
+
+    async def run(self, request: Request, plan: Callable[[], Plan], stream: bool) -> Response:
+        """The answer, or the beginning of it. `plan` is called in another thread."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                planned = await self._service.in_thread(plan)
+                answers = await self._start(planned, stream)
+                if not stream:
+                    return await self._whole(request, planned, answers)
+        except BaseException as error:
+            self.end()
+            if isinstance(error, Exception):
+                raise explain(error, self._service.config) from error
+            raise
+        return EventStream(
+            self._events(planned, answers),
+            self._deadline,
+            answers.disconnect,
+            lambda error: explain(error, self._service.config),
+            self.end,
+        )
+
+    async def _start(self, planned: Plan, stream: bool) -> Answers:
+        service = self._service
+        self._answers = answers = Answers(service.bridge, planned.jobs, stream, service.rate.add)
+        service.answers.add(answers)
+        try:
+            await service.in_thread(partial(answers.start, service.llm))
+        except (EngineError, OrderError) as error:  # the thread that computes has ended
+            service.failed = True
+            raise engine_gone() from error
+        return answers
+
+    async def _whole(self, request: Request, planned: Plan, answers: Answers) -> Response:
+        watcher = asyncio.create_task(watch_disconnect(request.receive, answers.disconnect))
+        try:
+            async for _ in answers.pieces():
+                pass
+        finally:
+            watcher.cancel()
+        self.end()
+        if answers.disconnected:
+            return Response(status_code=_CLIENT_GONE)
+        results = answers.results()
+        body = planned.form.body(results, Usage.of(results, planned.samples))
+        return Response(json.dumps(body), media_type="application/json")
+
+    async def _events(self, planned: Plan, answers: Answers) -> AsyncIterator[bytes]:
+        form = planned.form
+        if opening := form.opening():
+            yield opening
+        with _every(KEEP_ALIVE, answers.nudge):
+            async for pieces in answers.pieces():
+                events = b"".join(form.events(index, piece) for index, piece in pieces)
+                if events or not pieces:
+                    yield events or COMMENT
+        if not answers.disconnected:
+            yield form.closing(Usage.of(answers.results(), planned.samples)) + DONE
+
+    def end(self) -> None:
+        """Frees all that the request holds; no-op if it has ended."""
+        if self._ended:
+            return
+        self._ended = True
+        self._service.release(self._samples)
+        if self._answers is not None:
+            self._answers.cancel()
+            self._service.answers.discard(self._answers)
+            self._service.metrics.count_answers(self._answers)

@@ -1,0 +1,110 @@
+"""Limits on the bodies of requests, and on how many are in progress."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from overspill.server.errors import ApiError
+from overspill.server.settings import LimitSection
+
+_DIGITS = 18
+_DISCARD_BYTES = 64 << 20
+_DISCARD_SECONDS = 5.0
+
+
+class Disconnected(Exception):
+    """The client has gone before its request was complete."""
+
+
+class Limits:
+    """Middleware that reads the body of a request, within its limits, before the application sees
+    the request. `post` is entered for each such request, and raises an error if no more are
+    taken."""
+
+    def __init__(
+        self, app: ASGIApp, limits: LimitSection, post: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._app = app
+        self._most = limits.body_bytes
+        self._seconds = limits.body_timeout
+        self._post = post
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] in ("GET", "HEAD"):
+            return await self._app(scope, receive, send)
+        try:
+            with self._post():
+                body = await self._read(scope, receive)
+                await self._app(scope, _replay(body, receive), send)
+        except ApiError as error:  # the application answers its own errors
+            await _refuse(error, receive, send, 0 if error.status == 408 else _DISCARD_SECONDS)
+        except Disconnected:
+            pass  # nobody waits for an answer
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        given = dict(scope["headers"]).get(b"content-length", b"0")  # h11 has checked its form
+        if len(given) > _DIGITS or int(given) > self._most:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Disconnected
+                    body += message.get("body", b"")
+                    if len(body) > self._most:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body of the request did not arrive within {self._seconds:g} seconds",
+                code="request_timeout",
+            ) from None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body of the request is larger than {self._most} bytes; the server's --max-body "
+            "limits it",
+            code="request_too_large",
+        )
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body again in one piece, then what follows it."""
+    given = False
+
+    async def replayed() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+async def _refuse(error: ApiError, receive: Receive, send: Send, seconds: float) -> None:
+    """Answers before the body was read. What the client sends meanwhile is read and discarded for
+    some seconds: a connection that is closed with unread data resets, and the client may lose the
+    answer."""
+    response = error.response()
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    left = _DISCARD_BYTES
+    try:
+        async with asyncio.timeout(seconds):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        pass  # it sends too slowly: the connection is closed now
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,65 @@
+"""Log probabilities in the two forms of OpenAI's API."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Logprobs = Sequence[Mapping[int, float]]
+"""For each token: the token itself first, and the likeliest ones."""
+
+_LOWEST = -9999.0
+"""OpenAI's value for tokens that are impossible; JSON has no infinity."""
+
+
+class TokenTexts:
+    """Tokens as text and bytes."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+
+    def chat(self, tokens: Sequence[int], logprobs: Logprobs, top: int) -> list[dict[str, Any]]:
+        """The `content` of `logprobs` in a chat."""
+        return [
+            {
+                **self._entry(token, found[token]),
+                "top_logprobs": [self._entry(*each) for each in _likeliest(found, top)],
+            }
+            for token, found in zip(tokens, logprobs, strict=True)
+        ]
+
+    def completion(
+        self, tokens: Sequence[int], logprobs: Logprobs, top: int, offset: int
+    ) -> dict[str, Any]:
+        """The `logprobs` of a completion; `offset` is the length of the text before."""
+        texts = [self._text(token) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        tops = [{self._text(t): _finite(log) for t, log in _likeliest(f, top)} for f in logprobs]
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(f[t]) for t, f in zip(tokens, logprobs, strict=True)],
+            "top_logprobs": tops if top else None,
+            "text_offset": offsets,
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        found = self._token_bytes(token)
+        text = found.decode("utf-8", errors="replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(found)}
+
+    def _text(self, token: int) -> str:
+        """A token that is part of a character is written as OpenAI does."""
+        found = self._token_bytes(token)
+        try:
+            return found.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+def _likeliest(found: Mapping[int, float], top: int) -> list[tuple[int, float]]:
+    return sorted(found.items(), key=lambda each: -each[1])[:top]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

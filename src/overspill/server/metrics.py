@@ -1,0 +1,94 @@
+"""GET /metrics: counters and histograms for Prometheus."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from overspill.server.answers import Answers
+from overspill.server.stats import read_stats
+
+if TYPE_CHECKING:
+    from overspill.server.service import Service
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
+_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class Metrics:
+    """What is counted while requests are answered, and what the engine knows when it is asked."""
+
+    def __init__(self, service: "Service") -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "overspill_http_requests", "Requests by path and status", ("path", "status"),
+            registry=registry,
+        )  # fmt: skip
+        self._first = Histogram(
+            "overspill_time_to_first_token_seconds", "From a request to its first token",
+            buckets=_FIRST, registry=registry,
+        )  # fmt: skip
+        self._token = Histogram(
+            "overspill_time_per_token_seconds", "Mean time between the tokens of an answer",
+            buckets=_TOKEN, registry=registry,
+        )  # fmt: skip
+        self._cancelled = Counter(
+            "overspill_cancelled", "Requests whose client has gone before their end",
+            registry=registry,
+        )  # fmt: skip
+        registry.register(_Engine(service))
+
+    def count_request(self, path: str, status: int) -> None:
+        self._requests.labels(path, str(status)).inc()
+
+    def count_answers(self, answers: Answers) -> None:
+        if answers.disconnected:
+            self._cancelled.inc()
+        for times in answers.times:
+            if times.first is not None:
+                self._first.observe(times.first - answers.asked_at)
+                if times.tokens > 1:
+                    self._token.observe((times.last - times.first) / (times.tokens - 1))
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _Engine(Collector):
+    """The figures of the engine, read when they are asked for."""
+
+    def __init__(self, service: "Service") -> None:
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # else it would be collected when it is registered
+
+    def collect(self) -> Iterable[Metric]:
+        stats = read_stats(self._service)
+        gauges = {
+            "running": "Answers that are computed",
+            "waiting": "Answers that wait for others",
+            "tokens_per_second": "New tokens of all answers, in the last five seconds",
+            "hit_rate": "Share of expert uses that found the expert on the GPU",
+            "kv_blocks": "Blocks of keys and values",
+            "kv_blocks_free": "Blocks of keys and values that no answer holds",
+            "cache_bytes": "Memory of keys and values",
+        }
+        for name, text in gauges.items():
+            if stats[name] is not None:
+                yield GaugeMetricFamily(f"overspill_{name}", text, stats[name])
+        for name, text in (("prompt_tokens", "Tokens of prompts"), ("new_tokens", "New tokens")):
+            yield CounterMetricFamily(f"overspill_{name}", text, stats[name])
+        tiers = GaugeMetricFamily("overspill_bytes", "Memory by tier", labels=["tier"])
+        for tier, size in stats["bytes_per_tier"].items():
+            tiers.add_metric([tier], size)
+        yield tiers
+        if stats["hit_rate_per_layer"]:
+            text = "Share of expert uses that found the expert on the GPU"
+            layers = GaugeMetricFamily("overspill_layer_hit_rate", text, labels=["layer"])
+            for number, rate in enumerate(stats["hit_rate_per_layer"]):
+                layers.add_metric([str(number)], rate)
+            yield layers

@@ -1,0 +1,27 @@
+"""What a request asks the engine for, and the form of its answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from overspill.server.answers import Job
+from overspill.server.errors import invalid
+from overspill.server.forms import Form
+
+
+@dataclass(frozen=True)
+class Plan:
+    jobs: Sequence[Job]
+    """All answers: those of the first prompt first."""
+    samples: int
+    """Answers to each prompt."""
+    form: Form
+
+
+def check_length(tokens: Sequence[int], context: int, param: str) -> None:
+    if len(tokens) >= context:
+        raise invalid(
+            f"this model's context is {context} tokens, and the {param} have {len(tokens)}, which "
+            "leaves no room for an answer; shorten them",
+            param,
+            "context_length_exceeded",
+        )

@@ -1,0 +1,54 @@
+"""Counts requests, and writes them to the log if that is asked for."""
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger("overspill.server")
+
+
+class RequestLog:
+    """Middleware that gives each request an id and counts its status. With `write` it also logs
+    the body of each request; headers never are, since they have keys."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None], write: bool) -> None:
+        self._app = app
+        self._count = count
+        self._write = write
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        number, began = secrets.token_hex(8), time.perf_counter()
+        status, body = 0, bytearray()
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                identity = (b"x-request-id", number.encode())
+                message = {**message, "headers": [*message["headers"], identity]}
+            await send(message)
+
+        async def received() -> Message:
+            message = await receive()
+            body.extend(message.get("body", b""))
+            return message
+
+        try:
+            await self._app(scope, received if self._write else receive, sent)
+        finally:
+            route = scope.get("route")  # of the application: a path may have any text
+            path = getattr(route, "path", "other")
+            self._count(path, status)
+            if self._write:
+                entry = {
+                    "id": number, "method": scope["method"], "path": path, "status": status,
+                    "seconds": round(time.perf_counter() - began, 4),
+                    "body": body.decode("utf-8", errors="replace"),
+                }  # fmt: skip
+                log.info("%s", json.dumps(entry))

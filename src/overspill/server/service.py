@@ -1,0 +1,133 @@
+"""The model that is served, and what is in progress."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from overspill.server.answers import Answers
+from overspill.server.bridge import Bridge
+from overspill.server.errors import ApiError, draining, invalid, too_busy
+from overspill.server.metrics import Metrics
+from overspill.server.rate import TokenRate
+from overspill.server.settings import ServerConfig
+
+if TYPE_CHECKING:
+    from overspill.serve.llm import LLM
+
+log = logging.getLogger("overspill.server")
+
+_THREADS = 4
+"""Threads that tokenize: the event loop must not wait for a long prompt."""
+
+T = TypeVar("T")
+
+
+class Service:
+    """What all requests share. Only the event loop uses it, but for `rate`."""
+
+    def __init__(self, llm: "LLM", model: str, config: ServerConfig) -> None:
+        """`model` is the folder or the repository as it was given."""
+        self.llm = llm
+        self.config = config
+        self.name = config.address.served_name or default_name(model)
+        self._names = frozenset({self.name, model})
+        self.max_batch = config.model.max_batch
+        self.draining = False
+        """New requests are refused; those in progress are finished."""
+        self.failed = False
+        """The engine takes no more requests; only a new process helps."""
+        self.in_flight = 0
+        """Answers that are computed or wait."""
+        self._posts = 0  # requests that are read or answered
+        self.began, self.created = time.monotonic(), int(time.time())
+        self.rate = TokenRate()
+        self.metrics = Metrics(self)
+        self.answers: set[Answers] = set()
+        """Those that are computed or wait."""
+        self._bridge: Bridge | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, "overspill-tokenize")
+
+    @property
+    def bridge(self) -> Bridge:
+        """From the thread that computes to the event loop that asks."""
+        if self._bridge is None:
+            self._bridge = Bridge(asyncio.get_running_loop())
+        return self._bridge
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    @property
+    def _room(self) -> int:
+        """Answers that may be in progress."""
+        return self.max_batch + self.config.limits.max_queue
+
+    @contextmanager
+    def post(self) -> Iterator[None]:
+        """While a request with a body is read and answered: so many bodies are in memory at most.
+        Raises an error if no more are taken."""
+        if self.draining:
+            raise draining()
+        if max(self._posts, self.in_flight) >= self._room:
+            raise self._full()
+        self._posts += 1
+        try:
+            yield
+        finally:
+            self._posts -= 1
+
+    def admit(self, samples: int) -> None:
+        """Takes so many answers; they are given back with `release`."""
+        if self.draining:
+            raise draining()
+        if samples > self._room:
+            raise invalid(
+                f"{samples} answers are asked for, this server takes {self._room} at once; ask for "
+                "fewer samples or prompts",
+                "n",
+            )
+        if self.in_flight + samples > self._room:
+            raise self._full()
+        self.in_flight += samples
+
+    def release(self, samples: int) -> None:
+        self.in_flight -= samples
+
+    def _full(self) -> ApiError:
+        return too_busy(
+            f"{self.in_flight} answers are in progress, and the queue is full "
+            f"(--max-queue {self.config.limits.max_queue}); try again later"
+        )
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self._names:
+            raise ApiError(
+                404,
+                f"the model {name[:100]!r} does not exist; this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    @property
+    def busy(self) -> bool:
+        return self.in_flight > 0 or self._posts > 0
+
+    def cancel_all(self) -> None:
+        """Ends what is in progress at once."""
+        self.draining = True
+        for answers in list(self.answers):
+            answers.cancel()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def default_name(model: str) -> str:
+    """The name of a folder, without the folders it is in; that of a repository of the hub."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model

@@ -1,0 +1,35 @@
+from collections.abc import Iterator
+
+import pytest
+from openai import OpenAI
+
+from overspill.serve.llm import LLM
+from tests.cli.conftest import forks
+from tests.server.model import save_model
+from tests.server.running import Running, running
+
+__all__ = ["forks"]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def llm(model_folder: str) -> Iterator[LLM]:
+    with LLM(model_folder, device="cpu", context=512, max_batch=4) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def server(llm: LLM) -> Iterator[Running]:
+    """For all tests that need no settings of their own."""
+    with running(llm) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def client(server: Running) -> Iterator[OpenAI]:
+    with server.client() as made:
+        yield made

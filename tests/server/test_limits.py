@@ -1,0 +1,133 @@
+"""Bodies, headers and connections that are too large, too slow or too many."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from overspill.serve.llm import LLM
+from tests.server.running import Running, ScriptedLLM, running
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture(scope="module")
+def small(llm: LLM) -> Iterator[Running]:
+    with running(llm, max_body="1KiB", body_timeout=0.3, max_connections=8) as server:
+        yield server
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes the connection."""
+    data = b""
+    while part := connection.recv(65536):
+        data += part
+    return data
+
+
+def error_of(answer: bytes) -> Any:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    return json.loads(body)["error"]
+
+
+def test_a_large_body_is_refused_before_it_is_read(small: Running) -> None:
+    with small.connect() as connection:
+        connection.sendall(HEAD + b"Content-Length: 9999999999\r\n\r\n")
+        answer = b""
+        while b"}}" not in answer:  # and none of the body is sent
+            answer += connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert error_of(answer)["code"] == "request_too_large"
+    # a client that sends all of it gets the answer too
+    answer = small.http.post("/v1/completions", json={"prompt": "a" * 3_000_000})
+    assert answer.status_code == 413
+
+
+def test_a_large_body_in_chunks_is_refused(small: Running) -> None:
+    with small.connect() as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        connection.sendall((b"200\r\n" + b"x" * 512 + b"\r\n") * 4)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1", HEAD, HEAD + b"Content-Length: 50\r\n\r\n{"])
+def test_a_slow_request_is_ended(sent: bytes, small: Running) -> None:
+    with small.connect() as connection:
+        connection.sendall(sent)
+        began = time.monotonic()
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert error_of(answer)["code"] == "request_timeout"
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\xff\xff\xff\r\n\r\n",
+        b"GET /" + b"a" * 100_000,
+        HEAD + b"X: " + b"a" * 100_000,
+        HEAD + b"Content-Length: -5\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_not_http_gets_an_answer(sent: bytes, small: Running) -> None:
+    with small.connect() as connection:
+        connection.sendall(sent)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert error_of(answer)["type"] == "invalid_request_error"
+
+
+def test_a_body_that_becomes_wrong_gets_one_answer(
+    small: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The application refuses it for its size, and the connection for its form."""
+    chunk = b"200\r\n" + b"x" * 512 + b"\r\n"
+    for parts in ([chunk * 3 + b"zz\r\n"], [chunk, b"zz\r\n"], [chunk * 3, b"zz\r\n"]):
+        with small.connect() as connection:
+            connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(0.02)
+            answer = read_all(connection)
+        assert answer.count(b"HTTP/1.1 4") == 1
+    assert "Traceback" not in caplog.text
+
+
+def test_too_many_connections_are_closed_and_others_work(small: Running) -> None:
+    opened = [small.connect() for _ in range(8)]
+    try:
+        with small.connect() as one_more:
+            one_more.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert one_more.recv(1) == b""
+    finally:
+        for connection in opened:
+            connection.close()
+    assert small.wait_until(lambda: _answers(small))
+
+
+def _answers(server: Running) -> bool:
+    try:
+        return server.http.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_client_that_does_not_read_is_disconnected(llm: LLM) -> None:
+    """Its answer is larger than all buffers."""
+    body = json.dumps({"prompt": "a", "stream": True}).encode()
+    endless = ScriptedLLM(llm, ["x" * 1_000_000] * 20)
+    with running(endless, body_timeout=0.3) as server, server.connect() as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert server.wait_until(lambda: server.service.rate.total > 0)
+        assert server.wait_until(lambda: server.idle)
+        assert len(read_all(connection)) < 20_000_000
