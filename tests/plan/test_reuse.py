@@ -11,9 +11,11 @@ from overspill.core.experts import ExpertShape
 from overspill.plan.reuse import (
     REUSING,
     STRATEGIES,
+    Model,
     Speeds,
     cheapest,
     cost,
+    equation_10,
     pipelined_memory,
     saved_memory,
     saving_ratio,
@@ -73,11 +75,36 @@ def test_the_slowest_part_is_not_used_more(speeds: Speeds, names: set[str]) -> N
     assert cheapest(SHAPE, speeds, 2).name in names
 
 
-def test_cost_is_the_slowest_stream_of_each_pass() -> None:
+@pytest.mark.parametrize("model", [cost, equation_10])
+def test_cost_is_the_slowest_stream_of_each_pass(model: Model) -> None:
     product = 2 * 1024 * 4096 / EVEN.compute
-    assert cost(STRATEGIES["none"], SHAPE, EVEN, 2) == pytest.approx(
+    assert model(STRATEGIES["none"], SHAPE, EVEN, 2) == pytest.approx(
         sum(max(q * product, 2 * 2048 / EVEN.exchange) for q in (2, 4))
     )
+
+
+def test_equation_10_slows_streams_down_all_the_time_and_cost_while_others_are_busy() -> None:
+    """Exchange is the slowest; S3's copies take a fraction of its time."""
+    speeds = Speeds(4e14, 1e9, 5e10, 1.0, exchange_beside_all=0.5)
+    alone = (2 + 2) * 2048 / 1e9
+    assert equation_10(STRATEGIES["S3"], SHAPE, speeds, 2) == pytest.approx(2 * alone)
+    copies = (1 + 1) * 2048 / 5e10
+    assert cost(STRATEGIES["S3"], SHAPE, speeds, 2) == pytest.approx(alone + copies)
+    assert cheapest(SHAPE, speeds, 2).name == "S3"
+    assert cheapest(SHAPE, speeds, 2, model=equation_10).name == "S4"
+
+
+@given(SPEEDS)
+def test_cost_is_between_no_interference_and_constant_interference(speeds: Speeds) -> None:
+    speeds = replace(
+        speeds,
+        exchange_beside_all=min(speeds.exchange_beside_all, speeds.exchange_beside_compute),
+    )
+    free = Speeds(speeds.compute, speeds.exchange, speeds.copy)
+    for strategy in STRATEGIES.values():
+        found = cost(strategy, SHAPE, speeds, 2)
+        assert found >= cost(strategy, SHAPE, free, 2)
+        assert found <= equation_10(strategy, SHAPE, speeds, 2) * (1 + 1e-9)
 
 
 def test_memory_is_that_of_the_equations() -> None:
