@@ -153,15 +153,23 @@ def test_copies_and_pickles() -> None:
         pickle.dumps(exchanging)
 
 
-def test_the_search_settles_in_training() -> None:
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_search_settles_in_training(checkpointed: bool) -> None:
     layer = layer_of(partitions=None, exchange=LoopbackExchange("cpu", 0.05))
     assert layer.partitions is None
+
+    def forward(x: Tensor) -> Any:
+        return checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+
     for _ in range(14):
-        x = tokens(64)
-        gradients(layer, x, layer)
+        gradients(layer, tokens(64), forward)
     assert layer.best_partitions(64) in (1, 2, 4, 8)
     assert layer.strategy == "S4"
-    assert layer_of(partitions=None).partitions == 1  # nothing to overlap with
+
+
+def test_one_process_has_one_partition() -> None:
+    """There is nothing to overlap with."""
+    assert layer_of(partitions=None).partitions == 1
     assert layer_of(partitions=None, pipeline=False).partitions == 1
 
 

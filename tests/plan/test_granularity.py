@@ -50,8 +50,12 @@ def test_ranks_with_the_same_times_choose_the_same(
             rank.report(batch, n, seconds[n])
 
 
-@given(TIMES, st.integers(8, 3000))
-def test_the_fastest_number_is_found(seconds: dict[int, float], batch: int) -> None:
+@given(TIMES, st.sampled_from(CANDIDATES), st.integers(8, 3000))
+def test_the_fastest_number_is_found(times: dict[int, float], fastest: int, batch: int) -> None:
+    """If times fall up to it, and then rise."""
+    falling = sorted((times[n] for n in CANDIDATES if n <= fastest), reverse=True)
+    rising = sorted(falling[-1] + times[n] for n in CANDIDATES if n > fastest)
+    seconds = dict(zip(CANDIDATES, [*falling, *rising], strict=True))
     search = GranularitySearch()
     train(search, batch, seconds)
     assert seconds[search.choose(batch)] == min(seconds.values())
@@ -74,10 +78,21 @@ def test_batches_beyond_a_range_try_only_larger_numbers() -> None:
     assert search.choose(1000) == 4
 
 
-def test_slow_numbers_are_tried_once() -> None:
+def test_a_slow_number_is_tried_once_and_larger_ones_never() -> None:
     search = GranularitySearch()
-    tried = train(search, 1000, {1: 3.0, 2: 2.0, 4: 1.0, 8: 1.01})
-    assert tried[1:].count(1) == tried[1:].count(2) == 1
+    tried = train(search, 1000, {1: 1.0, 2: 1.5, 4: 3.0, 8: 6.0})
+    assert tried.count(2) == 1
+    assert {*tried} == {1, 2}
+
+
+def test_one_slow_pass_does_not_end_the_search() -> None:
+    search = GranularitySearch()
+    seconds = {1: 1.0, 2: 0.9, 4: 0.8, 8: 2.0}
+    search.report(1000, 1, 1.0)
+    search.report(1000, 1, 1.0)
+    search.report(1000, 2, 1.1)  # disturbed
+    train(search, 1000, seconds)
+    assert search.choose(1000) == 4
 
 
 def test_the_first_pass_is_not_counted() -> None:

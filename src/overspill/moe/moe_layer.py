@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from overspill.compute.activation import activation_named
 from overspill.compute.experts import StackedWeights
-from overspill.core.errors import ConfigError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.moe.autograd import routed_experts
@@ -72,7 +72,7 @@ class MoELayer(nn.Module):
                 backward by the strategy that is fastest by measured speeds.
             mesh: ranks that divide the experts, of one dimension. Each rank passes its own tokens.
                 Gradients of experts are those of the mean of the ranks' losses.
-            activation: "gelu", "silu" or "relu".
+            activation: "gelu", "silu" or "relu". GELU, and SiLU with `gated`, have fused kernels.
             gated: multiply the activation of one half of the first matrix's rows by the other half.
             partitions: a fixed number of partitions; None: found by timing passes of the training.
             strategy: "none", "S1", "S2", "S3" or "S4"; None: chosen as `memory_reuse` says.
@@ -220,6 +220,8 @@ class MoELayer(nn.Module):
         """Replaces the gradients of `model`, without those of experts, by their mean over the ranks
         of this layer: what DistributedDataParallel does. Must be called on all ranks, after
         backward. No-op without a mesh."""
+        if self.engine is not None:
+            raise OrderError("overspill.AdamW averages the gradients of an offloaded model itself")
         ranks = self._link.on(self.router.weight.device).ranks
         if ranks is None or ranks.size == 1:
             return

@@ -76,7 +76,7 @@ class GranularitySearch:
         if not wanted:  # ranges have grown meanwhile: what was measured is enough
             return self._settle(batch, self._fastest(batch))
         seconds = self._of(batch).seconds
-        return min(wanted, key=lambda n: (len(seconds.get(n, ())), -n))
+        return min(wanted, key=lambda n: len(seconds.get(n, ())))
 
     def guess(self, batch: int) -> int:
         """A number of partitions for a pass that is not measured."""
@@ -106,16 +106,19 @@ class GranularitySearch:
         return [n for n in usable if n >= least and (most is None or n <= most)] or [usable[-1]]
 
     def _wanted(self, batch: int) -> list[int]:
-        """Numbers that need more passes."""
-        seconds, possible = self._of(batch).seconds, self._possible(batch)
-        measured = [statistics.median(seconds[n]) for n in possible if n in seconds]
-        best = min(measured, default=float("inf"))
-        wanted = []
-        for n in possible:
+        """Numbers that need more passes. A larger number is tried only if the one before it is the
+        fastest so far: times are assumed to fall, then to rise, and many partitions of a small
+        batch take several times as long."""
+        seconds, wanted = self._of(batch).seconds, []
+        medians = {n: statistics.median(found) for n, found in seconds.items()}
+        best, so_far = min(medians.values(), default=float("inf")), float("inf")
+        for n in self._possible(batch):
             found = seconds.get(n, [])
-            far = found and len(found) <= len(_FAR) and min(found) > best * _FAR[len(found) - 1]
-            if not far and len(found) < _PASSES:
+            if len(found) < _PASSES and not _is_far(found, best):
                 wanted.append(n)
+            if not found or medians[n] > so_far:
+                break
+            so_far = medians[n]
         return wanted
 
     def _fastest(self, batch: int) -> int:
@@ -130,3 +133,7 @@ class GranularitySearch:
         self._cache[batch] = n
         self._trials.pop(batch, None)
         return n
+
+
+def _is_far(seconds: Sequence[float], best: float) -> bool:
+    return bool(seconds) and min(seconds) > best * _FAR[min(len(seconds), len(_FAR)) - 1]

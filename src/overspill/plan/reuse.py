@@ -5,7 +5,7 @@ T_DI is the dispatched input of the experts, T_M the result of their first matri
 output. Shapes: B token rows, M (d_model), H (d_hidden), n partitions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -96,19 +96,50 @@ def work(strategy: Strategy, shape: ExpertShape) -> tuple[Work, Work]:
     return forward, Work(2 * (first + 1) + again, 2.0 + sent_again, copied)
 
 
-def cost(strategy: Strategy, shape: ExpertShape, speeds: Speeds, itemsize: int) -> float:
-    """Seconds of forward and backward for one token row (equation 10): the slowest of the three
-    streams."""
-    exchange = speeds.exchange * (
-        speeds.exchange_beside_all if strategy.copies else speeds.exchange_beside_compute
-    )
-    product = 2 * shape.d_model * shape.d_hidden / speeds.compute
+class _Seconds(NamedTuple):
+    """Of the three streams for one token row, each alone."""
+
+    compute: float
+    exchange: float
+    copy: float
+
+
+def _alone(q: Work, shape: ExpertShape, speeds: Speeds, itemsize: int) -> _Seconds:
     row = shape.d_model * itemsize
-    copy = row / (speeds.copy * speeds.copy_beside_all)
-    return sum(
-        max(q.products * product, q.exchanges * row / exchange, q.copies * copy)
-        for q in work(strategy, shape)
+    return _Seconds(
+        q.products * 2 * shape.d_model * shape.d_hidden / speeds.compute,
+        q.exchanges * row / speeds.exchange,
+        q.copies * row / speeds.copy,
     )
+
+
+def equation_10(strategy: Strategy, shape: ExpertShape, speeds: Speeds, itemsize: int) -> float:
+    """Seconds of forward and backward for one token row: the slowest of the three streams, of which
+    exchange and copies are slowed down all the time."""
+    slowed = speeds.exchange_beside_all if strategy.copies else speeds.exchange_beside_compute
+    total = 0.0
+    for q in work(strategy, shape):
+        compute, exchange, copy = _alone(q, shape, speeds, itemsize)
+        total += max(compute, exchange / slowed, copy / speeds.copy_beside_all)
+    return total
+
+
+def cost(strategy: Strategy, shape: ExpertShape, speeds: Speeds, itemsize: int) -> float:
+    """Equation 10 with one change: a stream slows another one down only while both are busy. Copies
+    that take a tenth of the exchange's time cannot slow down the other nine tenths."""
+    by_compute = 1 / speeds.exchange_beside_compute - 1
+    by_copies = max(0.0, 1 / speeds.exchange_beside_all - 1 - by_compute)
+    by_others = 1 / speeds.copy_beside_all - 1
+    total = 0.0
+    for q in work(strategy, shape):
+        compute, exchange, copy = _alone(q, shape, speeds, itemsize)
+        slowed = by_compute * min(compute, exchange) + by_copies * min(copy, exchange)
+        copy += by_others * min(copy, max(compute, exchange))
+        total += max(compute, exchange + slowed, copy)
+    return total
+
+
+Model = Callable[[Strategy, ExpertShape, Speeds, int], float]
 
 
 def cheapest(
@@ -116,13 +147,14 @@ def cheapest(
     speeds: Speeds,
     itemsize: int,
     among: Sequence[Strategy] = REUSING,
+    model: Model = cost,
 ) -> Strategy:
     """The strategy with the lowest cost; of equals the one that copies least, as host memory has
     other uses."""
 
     def rank(strategy: Strategy) -> tuple[float, float]:
         copied = sum(q.copies for q in work(strategy, shape))
-        return round(cost(strategy, shape, speeds, itemsize) * 1e12, 3), copied
+        return round(model(strategy, shape, speeds, itemsize) * 1e12, 3), copied
 
     return min(among, key=rank)
 

@@ -31,7 +31,10 @@ class WorkStream:
         self.device = device
         self.recorder = recorder
         self.inject = inject
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # small kernels of transfers must not queue behind the blocks of a matrix product
+            self.stream = torch.cuda.Stream(device, priority=-1)
 
     def run(
         self,

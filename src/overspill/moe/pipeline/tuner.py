@@ -69,17 +69,27 @@ class Tuner:
     ) -> tuple[RoutedRows, PassTimer | None]:
         """The partitions of a pass, and what measures it. Must be called on all ranks; waits for
         the device."""
-        finest = self.partitions or self.search.candidates[-1]
+        finest = self._finest(len(expert_ids_TK), exchange)
         counts_PE = to_host(partition_counts(expert_ids_TK, finest, experts.n_global))
         message = self._message(len(expert_ids_TK), training, counts_PE)
         found: Numbers = exchange.gather_numbers(message).numpy()
         timer, n = None, self.partitions
         if n is None:
             batch, n = self._choose(found[:, :_HEAD])
-            if training:
+            if training and self.search.settled(batch) is None:
                 timer = PassTimer(expert_ids_TK.device, batch, n, self._end)
         counts_GPE = found[:, _HEAD:].reshape(len(found), n, finest // n, -1).sum(2)
         return divide_rows(expert_ids_TK, counts_GPE, experts, exchange), timer
+
+    def _finest(self, n_tokens: int, exchange: Exchange) -> int:
+        """Partitions in which rows are counted, a multiple of their number: the number itself if it
+        is known before ranks have told each other their tokens."""
+        if self.partitions is not None:
+            return self.partitions
+        known = None
+        if exchange.size == 1 and graph_task() == -1:
+            known = self.search.settled(n_tokens)
+        return known or self.search.candidates[-1]
 
     def _end(self, timer: PassTimer) -> None:
         self._measured = timer

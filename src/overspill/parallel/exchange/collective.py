@@ -1,10 +1,9 @@
 """An all-to-all of torch.distributed on a stream of its own."""
 
 import torch
-from torch import Tensor
 
 from overspill.core.errors import ConfigError
-from overspill.parallel.exchange.interface import Exchange
+from overspill.parallel.exchange.interface import Exchange, Transfer
 from overspill.parallel.ranks import Ranks
 from overspill.trace.recorder import Recorder
 from overspill.transfer.streams import Inject, StreamEvent
@@ -30,15 +29,8 @@ class CollectiveExchange(Exchange):
         self.ranks = ranks
         self._stream = WorkStream("exchange", device, self.recorder, inject)
 
-    def _transfer(
-        self,
-        rows: Tensor,
-        result: Tensor,
-        sent: list[int],
-        received: list[int],
-        ready: StreamEvent,
-        label: str,
-    ) -> StreamEvent:
+    def _transfer(self, transfer: Transfer) -> StreamEvent:
+        rows, result, sent, received, ready, label = transfer
         ranks = self.ranks
         assert ranks is not None
 

@@ -11,7 +11,7 @@ compute stream, and numbers of the host to all ranks.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ from overspill.parallel.ranks import Ranks
 from overspill.trace.recorder import Recorder
 from overspill.transfer.streams import Inject, StreamEvent, record_event
 from overspill.transfer.work_stream import Arrival
+
+
+class Transfer(NamedTuple):
+    """Token rows to be sent."""
+
+    rows: Tensor
+    """Contiguous."""
+    result: Tensor
+    """Gets the rows that arrive."""
+    sent: list[int]
+    received: list[int]
+    ready: StreamEvent
+    """When both tensors may be used."""
+    label: str
 
 
 class Exchange(ABC):
@@ -52,20 +66,12 @@ class Exchange(ABC):
         result = rows.new_empty(sum(received), *rows.shape[1:])
         # after the work that computes `rows`, and all that has used the memory of `result`
         ready = record_event(self.device)
-        end = self._transfer(rows, result, list(sent), list(received), ready, label)
+        end = self._transfer(Transfer(rows, result, list(sent), list(received), ready, label))
         return Arrival(self.device, result, end, rows)
 
     @abstractmethod
-    def _transfer(
-        self,
-        rows: Tensor,
-        result: Tensor,
-        sent: list[int],
-        received: list[int],
-        ready: StreamEvent,
-        label: str,
-    ) -> StreamEvent:
-        """Fills `result` after `ready`; returns the end. Does not wait for the device."""
+    def _transfer(self, transfer: Transfer) -> StreamEvent:
+        """Carries it out; returns the end. Does not wait for the device."""
 
     def gather_numbers(self, numbers_N: Tensor) -> Tensor:
         """The numbers of each rank, as many on all, [ranks, N]; in host memory."""
@@ -91,5 +97,5 @@ class LocalExchange(Exchange):
     ) -> Arrival:
         return Arrival(self.device, rows)
 
-    def _transfer(self, *args: object) -> StreamEvent:
+    def _transfer(self, transfer: Transfer) -> StreamEvent:
         raise AssertionError("rows are not sent")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import ConfigError
-from overspill.parallel.exchange.interface import Exchange
+from overspill.parallel.exchange.interface import Exchange, Transfer
 from overspill.trace.recorder import Recorder
 from overspill.transfer.driver import copy_on, new_event
 from overspill.transfer.streams import COMPLETED, Inject, StreamEvent
@@ -54,15 +54,8 @@ class LoopbackExchange(Exchange):
 
         return link_triton.new_clock(self.device)
 
-    def _transfer(
-        self,
-        rows: Tensor,
-        result: Tensor,
-        sent: list[int],
-        received: list[int],
-        ready: StreamEvent,
-        label: str,
-    ) -> StreamEvent:
+    def _transfer(self, transfer: Transfer) -> StreamEvent:
+        rows, result, sent, received, ready, label = transfer
         assert sent == received, "one process sends all rows to itself"
         source = rows.view(-1).view(torch.uint8)
         target = result.view(-1).view(torch.uint8)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overspill.core.errors import RankError
-from overspill.parallel.exchange.interface import Exchange
+from overspill.parallel.exchange.interface import Exchange, Transfer
 from overspill.parallel.ranks import Ranks
 from overspill.trace.recorder import Recorder
 from overspill.transfer.streams import Inject, StreamEvent
@@ -80,15 +80,8 @@ class StagedExchange(Exchange):
         ).start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def _transfer(
-        self,
-        rows: Tensor,
-        result: Tensor,
-        sent: list[int],
-        received: list[int],
-        ready: StreamEvent,
-        label: str,
-    ) -> StreamEvent:
+    def _transfer(self, transfer: Transfer) -> StreamEvent:
+        rows, result, sent, received, ready, label = transfer
         outgoing, incoming = self._host(rows), self._host(result)
         out, into, group = self._outwards, self._inwards, self._group
 
