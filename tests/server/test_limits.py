@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from overspill.serve.llm import LLM
+from overspill.server.run import bind
+from overspill.server.settings import ServerConfig
 from tests.server.running import Running, ScriptedLLM, running
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -120,6 +122,31 @@ def _answers(server: Running) -> bool:
         return server.http.get("/health").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_the_rest_of_an_answer_that_is_not_read_keeps_no_connection_open(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is less than asyncio's limit, above which writing pauses."""
+
+    def bind_small(config: ServerConfig) -> socket.socket:
+        bound = bind(config)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return bound
+
+    monkeypatch.setattr("tests.server.running.bind", bind_small)
+    with running(llm, body_timeout=0.3) as server, socket.socket() as connection:
+        whole = len(server.http.get("/").content)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        time.sleep(1)
+        read = 0
+        with contextlib.suppress(ConnectionResetError):
+            while read < whole and (part := connection.recv(65536)):
+                read += len(part)
+        assert 0 < read < whole
 
 
 def test_a_client_that_does_not_read_is_disconnected(llm: LLM) -> None:

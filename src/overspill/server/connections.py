@@ -37,6 +37,9 @@ class LimitedConnection(H11Protocol):
         if len(self.connections) > self.most:
             transport.abort()
             return
+        # `pause_writing` for all that the client has not read: with the usual limit, the rest of an
+        # answer below it keeps a connection open forever, also one that is being closed
+        transport.set_write_buffer_limits(0)
         self._watch_headers()
 
     def data_received(self, data: bytes) -> None:
