@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -158,3 +159,14 @@ def test_a_client_that_does_not_read_is_disconnected(llm: LLM) -> None:
         assert server.wait_until(lambda: server.service.rate.total > 0)
         assert server.wait_until(lambda: server.idle)
         assert len(read_all(connection)) < 20_000_000
+
+
+def test_of_a_body_that_is_too_large_only_a_part_is_logged(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "overspill.server")
+    with running(llm, max_body="1KiB", log_requests=True) as server:
+        answer = server.http.post("/v1/completions", content=b"x" * 300_000)
+    assert answer.status_code == 413
+    (entry,) = [json.loads(each.getMessage()) for each in caplog.records if "413" in each.message]
+    assert 0 < len(entry["body"]) <= 1024

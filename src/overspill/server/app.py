@@ -37,7 +37,8 @@ def create_app(service: Service) -> ASGIApp:
             app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id"],
         )  # fmt: skip
-    return RequestLog(app, service.metrics.count_request, config.access.log_requests)
+    logged = config.limits.body_bytes if config.access.log_requests else None
+    return RequestLog(app, service.metrics.count_request, logged)
 
 
 def _routes(service: Service) -> FastAPI:
