@@ -68,6 +68,12 @@ class LimitedConnection(H11Protocol):
             # refused, without the key for example: what follows is discarded, but not forever
             self.loop.call_later(min(_DISCARD_SECONDS, self.seconds), end)
 
+    def shutdown(self) -> None:
+        if self._refused:  # the server ends, and need not wait for what is discarded
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def _watch_headers(self) -> None:
         """The timer runs from the first byte of the headers, or the start of the connection, until
         the headers are complete. Between requests, uvicorn's keep-alive timer runs instead."""
