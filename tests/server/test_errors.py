@@ -7,9 +7,11 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import ValidationError
 
 from overspill.core.errors import DiskError, EngineError
 from overspill.serve.llm import LLM
+from overspill.server.protocol import ChatRequest, CompletionRequest, Shared
 from tests.server.running import HeldLLM, Running, ScriptedLLM, running
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
@@ -113,6 +115,37 @@ def test_what_is_no_json_of_a_request_is_a_bad_request(body: bytes, server: Runn
     answer = server.http.post("/v1/chat/completions", content=body)
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (CompletionRequest, {"prompt": [None] * 300_000}),
+        (CompletionRequest, {"prompt": [[None] * 300_000]}),
+        (CompletionRequest, {"prompt": "a", "stop": [None] * 300_000}),
+        (ChatRequest, {"messages": [{}] * 300_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 300_000}]}),
+        (ChatRequest, {"logit_bias": dict.fromkeys(map(str, range(100_000)))}),
+        (ChatRequest, {"chat_template_kwargs": dict.fromkeys(map(str, range(100_000)))}),
+    ],
+    ids=lambda value: list(value)[-1] if isinstance(value, dict) else value.__name__,
+)
+def test_many_wrong_values_are_refused_at_the_first(
+    kind: type[Shared], wrong: dict[str, Any]
+) -> None:
+    """To describe all of them would stop the server for long."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps({**CHAT, **wrong}))
+    assert caught.value.error_count() < 10
+
+
+def test_a_tool_that_is_not_there_is_named_in_short(client: OpenAI) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(1000)]
+    choice = {"type": "function", "function": {"name": "g" * 100_000}}
+    body = {**CHAT, "tools": tools, "tool_choice": choice}
+    with pytest.raises(openai.BadRequestError, match="tool_choice names 'ggg") as caught:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert len(caught.value.message) < 500
 
 
 def test_a_prompt_beyond_the_context_says_so(client: OpenAI) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import httpx
 import pytest
 
 from overspill.serve.llm import LLM
+from overspill.server.run import bind
+from overspill.server.settings import ServerConfig
 from tests.server.running import Running, ScriptedLLM, running
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -72,7 +75,7 @@ def test_a_slow_request_is_ended(sent: bytes, small: Running) -> None:
     [
         b"\x16\x03\x01\x02\x00\x01\x00\xff\xff\xff\r\n\r\n",
         b"GET /" + b"a" * 100_000,
-        HEAD + b"X: " + b"a" * 100_000,
+        HEAD + b"X: " + b"a" * 1_000_000,
         HEAD + b"Content-Length: -5\r\n\r\n",
         HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
@@ -102,6 +105,15 @@ def test_a_body_that_becomes_wrong_gets_one_answer(
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("path", [b"GET /health", b"POST /v1/models"])
+def test_the_rest_of_a_body_after_the_answer_is_not_read_forever(path: bytes, llm: LLM) -> None:
+    """Nothing has asked for it: neither does a client without the key reach the limits."""
+    with running(llm, body_timeout=0.3, api_key="k") as server, server.connect() as connection:
+        head = b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+        connection.sendall(path + head + b"a")
+        assert read_all(connection).count(b"HTTP/1.1 ") == 1
+
+
 def test_too_many_connections_are_closed_and_others_work(small: Running) -> None:
     opened = [small.connect() for _ in range(8)]
     try:
@@ -122,6 +134,31 @@ def _answers(server: Running) -> bool:
         return False
 
 
+def test_the_rest_of_an_answer_that_is_not_read_keeps_no_connection_open(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is less than asyncio's limit, above which writing pauses."""
+
+    def bind_small(config: ServerConfig) -> socket.socket:
+        bound = bind(config)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return bound
+
+    monkeypatch.setattr("tests.server.running.bind", bind_small)
+    with running(llm, body_timeout=0.3) as server, socket.socket() as connection:
+        whole = len(server.http.get("/").content)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        time.sleep(1)
+        read = 0
+        with contextlib.suppress(ConnectionResetError):
+            while read < whole and (part := connection.recv(65536)):
+                read += len(part)
+        assert 0 < read < whole
+
+
 def test_a_client_that_does_not_read_is_disconnected(llm: LLM) -> None:
     """Its answer is larger than all buffers."""
     body = json.dumps({"prompt": "a", "stream": True}).encode()
@@ -131,3 +168,14 @@ def test_a_client_that_does_not_read_is_disconnected(llm: LLM) -> None:
         assert server.wait_until(lambda: server.service.rate.total > 0)
         assert server.wait_until(lambda: server.idle)
         assert len(read_all(connection)) < 20_000_000
+
+
+def test_of_a_body_that_is_too_large_only_a_part_is_logged(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "overspill.server")
+    with running(llm, max_body="1KiB", log_requests=True) as server:
+        answer = server.http.post("/v1/completions", content=b"x" * 300_000)
+    assert answer.status_code == 413
+    (entry,) = [json.loads(each.getMessage()) for each in caplog.records if "413" in each.message]
+    assert 0 < len(entry["body"]) <= 1024

@@ -140,6 +140,17 @@ def test_requests_are_logged_only_if_that_is_asked_for(process: Any) -> None:
         assert "my header" not in log
 
 
+def test_keys_may_come_from_a_pipe(process: Any, tmp_path: Path) -> None:
+    """As with --api-key-file <(command): what was read is gone."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    server = process("--api-key-file", str(pipe))
+    pipe.write_text("the-key\n")
+    headers = {"Authorization": "Bearer the-key"}
+    assert httpx.get(f"{server.url}/stats").status_code == 401
+    assert httpx.get(f"{server.url}/stats", headers=headers).status_code == 200
+
+
 def test_a_port_in_use_is_one_line(model_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -155,6 +166,7 @@ def test_a_port_in_use_is_one_line(model_folder: str, capsys: pytest.CaptureFixt
     [
         (["--port", "70000"], "--port 70000 must be a port"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        (["--host", "a..b"], "cannot listen on a..b"),
         (["--max-body", "many"], "--max-body"),
         (["--request-timeout", "0"], "--request-timeout"),
         (["--api-key-file", "/nowhere"], "--api-key-file /nowhere cannot be read"),

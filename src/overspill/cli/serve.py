@@ -60,7 +60,7 @@ def _serve(model: str, as_json: bool, **flags: Any) -> None:
             _warn_open(config.address.host)
         # a full garbage collection would stop all answers for a quarter of a second
         with config.model.open(model) as llm, short_collections():
-            service, url = Service(llm, model, config), address_of(bound)
+            service, url = Service(llm, model, config, keys), address_of(bound)
             drained = serve(service, bound, lambda: _announce(service, url, bool(keys), as_json))
     if not drained:  # what Python does at its end takes seconds
         sys.stdout.flush()

@@ -33,7 +33,7 @@ class Access:
         self._origins = frozenset(origins)
         machine = socket.gethostname().lower()
         names = {"localhost", host.lower(), machine, f"{machine}.local"}
-        self._names = names | {_name_of(urlsplit(origin).netloc) for origin in origins}
+        self._names = names | {_name_of(_netloc_of(origin) or "") for origin in origins} - {""}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,7 +59,7 @@ class Access:
         if b"origin" not in headers or "*" in self._origins:
             return
         origin = headers[b"origin"].decode("latin-1")
-        if origin not in self._origins and urlsplit(origin).netloc.lower() != host.lower():
+        if origin not in self._origins and _netloc_of(origin) != host.lower():
             raise ApiError(
                 403,
                 "pages of this origin may not use this server; start it with --allow-origin",
@@ -91,6 +91,14 @@ class Access:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": challenge},
             )
+
+
+def _netloc_of(origin: str) -> str | None:
+    """The host and the port of an origin; None if it has none, such as "null"."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None
 
 
 def _name_of(netloc: str) -> str:

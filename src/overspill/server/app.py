@@ -31,13 +31,14 @@ def create_app(service: Service) -> ASGIApp:
     app: ASGIApp = Failures(_routes(service), config)
     app = Limits(app, config.limits, service.post)
     origins = config.allowed_origins
-    app = Access(app, config.read_keys(), config.address.host, origins)
+    app = Access(app, service.keys, config.address.host, origins)
     if origins:  # outside of the check of keys: a browser asks without one
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id"],
         )  # fmt: skip
-    return RequestLog(app, service.metrics.count_request, config.access.log_requests)
+    logged = config.limits.body_bytes if config.access.log_requests else None
+    return RequestLog(app, service.metrics.count_request, logged)
 
 
 def _routes(service: Service) -> FastAPI:

@@ -9,6 +9,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from overspill.server.errors import ApiError, invalid
 from overspill.server.settings import LimitSection
 
+_READ_BYTES = 16 << 10
+_DISCARD_SECONDS = 5.0
+"""For the rest of a request after its answer: a client that still sends may miss the answer if the
+connection is closed at once."""
+
 
 def connection_class(limits: LimitSection) -> type[H11Protocol]:
     """The protocol of connections with these limits."""
@@ -31,17 +36,43 @@ class LimitedConnection(H11Protocol):
         super().__init__(*args, **options)
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._refused = False  # what follows is discarded
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.most:
             transport.abort()
             return
+        # `pause_writing` for all that the client has not read: with the usual limit, the rest of an
+        # answer below it keeps a connection open forever, also one that is being closed
+        transport.set_write_buffer_limits(0)
+        # asyncio reads 256 KiB at once: as a body in chunks of one byte, h11 needs seconds for them
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
         self._watch_headers()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         super().data_received(data)
         self._watch_headers()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        cycle = self.cycle
+
+        def end() -> None:
+            if self.cycle is cycle and self.conn.their_state is h11.SEND_BODY:
+                self.transport.close()
+
+        if self.conn.their_state is h11.SEND_BODY:
+            # refused, without the key for example: what follows is discarded, but not forever
+            self.loop.call_later(min(_DISCARD_SECONDS, self.seconds), end)
+
+    def shutdown(self) -> None:
+        if self._refused:  # the server ends, and need not wait for what is discarded
+            self.transport.close()
+        else:
+            super().shutdown()
 
     def _watch_headers(self) -> None:
         """The timer runs from the first byte of the headers, or the start of the connection, until
@@ -80,7 +111,10 @@ class LimitedConnection(H11Protocol):
             # it reads the body: nothing that it sends may follow
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.close()
+        self._refused = True
+        if not self.transport.is_closing():
+            self.transport.write_eof()
+        self.loop.call_later(min(_DISCARD_SECONDS, self.seconds), self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()

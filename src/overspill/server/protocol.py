@@ -2,14 +2,31 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from overspill.server.errors import ApiError, invalid
 
 MOST_SAMPLES = 128
 MOST_LOGPROBS = 20
 MOST_STOPS = 4
+MOST_ENTRIES = 10_000
+"""Of an object whose keys are free."""
 
+
+def _few_entries(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MOST_ENTRIES:
+        problem = "Object should have at most {most} entries, not {found}"
+        found = {"most": MOST_ENTRIES, "found": len(value)}
+        raise PydanticCustomError("too_many_entries", problem, found)
+    return value
+
+
+Item = TypeVar("Item")
+# Errors are collected for all values: without limits, four megabytes of wrong ones take half a
+# minute and gigabytes of memory.
+List = Annotated[list[Item], Field(fail_fast=True)]
+Entries = Annotated[dict[str, Item], BeforeValidator(_few_entries)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -31,7 +48,7 @@ class Shared(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | List[str] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -41,7 +58,7 @@ class Shared(Body):
     ignore_eos: bool | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Entries[Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: str | None = None
 
     def check(self) -> None:
@@ -72,9 +89,9 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | List[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -112,18 +129,18 @@ class ResponseFormat(Body):
 class ChatRequest(Shared):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[List[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: List[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, str | bool | int | float] | None = None
+    chat_template_kwargs: Entries[str | bool | int | float] | None = None
     functions: Any = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: List[str] | None = None
 
     def check(self) -> None:
         super().check()
@@ -139,7 +156,7 @@ class ChatRequest(Shared):
 class CompletionRequest(Shared):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | List[str] | List[int] | List[List[int]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None

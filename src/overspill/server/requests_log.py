@@ -12,13 +12,13 @@ log = logging.getLogger("overspill.server")
 
 
 class RequestLog:
-    """Middleware that gives each request an id and counts its status. With `write` it also logs
-    the body of each request; headers never are, since they have keys."""
+    """Middleware that gives each request an id and counts its status. With `logged` it also
+    logs so many bytes of the body of each request; headers never are, since they have keys."""
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None], write: bool) -> None:
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None], logged: int | None) -> None:
         self._app = app
         self._count = count
-        self._write = write
+        self._logged = logged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,16 +36,17 @@ class RequestLog:
 
         async def received() -> Message:
             message = await receive()
-            body.extend(message.get("body", b""))
+            # of a body that is too large, more is read than may be kept
+            body.extend(message.get("body", b"")[: (self._logged or 0) - len(body)])
             return message
 
         try:
-            await self._app(scope, received if self._write else receive, sent)
+            await self._app(scope, receive if self._logged is None else received, sent)
         finally:
             route = scope.get("route")  # of the application: a path may have any text
             path = getattr(route, "path", "other")
             self._count(path, status)
-            if self._write:
+            if self._logged is not None:
                 entry = {
                     "id": number, "method": scope["method"], "path": path, "status": status,
                     "seconds": round(time.perf_counter() - began, 4),

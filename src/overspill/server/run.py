@@ -35,9 +35,10 @@ def bind(config: ServerConfig) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # names such as a..b cannot be encoded
+        reason = error.strerror if isinstance(error, OSError) else "not a name of a host"
         raise ConfigError(
-            f"the server cannot listen on {host} port {port} ({error.strerror}); give another "
+            f"the server cannot listen on {host} port {port} ({reason}); give another "
             "--host or --port; --port 0 takes a free one"
         ) from error
     return bound

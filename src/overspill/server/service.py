@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,10 +30,14 @@ T = TypeVar("T")
 class Service:
     """What all requests share. Only the event loop uses it, but for `rate`."""
 
-    def __init__(self, llm: "LLM", model: str, config: ServerConfig) -> None:
-        """`model` is the folder or the repository as it was given."""
+    def __init__(
+        self, llm: "LLM", model: str, config: ServerConfig, keys: Sequence[str] | None = None
+    ) -> None:
+        """`model` is the folder or the repository as it was given. `keys` are those of `config`,
+        if they were read already: a pipe can be read only once."""
         self.llm = llm
         self.config = config
+        self.keys = config.read_keys() if keys is None else keys
         self.name = config.address.served_name or default_name(model)
         self._names = frozenset({self.name, model})
         self.max_batch = config.model.max_batch

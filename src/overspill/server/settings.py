@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
+from urllib.parse import urlsplit
 
 from overspill.core.errors import ConfigError
 from overspill.core.sizes import parse_size
@@ -95,11 +96,18 @@ class ServerConfig(Config):
         given = (self.access.allow_origin or "").split(",")
         origins = tuple(origin.strip().rstrip("/") for origin in given if origin.strip())
         for origin in origins:
-            if origin != "*" and not origin.startswith(("http://", "https://")):
+            if origin != "*" and not _is_origin(origin):
                 raise ConfigError(
                     f"--allow-origin {origin} is not an origin; write it like https://example.com"
                 )
         return origins
+
+
+def _is_origin(text: str) -> bool:
+    try:
+        return text.startswith(("http://", "https://")) and bool(urlsplit(text).hostname)
+    except ValueError:
+        return False
 
 
 def _read_lines(name: str) -> list[str]:

@@ -1,5 +1,6 @@
 """JSON schemas of answers that must be calls of tools."""
 
+import reprlib
 from typing import Any
 
 from overspill.server.errors import invalid
@@ -18,8 +19,9 @@ def check_tools(request: ChatRequest, template: str | None) -> None:
     if isinstance(choice, NamedTool):
         names = [tool.function.name for tool in tools]
         if choice.function.name not in names:
-            asked = f"tool_choice names {choice.function.name!r}"
-            raise invalid(f"{asked}, which is not one of the tools {names}", "tool_choice")
+            asked = f"tool_choice names {reprlib.repr(choice.function.name)}"
+            there = reprlib.repr(names)  # both may be megabytes
+            raise invalid(f"{asked}, which is not one of the tools {there}", "tool_choice")
     forced = choice == "required" or isinstance(choice, NamedTool)
     format_ = request.response_format
     if forced and format_ is not None and format_.type != "text":
