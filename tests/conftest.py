@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import importlib
 import os
 import random
 import threading
@@ -17,6 +18,8 @@ import pytest
 
 from tests.fork_server import fork_server
 
+# Imported late by tests of most packages, and by the processes that they fork.
+_IMPORTS = ("torch._dynamo", "transformers.models.mixtral.modeling_mixtral")
 _COMPILING = pytest.StashKey[list[threading.Thread]]()
 
 
@@ -70,9 +73,13 @@ def _compile_kernels() -> list[threading.Thread]:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Excludes all that was imported from garbage collection: with transformers loaded, each
     `gc.collect()` of a test would take a fifth of a second. Starts the server that forks processes
-    before a test has computed."""
+    before a test has computed. A worker of `-n` will need all imports: its server inherits them,
+    else it would take as long for them again."""
     for thread in session.config.stash.get(_COMPILING, []):
         thread.join()
+    if hasattr(session.config, "workerinput"):
+        for name in _IMPORTS:
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     if session.items and not session.config.option.collectonly:

@@ -40,6 +40,7 @@ def remember_lookups() -> None:
     interpreter._patch_lang = replace_once
     _remember_types()
     _remember_constants()
+    _check_types_fast()
 
 
 def without_overflow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,3 +144,40 @@ def _remember_constants() -> None:
 
     TritonSemantic.scalar_constant = constant
     TritonSemantic.broadcast_impl_value = broadcast_if_needed
+
+
+def _check_types_fast() -> None:
+    """Most operations are on two tensors of the same dtype, on a tensor and a number that fits it,
+    or on a pointer and an offset. They need no cast; the others are left to Triton."""
+    check, tensor = TritonSemantic.binary_op_type_checking_impl, tl.core.tensor
+    limits = {id(tl.int32): 2**31, id(tl.int64): 2**63}
+    whole = frozenset(limits)
+    same = whole | {id(tl.float32)}
+
+    def fits(number: Any, dtype: Any) -> bool:
+        if type(number) is int and id(dtype) in whole:
+            return -limits[id(dtype)] <= number < limits[id(dtype)]
+        return dtype is tl.float32 and type(number) in (int, float)
+
+    def check_fast(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        if arithmetic_check and type(lhs) is tensor:
+            mine = lhs.dtype
+            if type(rhs) is not tensor:
+                if fits(rhs, mine):
+                    return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, mine))
+            elif (mine is rhs.dtype and id(mine) in same) or (
+                allow_lhs_ptr and mine.is_ptr() and id(rhs.dtype) in whole
+            ):
+                return self.broadcast_impl_value(lhs, rhs)
+        options = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        return check(self, lhs, rhs, *options)
+
+    TritonSemantic.binary_op_type_checking_impl = check_fast

@@ -16,6 +16,7 @@ _IMPORTS = (
     "overspill.train.trainer",
     "overspill.train.finetune.finetuner",
     "transformers.models.mixtral.modeling_mixtral",
+    "tests.cli.first_use",
 )
 
 

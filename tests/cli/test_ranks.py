@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from overspill.parallel.launcher import rank_command
 from overspill.train.metrics import read_lines
 from tests.cli.forks import Forks
 from tests.train.fakes import tiny_settings
@@ -24,7 +25,7 @@ from tests.train.finetune import tiny as finetune
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("tiny", "tuned")  # folders that the example names
-LONG = {"steps": 30, "save_every": 2, "eval_every": 15, "gpus": 2}
+LONG = {"steps": 26, "save_every": 2, "eval_every": 13, "gpus": 2, "layers": 1}
 
 
 def _words(settings: dict[str, Any]) -> list[str]:
@@ -58,9 +59,10 @@ def test_any_number_of_ranks_and_nodes_resumes_to_the_losses_of_one_process(
     forks: Forks, folder: Path, tmp_path: Path
 ) -> None:
     out, log = folder / "run", folder / "run.log"
-    assert forks.run(_arguments(folder, "run"), log) == 0, log.read_text()
+    changes = {"steps": 5, "save_every": 1, "eval_every": 5}
+    assert forks.run(_arguments(folder, "run", **changes), log) == 0, log.read_text()
     expected = _numbers(out)
-    for step, ranks, *flags in ((2, "2 x 2"), (4, 1), (6, 4, "--shard-dense")):
+    for step, ranks, *flags in ((1, "2 x 2"), (2, 1), (3, 2, "--shard-dense")):
         for path in (out / "checkpoints").iterdir():
             if int(path.name.removeprefix("step-")) > step:
                 shutil.rmtree(path)
@@ -70,7 +72,7 @@ def test_any_number_of_ranks_and_nodes_resumes_to_the_losses_of_one_process(
             codes = [forks.run([*_resume(out, gpus=ranks), *flags], log)]
             text = log.read_text()
         assert not any(codes), text
-        assert text.count("step 8/8  loss") == 1  # one display
+        assert text.count("step 5/5  loss") == 1  # one display
         assert ("rank 0 of" in text) == (ranks != 1)
         assert _numbers(out) == pytest.approx(expected, rel=1e-5)
 
@@ -142,10 +144,9 @@ def running(forks: Forks, folder: Path) -> Iterator[Callable[[], Running]]:
 def test_ranks_fail_together_and_resume_to_the_same_losses(
     forks: Forks, folder: Path, running: Callable[[], Running]
 ) -> None:
-    for rank in (1, 0):
-        run = running()
-        os.kill(run.ranks[rank], signal.SIGKILL)
-        assert run.end() == (1, f"error: rank {rank} was killed by SIGKILL")
+    run = running()
+    os.kill(run.ranks[0], signal.SIGKILL)
+    assert run.end() == (1, "error: rank 0 was killed by SIGKILL")
 
     run = running()
     os.kill(run.ranks[1], signal.SIGSTOP)
@@ -269,15 +270,24 @@ def test_the_commands_of_the_example_run(forks: Forks, folder: Path, tmp_path: P
         assert (tmp_path / name / "model.safetensors.index.json").is_file()
 
 
-@pytest.mark.parametrize(
-    "count",
-    [1, pytest.param(len(COMMANDS), marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
-)
-def test_the_commands_run_in_new_processes(folder: Path, tmp_path: Path, count: int) -> None:
-    """The first one always, because importing torch takes seconds in each rank."""
+def test_a_rank_of_gpus_is_a_new_process_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the given words and environment. It fails before it imports torch."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    process: Any = rank_command(["train", "nano"])({"RANK": "4", "WORLD_SIZE": "4"})
+    assert os.getsid(process.pid) == process.pid  # Ctrl-C in the terminal does not reach it
+    assert process.wait() == 2
+    assert capfd.readouterr().err == "error: RANK=4 is not below WORLD_SIZE=4\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_run_in_new_processes(folder: Path, tmp_path: Path) -> None:
+    """Importing torch takes seconds in each rank."""
     programs = {"torchrun": ["-m", "torch.distributed.run"], "overspill": ["-m", "overspill"]}
     (tmp_path / "examples").symlink_to(EXAMPLE.parent)
-    for program, *words in COMMANDS[:count]:
+    for program, *words in COMMANDS:
         line = [sys.executable, *programs.get(program, []), *words]
         if "train" in words and "--resume" not in words:
             line += _small(folder)
@@ -296,7 +306,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FINETUNE: dict[str, dict[str, Any]] = {
-    # 29 rows in steps of 6: the last step has fewer rows than a micro-batch has ranks
+    # 17 rows in steps of 6: the last step has fewer rows than a micro-batch has ranks
     "pairs": {"batch": 3, "accumulate": 2},
     "labels, adapters": {"batch": 4, "lora": 2},
 }
@@ -307,9 +317,9 @@ def test_ranks_finetune_as_one_process(
     forks: Forks, checkpoint: Path, tmp_path: Path, name: str
 ) -> None:
     data = (
-        finetune.write_labels(tmp_path / "a.tsv", 22)
+        finetune.write_labels(tmp_path / "a.tsv", 14)
         if "labels" in name
-        else finetune.write_pairs(tmp_path / "a.jsonl", 31)
+        else finetune.write_pairs(tmp_path / "a.jsonl", 18)
     )
     for ranks in (1, 2):
         out = tmp_path / f"ranks-{ranks}"

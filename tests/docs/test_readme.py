@@ -56,6 +56,8 @@ def test_the_commands_for_serving_and_pre_gates_run(
         program, *words = shlex.split(line.replace("--steps 20", "--steps 1"))
         assert program == "overspill"
         few = ["--max-tokens", "8"] if words[0] in ("generate", "chat") else []
+        if words[0] == "train":
+            few = ["--d-model", "32", "--d-hidden", "32", "--heads", "2", "--seq-len", "64"]
         assert app([*words, *few]) == 0
     assert (tmp_path / "runs/pregated/final/pregates.safetensors").is_file()
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)

@@ -16,11 +16,14 @@ from tests.fuzz.execute import execute
 from tests.fuzz.program import Case, Op, Program, program_of
 from tests.fuzz.run import Report, main, read_lines, shrink
 
-PROGRAMS = 40
+# These seeds are chosen: their 2 × 24 programs have 98% as many different pairs of settings, of
+# operations one after the other, and of faults and operations as 2 × 40 from 100_000 and 300_000.
+PROGRAMS = 24
+FIRST = [42_000, 385_000]
 IMPORTS = ["torch._dynamo", "transformers.models.mixtral.modeling_mixtral"]
 
 
-@pytest.mark.parametrize("first", [100_000, 300_000])
+@pytest.mark.parametrize("first", FIRST)
 def test_random_programs_give_the_results_of_plain_pytorch(first: int, tmp_path: Path) -> None:
     """In a process that ends if one of them hangs."""
     log, report = tmp_path / "log", Report()

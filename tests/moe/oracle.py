@@ -59,7 +59,7 @@ class Task:
     micro_batches: int = 1
     lr: float = 1e-2
     weight_decay: float = 0.1
-    steps: int = 4
+    steps: int = 3
     dtype: torch.dtype = torch.float32
 
     @property

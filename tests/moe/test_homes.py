@@ -87,7 +87,7 @@ def test_homes_that_change_before_every_step_change_no_bit(
         assert_follows(run, plain_run(task))
 
 
-@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "host, 7 at home"])
+@pytest.mark.parametrize("where", ["gpu", "host, 7 at home"])
 def test_the_native_uploader_follows_experts_to_other_host_slots(
     where: str, tmp_path: Path
 ) -> None:
@@ -96,7 +96,7 @@ def test_the_native_uploader_follows_experts_to_other_host_slots(
     assert_same_bits(run, streamed_run(task))
 
 
-@pytest.mark.parametrize("task", TASKS[:3], ids=str)
+@pytest.mark.parametrize("task", TASKS[1:3], ids=str)
 def test_bf16_moments_are_rounded_alike_in_every_home(task: Task, tmp_path: Path) -> None:
     options = {"state_dtype": torch.bfloat16}
     run = moving_run(task, "disk behind 3 host slots", tmp_path, **options)
@@ -116,7 +116,7 @@ def test_experts_in_every_tier_train_as_in_one(task: Task, where: str, tmp_path:
 
 @pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 3 host slots"])
 def test_delayed_transfers_do_not_disturb_a_change_of_homes(where: str, tmp_path: Path) -> None:
-    task = Task(steps=5)
+    task = Task(steps=4)
     settings = Settings(inject=delays(seed=3, longest=2e-3))
     assert_same_bits(moving_run(task, where, tmp_path, settings), streamed_run(task))
 
@@ -380,7 +380,7 @@ def test_experts_that_moved_in_inference_mode_can_be_trained(where: str, tmp_pat
     assert_follows(run, plain_run(task))
 
 
-@pytest.mark.parametrize("counts", [[2, 2, 0], [2, 2, 2], [5, 5, 0], [0, 1, 5]])
+@pytest.mark.parametrize("counts", [[2, 2, 0], [0, 1, 5]])
 def test_a_nan_loss_changes_no_expert_wherever_it_lives(counts: list[int], tmp_path: Path) -> None:
     task = Task()
     model, (tokens,) = task.model(), next(task.batches())
@@ -401,8 +401,9 @@ def test_a_nan_loss_changes_no_expert_wherever_it_lives(counts: list[int], tmp_p
                 torch.testing.assert_close(weight, before[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("counts", [[5, 5, 5], [2, 0, 5]])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("counts", "micro_batches"), [([5, 5, 5], 2), ([2, 0, 5], 1), ([2, 0, 5], 2)]
+)
 def test_step_reports_a_nan_once_and_training_goes_on(
     counts: list[int], micro_batches: int, tmp_path: Path
 ) -> None:

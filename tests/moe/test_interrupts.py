@@ -55,7 +55,7 @@ def test_an_interrupt_in_forward_leaves_nothing_behind(
     with spilled(model, where, tmp_path, Settings(uploader=uploader)) as engine, torch.no_grad():
         loss_of(model, tokens)
         calls = calls_of(lambda: loss_of(model, tokens))
-        for at in spread(calls, 16):
+        for at in spread(calls, 10):
             interrupted(lambda: loss_of(model, tokens.flip(0)), at)
             assert loss_of(model, tokens).item() == pytest.approx(expected, rel=1e-6), at
         engine.check_conserved()
@@ -82,7 +82,7 @@ def test_a_batch_whose_backward_was_interrupted_can_be_skipped(
 
         calls = calls_of(backward)
         optimizer.zero_grad()
-        for at in spread(calls, 8):
+        for at in spread(calls, 6):
             interrupted(backward, at)
             optimizer.zero_grad()
         engine.check_conserved()
@@ -95,7 +95,7 @@ def test_a_batch_whose_backward_was_interrupted_can_be_skipped(
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(6, id="few"), pytest.param(700, id="many", marks=pytest.mark.slow)]
+    "count", [pytest.param(4, id="few"), pytest.param(700, id="many", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("where", ONE_OF_EACH)
 @pytest.mark.parametrize(("clip", "reload"), [(None, "states"), (0.5, "optimizer")])
@@ -141,9 +141,8 @@ def test_after_an_interrupt_anywhere_in_a_step_training_goes_on_from_a_checkpoin
 
 
 @pytest.mark.parametrize("where", HOME_OR_NOT)
-@pytest.mark.parametrize("call", ["step", "zero_grad", "forward", "backward", "save"])
-def test_what_follows_an_interrupted_step_says_what_to_do(
-    where: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_whatever_follows_an_interrupted_step_says_what_to_do(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, (tokens,) = CLIPPED.model(), next(CLIPPED.batches())
     with spilled(model, where, tmp_path) as engine:
@@ -163,18 +162,18 @@ def test_what_follows_an_interrupted_step_says_what_to_do(
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
         monkeypatch.undo()
-        calls: dict[str, Callable[[], object]] = {
-            "step": optimizer.step,
-            "zero_grad": optimizer.zero_grad,
-            "forward": lambda: loss_of(model, tokens),
-            "backward": lambda: loss_of(model, tokens).backward(),
-            "save": lambda: engine.training.check_between_steps("saved"),
-        }
-        with pytest.raises(
-            OrderError, match=r"step\(\) was interrupted .*load the last checkpoint"
-        ):
-            calls[call]()
-        del optimizer, calls
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: engine.training.check_between_steps("saved"),
+            lambda: loss_of(model, tokens),
+            optimizer.step,
+            optimizer.zero_grad,
+        )
+        for call in 2 * calls:  # none of them makes the next one possible
+            with pytest.raises(
+                OrderError, match=r"step\(\) was interrupted .*load the last checkpoint"
+            ):
+                call()
+        del optimizer, calls, call
         gc.collect()
         optimizer = adamw(model, CLIPPED)  # does not make the experts right
         with pytest.raises(OrderError, match="load the last checkpoint"):

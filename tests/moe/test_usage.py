@@ -75,7 +75,9 @@ def tune(model: GPTMoE, task: Task, engine: Engine | None = None) -> Run:
 def test_exchanges_between_passes_change_no_bit_of_fine_tuning(
     where: str, dtype: torch.dtype, checkpoint: bool, tmp_path: Path
 ) -> None:
-    task = SmallTask(dtype=dtype, checkpoint=checkpoint, micro_batches=2, steps=2)
+    task = SmallTask(
+        n_layers=2, frozen=(0, 1), dtype=dtype, checkpoint=checkpoint, micro_batches=2, steps=2
+    )
     model, still = task.model(), task.model()
     with spilled(model, where, tmp_path) as engine:
         run = tune(model, task, engine)
@@ -93,7 +95,7 @@ def test_exchanges_between_passes_change_no_bit_of_inference(
 ) -> None:
     if uploader == "native" and where.startswith("disk"):
         uploader = "auto"
-    task, rng = Task(dtype=dtype), random.Random(1)
+    task, rng = Task(n_layers=2, dtype=dtype), random.Random(1)
     model = task.model().eval()
     expected = weights_of(model)
     inputs = [batch[:, :-1] for (batch,) in task.batches()]
@@ -124,8 +126,7 @@ def test_state_dicts_and_loaded_weights_keep_their_names(where: str, tmp_path: P
             assert_same_bits(Run(weights=weights_of(model)), Run(weights=weights))
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("where", "clip"), [(WHERE[0], None), (WHERE[1], 0.5)])
 def test_experts_that_have_exchanged_places_can_be_trained(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
@@ -217,7 +218,7 @@ def test_an_interrupt_anywhere_in_an_exchange_loses_nothing(where: str, tmp_path
         def move() -> None:
             engine.exchange_homes([Exchange(layer, 0, b) for layer in (0, 1) for b in (4, 3)])
 
-        for at in spread(calls_of(move), 60):
+        for at in spread(calls_of(move), 40):
             interrupted(move, at)
             assert loss_of(model, task.tokens).item() == expected
         engine.check_conserved()
@@ -309,7 +310,7 @@ def test_homes_stay_if_they_are_not_to_follow_usage(
 
 
 def test_trained_experts_stay_in_place(tmp_path: Path) -> None:
-    task = Task(steps=12, starve=True)
+    task = Task(n_layers=2, steps=12, starve=True)
     model = task.model()
     with spilled(model, "host, 7 at home", tmp_path) as engine:
         optimizer = adamw(model, task)

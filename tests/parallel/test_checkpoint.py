@@ -68,12 +68,11 @@ def assert_same_files(folder: Path, source: Path) -> None:
 
 def test_ranks_write_the_bytes_that_they_have_read(tmp_path: Path) -> None:
     source, loss = train_and_save(tmp_path / "1")
-    for n_ranks in (2, 4):
-        folder = tmp_path / str(n_ranks)
-        for state, next_loss in run_ranks(n_ranks, load_and_save, source, folder):
-            assert state == STATE
-            assert abs(next_loss - loss) < 1e-5
-        assert_same_files(folder, source)
+    folder = tmp_path / "3"  # two ranks and two nodes are in other files
+    for state, next_loss in run_ranks(3, load_and_save, source, folder):
+        assert state == STATE
+        assert abs(next_loss - loss) < 1e-5
+    assert_same_files(folder, source)
 
 
 def load_dicts(

@@ -1,4 +1,4 @@
-"""Ranks that compute experts of each other train as one process with the batches of all: five
+"""Ranks that compute experts of each other train as one process with the batches of all: three
 steps."""
 
 import random
@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overspill.moe.settings import Settings
 from tests.moe.oracle import Task
-from tests.parallel.processes import run_ranks
-from tests.parallel.training import Case, Result, assert_follows, plain, train_rank
+from tests.parallel.training import Case, Result, assert_follows, plain, results_of, train_rank
 
 
 def delay(kind: str) -> None:
@@ -26,7 +25,7 @@ def delay_updates(kind: str) -> None:
         time.sleep(8e-3)
 
 
-TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: neither 2 nor 4 ranks divide them
+TASK = Task(n_layers=2, lr=1e-3, steps=3)  # five experts: neither 2 nor 4 ranks divide them
 HOT = replace(TASK, top_k=1)
 DYNAMIC = Settings(placement="dynamic")
 DELAYED = replace(DYNAMIC, inject=delay)
@@ -67,10 +66,14 @@ def train(mesh: DeviceMesh, case: Case) -> Result:
     return train_rank(mesh, case)
 
 
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[Result]]:
+    return results_of(CASES, train)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_follow_plain_training(name: str) -> None:
-    case = CASES[name]
-    ranks = run_ranks(case.n_ranks, train, case)
+def test_ranks_follow_plain_training(name: str, results: dict[str, list[Result]]) -> None:
+    case, ranks = CASES[name], results[name]
     assert_follows(ranks, plain(case))
     balance = ranks[0].balance
     assert balance is not None

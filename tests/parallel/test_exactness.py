@@ -1,16 +1,14 @@
-"""Ranks that divide the experts train as one process with the batches of all: five steps."""
+"""Ranks that divide the experts train as one process with the batches of all: three steps."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from overspill.moe.settings import Settings
 from tests.moe.oracle import Task
-from tests.parallel.processes import run_ranks
-from tests.parallel.training import Case, assert_follows, plain, train_rank
+from tests.parallel.training import Case, Result, assert_follows, plain, results_of
 
-TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: neither 2 nor 4 ranks divide them
+TASK = Task(n_layers=2, lr=1e-3, steps=3)  # five experts: neither 2 nor 4 ranks divide them
 ON_DISK = {"mode": "disk", "slots": 2, "host_slots": 2}
 
 CASES = {
@@ -36,10 +34,19 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+    disk = tmp_path_factory.mktemp("disk")
+    found = results_of(
+        {
+            name: replace(case, where={**case.where, "disk": disk}) if "disk" in name else case
+            for name, case in CASES.items()
+        }
+    )
+    assert not list(disk.iterdir())
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_follow_plain_training(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    if case.where["mode"] == "disk":
-        case = replace(case, where={**case.where, "disk": tmp_path})
-    assert_follows(run_ranks(case.n_ranks, train_rank, case), plain(case))
-    assert not list(tmp_path.iterdir())
+def test_ranks_follow_plain_training(name: str, results: dict[str, list[Result]]) -> None:
+    assert_follows(results[name], plain(CASES[name]))

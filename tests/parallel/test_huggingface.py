@@ -1,4 +1,4 @@
-"""Models of Hugging Face train on two ranks as in one process: three steps."""
+"""Models of Hugging Face train on two ranks as in one process: two steps."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.models.huggingface.families import FAMILIES, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM
 from tests.parallel.processes import FAMILY_NAMES, run_ranks
 
-STEPS, RANKS, CLIP = 3, 2, 0.5
+STEPS, RANKS, CLIP = 2, 2, 0.5
 RUNS = [
     *((name, "static") for name in FAMILY_NAMES),
     ("mixtral", "dynamic"),
@@ -126,11 +126,10 @@ def test_from_config_and_save_give_the_same_files_on_any_number_of_ranks(tmp_pat
     make_and_save(None, tmp_path / "one")
     files = {file.name: file.read_bytes() for file in (tmp_path / "one").iterdir()}
     assert sum(name.endswith(".safetensors") for name in files) > 2
-    for n_ranks in (2, 4):
-        out = tmp_path / str(n_ranks)
-        assert run_ranks(n_ranks, make_and_save, out) == [None] * n_ranks
-        assert {file.name: file.read_bytes() for file in out.iterdir()} == files
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "one"]
+    out = tmp_path / "three"  # two ranks and two nodes are in other files
+    assert run_ranks(3, make_and_save, out) == [None] * 3
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "three"]
 
 
 def load_rank(mesh: DeviceMesh, folder: Path) -> tuple[Tensor, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from overspill.moe.settings import Settings
 from overspill.moe.state_dict import split_record
 from overspill.parallel.sharded import as_sharded, whole
 from tests.moe.oracle import Task, loss_of
+from tests.parallel.processes import run_ranks
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,28 @@ def train_rank(
         result.experts[tuple(expert)] = [part for pair in pairs for part in pair]
     engine.close()
     return result
+
+
+def train_cases(
+    mesh: DeviceMesh, cases: dict[str, Case], train: Callable[[DeviceMesh, Case], Result]
+) -> dict[str, Result]:
+    return {name: train(mesh, case) for name, case in cases.items()}
+
+
+def results_of(
+    cases: dict[str, Case], train: Callable[[DeviceMesh, Case], Result] = train_rank
+) -> dict[str, list[Result]]:
+    """What the ranks of each case find. Cases of equally many ranks share their processes, which
+    take as long to start as two steps."""
+    found: dict[str, list[Result]] = {}
+    for n_ranks in {case.n_ranks for case in cases.values()}:
+        chosen = {name: case for name, case in cases.items() if case.n_ranks == n_ranks}
+        ranks = run_ranks(n_ranks, train_cases, chosen, train, timeout=60)
+        for result in ranks:
+            if isinstance(result, Exception):
+                raise result
+        found |= {name: [result[name] for result in ranks] for name in chosen}
+    return found
 
 
 def assert_follows(ranks: list[Result], want: Result, copies: int = 1) -> None:

@@ -38,10 +38,11 @@ FOUR = ["mixtral", "gpt_oss", "qwen2_moe", "jamba"]
 def test_tokens_are_those_of_transformers(family: Family) -> None:
     model = make_model(family).eval()
     params = SamplingParams(max_tokens=3, ignore_eos=True)
-    expected = [plain_generate(model, prompt, params.max_tokens) for prompt in PROMPTS]
+    prompts = PROMPTS[1:]
+    expected = [plain_generate(model, prompt, params.max_tokens) for prompt in prompts]
     overspill.offload(model, device="cpu", mode="host", slots=4, quiet=True)
-    with LLM(model, context=64, max_batch=3) as llm:
-        assert tokens_of(llm, PROMPTS, params) == expected
+    with LLM(model, context=64, max_batch=2) as llm:  # one waits for another
+        assert tokens_of(llm, prompts, params) == expected
     model.overspill.close()
 
 

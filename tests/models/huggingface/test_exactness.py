@@ -91,8 +91,15 @@ def test_every_mode_for_two_steps(name: str, mode: str, tmp_path: Path) -> None:
     check(BY_NAME[name], mode, tmp_path, steps=2)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "phimoe"])
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [
+        *product(["mixtral", "nemotron_h"], [False, True]),
+        ("deepseek_v3", True),
+        ("gpt_oss", False),
+        ("phimoe", True),
+    ],
+)
 def test_gradient_checkpointing(name: str, reentrant: bool, tmp_path: Path) -> None:
     check(BY_NAME[name], "host", tmp_path, checkpointing=reentrant)
 

@@ -91,7 +91,8 @@ def test_stacked_experts_are_loaded_too(name: str, tmp_path: Path) -> None:
     check(BY_NAME[name], True, tmp_path)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# other layouts are compared tensor by tensor above
+@pytest.mark.parametrize("name", ["mixtral", "nemotron_h", "switch_transformers"])
 def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     family = BY_NAME[name]
     plain = make_model(family)

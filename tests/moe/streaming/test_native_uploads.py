@@ -31,8 +31,10 @@ pytestmark = pytest.mark.skipif(upload_library() is None, reason="no C++ compile
 
 TASKS = {
     "plain": Task(steps=3),
-    "clipped, accumulated, checkpointed": Task(steps=2, clip=0.5, micro_batches=2, checkpoint=True),
-    "an expert without tokens": Task(steps=3, starve=True, weight_decay=3.0),
+    "clipped, accumulated, checkpointed": Task(
+        n_layers=2, steps=2, clip=0.5, micro_batches=2, checkpoint=True
+    ),
+    "an expert without tokens": Task(n_layers=2, steps=3, starve=True, weight_decay=3.0),
 }
 
 
@@ -85,7 +87,7 @@ def test_a_failure_is_raised_once_and_the_engine_closes(
             if seen > after:
                 raise OSError(errno.EIO, "injected")
 
-    task = Task(steps=4)
+    task = Task(steps=3)
     model = task.model()
     settings = Settings(uploader="native", inject=fail)
     began = time.monotonic()

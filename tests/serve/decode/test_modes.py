@@ -14,6 +14,7 @@ import torch
 import overspill
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
+from overspill.models.gpt import GPTMoE
 from overspill.serve.decode import decode
 from overspill.serve.decode.modes import new_mode
 from overspill.serve.decode.rates import ReadRates
@@ -27,6 +28,11 @@ DEEP = GPTConfig(
 )
 COPYING = ["on-demand", "prefetch-all", "lookahead"]
 ALL = ["auto", *COPYING, "pre-gated"]
+
+
+def deep(level: int) -> GPTMoE:
+    """Some layers have pre-gates, others compute their gates themselves."""
+    return gpt(dataclasses.replace(DEEP, n_layers=level + 2))
 
 
 @contextmanager
@@ -81,7 +87,7 @@ def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_tokens_of_a_model_with_pre_gates(
     mode: str, level: int, tmp_path: Path, steps: list[int]
 ) -> None:
-    plain = overspill.pregate(gpt(DEEP), level)
+    plain = overspill.pregate(deep(level), level)
     with served(plain, mode, tmp_path, small(PROMPTS[:1])) as made:
         made.two_steps()
         on_cpu = made.runner.stats()["experts_on_cpu"]
@@ -94,7 +100,7 @@ def test_the_tokens_of_a_model_with_pre_gates(
 def test_pre_gated_experts_are_copied_where_that_is_faster(
     level: int, tmp_path: Path, steps: list[int]
 ) -> None:
-    plain = overspill.pregate(gpt(DEEP), level)
+    plain = overspill.pregate(deep(level), level)
     with served(plain, "pre-gated", tmp_path, small(PROMPTS[:1])) as made:
         made.two_steps()
         assert made.runner.stats()["experts_on_cpu"] == 0
@@ -106,7 +112,7 @@ def test_pre_gated_experts_are_copied_where_that_is_faster(
 def test_auto_does_not_use_the_cpu_where_the_link_is_faster(
     level: int, tmp_path: Path, steps: list[int]
 ) -> None:
-    plain = overspill.pregate(gpt(DEEP), level) if level else gpt(DEEP)
+    plain = overspill.pregate(deep(level), level) if level else deep(1)
     with served(plain, "auto", tmp_path, small(PROMPTS[:1])) as made:
         made.two_steps()
         assert made.runner.stats()["experts_on_cpu"] == 0
@@ -119,7 +125,7 @@ def test_several_requests_of_a_model_with_pre_gates(
 ) -> None:
     if copied:
         request.getfixturevalue("fast_link")
-    plain = overspill.pregate(gpt(DEEP), 2)
+    plain = overspill.pregate(deep(2), 2)
     with served(plain, "pre-gated", tmp_path, small(PROMPTS[:3]), 4) as made:
         made.step()
     assert steps == [4]

@@ -1,5 +1,6 @@
 """Decoding with fused kernels, in Triton's interpreter, compared with the plain model."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_several_requests_may_miss_experts(name: str, tmp_path: Path, steps: lis
     assert steps == [4]
 
 
-@pytest.mark.parametrize(("name", "shares"), [("mixtral", (0, 8, 16)), ("gpt_oss", (0, 8))])
+@pytest.mark.parametrize(("name", "shares"), [("mixtral", (0, 8, 16)), ("gpt_oss", (8,))])
 def test_several_requests_may_read_experts_over_the_link(
     name: str,
     shares: tuple[int, ...],
@@ -94,8 +95,8 @@ def test_several_requests_may_read_experts_over_the_link(
             made.model.overspill.exchange_homes([Exchange(0, 0, 3)])
             made.step()
             found.append(made.runner.stats()["experts_on_cpu"])
-    assert found[0] > found[1]
-    assert found[2:] in ([], [0])
+    assert all(before > after for before, after in pairwise(found))
+    assert [on_cpu > 0 for on_cpu in found] == [share < 16 for share in shares]
     assert steps == [4] * 2 * len(shares)
 
 

@@ -188,11 +188,11 @@ def test_a_stopped_run_resumes_to_the_same_bits(
     mixtral: Path, tmp_path: Path, extra: dict[str, Any]
 ) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
-    straight, first, second = Watcher(), Watcher(_stop_at(5)), Watcher()
-    _finetune(tiny_settings(mixtral, data, tmp_path / "a", steps=8, **extra), straight)
-    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=8, **extra)
+    straight, first, second = Watcher(), Watcher(_stop_at(3)), Watcher()
+    _finetune(tiny_settings(mixtral, data, tmp_path / "a", steps=5, **extra), straight)
+    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=5, **extra)
     summary = _finetune(settings, first)
-    assert (summary.interrupted, summary.steps, summary.final) == (True, 5, None)
+    assert (summary.interrupted, summary.steps, summary.final) == (True, 3, None)
     again = f"to continue: overspill finetune --resume --out {tmp_path / 'b'}"
     assert again in summary.lines()
     resumed = _finetune({**settings, "resume": True}, second)
