@@ -25,7 +25,7 @@ def delay_updates(kind: str) -> None:
         time.sleep(8e-3)
 
 
-TASK = Task(n_layers=2, lr=1e-3, steps=3)  # five experts: neither 2 nor 4 ranks divide them
+TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: neither 2 nor 4 ranks divide them
 HOT = replace(TASK, top_k=1)
 DYNAMIC = Settings(placement="dynamic")
 DELAYED = replace(DYNAMIC, inject=delay)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face train on two ranks as in one process: two steps."""
+"""Models of Hugging Face train on two ranks as in one process: three steps."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.models.huggingface.families import FAMILIES, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM
 from tests.parallel.processes import FAMILY_NAMES, run_ranks
 
-STEPS, RANKS, CLIP = 2, 2, 0.5
+STEPS, RANKS, CLIP = 3, 2, 0.5
 RUNS = [
     *((name, "static") for name in FAMILY_NAMES),
     ("mixtral", "dynamic"),

@@ -23,7 +23,7 @@ from tests.parallel.test_checkpoint import (
 )
 from tests.parallel.training import Case, assert_follows, offload, plain, train_rank
 
-TASK = Task(n_layers=2, lr=1e-3, steps=3)
+TASK = Task(n_layers=2, lr=1e-3, steps=5)
 SHARDED: dict[str, Any] = {"shard_dense": True}
 HOST = {"mode": "host", "slots": 2, **SHARDED}
 
