@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ def test_a_schema_that_becomes_too_complex_fails_its_request_alone(llm: LLM) -> 
 def test_a_missing_library_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"needs llguidance.*pip install 'overspill\[serve\]'"):
-        llm.generate("a", asked())
+        llm.generate("a", SamplingParams(json_schema={"const": "not compiled yet"}))
 
 
 def follow(grammar: Grammar, text: bytes) -> None:
@@ -218,3 +219,20 @@ def test_a_vocabulary_that_cannot_write_the_schema_is_refused() -> None:
     codec = words()  # of a kind that llguidance does not read by itself, without digits
     with pytest.raises(ConfigError, match="no token of this model may follow"):
         Grammars(codec, codec.ends, 9).from_schema('{"type": "integer"}')
+
+
+def test_grammars_of_one_schema_are_compiled_once_and_independent() -> None:
+    grammars = Grammars(BYTES, BYTES.ends, 320)
+    properties = {f"p{number}": {"type": "string"} for number in range(300)}
+    schema = json.dumps({"type": "object", "properties": properties})
+    began = time.perf_counter()
+    first = grammars.from_schema(schema)
+    compiled = time.perf_counter() - began
+    began = time.perf_counter()
+    second = [grammars.from_schema(schema) for _ in range(20)][-1]
+    assert time.perf_counter() - began < compiled
+    first.accept(ord("{"))
+    second.accept(ord("{"))  # its own first token
+    with pytest.raises(ConfigError):
+        second.accept(ord("{"))
+    first.accept(ord("}"))

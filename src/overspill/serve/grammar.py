@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ _SPACE = r"[ ]|\n[ \t]{0,16}"
 """Between the parts of JSON. A weak model may never end spaces that it need not end."""
 _LONGEST = 65_536
 """Characters of a schema: compiling a longer one may take minutes."""
+_KEPT = 16
+"""Compiled schemas."""
 _SPECIAL = b"\xff"  # begins tokens that are no text, in llguidance
 
 
@@ -58,9 +62,22 @@ class Grammars:
         self._codec = codec
         self._ends = sorted(end for end in ends if 0 <= end < vocabulary)
         self._vocabulary = vocabulary
+        self._lock = threading.Lock()  # guards the next
+        self._compiled: OrderedDict[str, Any] = OrderedDict()  # the last ones that were used
 
     def from_schema(self, schema: str) -> Grammar:
-        """For answers that are JSON of this schema."""
+        """For answers that are JSON of this schema. Compiling takes a second for hundreds of
+        properties: several answers of a request, and later ones, get a copy."""
+        with self._lock:
+            matcher = self._compiled.pop(schema, None)
+            if matcher is None:
+                matcher = self._compile(schema)
+            self._compiled[schema] = matcher
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+            return Grammar(matcher.deep_copy())
+
+    def _compile(self, schema: str) -> Any:
         if len(schema) > _LONGEST:
             raise ConfigError(
                 f"json_schema has {len(schema)} characters; give one with at most {_LONGEST}"
@@ -76,7 +93,7 @@ class Grammars:
         matcher.compute_bitmask()  # some schemas fail here; and the first token need not wait
         if matcher.is_error():
             raise ConfigError(f"json_schema cannot be used: {_reason(matcher)}")
-        return Grammar(matcher)
+        return matcher
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
