@@ -16,20 +16,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("models") / "tiny"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # tests of engines want no threads of others
 def llm(model_folder: str) -> Iterator[LLM]:
     with LLM(model_folder, device="cpu", context=512, max_batch=4) as opened:
         yield opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(llm: LLM) -> Iterator[Running]:
     """For all tests that need no settings of their own."""
     with running(llm) as made:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[OpenAI]:
     with server.client() as made:
         yield made
