@@ -3,9 +3,6 @@ the speed of another machine's link.
 
 PYTHONPATH=src python3 bench/mpipe.py overlap granularity memory strategy
 PYTHONPATH=src python3 bench/mpipe.py timeline --out docs
-PYTHONPATH=src python3 bench/mpipe.py replay
-
-`replay` needs no GPU: it lets the present policies decide by the times in the records.
 """
 
 import argparse
@@ -15,7 +12,6 @@ from pathlib import Path
 import torch
 from mpipe_layers import DEVICE, W1, milliseconds, step
 from mpipe_overlap import granularity, overlap
-from mpipe_replay import replay
 from mpipe_reuse import memory, strategy
 
 from overspill.parallel.exchange.loopback import LoopbackExchange
@@ -38,7 +34,7 @@ def timeline(out: Path | None) -> None:
 
 
 PARTS: dict[str, Callable[[Path | None], None]] = {
-    part.__name__: part for part in (overlap, granularity, memory, strategy, timeline, replay)
+    part.__name__: part for part in (overlap, granularity, memory, strategy, timeline)
 }
 
 

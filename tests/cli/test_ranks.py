@@ -144,9 +144,10 @@ def running(forks: Forks, folder: Path) -> Iterator[Callable[[], Running]]:
 def test_ranks_fail_together_and_resume_to_the_same_losses(
     forks: Forks, folder: Path, running: Callable[[], Running]
 ) -> None:
-    run = running()
-    os.kill(run.ranks[0], signal.SIGKILL)
-    assert run.end() == (1, "error: rank 0 was killed by SIGKILL")
+    for rank in (1, 0):
+        run = running()
+        os.kill(run.ranks[rank], signal.SIGKILL)
+        assert run.end() == (1, f"error: rank {rank} was killed by SIGKILL")
 
     run = running()
     os.kill(run.ranks[1], signal.SIGSTOP)

@@ -124,6 +124,7 @@ def test_the_last_cancel_frees_everything_at_once(llm: LLM) -> None:
         for each in submissions:
             each.cancel()
         wait_until_idle(llm)
+        assert all(each.cancelled for each in submissions)
 
 
 class Load:
