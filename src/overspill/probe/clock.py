@@ -45,15 +45,18 @@ def always() -> bool:
 
 
 def repeat(
-    job: Callable[[], _Result], limit: float, enough: Callable[[], bool] = always
+    job: Callable[[], _Result],
+    limit: float,
+    enough: Callable[[], bool] = always,
+    now: Callable[[], float] = time.perf_counter,
 ) -> list[_Result]:
     """Calls `job` until the time limit is over and `enough()` holds, and at least three times
     unless that takes much longer than the limit. Returns the results."""
     results: list[_Result] = []
-    began = time.perf_counter()
+    began = now()
     while True:
         results.append(job())
-        limits = (time.perf_counter() - began) / limit
+        limits = (now() - began) / limit
         if limits >= 1 and enough() and (len(results) >= _MIN_REPEATS or limits >= _MAX_LIMITS):
             return results
 
