@@ -83,7 +83,7 @@ class ForkServer:
 
     def close(self) -> None:
         self._connection.close()
-        self._server.join(30)
+        self._server.join(60)
 
     def _ask(self, *request: object) -> Any:
         self._requests += 1

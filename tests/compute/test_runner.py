@@ -23,7 +23,9 @@ from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
 from overspill.tiers.worker_sync import WorkerSync
+from tests.clock import Clock
 from tests.compute.groups import Group, Results, compute, every_dtype, gated_or_not
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
 
@@ -220,7 +222,7 @@ def test_close_ends_a_runner_that_waits_for_rows_and_its_waiters(
     time.sleep(0.005)
     runner.close()
     for waiter in waiters:
-        waiter.join(10)
+        waiter.join(60)
     assert answers == [False, False]
     assert not runner.wait(request)
     assert not out.any()
@@ -232,25 +234,34 @@ def test_close_ends_a_runner_that_waits_for_rows_and_its_waiters(
 def test_a_wait_for_rows_that_never_become_ready_says_what_is_missing(
     computed: int, flags: Flags, group: Group
 ) -> None:
-    runner, y = Runner(sync=WorkerSync(watchdog_seconds=0.1)), torch.zeros_like(group.x)
+    clock = Clock(step=1)  # a second each time the watchdog looks
+    runner, y = Runner(sync=WorkerSync(0.1, clock)), torch.zeros_like(group.x)
     flags.set_ready(computed)
     for number in range(1, computed + 2):
         runner.forward(group.x, y, group.experts, group.shape, 2, flags.request(number))
     with pytest.raises(EngineError, match=r"no progress .* CPU experts \(runner thread, .* rows\)"):
         runner.wait(flags.request(computed + 1))
+    clock.step = 0
     flags.set_ready(computed + 1)
     assert runner.wait(flags.request(computed + 1))
     runner.close()
 
 
 def test_a_slow_computation_is_progress(flags: Flags, group: Group) -> None:
-    runner = Runner(lambda _: time.sleep(0.04), WorkerSync(watchdog_seconds=0.2))
+    clock, limit = Clock(), 0.1
+
+    def take_time(_: str) -> None:
+        for _ in range(5):
+            clock.seconds += limit / 20
+            seen = clock.reads + 2  # the first of them may have read before the change
+            wait_until(lambda seen=seen: clock.reads >= seen)
+
+    runner = Runner(take_time, WorkerSync(limit, clock))
     y, request = torch.zeros_like(group.x), flags.request(1)
     flags.set_ready(1)
-    began = time.monotonic()
     runner.forward(group.x, y, group.experts, group.shape, 1, request)
     assert runner.wait(request)
-    assert time.monotonic() - began > 0.4, "twice as long as the watchdog allows"
+    assert clock.seconds >= 2 * limit, "twice as long as the watchdog allows"
     runner.close()
 
 
@@ -287,7 +298,7 @@ def test_close_finishes_the_request_that_is_being_computed(flags: Flags, group: 
     runner, out, request = Runner(inject), torch.zeros_like(group.x), flags.request(1)
     flags.set_ready(1)
     runner.forward(group.x, out, group.experts, group.shape, 3, request)
-    assert started.wait(10)
+    assert started.wait(60)
     runner.close()
     assert torch.equal(out, compute(group).y)
 
@@ -324,7 +335,7 @@ def test_a_forked_child_computes_with_a_runner_of_its_own(
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    process.join(30)
+    process.join(60)
     code = process.exitcode
     process.kill()
     assert code == 0, "it hangs" if code is None else f"exit code {code}"

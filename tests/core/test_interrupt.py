@@ -117,4 +117,4 @@ def test_a_condition_ends_its_wait_without_a_notification() -> None:
     with lock:
         condition.wait(0.001)
         condition.notify_all()  # nobody waits
-    assert 0.001 <= time.monotonic() - began < 10
+    assert time.monotonic() - began >= 0.001

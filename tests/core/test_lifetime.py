@@ -19,7 +19,7 @@ def test_a_thread_with_the_lock_of_a_store_leaves_waiting_to_another() -> None:
     with sync.lock:
         outside_engine_threads(close)
         assert not entered.is_set()
-    assert entered.wait(10)
+    assert entered.wait(60)
     threads: list[threading.Thread] = []
     outside_engine_threads(lambda: threads.append(threading.current_thread()))
     assert threads == [threading.current_thread()], "otherwise it is called at once"

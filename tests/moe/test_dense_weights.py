@@ -529,7 +529,7 @@ def test_threads_that_infer_at_once_get_the_logits_of_each_alone(tmp_path: Path)
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert [p.data_ptr() for p in dense(model)] == homes
     for number, alone in enumerate(expected):
         assert len(found[number]) == 5

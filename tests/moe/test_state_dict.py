@@ -87,20 +87,20 @@ def test_flush_waits_for_uploads_too(tmp_path: Path) -> None:
     def hold(kind: str) -> None:
         if kind == "upload" and not go.is_set():
             begun.set()
-            assert go.wait(10)
+            assert go.wait(60)
 
     with spilled(model, "disk behind 9 host slots", tmp_path, Settings(inject=hold)) as engine:
         optimizer = adamw(model, task)
         loss_of(model, next(task.batches())[0]).backward()
         go.clear()
         optimizer.step()  # experts are updated, then uploaded for the next forward
-        assert begun.wait(10)
+        assert begun.wait(60)
         flush = threading.Thread(target=engine.flush)
         flush.start()
         flush.join(0.1)
         assert flush.is_alive()
         go.set()
-        flush.join(10)
+        flush.join(60)
         assert not flush.is_alive()
 
 

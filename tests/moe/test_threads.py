@@ -39,7 +39,7 @@ def together(jobs: list[Callable[[], object]]) -> list[object]:
     barrier = threading.Barrier(len(jobs))
 
     def run(job: Callable[[], object]) -> object:
-        barrier.wait(10)
+        barrier.wait(60)
         return job()
 
     with ThreadPoolExecutor(len(jobs)) as pool:
@@ -155,11 +155,11 @@ def test_closing_in_another_thread_ends_a_pass_with_one_error(
     slow = Settings(inject=delays(seed=4, longest=2e-3))
     with spilled(model, where, tmp_path, slow, idle=False) as engine:
         optimizer = adamw(model, TASK)
-        closer = threading.Thread(target=lambda: (began.wait(10), engine.close()))
+        closer = threading.Thread(target=lambda: (began.wait(60), engine.close()))
         closer.start()
         with pytest.raises(OrderError, match=r"closed.* load the model again"):
             _run_for_ever(model, optimizer, training)
-        closer.join(10)
+        closer.join(60)
         assert not closer.is_alive()
         for call in (optimizer.state_dict, model.state_dict, engine.flush):
             with pytest.raises(OrderError, match=r"closed.* load the model again"):
@@ -220,7 +220,7 @@ def test_a_forked_child_gets_one_error_and_ends(where: str, tmp_path: Path) -> N
 
         process = multiprocessing.get_context("fork").Process(target=child)
         process.start()
-        process.join(10)
+        process.join(60)
         code = process.exitcode
         process.kill()
         assert code == 0, f"call {code - 2} did not raise" if code else "hangs"
@@ -239,7 +239,7 @@ def test_a_forked_child_that_frees_the_model_ends(mode: str) -> None:
     def compute() -> None:
         with engine.exclusive():
             taken.set()
-            go_on.wait(20)
+            go_on.wait(60)
 
     def child() -> None:
         held.clear()
@@ -248,10 +248,10 @@ def test_a_forked_child_that_frees_the_model_ends(mode: str) -> None:
 
     thread = threading.Thread(target=compute)
     thread.start()
-    assert taken.wait(10)
+    assert taken.wait(60)
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    process.join(10)
+    process.join(60)
     code = process.exitcode
     process.kill()
     go_on.set()

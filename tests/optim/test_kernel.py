@@ -361,15 +361,23 @@ def test_kernel_joins_and_splits_as_python_does(patterns: list[int]) -> None:
 @needs_native
 def test_the_kernel_releases_the_gil() -> None:
     state = _state(torch.zeros(4_000_000), FP32, FP32)
-    done = threading.Event()
-    worker = threading.Thread(target=lambda: (_train(state, [None] * 8), done.set()))
+    calls, seen = 0, threading.Event()
+
+    def work() -> None:
+        nonlocal calls
+        while not seen.is_set() and calls < 1000:
+            calls += 1
+            _train(state, [None])
+
+    worker = threading.Thread(target=work)
     worker.start()
-    ticks = 0
-    while not done.is_set():
+    ticks = last = 0
+    while worker.is_alive() and ticks < 5:
         time.sleep(0.0005)
-        ticks += 1
+        ticks, last = (ticks + 1, last) if last == calls else (0, calls)
+    seen.set()
     worker.join()
-    assert ticks > 8  # with the GIL held there would be at most one per call
+    assert ticks == 5, "with the GIL held, another thread runs before and after each call only"
 
 
 @pytest.mark.gpu

@@ -166,12 +166,12 @@ def test_the_lowest_layer_is_updated_first() -> None:
 
     def inject(kind: str) -> None:
         held.set()
-        assert go.wait(10)
+        assert go.wait(60)
 
     bench = Bench(host_store(4), inject)
     bench.recorder.start()
     bench.updates.submit(Update(bench.store.entries[3], COMPLETED, hyper=HYPER))
-    assert held.wait(10)
+    assert held.wait(60)
     for number in (2, 0, 1):
         bench.updates.submit(Update(bench.store.entries[number], COMPLETED, hyper=HYPER))
     go.set()
@@ -194,7 +194,7 @@ def test_a_failed_update_is_raised_where_updates_are_awaited() -> None:
 
 def test_with_many_cores_several_experts_are_updated_at_a_time() -> None:
     together = threading.Barrier(3)
-    bench = Bench(host_store(4), lambda _: together.wait(10) and None, threads=3)
+    bench = Bench(host_store(4), lambda _: together.wait(60) and None, threads=3)
     for entry in bench.store.entries[:3]:
         bench.updates.submit(Update(entry, COMPLETED, hyper=HYPER))
     bench.updates.wait_idle()
@@ -209,13 +209,13 @@ def test_a_held_up_update_does_not_hold_up_other_experts() -> None:
     def inject(kind: str) -> None:
         if not held.is_set():
             held.set()
-            assert go.wait(10)
+            assert go.wait(60)
 
     bench = Bench(host_store(4), inject, threads=2)
     first, second = bench.store.entries[:2]
     bench.store.begin_update(second)
     bench.updates.submit(Update(first, COMPLETED, hyper=HYPER))
-    assert held.wait(10)
+    assert held.wait(60)
     bench.updates.submit(Update(second, COMPLETED, hyper=HYPER))
     bench.store.wait(lambda: second.readable, "the update of the second expert")
     assert not bench.updates.idle()

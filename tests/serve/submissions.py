@@ -49,11 +49,11 @@ class Gate:
         if self._open:
             return
         self._arrived.release()
-        assert self._permits.acquire(timeout=20)
+        assert self._permits.acquire(timeout=60)
 
     def wait_for_batch(self) -> None:
         """Until a batch is there, which is not let through yet."""
-        assert self._arrived.acquire(timeout=20)
+        assert self._arrived.acquire(timeout=60)
 
     def let_through(self, batches: int = 1) -> None:
         """Lets the batch that is there through, and waits for the next, so many times."""
@@ -92,7 +92,7 @@ def served_tight(blocks: int, folder: Path, **options: Any) -> Iterator[LLM]:
 
 def wait_until_idle(llm: LLM) -> None:
     """A result is there shortly before its blocks are free."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not _is_idle(llm):
         assert time.monotonic() < deadline, llm.stats()
         time.sleep(0.001)
@@ -105,4 +105,4 @@ def _is_idle(llm: LLM) -> bool:
 
 
 def tokens_of_submission(submission: Submission) -> list[int]:
-    return submission.result(timeout=20).token_ids
+    return submission.result(timeout=60).token_ids

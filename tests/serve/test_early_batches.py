@@ -420,7 +420,7 @@ def test_threads_take_turns_with_batches_that_are_ahead() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert got == {10 * n + e: greedy([n, e], 5 + n) for n in range(5) for e in range(3)}
     assert served.runner.began_early
     served.check_idle()

@@ -408,12 +408,12 @@ def test_an_error_while_another_thread_waits_is_seen_by_it_at_once(llm: LLM) -> 
 
     def block(*_: object) -> None:
         started.set()
-        assert go.wait(10)
+        assert go.wait(60)
         raise RuntimeError("injected")
 
     hook = llm.model.blocks[0].register_forward_hook(block)
     first = in_thread(lambda: llm.generate([1, 2], SHORT))
-    assert started.wait(10)
+    assert started.wait(60)
     hook.remove()
     second = in_thread(lambda: llm.generate([3], SHORT))
     time.sleep(0.05)

@@ -38,7 +38,7 @@ def test_pieces_are_those_of_a_stream(llm: LLM) -> None:
     params = SamplingParams(max_tokens=6, logprobs=2, temperature=1.0, seed=3)
     pieces = Pieces()
     submission = llm.submit([1, 2, 3], params, pieces)
-    result = submission.result(timeout=20)
+    result = submission.result(timeout=60)
     assert pieces.all == list(llm.stream([1, 2, 3], params))
     assert result == llm.generate([1, 2, 3], params)[0]
     assert [piece.finish_reason for piece in pieces.all] == [None] * 5 + ["length"]
@@ -54,10 +54,10 @@ def test_a_submission_without_a_callback_has_a_result(llm: LLM) -> None:
 def test_usage_tells_what_was_in_the_cache(llm: LLM) -> None:
     prompt = list(range(40))
     first, again = (llm.submit(prompt, SHORT) for _ in range(2))
-    assert first.result(timeout=20).usage == Usage(40, 4, 0)
-    assert again.result(timeout=20).prompt_tokens == 40
+    assert first.result(timeout=60).usage == Usage(40, 4, 0)
+    assert again.result(timeout=60).prompt_tokens == 40
     later = llm.submit(prompt, SHORT)
-    later.result(timeout=20)
+    later.result(timeout=60)
     assert later.usage == Usage(prompt_tokens=40, new_tokens=4, cached_tokens=32)
 
 
@@ -115,7 +115,7 @@ def test_submit_returns_while_a_batch_is_computed(llm: LLM) -> None:
 
 
 def test_the_thread_uses_no_processor_time_while_it_waits(llm: LLM) -> None:
-    llm.submit([1], SHORT).result(timeout=20)
+    llm.submit([1], SHORT).result(timeout=60)
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.1
@@ -155,7 +155,7 @@ def test_a_callback_may_cancel_and_submit(llm: LLM) -> None:
 
     with gated(llm):  # until `submission` is known
         submission = llm.submit([1, 2], LONG, follow)
-    assert second.ended.wait(20)
+    assert second.ended.wait(60)
     assert second.tokens == gpt_tokens([5, 6], 4)
     assert pieces.tokens == gpt_tokens([1, 2], 3)
     wait_until_idle(llm)
@@ -190,7 +190,7 @@ def test_an_abandoned_llm_ends_its_thread(tmp_path: Path) -> None:
         model = outer.model
         outer.close()
         inner = LLM(model, context=64)
-        inner.submit([1, 2], SHORT).result(timeout=20)
+        inner.submit([1, 2], SHORT).result(timeout=60)
         threads = threads_left().count("overspill-serve")
         reference = weakref.ref(inner)
         del inner

@@ -42,7 +42,7 @@ def test_an_exception_of_the_model_is_an_error_piece(llm: LLM) -> None:
     hook = llm.model.norm.register_forward_hook(fail)
     pieces = Pieces()
     submission = llm.submit([1, 2], SHORT, pieces)
-    assert pieces.ended.wait(20)
+    assert pieces.ended.wait(60)
     hook.remove()
     assert [(piece.text, piece.finish_reason) for piece in pieces.all] == [("", "error")]
     assert submission.error is error
@@ -64,10 +64,10 @@ def test_a_thread_that_dies_ends_its_requests_and_says_so(
         gate.wait_for_batch()
         arriving = llm.submit([3], LONG)
         hook = llm.model.norm.register_forward_hook(exit_thread)
-    assert pieces.ended.wait(20)
+    assert pieces.ended.wait(60)
     for submission in (running, arriving):
         with pytest.raises(EngineError, match=r"has failed \(SystemExit: 3\); make a new LLM"):
-            submission.result(timeout=20)
+            submission.result(timeout=60)
     hook.remove()
     assert pieces.all[-1].finish_reason == "error"
     with pytest.raises(EngineError, match="the thread that computes submissions has failed"):
@@ -105,7 +105,7 @@ def test_close_while_threads_submit_loses_no_submission(tmp_path: Path) -> None:
                     except OrderError:
                         return
                     try:
-                        submission.result(timeout=20)
+                        submission.result(timeout=60)
                     except OrderError as error:
                         assert "closed" in str(error)  # noqa: PT017
 

@@ -62,13 +62,13 @@ class Background:
 
     def join(self) -> Any:
         try:
-            return self._future.result(timeout=20)
+            return self._future.result(timeout=60)
         finally:
             self._pool.shutdown(wait=False)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -34,7 +34,7 @@ class Running:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def wait_until(self, holds: Callable[[], bool], seconds: float = 20) -> bool:
         end = time.monotonic() + seconds
@@ -58,14 +58,14 @@ def running(llm: Any, **flags: Any) -> Iterator[Running]:
     service = Service(llm, "models/tiny", config)
     thread = threading.Thread(target=serve, args=(service, bound, started.set))
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     url = address_of(bound)
     try:
-        with httpx.Client(base_url=url, timeout=20) as http:
+        with httpx.Client(base_url=url, timeout=60) as http:
             yield Running(url, service, http)
     finally:
         service.cancel_all()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -80,7 +80,7 @@ class HeldLLM:
         return getattr(self._llm, name)
 
     def submit(self, *args: Any, **options: Any) -> Any:
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         return self._llm.submit(*args, **options)
 
 
@@ -118,7 +118,7 @@ class WaitingLLM(ScriptedLLM):
         return Script("", 1, len(prompt), None)
 
     def finish(self, text: str) -> None:
-        self._asked.get(timeout=20)(Piece(text, [1], "stop"))
+        self._asked.get(timeout=60)(Piece(text, [1], "stop"))
 
 
 @dataclass

@@ -30,7 +30,7 @@ class Process:
     forks: Forks
 
     def wait_for(self, text: str) -> str:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while text not in (written := self.log.read_text() if self.log.exists() else ""):
             assert time.monotonic() < end, written
             time.sleep(0.01)
@@ -80,7 +80,7 @@ def stream(url: str, into: list[str]) -> threading.Thread:
 
     thread = threading.Thread(target=read)
     thread.start()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     with httpx.Client() as client:
         while client.get(f"{url}/stats").json()["in_flight"] == 0:
             assert time.monotonic() < end

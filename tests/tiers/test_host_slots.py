@@ -80,7 +80,7 @@ class HostSlots(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         whole = ExpertMap.whole(N_EXPERTS)
         path = Path(self.folder.name)
-        self.store = ExpertStore(1, whole, LAYOUT, HOME, CACHE, False, path, watchdog_seconds=5)
+        self.store = ExpertStore(1, whole, LAYOUT, HOME, CACHE, False, path, watchdog_seconds=60)
         self.decoding = DecodingSlots(self.store)
         self.changes = 0
         self.store.on_change(self._count_change)

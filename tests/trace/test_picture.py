@@ -24,9 +24,9 @@ def test_three_thousand_spans_are_drawn_in_a_moment(tmp_path: Path) -> None:
         for row in (*ROWS, "my own row")
         for n in range(400)
     ]
-    began = time.perf_counter()
+    began = time.process_time()  # a busy machine takes no more of it
     draw_timeline(spans, tmp_path / "runs" / "t.png", "many")
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
     width, height = png_size(tmp_path / "runs" / "t.png")
     assert width > 1500
     assert height > 500

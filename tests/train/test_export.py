@@ -210,7 +210,7 @@ def test_a_killed_export_is_not_there_and_the_next_one_clears_up(run: Path, tmp_
         target=export, args=(run, tmp_path / "out"), kwargs={"progress": die}
     )
     process.start()
-    process.join(30)
+    process.join(60)
     code = process.exitcode
     process.kill()
     assert code == -signal.SIGKILL

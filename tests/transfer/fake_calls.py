@@ -4,6 +4,7 @@ import ctypes
 from collections import deque
 
 from overspill.transfer.driver import CallTable
+from tests.waiting import wait_until
 
 _COPY = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
@@ -45,6 +46,7 @@ class FakeCalls:
 
     def arrive(self, calls: int = 2) -> None:
         """Carries out the oldest calls; by default a copy and the write of its sequence number."""
+        wait_until(lambda: len(self.work) >= calls)  # the thread may be between the two
         for _ in range(calls):
             kind, args = self.work.popleft()
             if kind == "copy":

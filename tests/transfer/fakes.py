@@ -17,7 +17,7 @@ from overspill.transfer.streams import CopyStream, Inject, StreamEvent
 
 LAYOUT = RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
 CPU = torch.device("cpu")
-WATCHDOG = 10.0
+WATCHDOG = 60.0
 
 
 class GatedEvent(StreamEvent):
@@ -54,9 +54,9 @@ class GatedStream(CopyStream):
     ) -> StreamEvent:
         end = GatedEvent()
         super().copy(pairs, label, after)
-        self.sources.append(pairs[0][1].data_ptr())
         self.after.append(list(after))
         self.events.append(end)
+        self.sources.append(pairs[0][1].data_ptr())  # last: tests wait for it
         if self.at_once:
             end.open()
         return end

@@ -40,7 +40,7 @@ def test_take_blocks_while_all_buffers_are_in_use() -> None:
     thread.join(0.05)
     assert not got, "no buffer was free"
     ring.give(first)
-    thread.join(10)
+    thread.join(60)
     assert got == [first]
 
 
@@ -80,7 +80,7 @@ def test_the_gradients_on_the_device_stay_within_the_limit() -> None:
     thread.join(0.05)
     assert len(stream.events) == 2, "copies end in their order"
     stream.events[0].open()
-    thread.join(10)
+    thread.join(60)
     assert len(stream.events) == 3
 
 
@@ -117,5 +117,5 @@ def test_wait_waits_for_every_copy() -> None:
         thread.join(0.02)
         assert thread.is_alive()
         event.open()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()

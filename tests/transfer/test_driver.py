@@ -113,7 +113,7 @@ def test_stream_and_host_wait_for_each_others_signals(slab: HostSlab) -> None:
         driver.signal(stream, made, 1)
         driver.await_signal(stream, done, 1)
         result = mapped[:16].clone()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while flags[0] != 1:
         assert time.monotonic() < deadline
     assert (slab[0][:16] == 1).all(), "the kernel ran before the signal"

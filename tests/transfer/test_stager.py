@@ -144,7 +144,7 @@ class SlowWrites(Recorder):
     def _after_write(self) -> Iterator[None]:
         yield
         self.written.set()
-        assert self.go.wait(10)
+        assert self.go.wait(60)
 
 
 def test_an_update_during_the_write_back_of_the_one_before_is_not_lost(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_an_update_during_the_write_back_of_the_one_before_is_not_lost(tmp_path:
     entry = bench.wait_for(0)
     bench.update(entry, 10)
     bench.need(1)  # 0 is not needed any more: it is written back
-    assert recorder.written.wait(10)
+    assert recorder.written.wait(60)
     bench.update(entry, 20)
     recorder.go.set()
     bench.need(1, 2)

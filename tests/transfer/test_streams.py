@@ -1,6 +1,7 @@
 """Copy streams and events without a GPU: a copy has ended when the call returns."""
 
 import threading
+import time
 
 import torch
 
@@ -48,8 +49,9 @@ def test_a_tensor_of_the_cpu_is_on_the_host_already() -> None:
 
 
 def test_timestamps_of_the_cpu_are_seconds_apart() -> None:
+    began = time.perf_counter()
     first, second = Timestamp(CPU), Timestamp(CPU)
-    assert 0 <= first.seconds_until(second) < 10
+    assert 0 <= first.seconds_until(second) <= time.perf_counter() - began
 
 
 def test_deferred_copies_end_later_and_in_order() -> None:

@@ -14,6 +14,7 @@ from overspill.transfer.upload_thread import upload_library
 from overspill.transfer.uploader import PieceSizes, Target, Uploader
 from tests.transfer.fake_calls import FakeCalls
 from tests.transfer.fakes import CPU, LAYOUT, GatedStream, host_store
+from tests.waiting import wait_until
 
 needs_compiler = pytest.mark.skipif(upload_library() is None, reason="no C++ compiler")
 KINDS = ["thread", pytest.param("native", marks=needs_compiler)]
@@ -63,17 +64,17 @@ class Bench:
         self.uploader.wait_issued([(self.entry(e), slot) for e, slot in pairs], every=True)
         assert all(self.is_issued(*pair) for pair in pairs)
 
-    def issued(self) -> list[int]:
-        """The expert of every piece that was issued, once no more are issued."""
-        seen: list[int] = []
-        while True:
-            sources = list(self.calls.sources if self.native else self.stream.sources)
-            if sources and len(sources) == len(seen):
-                break
-            seen = sources
-            time.sleep(0.01)
+    def issued(self, count: int) -> list[int]:
+        """The expert of every piece that was issued, a moment after there are `count`: one too many
+        would be seen."""
+        wait_until(lambda: len(self._sources) >= count)
+        time.sleep(0.01)
         first = self.store.host(self.entry(0), Part.WEIGHTS).data_ptr()
-        return [(source - first) // RECORD for source in sources]
+        return [(source - first) // RECORD for source in self._sources]
+
+    @property
+    def _sources(self) -> list[int]:
+        return list(self.calls.sources if self.native else self.stream.sources)
 
     def arrive(self) -> None:
         """The oldest piece in flight arrives."""
@@ -87,9 +88,14 @@ class Bench:
         return len(self.calls.work) // 2 if self.native else self.stream.in_flight
 
     def drain(self) -> None:
-        while self.in_flight:
-            self.arrive()
-            self.issued()
+        """Pieces arrive until every upload that is possible now was issued and has arrived."""
+        issues = threading.Thread(target=self.uploader.wait_idle)
+        issues.start()
+        while issues.is_alive() or self.in_flight:
+            if self.in_flight:
+                self.arrive()
+            else:
+                issues.join(1e-3)
 
     def holds(self, slot: int, value: int) -> bool:
         for event in self.uploader.end_events([slot]):

@@ -66,18 +66,19 @@ def seconds_of(
     limit: float,
     enough: Callable[[], bool] = always,
     warm_up: bool = True,
+    now: Callable[[], float] = time.perf_counter,
 ) -> float:
     """The median time of a call; with `warm_up` after one call that is not counted, since it may
     start threads and compile kernels."""
 
     def timed() -> float:
-        began = time.perf_counter()
+        began = now()
         job()
-        return time.perf_counter() - began
+        return now() - began
 
     if warm_up:
         job()
-    return statistics.median(repeat(timed, limit, enough))
+    return statistics.median(repeat(timed, limit, enough, now))
 
 
 class BackgroundCopies:

@@ -25,7 +25,7 @@ class Watchdog:
         self._what = what
         self._limit = seconds
         self.interval = seconds / _SLICES
-        self._last = time.monotonic()
+        self._last = sync.now()
         self._seen: object = None
         self._waited = 0.0
         self._reports = 0
@@ -33,7 +33,7 @@ class Watchdog:
     def check(self, progress: object) -> None:
         """Under the lock, at least every `interval`: raises if `progress` has been the same for too
         long."""
-        now = time.monotonic()
+        now = self._sync.now()
         passed, self._last = min(now - self._last, self.interval), now
         if progress != self._seen:
             self._seen, self._waited, self._reports = progress, 0.0, 0
@@ -59,7 +59,13 @@ class WorkerSync:
     """One lock with three conditions, so that only threads that can go on are woken, and the first
     failure of a worker thread."""
 
-    def __init__(self, watchdog_seconds: float = WATCHDOG_SECONDS) -> None:
+    def __init__(
+        self,
+        watchdog_seconds: float = WATCHDOG_SECONDS,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`now` is the clock of the watchdogs, in seconds."""
+        self.now = now
         self.lock = threading.RLock()
         store_locks.add(self.lock)
         self._main = Condition(self.lock)

@@ -128,7 +128,7 @@ def test_evaluation_sees_updates_that_are_pending(tmp_path: Path) -> None:
     def inject(kind: str) -> None:
         # not the first ones of a step: backward would wait for their gradient buffers
         if kind == "optimizer" and next(updates) % n_experts >= n_experts - 3:
-            assert updates_may_end.wait(20)
+            assert updates_may_end.wait(60)
 
     twin = task.model()
     twin_optimizer = torch.optim.AdamW(
@@ -311,10 +311,10 @@ def test_closing_while_the_cpu_computes_ends_the_pass(seconds: float, tmp_path: 
     with traced(task, HOST[1], tmp_path, settings, idle=False) as (model, engine):
         thread = threading.Thread(target=run, args=(model,))
         thread.start()
-        assert started.wait(10)
+        assert started.wait(60)
         time.sleep(seconds)
         engine.close()
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     assert "closed" in errors[0]
 
