@@ -178,7 +178,7 @@ class MoELayer(nn.Module):
             rows, timer = self._tuner.route(expert_ids_TK, self.expert_map, exchange, training)
             strategy = STRATEGIES["none"]
             if training:
-                strategy = self._strategy(StackedWeights(w_in.detach(), w_out.detach()), exchange)
+                strategy = self._strategy(StackedWeights(w_in, w_out), exchange)
             copies = self._link.copies(exchange) if strategy.copies else None
             plan = PassPlan(rows, self.shape, self.activation, strategy, copies, timer)
             return pipelined_experts(x_TD, weights_TK, w_in, w_out, plan)

@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from overspill.compute.permute import RowOrder
 from overspill.core.expert_map import ExpertMap
 from overspill.moe.autograd_state import graph_task
-from overspill.moe.pipeline.rows import RoutedRows, divide_rows, partition_counts
+from overspill.moe.pipeline.rows import RoutedRows, divide_rows, key_counts, partition_keys
 from overspill.parallel.exchange.interface import Exchange
 from overspill.plan.granularity import GranularitySearch
-from overspill.transfer.streams import Timestamp, to_host
+from overspill.transfer.streams import HostCopy, Timestamp
 
 _HEAD = 5  # numbers before the counts: tokens, training; batch, partitions, nanoseconds
 Numbers = NDArray[np.int64]
@@ -69,37 +70,43 @@ class Tuner:
     ) -> tuple[RoutedRows, PassTimer | None]:
         """The partitions of a pass, and what measures it. Must be called on all ranks; waits for
         the device."""
-        finest = self._finest(len(expert_ids_TK), exchange)
-        counts_PE = to_host(partition_counts(expert_ids_TK, finest, experts.n_global))
-        message = self._message(len(expert_ids_TK), training, counts_PE)
-        found: Numbers = exchange.gather_numbers(message).numpy()
+        n_tokens, n_experts = len(expert_ids_TK), experts.n_global
+        known = self._known(n_tokens, exchange)
+        # rows are counted in the partitions of all candidates, if the number is not known
+        finest = known or self.search.candidates[-1]
+        keys_TK = partition_keys(expert_ids_TK, finest, n_experts)
+        counts_R = HostCopy(key_counts(keys_TK, finest * n_experts))
+        # queued before the host waits: the device sorts while the host computes
+        order = RowOrder.sort(keys_TK) if known else None
+        found: Numbers = exchange.gather_numbers(
+            self._message(n_tokens, training, counts_R.wait())
+        ).numpy()
         timer, n = None, self.partitions
         if n is None:
             batch, n = self._choose(found[:, :_HEAD])
             if training and self.search.settled(batch) is None:
                 timer = PassTimer(expert_ids_TK.device, batch, n, self._end)
-        counts_GPE = found[:, _HEAD:].reshape(len(found), n, finest // n, -1).sum(2)
-        return divide_rows(expert_ids_TK, counts_GPE, experts, exchange), timer
+        if order is None:
+            order = RowOrder.sort(partition_keys(expert_ids_TK, n, n_experts))
+        counts_GPE = found[:, _HEAD:].reshape(len(found), n, finest // n, n_experts).sum(2)
+        return divide_rows(order, counts_GPE, experts, exchange), timer
 
-    def _finest(self, n_tokens: int, exchange: Exchange) -> int:
-        """Partitions in which rows are counted, a multiple of their number: the number itself if it
-        is known before ranks have told each other their tokens."""
-        if self.partitions is not None:
-            return self.partitions
-        known = None
-        if exchange.size == 1 and graph_task() == -1:
-            known = self.search.settled(n_tokens)
-        return known or self.search.candidates[-1]
+    def _known(self, n_tokens: int, exchange: Exchange) -> int | None:
+        """The number of partitions if it is known before ranks have told each other their
+        tokens."""
+        if self.partitions is None and exchange.size == 1 and graph_task() == -1:
+            return self.search.settled(n_tokens)
+        return self.partitions
 
     def _end(self, timer: PassTimer) -> None:
         self._measured = timer
 
-    def _message(self, n_tokens: int, training: bool, counts_PE: Tensor) -> Tensor:
+    def _message(self, n_tokens: int, training: bool, counts: Tensor) -> Tensor:
         head = [n_tokens, int(training), 0, 0, 0]
         if self._measured is not None and graph_task() == -1:
             timer, self._measured = self._measured, None
             head[2:] = timer.batch, timer.n, timer.nanoseconds()
-        return torch.cat((torch.tensor(head), counts_PE.view(-1)))
+        return torch.cat((torch.tensor(head), counts))
 
     def _choose(self, heads: Numbers) -> tuple[int, int]:
         """The batch, and the number of partitions for it; from the same numbers on all ranks."""
