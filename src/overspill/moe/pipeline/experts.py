@@ -66,7 +66,7 @@ class _Pass:
 
     def _dispatch(self, x_TD: Tensor, number: int, what: str) -> Arrival:
         part = self._rows.partitions[number]
-        rows = gather_rows(x_TD, self._rows.permutation, part.rows.start, part.rows.stop)
+        rows = gather_rows(x_TD, self._rows.order, part.rows.start, part.rows.stop)
         return self._exchange.send(rows, part.sent, part.received, f"{what}{number}")
 
     def _return(self, rows_ND: Tensor, part: Partition, label: str) -> Arrival:
@@ -105,8 +105,8 @@ class _Forward(_Pass):
 
     def finish(self, number: int, arrival: Arrival) -> None:
         part = self._rows.partitions[number]
-        weights_TK = self._weights_TK[part.tokens]
-        self.y_TD[part.tokens] = combine(arrival.wait(), weights_TK, part.order)
+        weights_TK, y_TD = self._weights_TK[part.tokens], self.y_TD[part.tokens]
+        combine(arrival.wait(), weights_TK, part.order, out=y_TD)
         if self._saved is not None:
             self._saved.settle(number)
 
@@ -165,7 +165,7 @@ class _Backward(_Pass):
 
     def finish(self, number: int, arrival: Arrival) -> None:
         part = self._rows.partitions[number]
-        self.dx_TD[part.tokens] = sum_rows(arrival.wait(), part.order)
+        sum_rows(arrival.wait(), part.order, out=self.dx_TD[part.tokens])
 
     def _is_last_without_dw(self, number: int) -> bool:
         """Whether no partition has token rows: the gradients are then the zeros of this one."""
