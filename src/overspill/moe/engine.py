@@ -31,6 +31,7 @@ from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
+from overspill.moe.received_rows import ReceivedRows
 from overspill.moe.records import ExpertRecords
 from overspill.moe.row_placer import Balance, RowPlacer, Sharing
 from overspill.moe.settings import Settings
@@ -82,6 +83,7 @@ class Engine:
         self.ranks = ranks
         self.row_exchange: RowExchange | None = None
         self._placer: RowPlacer | None = None
+        self._received_rows: ReceivedRows | None = None
         self._shared = None if sharing is None else sharing.shared
         if ranks is not None:
             node = ranks.node
@@ -90,6 +92,7 @@ class Engine:
             self.row_exchange = RowExchange(
                 exchange, experts.n_global, self._placer.place, self._divide
             )
+            self._received_rows = ReceivedRows(exchange, layout.shape, layout.dtype)
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
@@ -486,6 +489,16 @@ class Engine:
         if n is None:
             n = 1 if self.device.type == "cpu" else choose_groups(rows_GE)
         return divide_experts(rows_GE, order_GE, n)
+
+    def keeps_rows(self, rows: SentRows) -> bool:
+        """Whether token rows that a training pass has received stay on the device until its
+        backward. Entered by all ranks."""
+        assert self._received_rows is not None
+        setting, memory = self._settings.received_rows, self._memory
+        n_streamed = -(-(len(self._store.entries) - sum(self._store.homes)) // self.n_layers)
+        free = 0 if memory is None else min(memory.budget, memory.available()) - memory.allocated()
+        streamed = n_streamed * self.layout.weight_bytes
+        return self._received_rows.keeps(setting, self.n_layers, rows.most_rows, streamed, free)
 
     @property
     def balance(self) -> Balance | None:

@@ -9,7 +9,7 @@ from overspill.transfer.new_uploader import UPLOADERS
 from overspill.transfer.streams import Inject
 
 PLACEMENTS = ("auto", "static", "dynamic")
-RECEIVED_ROWS = ("send", "keep")
+RECEIVED_ROWS = ("send", "keep", "auto")
 CpuPolicy = Callable[[Sequence[int], Phase], frozenset[int]]
 """From the token rows of each expert to the positions of those that the CPU computes."""
 
@@ -53,7 +53,8 @@ class Settings:
     batch, one group if it is small."""
     received_rows: str = "send"
     """With several ranks, how backward gets the token rows that forward has received: other ranks
-    "send" them again, or they "keep" memory of the device until then."""
+    "send" them again, they "keep" memory of the device until then, or "auto": they are kept if
+    the exchange takes longest by measured speeds and they need little of the free memory."""
     max_rows: int | None = None
     """Token rows that are computed at once on the device; left out: what the budget allows."""
     threads: int | None = None
@@ -79,7 +80,8 @@ class Settings:
             )
         for name in ("threads", "max_rows", "exchange_groups"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(
-                    f"{name}={value} must be at least 1; leave it out for the default"
+                    f"{name}={value!r} must be a whole number, at least 1; leave it out for the "
+                    "default"
                 )
