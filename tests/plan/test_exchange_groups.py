@@ -31,11 +31,6 @@ def test_groups_are_neighbours_with_even_rows(ranks: tuple[Rows, Rows], n: int) 
             assert rows[groups == number].sum() <= rows.sum() / n + rows.max()
 
 
-@given(rows_of_ranks())
-def test_one_group_has_all_experts(ranks: tuple[Rows, Rows]) -> None:
-    assert not divide_experts(*ranks, 1).any()
-
-
 def test_as_many_groups_as_even_experts_have_one_expert_each() -> None:
     rows, order = np.full((1, 6), 9), np.array([[3, 1, 0, 2, 5, 4]])
     assert divide_experts(rows, order, 6)[0, order[0]].tolist() == [*range(6)]
