@@ -1,9 +1,12 @@
 """Token rows that travel in groups of experts give the training of plain PyTorch: five steps."""
 
+import functools
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from overspill.core.expert_map import ExpertMap
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
 from overspill.moe.state_dict import split_record
+from overspill.parallel.exchange.staged import StagedExchange
 from overspill.plan.usage import Exchange
 from overspill.transfer.streams import Defer
 from tests.fuzz.late import LateStream
@@ -37,6 +41,10 @@ def late(kind: str) -> None:
     """Replaced on each rank, by `Late`."""
 
 
+def late_through_host(kind: str) -> None:
+    """The same, and rows travel as from a GPU over gloo, by a thread."""
+
+
 class Late:
     """Exchanges end late, as on a GPU; other transfers begin late, on each rank at other times."""
 
@@ -45,7 +53,7 @@ class Late:
         self.stream = LateStream(str(rank), 0, longest=1e-3)
 
     def __call__(self, kind: str) -> Defer | None:
-        if kind == "exchange":
+        if kind in ("exchange", "exchange in"):
             return self.stream.defer
         if self._random.random() < 0.2:
             time.sleep(self._random.random() * 2e-3)
@@ -82,6 +90,7 @@ CASES = {
     ),
     "kept activations": Case(TASK, settings=settings(2, activations="keep")),
     "dynamic placement, late": Case(TASK, settings=settings(3, "keep", **DYNAMIC)),
+    "through host memory, late": Case(TASK, settings=settings(3, inject=late_through_host)),
     "four ranks, clipped, late": Case(
         replace(TASK, clip=0.5), n_ranks=4, uneven=True, settings=settings(2, inject=late)
     ),
@@ -92,10 +101,13 @@ CASES = {
 
 
 def train(mesh: DeviceMesh, case: Case) -> Result:
-    if case.settings.inject is not late:
+    if case.settings.inject not in (late, late_through_host):
         return train_rank(mesh, case)
     inject = Late(mesh.get_local_rank())
-    found = train_rank(mesh, replace(case, settings=replace(case.settings, inject=inject)))
+    staged = case.settings.inject is late_through_host
+    case = replace(case, settings=replace(case.settings, inject=inject))
+    with patch("overspill.moe.engine.exchange_among", StagedExchange) if staged else nullcontext():
+        found = train_rank(mesh, case)
     inject.stream.close()
     return found
 
@@ -110,9 +122,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
     return results_of(found, train)
 
 
+@functools.cache
+def plain_training(task: Task, n_ranks: int, uneven: bool, hot: bool) -> Result:
+    return plain(Case(task, n_ranks, uneven, hot=hot))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_follow_plain_training(name: str, results: dict[str, list[Result]]) -> None:
-    assert_follows(results[name], plain(CASES[name]))
+    case = CASES[name]
+    assert_follows(results[name], plain_training(case.task, case.n_ranks, case.uneven, case.hot))
 
 
 # -- ranks without tokens, or without token rows to compute -------------------------------------
