@@ -6,7 +6,7 @@ pairs of a token and an expert; its index is t*K + k.
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -124,6 +124,10 @@ class Permutation(RowOrder):
             self.counts_E,
             self.ends_E,
         )
+
+    def of_tokens(self, tokens: slice) -> "Permutation":
+        """The same rows, of which those of some tokens are combined."""
+        return replace(self, inverse_TK=self.inverse_TK[tokens])
 
 
 def _ranks(n_experts: int, last: Collection[int]) -> list[int]:

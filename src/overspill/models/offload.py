@@ -44,6 +44,7 @@ from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.parallel.sharded import local
 from overspill.plan.budget import ModelSizes, Placement, place
+from overspill.plan.exchange_groups import check_groups
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.trace.recorder import Recorder
@@ -199,6 +200,7 @@ def _move_experts(
     experts = ExpertMap.whole(layers[0].n_experts)
     if ranks is not None:
         experts, budgets = rank_part(experts.n_global, ranks.node), rank_budgets(budgets, ranks)
+        check_groups(budgets.settings.exchange_groups, experts.n_global, ranks.node.size)
     request = budgets.request(device, 1 if ranks is None else ranks.node.size)
     if ranks is not None:
         # after all have seen how much memory is free, and before one allocates it

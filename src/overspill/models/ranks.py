@@ -74,6 +74,8 @@ def facts(
         "recomputation of blocks": str(getattr(model, "checkpoint", None)),
         "state_dtype": str(layout.state_dtype),
         "Settings.activations": settings.activations,
+        "Settings.exchange_groups": str(settings.exchange_groups),
+        "Settings.received_rows": settings.received_rows,
         "Settings.placement": settings.placement,
         "Settings.shared_balance": str(settings.shared_balance),
     }

@@ -31,16 +31,19 @@ from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
+from overspill.moe.received_rows import ReceivedRows
 from overspill.moe.records import ExpertRecords
 from overspill.moe.row_placer import Balance, RowPlacer, Sharing
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
+from overspill.parallel.exchange.choice import exchange_among
 from overspill.parallel.ranks import Ranks
 from overspill.parallel.row_exchange import RowExchange, SentRows
 from overspill.plan.budget import Placement
 from overspill.plan.eviction import NextUse
+from overspill.plan.exchange_groups import Rows, check_groups, choose_groups, divide_experts
 from overspill.plan.homes import DeviceShare, spread_homes
 from overspill.plan.usage import Exchange
 from overspill.tiers.entry import Part, Reader
@@ -80,11 +83,16 @@ class Engine:
         self.ranks = ranks
         self.row_exchange: RowExchange | None = None
         self._placer: RowPlacer | None = None
+        self._received_rows: ReceivedRows | None = None
         self._shared = None if sharing is None else sharing.shared
         if ranks is not None:
             node = ranks.node
             self._placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
-            self.row_exchange = RowExchange(node, experts.n_global, device, self._placer.place)
+            exchange = exchange_among(node, device, recorder, settings.inject)
+            self.row_exchange = RowExchange(
+                exchange, experts.n_global, self._placer.place, self._divide
+            )
+            self._received_rows = ReceivedRows(exchange, layout.shape, layout.dtype)
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
@@ -309,6 +317,8 @@ class Engine:
         for name in ("max_rows", "threads", "inject", "cpu_policy", "residency", "placement"):
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
+        if self.ranks is not None:
+            check_groups(settings.exchange_groups, self.n_experts, self.ranks.node.size)
         self.flush()
         if (streaming := self._moves.streaming) is not None:
             streaming.set_settings(settings)  # first: it may refuse them
@@ -466,9 +476,29 @@ class Engine:
     def route_rows(self, layer: int, expert_ids_TK: Tensor) -> SentRows:
         """Tells all ranks which rows they get. Entered by all of them."""
         assert self.row_exchange is not None
-        rows = self.row_exchange.route(expert_ids_TK, self._store.versions(layer))
+        experts = self._store.maps[layer]
+        positions = () if experts.in_order else [*map(experts.position, self.experts.local_ids)]
+        rows = self.row_exchange.route(expert_ids_TK, self._store.versions(layer), positions)
         self._store.expect(layer, rows.versions)
         return rows
+
+    def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:
+        """The groups of experts whose token rows travel together. On a CPU nothing runs beside the
+        exchange."""
+        n = self._settings.exchange_groups
+        if n is None:
+            n = 1 if self.device.type == "cpu" else choose_groups(rows_GE)
+        return divide_experts(rows_GE, order_GE, n)
+
+    def keeps_rows(self, rows: SentRows) -> bool:
+        """Whether token rows that a training pass has received stay on the device until its
+        backward. Entered by all ranks."""
+        assert self._received_rows is not None
+        setting, memory = self._settings.received_rows, self._memory
+        n_streamed = -(-(len(self._store.entries) - sum(self._store.homes)) // self.n_layers)
+        free = 0 if memory is None else min(memory.budget, memory.available()) - memory.allocated()
+        streamed = n_streamed * self.layout.weight_bytes
+        return self._received_rows.keeps(setting, self.n_layers, rows.most_rows, streamed, free)
 
     @property
     def balance(self) -> Balance | None:

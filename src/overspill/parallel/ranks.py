@@ -90,22 +90,13 @@ class Ranks:
 
     # -- tensors of the compute device --------------------------------------------------------
 
-    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on; returns those
-        that were received, in the order of their ranks."""
-        source = to_host(rows) if self.through_host else rows
-        shape = (sum(received), *rows.shape[1:])
-        out = torch.empty(
-            shape, dtype=source.dtype, device=source.device, pin_memory=self.through_host
-        )
-        self.all_to_all_into(out, source, sent, received)
-        return out.to(rows.device, non_blocking=True)
-
     def all_to_all_into(
         self, out: Tensor, rows: Tensor, sent: list[int], received: list[int]
     ) -> None:
-        """The same into a given tensor, with tensors that the group can send."""
-        with self._calling():
+        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on; those that are
+        received come into `out`, in the order of their ranks. The group must be able to send both
+        tensors."""
+        with self.calling():
             dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self._group)
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
@@ -120,7 +111,7 @@ class Ranks:
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over ranks: the same bits on all. `tensor` may be changed."""
         total = to_host(tensor) if self.through_host else tensor
-        with self._calling():
+        with self.calling():
             dist.all_reduce(total, group=self._group)
         return total.to(tensor.device, non_blocking=True)
 
@@ -129,7 +120,7 @@ class Ranks:
     def gather_numbers(self, numbers_N: Tensor) -> Tensor:
         """The numbers of each rank, as many on all, [ranks, N]."""
         out = numbers_N.new_empty(self.size, len(numbers_N))
-        with self._calling():
+        with self.calling():
             dist.all_gather(list(out.unbind()), numbers_N, group=self._host_group)
         return out
 
@@ -139,21 +130,21 @@ class Ranks:
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sum over ranks of each value."""
         totals = torch.tensor(values, dtype=torch.float64)
-        with self._calling():
+        with self.calling():
             dist.all_reduce(totals, group=self._host_group)
         return [float(total) for total in totals.tolist()]
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest over ranks of each number."""
         most = torch.tensor(numbers, dtype=torch.int64)
-        with self._calling():
+        with self.calling():
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._host_group)
         return [int(number) for number in most.tolist()]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         found = [value] * self.size
-        with self._calling():
+        with self.calling():
             dist.all_gather_object(found, value, group=self._host_group)
         return found
 
@@ -212,7 +203,8 @@ class Ranks:
             raise RankError(f"{what} failed on rank {rank}: {failures[rank]}")
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    def calling(self) -> Iterator[None]:
+        """While the main thread waits for other ranks."""
         self._calls += 1
         yield
         self._calls += 1
