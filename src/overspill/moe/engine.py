@@ -42,6 +42,7 @@ from overspill.parallel.row_exchange import RowExchange, SentRows
 from overspill.plan.budget import Placement
 from overspill.plan.eviction import NextUse
 from overspill.plan.homes import DeviceShare, spread_homes
+from overspill.plan.order import StageVisit
 from overspill.plan.usage import Exchange
 from overspill.tiers.entry import Part, Reader
 from overspill.tiers.layout import RecordLayout
@@ -93,6 +94,7 @@ class Engine:
         self._memory: ModelMemory | None = None
         self._dense_bytes: Callable[[], int] = lambda: 0
         self._training: TrainingStep | None = None
+        self._visit: StageVisit | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
         with ExitStack() as undo:  # a failure leaves no thread and no file
             # first what may not fit: nothing else is allocated yet
@@ -475,11 +477,29 @@ class Engine:
         """How evenly token rows were spread over ranks, lately; None with one rank."""
         return None if self._placer is None else self._placer.balance()
 
+    def follow_stage(self, visit: StageVisit | None) -> None:
+        """The next passes are those of a micro-batch in a stage; None: of a whole model."""
+        with self.exclusive():
+            self._visit = visit
+            if (streaming := self._moves.streaming) is not None:
+                with self._store.lock:
+                    streaming.compute.cursor.follow_stage(visit)
+
+    def fits(self, layers: range) -> bool:
+        """Whether the device holds all experts of these layers at once, at home or in slots."""
+        streaming = self._moves.streaming
+        if streaming is None:
+            return True
+        with self._store.lock:
+            streaming.compute.plan.refresh()
+            return streaming.compute.plan.fits(layers)
+
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
         self.recover()
-        if layer_pass.layer == 0:
+        is_first = self._visit is None or self._visit.micro_batch == 0
+        if layer_pass.layer == 0 and is_first:
             follow = self._settings.follow_usage and self._settings.activations != "keep"
             self._moves.before_pass(layer_pass, tokens, follow)
 
