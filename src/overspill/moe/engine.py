@@ -485,6 +485,12 @@ class Engine:
                 with self._store.lock:
                     streaming.compute.cursor.follow_stage(visit)
 
+    def plan_stages(self, stages: Sequence[range]) -> None:
+        """Micro-batches pass these layers in turn: only gradients of one stage are accumulated at a
+        time."""
+        n_local = self.experts.n_local
+        self._moves.most_sums = max(len(layers) * n_local for layers in stages)
+
     def fits(self, layers: range) -> bool:
         """Whether the device holds all experts of these layers at once, at home or in slots."""
         streaming = self._moves.streaming

@@ -42,7 +42,8 @@ def upcoming(
     here: Position, n_layers: int, training: bool, visit: StageVisit | None = None
 ) -> Iterator[Position]:
     """`here` and the positions after it: the rest of forward, backward if `training`, then the next
-    forward. No plan looks further ahead."""
+    forward. No plan looks further ahead. In stages other micro-batches follow, also through
+    `here`."""
     if visit is not None and visit.first <= here.layer < visit.stop:
         yield from _upcoming_in_stages(here, n_layers, visit)
         return
@@ -68,8 +69,8 @@ def _upcoming_in_stages(here: Position, n_layers: int, visit: StageVisit) -> Ite
         yield from forward(layer, stop)
         if visit.turns:
             yield from backward(stop, first)
-        if visit.more:  # the layers that this micro-batch has passed
-            yield from forward(first, layer)
+        if visit.more:  # the layers that this micro-batch has passed, and this one
+            yield from forward(first, layer + 1)
         if not visit.turns:
             yield from forward(stop, n_layers)
             yield from backward(n_layers, first)
@@ -78,6 +79,6 @@ def _upcoming_in_stages(here: Position, n_layers: int, visit: StageVisit) -> Ite
         if visit.more and visit.turns:
             yield from forward(first, stop)
         if visit.more:
-            yield from backward(stop, layer + 1)
+            yield from backward(stop, layer)
     yield from backward(first, 0)
     yield from forward(0, n_layers)

@@ -1,5 +1,6 @@
 """Pipeline stages: which blocks of a model each has."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,8 +46,8 @@ def divide_blocks(costs: Sequence[BlockCost], n_stages: int) -> list[range]:
         best = following
     chosen = best[count]
     assert chosen is not None
-    ends = [0, *(-end for end in chosen[2])]
-    return [range(first, stop) for first, stop in zip(ends, ends[1:], strict=False)]
+    borders = [0, *(-end for end in chosen[2])]
+    return [range(first, stop) for first, stop in itertools.pairwise(borders)]
 
 
 def rank_of(stage: int, n_ranks: int) -> int:

@@ -1,5 +1,6 @@
 """Activations and gradients that wait in host memory until their micro-batch returns."""
 
+import itertools
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ class ParkedActivations:
     def clear(self) -> None:
         """At the end of a step, also one that has failed: waits for all copies, whose memory is
         freed."""
-        for parked in (*self._previous, *self._current, *sum(self._saved.values(), [])):
+        saved = itertools.chain.from_iterable(self._saved.values())
+        for parked in (*self._previous, *self._current, *saved):
             parked.leaving.wait()
             if parked.returning is not None:
                 parked.returning.wait()

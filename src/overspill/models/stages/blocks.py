@@ -1,8 +1,9 @@
 """The blocks of a transformers model, and how one of its forwards passes only some of them."""
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,9 +51,9 @@ class EndOfStage(BaseException):
     """Ends the forward of a model after the last block of a stage. No Exception, which the model
     might handle."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, passed: list[Tensor]) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.passed = passed
 
 
 class StagedBlocks:
@@ -77,15 +78,16 @@ class StagedBlocks:
         return self._blocks[number]
 
     def run(
-        self, blocks: range, incoming: Tensor | None, forward: Callable[[], Any]
-    ) -> Tensor | Any:
-        """The hidden states after `blocks`, or what `forward` returns if they are the last.
-        `incoming` are those before them; None for the first blocks."""
+        self, blocks: range, incoming: Sequence[Tensor] | None, forward: Callable[[], Any]
+    ) -> list[Tensor] | Any:
+        """What passes from `blocks` to the next ones, or what `forward` returns if they are the
+        last: the hidden states, and the logits of all routers so far if the model records them.
+        `incoming` is the same from the blocks before; None for the first ones."""
         self._local.running = (blocks, incoming)
         try:
             result = forward()
         except EndOfStage as end:
-            return end.hidden
+            return end.passed
         finally:
             self._local.running = None
         if blocks.stop < len(self):
@@ -106,7 +108,8 @@ class StagedBlocks:
         if number < blocks.start - 1:
             return args[0] if args else kwargs["hidden_states"]
         if number == blocks.start - 1:
-            return incoming
+            _recorded_logits().extend(incoming[1:])
+            return incoming[0]
         hidden = plain(*args, **kwargs)
         if not isinstance(hidden, Tensor):
             raise ConfigError(
@@ -114,7 +117,7 @@ class StagedBlocks:
                 "train this model without stages"
             )
         if number == blocks.stop - 1 < len(self) - 1:
-            raise EndOfStage(hidden)
+            raise EndOfStage([hidden, *_recorded_logits()])
         return hidden
 
     def close(self) -> None:
@@ -124,13 +127,23 @@ class StagedBlocks:
             block.__class__ = type(block).__mro__[1]
 
 
+def _recorded_logits() -> list[Tensor]:
+    """The logits of routers that the running forward has recorded for its balance loss."""
+    from transformers.utils.output_capturing import _active_collector
+
+    recorded = _active_collector.get()
+    return [] if recorded is None else recorded.get("router_logits", [])
+
+
 def _staged(plain: type[nn.Module]) -> type[nn.Module]:
     """A class of blocks that ask before they compute, outside of their recomputation."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         number, find = self.__dict__[_MARK]
-        plain, blocks = super(made, self).__call__, find()
-        return plain(*args, **kwargs) if blocks is None else blocks.call(number, plain, args, kwargs)
+        blocks = find()
+        if blocks is None:
+            return plain.__call__(self, *args, **kwargs)
+        return blocks.call(number, functools.partial(plain.__call__, self), args, kwargs)
 
     made = type(plain.__name__, (plain,), {"__call__": __call__, "__module__": plain.__module__})
     made.__qualname__ = plain.__qualname__

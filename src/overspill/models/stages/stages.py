@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
+from overspill.models.pregate import pregate_level
 from overspill.models.stages.activations import ParkedActivations
 from overspill.models.stages.blocks import StagedBlocks
 from overspill.models.stages.step import Accumulates, Loss, MicroBatch, Stage, StagedStep
@@ -40,11 +41,13 @@ class Stages:
         engine = getattr(model, "overspill", None)
         if not isinstance(engine, Engine):
             raise ConfigError("stages need an offloaded model; call overspill.offload(model) first")
-        if not engine.can_train:
-            raise ConfigError("stages are for training, and the model was offloaded for inference")
+        if pregate_level(model):
+            raise ConfigError(
+                "a pre-gate chooses the experts of a later block, which may be in another stage; "
+                "train pre-gates without stages"
+            )
         self._model, self._engine = model, engine
         self._blocks = StagedBlocks(model)
-        self._experts = {p: p.layer for p in model.parameters() if isinstance(p, ExpertPlaceholder)}
         costs = [self._cost(self._blocks[n]) for n in range(len(self._blocks))]
         try:
             runs = divide_blocks(costs, n_stages)
@@ -52,7 +55,10 @@ class Stages:
             self._blocks.close()
             raise
         self._stages = self._make_stages(runs)
-        offload = engine.device.type == "cuda" if offload_activations is None else offload_activations
+        engine.plan_stages([stage.layers for stage in self._stages])
+        offload = (
+            engine.device.type == "cuda" if offload_activations is None else offload_activations
+        )
         copies = HostCopies(engine.device, engine.recorder, engine.settings.inject)
         self._activations = ParkedActivations(copies) if offload else None
         self._warned = False

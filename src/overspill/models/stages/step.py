@@ -37,15 +37,15 @@ class Stage:
 
 
 @dataclass(eq=False)
-class _Passage:
-    """A micro-batch that has passed a stage, until its backward has."""
+class _Passed:
+    """A tensor that has passed from one stage to the next, until its gradient has come back."""
 
-    end: GradientEdge | None = None
-    """Where its backward begins; None: nothing below needs gradients."""
-    hidden: Tensor | Parked | None = None
+    end: GradientEdge | None
+    """Where the backward of the stage begins; None: nothing below needs gradients."""
+    value: Tensor | Parked | None
     """For the next stage."""
     grad: Tensor | Parked | None = None
-    """Of `hidden`, from the next stage."""
+    """From the next stage."""
 
 
 @dataclass(eq=False)
@@ -61,7 +61,8 @@ class StagedStep:
     micro_batches: Sequence[MicroBatch]
     optimizer: Accumulates | None
     loss: Loss
-    _passages: dict[tuple[int, int], _Passage] = field(default_factory=dict)
+    _passed: dict[tuple[int, int], list[_Passed]] = field(default_factory=dict)
+    """By stage and micro-batch."""
 
     def run(self) -> None:
         """Forward and backward of all micro-batches."""
@@ -88,8 +89,8 @@ class StagedStep:
     # -- forward ----------------------------------------------------------------------------
 
     def _forward(self, stage: Stage, number: int) -> None:
-        before = self._passages.get((stage.number - 1, number))
-        incoming = None if before is None else self._enter(before)
+        before = self._passed.get((stage.number - 1, number))
+        incoming = None if before is None else [self._enter(passed) for passed in before]
         batch, activations = self.micro_batches[number], self.activations
         saving = nullcontext() if activations is None else activations.saving((stage, number))
         with saving:
@@ -98,22 +99,23 @@ class StagedStep:
         if stage.is_last:
             self._turn(stage, number, result)
         else:
-            end = get_gradient_edge(result) if result.requires_grad else None
-            passage = _Passage(end, self._park(result.detach(), "hidden states"))
-            self._passages[stage.number, number] = passage
+            self._passed[stage.number, number] = [self._leave(tensor) for tensor in result]
         del result
         if activations is not None:
             activations.advance()
 
-    def _enter(self, before: _Passage) -> Tensor:
-        assert before.hidden is not None
-        hidden = self._unpark(before.hidden)
-        before.hidden = None
+    def _leave(self, tensor: Tensor) -> _Passed:
+        end = get_gradient_edge(tensor) if tensor.requires_grad else None
+        return _Passed(end, self._park(tensor.detach(), "pass on"))
+
+    def _enter(self, passed: _Passed) -> Tensor:
+        assert passed.value is not None
+        value, passed.value = self._unpark(passed.value), None
 
         def receive(grad: Tensor) -> None:
-            before.grad = self._park(grad, "gradient of hidden states")
+            passed.grad = self._park(grad, "pass back")
 
-        return hidden if before.end is None else entering(hidden, receive)
+        return value if passed.end is None else entering(value, receive)
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class StagedStep:
         del result
         with self._accumulating(number):
             if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         if self.activations is not None:
             self.activations.forget((stage, number))
 
@@ -132,11 +134,15 @@ class StagedStep:
         if activations is not None:
             activations.restore((stage, number))
             activations.restore((stage, number + 1))  # beside this one
-        passage = self._passages.pop((stage.number, number))
-        if passage.end is not None and passage.grad is not None:
-            grad, passage.grad = self._unpark(passage.grad), None
+        ends, grads = [], []
+        for passed in self._passed.pop((stage.number, number)):
+            if passed.end is not None and passed.grad is not None:
+                ends.append(passed.end)
+                grads.append(self._unpark(passed.grad))
+        if ends:
             with self._accumulating(number):
-                torch.autograd.backward([passage.end], [grad])
+                torch.autograd.backward(ends, grads)
+        del ends, grads
         if activations is not None:
             activations.forget((stage, number))
             activations.advance()

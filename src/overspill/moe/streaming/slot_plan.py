@@ -40,9 +40,7 @@ class SlotPlan:
 
     def fits(self, layers: range) -> bool:
         """Whether the slots hold the streamed experts of these layers at once."""
-        parts = sum(
-            -(-(self.n_local - self._homes[layer]) // self.bank_size) for layer in layers
-        )
+        parts = sum(-(-(self.n_local - self._homes[layer]) // self.bank_size) for layer in layers)
         return parts <= len(self._banks)
 
     def positions(self, layer: int, part: int) -> range:

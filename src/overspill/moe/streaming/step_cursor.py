@@ -87,16 +87,15 @@ class StepCursor:
     def chunks(self, part: int, n_parts: int, ahead: bool) -> Iterator[Chunk]:
         """The chunk that is being computed, then (with `ahead`) all that follow."""
         yield Chunk(self.here.layer, part)
-        following = upcoming(self.here, self.n_layers, self._training, self._visit)
-        for position in following if ahead else ():
-            first = part + 1 if position == self.here else 0
+        for position, is_current in self._upcoming() if ahead else ():
+            first = part + 1 if is_current else 0
             for number in range(first, n_parts):
                 yield Chunk(position.layer, number)
 
     def needed(self, with_states: bool) -> Iterator[tuple[int, int, bool]]:
         """(layer, expert, whether its states are needed too) in the order of need. `with_states`:
         experts are updated as soon as their backward is done, also those without tokens."""
-        for position in upcoming(self.here, self.n_layers, self._training, self._visit):
+        for position, is_current in self._upcoming():
             states = with_states and position.phase is Phase.BACKWARD
             # a token that is generated needs other experts than the last one: reading those ahead
             # would delay what is needed now
@@ -107,5 +106,12 @@ class StepCursor:
             streamed = range(self._homes[position.layer], self.n_local)
             idle = sorted(set(streamed) - set(busy)) if states else []
             for expert in busy + idle:
-                if position != self.here or expert not in self._finished:
+                if not is_current or expert not in self._finished:
                     yield position.layer, expert, states
+
+    def _upcoming(self) -> Iterator[tuple[Position, bool]]:
+        """The positions that follow, and whether each is the current pass. In stages another
+        micro-batch may pass the same position next."""
+        following = upcoming(self.here, self.n_layers, self._training, self._visit)
+        for number, position in enumerate(following):
+            yield position, position == self.here and (number == 0 or self._visit is None)

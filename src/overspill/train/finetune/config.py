@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from overspill.core.errors import ConfigError
-from overspill.train.sections import BatchSection, OptimSection, RunConfig, RunSection
+from overspill.train.sections import (
+    BatchSection,
+    MemorySection,
+    OptimSection,
+    RunConfig,
+    RunSection,
+)
 from overspill.train.settings import Count, NotNegative, NotNegativeInt, Share
 
 
@@ -74,6 +80,15 @@ class FinetuneOptimSection(OptimSection):
 
 
 @dataclass(frozen=True)
+class FinetuneMemorySection(MemorySection):
+    """Memory and offload"""
+
+    stages: Count = 1
+    """Divide the model into so many pipeline stages. All micro-batches of --accumulate pass a stage
+    before the next one, so that each expert is uploaded once for all of them."""
+
+
+@dataclass(frozen=True)
 class FinetuneRunSection(RunSection):
     """The run"""
 
@@ -99,6 +114,7 @@ class FinetuneConfig(RunConfig):
     model: FinetuneModelSection = field(default_factory=FinetuneModelSection)
     data: FinetuneDataSection = field(default_factory=FinetuneDataSection)
     optim: FinetuneOptimSection = field(default_factory=FinetuneOptimSection)
+    memory: FinetuneMemorySection = field(default_factory=FinetuneMemorySection)
     run: FinetuneRunSection = field(default_factory=FinetuneRunSection)
 
     def __post_init__(self) -> None:
@@ -134,6 +150,8 @@ class FinetuneConfig(RunConfig):
         if self.memory.shard_dense and (model.lora is not None or self.pregate_level):
             what = "pre-gates" if self.pregate_level else "--lora"
             raise ConfigError(f"--shard-dense does not support {what}; drop it")
+        if self.memory.stages > 1 and self.pregate_level:
+            raise ConfigError("--stages does not support pre-gates; drop it")
         if model.lora is None and (model.lora_alpha is not None or model.lora_targets is not None):
             raise ConfigError("--lora-alpha and --lora-targets need --lora RANK, such as --lora 16")
         for flag, value, word in (

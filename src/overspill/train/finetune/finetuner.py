@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from overspill.models.huggingface.save import save
+from overspill.models.stages.stages import Stages
 from overspill.train.batch_order import BatchOrder
 from overspill.train.checkpoint import TrainState
 from overspill.train.export import export
@@ -107,6 +109,17 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What a rank computes of a micro-batch."""
+
+    batch: Batch
+    inputs: dict[str, Any]
+    """The arguments of the model."""
+    share: float
+    """Of its loss in that of the step."""
+
+
 class Finetuner(Loop[FinetuneSummary]):
     """The loop over rows of examples."""
 
@@ -124,6 +137,8 @@ class Finetuner(Loop[FinetuneSummary]):
         self.config, self.data = spec.config, spec.data
         self.order = BatchOrder(len(self.data.train), self.config.run.seed)
         self.outputs = Outputs(folder.path)
+        count = self.config.memory.stages
+        self.stages = Stages(session.model, count) if count > 1 else None
         self.evaluations = _past_evaluations(folder.metrics)
 
     # -- steps ------------------------------------------------------------------------------
@@ -141,26 +156,44 @@ class Finetuner(Loop[FinetuneSummary]):
         rows = [self.data.train[number] for number in chosen_rows]
         pieces = [rows[at : at + section.batch] for at in range(0, len(rows), section.batch)]
         learned = sum(row.learned for row in rows)
+        micro_batches = [self._micro_batch(piece, learned) for piece in pieces]
         total = Losses(0.0, 0.0, 0.0)
-        for number, piece in enumerate(pieces, start=1):
-            own, counted = self.team.own(piece)
-            batch = self._collate(own)
-            # times the number of ranks, over which gradients and losses are averaged
-            share = self.team.size * sum(row.learned for row in own[:counted]) / learned
-            with self.optimizer.accumulate() if number < len(pieces) else nullcontext():
-                total = total.plus(self._backward(batch, share), share)
+
+        def loss_of(number: int, output: Any) -> Tensor:
+            nonlocal total
+            micro_batch = micro_batches[number]
+            total = total.plus(self._losses(output, micro_batch.batch), micro_batch.share)
+            loss: Tensor = output.loss
+            return loss * micro_batch.share
+
+        if self.stages is not None:
+            self.stages.backward([each.inputs for each in micro_batches], self.optimizer, loss_of)
+        else:
+            for number, micro_batch in enumerate(micro_batches):
+                last = number == len(pieces) - 1
+                with nullcontext() if last else self.optimizer.accumulate():
+                    output = self.session.model(**micro_batch.inputs)
+                    loss_of(number, output).backward()
+                    del output
         tokens = sum(len(row.tokens) for row in rows)
         if self.spec.seq2seq:
             tokens += learned
         return StepWork(total, sequences=len(rows), tokens=tokens)
 
-    def _backward(self, batch: Batch, share: float) -> Losses:
+    def _micro_batch(self, rows: Sequence[Row], learned: int) -> "_MicroBatch":
+        """This rank's part of a micro-batch, of a step with so many `learned` tokens."""
+        own, counted = self.team.own(rows)
+        # times the number of ranks, over which gradients and losses are averaged
+        share = self.team.size * sum(row.learned for row in own[:counted]) / learned
+        batch = self._collate(own)
         extra = {"output_router_logits": True} if self.config.model.balance else {}
-        out = self.session.model(**batch, use_cache=False, **extra)
-        loss = out.loss.item()
+        return _MicroBatch(batch, {**batch, "use_cache": False, **extra}, share)
+
+    def _losses(self, output: Any, batch: Batch) -> Losses:
+        loss = output.loss.item()
         self.check_finite(loss)
-        ce = self._cross_entropy(out.logits, batch["labels"]) if extra else loss
-        (out.loss * share).backward()
+        balanced = self.config.model.balance
+        ce = self._cross_entropy(output.logits, batch["labels"]) if balanced else loss
         return Losses(loss, ce, loss - ce)
 
     def _cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> float:
