@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
+from overspill.core.layer_map import LayerMap
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
@@ -70,10 +71,12 @@ class Engine:
         costs: ExpertCosts | None = None,
         ranks: Ranks | None = None,
         sharing: Sharing | None = None,
+        layers: LayerMap | None = None,
     ) -> None:
-        """With `ranks`, `experts` are this one's part of a layer; with `sharing` it can compute
-        those of others too."""
+        """With `ranks`, `experts` are this one's part of a layer, and `layers` its part of the
+        model; with `sharing` it can compute experts of others too."""
         self.n_layers = n_layers
+        self.layers = layers or LayerMap.whole(n_layers)
         self.experts = experts
         self.n_experts = experts.n_global  # of a layer over all processes
         self.shape, self.dtype = layout.shape, layout.dtype
@@ -84,8 +87,10 @@ class Engine:
         self._shared = None if sharing is None else sharing.shared
         if ranks is not None:
             node = ranks.node
-            self._placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
-            self.row_exchange = RowExchange(node, experts.n_global, device, self._placer.place)
+            if node.size > 1:
+                self._placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
+                place = self._placer.place
+                self.row_exchange = RowExchange(node, experts.n_global, device, place)
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
@@ -198,7 +203,7 @@ class Engine:
 
     @property
     def expert_parameters(self) -> int:
-        return self.n_layers * self.n_experts * self.shape.numel
+        return self.layers.n_layers * self.n_experts * self.shape.numel
 
     # -- homes --------------------------------------------------------------------------------
 
@@ -341,8 +346,8 @@ class Engine:
             raise ConfigError(
                 f"{what} is not supported for a model that was offloaded with a mesh: rank "
                 f"{self.ranks.rank} of {self.ranks.size} holds {self.experts.n_local} of "
-                f"{self.n_experts} experts of each layer; call overspill.save(model, folder) on "
-                "all ranks"
+                f"{self.n_experts} experts of {self.n_layers} of {self.layers.n_layers} layers; "
+                "call overspill.save(model, folder) on all ranks"
             )
 
     def check_conserved(self) -> None:

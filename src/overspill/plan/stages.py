@@ -48,8 +48,3 @@ def divide_blocks(costs: Sequence[BlockCost], n_stages: int) -> list[range]:
     assert chosen is not None
     borders = [0, *(-end for end in chosen[2])]
     return [range(first, stop) for first, stop in itertools.pairwise(borders)]
-
-
-def rank_of(stage: int, n_ranks: int) -> int:
-    """The rank of a stage: neighbouring stages are on different ranks."""
-    return stage % n_ranks

@@ -159,7 +159,7 @@ def _num_parameters(
     """As transformers counts, with the offloaded experts."""
     model = own()
     engine: Engine = model.overspill
-    placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
+    placeholders = [p for p in model.parameters() if hasattr(p, "is_expert_placeholder")]
     counted = [p for p in placeholders if p.requires_grad or not only_trainable]
     return (
         plain(model, only_trainable, exclude_embeddings)

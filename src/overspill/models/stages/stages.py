@@ -1,20 +1,22 @@
 """`overspill.Stages`: trains a model stage by stage."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
+from overspill.core.layer_map import StagePart
 from overspill.models.pregate import pregate_level
 from overspill.models.stages.activations import ParkedActivations
 from overspill.models.stages.blocks import StagedBlocks
-from overspill.models.stages.step import Accumulates, Loss, MicroBatch, Stage, StagedStep
+from overspill.models.stages.division import divide_model
+from overspill.models.stages.step import Accumulates, MicroBatch, Stage, StagedPass, Take
 from overspill.moe.engine import Engine
 from overspill.moe.pipeline.activations import HostCopies
-from overspill.moe.placeholder import ExpertPlaceholder
-from overspill.plan.stages import BlockCost, divide_blocks
+from overspill.parallel.stage_link import StageLink
 
 _log = logging.getLogger("overspill")
 
@@ -26,15 +28,23 @@ class Stages:
     The experts and dense blocks of the next stage are uploaded while a stage computes. On a GPU
     the activations of a stage wait in host memory for its backward. The results are those of
     micro-batches that pass the whole model one after another.
+
+    Ranks along the dimension "stage" of the mesh that the model was offloaded with divide the
+    stages: neighbouring ones are on different ranks, to which hidden states and their gradients
+    are sent. All ranks must make the same calls.
     """
 
     def __init__(
-        self, model: nn.Module, n_stages: int, *, offload_activations: bool | None = None
+        self,
+        model: nn.Module,
+        n_stages: int | None = None,
+        *,
+        offload_activations: bool | None = None,
     ) -> None:
         """
         Args:
             model: a transformers model of `overspill.load` or `overspill.offload`.
-            n_stages: how many stages its blocks are divided into.
+            n_stages: how many stages its blocks are divided into; None: as it was offloaded.
             offload_activations: let activations wait in host memory; None: if the model computes on
                 a GPU.
         """
@@ -47,83 +57,97 @@ class Stages:
                 "train pre-gates without stages"
             )
         self._model, self._engine = model, engine
+        parts = self._parts(n_stages)
+        ranks = None if engine.ranks is None else engine.ranks.stages
+        place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._stages = _own_stages(parts, *place)
+        self.blocks = [part.blocks for part in parts]
+        """The blocks of each stage, those of other ranks too."""
         self._blocks = StagedBlocks(model)
-        costs = [self._cost(self._blocks[n]) for n in range(len(self._blocks))]
-        try:
-            runs = divide_blocks(costs, n_stages)
-        except BaseException:
-            self._blocks.close()
-            raise
-        self._stages = self._make_stages(runs)
         engine.plan_stages([stage.layers for stage in self._stages])
-        offload = (
-            engine.device.type == "cuda" if offload_activations is None else offload_activations
-        )
+        self._link = None if ranks is None else StageLink(ranks, engine.device)
+        if offload_activations is None:
+            offload_activations = engine.device.type == "cuda"
         copies = HostCopies(engine.device, engine.recorder, engine.settings.inject)
-        self._activations = ParkedActivations(copies) if offload else None
+        self._activations = ParkedActivations(copies) if offload_activations else None
         self._warned = False
 
-    def _cost(self, block: nn.Module) -> BlockCost:
-        """Times are in proportion to the parameters that a token passes, memory to all of them."""
-        engine, placeholders = self._engine, _placeholders(block)
-        dense = sum(p.numel() for p in block.parameters())
-        experts = len(placeholders) * engine.n_experts
-        active = sum(p.top_k or 1 for p in placeholders)
-        return BlockCost(
-            float(dense + active * engine.shape.numel),
-            sum(p.nbytes for p in block.parameters()) + experts * engine.layout.weight_bytes,
-        )
-
-    def _make_stages(self, runs: Sequence[range]) -> list[Stage]:
-        stages, layer = [], 0
-        for number, blocks in enumerate(runs):
-            count = sum(len(_placeholders(self._blocks[n])) for n in blocks)
-            layers = range(layer, layer + count)
-            layer = layers.stop
-            stages.append(Stage(number, blocks, layers, is_last=number == len(runs) - 1))
-        return stages
+    def _parts(self, n_stages: int | None) -> Sequence[StagePart]:
+        engine = self._engine
+        if known := engine.layers.stages:
+            if n_stages not in (None, len(known)):
+                raise ConfigError(
+                    f"{n_stages} stages, but the model was offloaded with stages={len(known)}"
+                )
+            return known
+        if n_stages is None:
+            raise ConfigError("give the number of stages")
+        sizes = engine.n_experts, engine.shape.numel, engine.dtype.itemsize
+        return divide_model(self._model, n_stages, *sizes)
 
     def __len__(self) -> int:
-        return len(self._stages)
+        return len(self.blocks)
 
     @property
-    def blocks(self) -> list[range]:
-        """The blocks of each stage."""
-        return [stage.blocks for stage in self._stages]
+    def has_outputs(self) -> bool:
+        """Whether this rank has the last stage, and with it the losses."""
+        return any(stage.is_last for stage in self._stages)
 
     def backward(
         self,
         micro_batches: Sequence[MicroBatch],
         optimizer: Accumulates | None = None,
-        loss: Loss | None = None,
+        loss: Callable[[int, Any], Tensor] | None = None,
     ) -> None:
         """The forward and backward passes of a step, before `optimizer.step()`.
 
         Args:
-            micro_batches: the keyword arguments of the model for each.
+            micro_batches: the keyword arguments of the model for each, the same on all ranks along
+                stages.
             optimizer: the `overspill.AdamW` that trains the experts; may be left out if they are
                 frozen.
             loss: the loss of a micro-batch from its number and from what the model returns; by
-                default `output.loss / len(micro_batches)`. Called once for each, in order.
+                default `output.loss / len(micro_batches)`, times the number of ranks along stages,
+                over which gradients are averaged. Called once for each micro-batch, in order, on
+                the rank with the last stage.
         """
-        if not micro_batches:
-            raise ConfigError("a step in stages needs at least one micro-batch")
         count = len(micro_batches)
+        factor = (1 if self._engine.ranks is None else self._engine.ranks.n_stages) / max(1, count)
 
         def mean(_: int, output: Any) -> Tensor:
-            return output.loss / count  # type: ignore[no-any-return]
+            return output.loss * factor  # type: ignore[no-any-return]
 
-        self._check_room(count)
-        StagedStep(
+        self._pass(micro_batches, loss or mean, optimizer).run(backward=True)
+
+    @torch.no_grad()
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], take: Callable[[int, Any], None]
+    ) -> None:
+        """Passes without gradients, for evaluations. `take` gets the number of each micro-batch and
+        what the model returns for it, on the rank with the last stage."""
+
+        def taken(number: int, output: Any) -> None:
+            take(number, output)
+
+        self._pass(micro_batches, taken, None).run(backward=False)
+
+    def _pass(
+        self, micro_batches: Sequence[MicroBatch], take: Take, optimizer: Accumulates | None
+    ) -> StagedPass:
+        if not micro_batches:
+            raise ConfigError("a pass in stages needs at least one micro-batch")
+        self._check_room(len(micro_batches))
+        return StagedPass(
             self._model,
             self._blocks,
             self._stages,
             self._engine,
+            self._link,
             self._activations,
             micro_batches,
+            take,
             optimizer,
-            loss or mean,
-        ).run()
+        )
 
     def _check_room(self, micro_batches: int) -> None:
         if self._warned or micro_batches == 1:
@@ -143,5 +167,11 @@ class Stages:
         self._blocks.close()
 
 
-def _placeholders(block: nn.Module) -> list[ExpertPlaceholder]:
-    return [p for p in block.parameters() if isinstance(p, ExpertPlaceholder)]
+def _own_stages(parts: Sequence[StagePart], rank: int, n_ranks: int) -> list[Stage]:
+    stages, layer = [], 0
+    for number in range(rank, len(parts), n_ranks):
+        count = len(parts[number].layers)
+        layers, last = range(layer, layer + count), number == len(parts) - 1
+        stages.append(Stage(number, parts[number].blocks, layers, last))
+        layer = layers.stop
+    return stages
