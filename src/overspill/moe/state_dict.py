@@ -133,9 +133,9 @@ def all_placeholders(
     """The same with those whose experts other ranks have."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values():
-            if isinstance(parameter, ExpertPlaceholder | OthersPlaceholder):
-                if parameter.places is not None:
-                    yield path, parameter, parameter.places
+            is_one = isinstance(parameter, ExpertPlaceholder | OthersPlaceholder)
+            if is_one and parameter.places is not None:
+                yield path, parameter, parameter.places
 
 
 def placeholders(model: nn.Module) -> Iterator[tuple[str, ExpertPlaceholder, Places]]:

@@ -59,9 +59,13 @@ class Ranks:
             self._host_group = self.new_host_group()
 
     def new_host_group(self) -> dist.ProcessGroup:
-        """Another group of the same ranks, over gloo."""
+        """Another group of the same ranks, over gloo. Called by all of them."""
+        return self.new_group("gloo")
+
+    def new_group(self, backend: str) -> dist.ProcessGroup:
+        """Another group of the same ranks."""
         members = dist.get_process_group_ranks(self._group)
-        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(members, backend=backend, use_local_synchronization=True)
 
     @property
     def node(self) -> "Ranks":
@@ -138,15 +142,6 @@ class Ranks:
         return total.to(tensor.device, non_blocking=True)
 
     # -- from one rank to another -------------------------------------------------------------
-
-    def pair_group(self, source: int, target: int, on_host: bool = False) -> dist.ProcessGroup:
-        """A group of two ranks, for what one of them sends to the other, from host memory or from
-        the device. Called by both."""
-        members = dist.get_process_group_ranks(self._group)
-        pair = sorted((members[source], members[target]))
-        host = on_host or self.through_host or self.device_type == "cpu"
-        backend = "gloo" if host else "nccl"
-        return dist.new_group(pair, backend=backend, use_local_synchronization=True)
 
     def global_rank(self, rank: int) -> int:
         """Its number among all processes."""

@@ -27,24 +27,26 @@ class StageLink:
         self._ranks = ranks
         self._device = device
         self.next, self.previous = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
-        self._headers: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()  # memory that is still read
-        # one group for each direction: the messages of one must not wait for those of the other
-        for source in range(ranks.size):
-            for target in sorted({(source + 1) % ranks.size, (source - 1) % ranks.size}):
-                if ranks.rank in (source, target) and source != target:
-                    self._groups[source, target] = ranks.pair_group(source, target)
-                    self._headers[source, target] = ranks.pair_group(source, target, on_host=True)
+        self._host_group = ranks.new_host_group()
+        # With NCCL two ranks that send to each other at once would both wait in one group.
+        nccl = device.type == "cuda" and not ranks.through_host
+        self._groups = [ranks.new_group("nccl") for _ in range(4)] if nccl else None
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup:
+        if self._groups is None:
+            return self._host_group
+        onwards = target == (source + 1) % self._ranks.size
+        return self._groups[2 * onwards + source % 2]
 
     def send(self, target: int, tensors: Sequence[Tensor]) -> None:
         """Sends floating-point tensors."""
-        key = self._ranks.rank, target
-        self._isend(_header(tensors), target, self._headers[key])
+        group = self._group(self._ranks.rank, target)
+        self._isend(_header(tensors), target, self._host_group)
         for tensor in tensors:
             value = tensor.detach().contiguous()
             value = to_host(value) if self._ranks.through_host else value
-            self._isend(value, target, self._groups[key])
+            self._isend(value, target, group)
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
@@ -54,15 +56,15 @@ class StageLink:
 
     def receive(self, source: int) -> list[Tensor]:
         """The tensors of the next message, on the device."""
-        key = source, self._ranks.rank
+        group = self._group(source, self._ranks.rank)
         header = torch.empty(_HEADER, dtype=torch.int64)
-        self._recv(header, source, self._headers[key])
+        self._recv(header, source, self._host_group)
         host = self._ranks.through_host
         received = []
         for dtype, shape in _sizes(header.tolist()):
             where = torch.device("cpu") if host else self._device
             value = torch.empty(shape, dtype=dtype, device=where, pin_memory=host)
-            self._recv(value, source, self._groups[key])
+            self._recv(value, source, group)
             received.append(value.to(self._device, non_blocking=True))
         return received
 
