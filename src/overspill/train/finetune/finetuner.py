@@ -137,8 +137,7 @@ class Finetuner(Loop[FinetuneSummary]):
         self.config, self.data = spec.config, spec.data
         self.order = BatchOrder(len(self.data.train), self.config.run.seed)
         self.outputs = Outputs(folder.path)
-        count = self.config.memory.stages
-        self.stages = Stages(session.model, count) if count > 1 else None
+        self.stages = None if self.config.stages is None else Stages(session.model)
         self.evaluations = _past_evaluations(folder.metrics)
 
     # -- steps ------------------------------------------------------------------------------
@@ -206,20 +205,30 @@ class Finetuner(Loop[FinetuneSummary]):
     # -- evaluations ------------------------------------------------------------------------
 
     def evaluate(self) -> EvalMetrics:
-        model, batch, seq2seq = self.session.model, self.config.data.batch, self.spec.seq2seq
         choices = self.data.eval_choices
         if not choices:
             rows = self.data.eval_rows
-            losses = row_losses(model, rows, batch, self._collate, seq2seq, self.team)
-            return EvalMetrics(self.step, mean_loss(losses, rows))
-        rows = [row for choice in choices for row in choice.rows]
-        losses = row_losses(model, rows, batch, self._collate, seq2seq, self.team)
+            return EvalMetrics(self.step, mean_loss(self._row_losses(rows), rows))
+        losses = self._row_losses([row for choice in choices for row in choice.rows])
         picked = chosen(losses, choices)
         hits = sum(p == choice.label for p, choice in zip(picked, choices, strict=True))
         width = len(choices[0].rows)
         right = [losses[width * n + choice.label] for n, choice in enumerate(choices)]
         loss = mean_loss(right, [choice.right for choice in choices])
         return EvalMetrics(self.step, loss, hits / len(choices))
+
+    def _row_losses(self, rows: Sequence[Row]) -> list[float]:
+        section, model = self.config.data, self.session.model
+        return row_losses(
+            model,
+            rows,
+            section.batch,
+            self._collate,
+            self.spec.seq2seq,
+            self.team,
+            self.stages,
+            section.accumulate if self.stages is not None else 1,
+        )
 
     def after_evaluation(self, metrics: EvalMetrics) -> None:
         self.evaluations.append(metrics)
