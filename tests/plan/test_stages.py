@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overspill.core.errors import ConfigError
-from overspill.plan.stages import BlockCost, divide_blocks, rank_of
+from overspill.plan.stages import BlockCost, divide_blocks
 
 COSTS = st.builds(BlockCost, st.integers(0, 5).map(float), st.integers(0, 5))
 
@@ -50,9 +50,3 @@ def test_equal_blocks_are_spread_evenly_with_the_longer_stages_first() -> None:
 def test_a_number_of_stages_that_is_impossible_is_refused(n_stages: int) -> None:
     with pytest.raises(ConfigError, match=rf"^{n_stages} stages.*has 4; give 1 to 4"):
         divide_blocks([BlockCost(1.0, 1)] * 4, n_stages)
-
-
-@given(st.integers(0, 30), st.integers(2, 8))
-def test_neighbouring_stages_are_on_different_ranks(stage: int, n_ranks: int) -> None:
-    assert rank_of(stage, n_ranks) != rank_of(stage + 1, n_ranks)
-    assert 0 <= rank_of(stage, n_ranks) < n_ranks

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
 from overspill.models.pregate import pregate_level
-from overspill.models.stages.activations import ParkedActivations
+from overspill.models.stages.activations import SMALL, ParkedActivations
 from overspill.models.stages.blocks import StagedBlocks
 from overspill.models.stages.step import Accumulates, Loss, MicroBatch, Stage, StagedStep
 from overspill.moe.engine import Engine
@@ -29,7 +29,12 @@ class Stages:
     """
 
     def __init__(
-        self, model: nn.Module, n_stages: int, *, offload_activations: bool | None = None
+        self,
+        model: nn.Module,
+        n_stages: int,
+        *,
+        offload_activations: bool | None = None,
+        small_activation: int = SMALL,
     ) -> None:
         """
         Args:
@@ -37,6 +42,7 @@ class Stages:
             n_stages: how many stages its blocks are divided into.
             offload_activations: let activations wait in host memory; None: if the model computes on
                 a GPU.
+            small_activation: activations of fewer bytes stay on the device.
         """
         engine = getattr(model, "overspill", None)
         if not isinstance(engine, Engine):
@@ -60,7 +66,7 @@ class Stages:
             engine.device.type == "cuda" if offload_activations is None else offload_activations
         )
         copies = HostCopies(engine.device, engine.recorder, engine.settings.inject)
-        self._activations = ParkedActivations(copies) if offload else None
+        self._activations = ParkedActivations(copies, small_activation) if offload else None
         self._warned = False
 
     def _cost(self, block: nn.Module) -> BlockCost:
