@@ -12,7 +12,8 @@ from overspill.core.errors import OrderError
 from overspill.moe.pipeline.activations import HostCopies
 from overspill.transfer.work_stream import Arrival
 
-_SMALL = 1 << 16  # bytes: not worth a copy
+SMALL = 1 << 16
+"""Activations of fewer bytes stay on the device: a copy takes longer than it is worth."""
 
 
 @dataclass(eq=False)
@@ -43,8 +44,9 @@ class ParkedActivations:
     belongs to two micro-batches of a stage: one that computes, and one whose copies run beside
     it."""
 
-    def __init__(self, copies: HostCopies) -> None:
-        self._copies = copies
+    def __init__(self, copies: HostCopies, small: int = SMALL) -> None:
+        """Activations of fewer than `small` bytes stay on the device."""
+        self._copies, self._small = copies, small
         self._saved: dict[Hashable, list[Parked]] = {}
         self._current: list[Parked] = []  # of the micro-batch that computes
         self._previous: list[Parked] = []
@@ -82,7 +84,7 @@ class ParkedActivations:
         known: dict[Hashable, Parked] = {}
 
         def pack(tensor: Tensor) -> Tensor | Parked:
-            if tensor.nbytes < _SMALL or not _is_activation(tensor):
+            if tensor.nbytes < self._small or not _is_activation(tensor):
                 return tensor
             place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
             memory = (*place, tensor._version)

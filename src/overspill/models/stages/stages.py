@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError
 from overspill.core.layer_map import StagePart
 from overspill.models.pregate import pregate_level
-from overspill.models.stages.activations import ParkedActivations
+from overspill.models.stages.activations import SMALL, ParkedActivations
 from overspill.models.stages.blocks import StagedBlocks
 from overspill.models.stages.division import divide_model
 from overspill.models.stages.step import Accumulates, MicroBatch, Stage, StagedPass, Take
@@ -40,6 +40,7 @@ class Stages:
         n_stages: int | None = None,
         *,
         offload_activations: bool | None = None,
+        small_activation: int = SMALL,
     ) -> None:
         """
         Args:
@@ -47,6 +48,7 @@ class Stages:
             n_stages: how many stages its blocks are divided into; None: as it was offloaded.
             offload_activations: let activations wait in host memory; None: if the model computes on
                 a GPU.
+            small_activation: activations of fewer bytes stay on the device.
         """
         engine = getattr(model, "overspill", None)
         if not isinstance(engine, Engine):
@@ -69,7 +71,8 @@ class Stages:
         if offload_activations is None:
             offload_activations = engine.device.type == "cuda"
         copies = HostCopies(engine.device, engine.recorder, engine.settings.inject)
-        self._activations = ParkedActivations(copies) if offload_activations else None
+        parked = ParkedActivations(copies, small_activation)
+        self._activations = parked if offload_activations else None
         self._warned = False
 
     def _parts(self, n_stages: int | None) -> Sequence[StagePart]:
