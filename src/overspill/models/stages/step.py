@@ -92,12 +92,14 @@ class StagedStep:
         before = self._passed.get((stage.number - 1, number))
         incoming = None if before is None else [self._enter(passed) for passed in before]
         batch, activations = self.micro_batches[number], self.activations
-        saving = nullcontext() if activations is None else activations.saving((stage, number))
+        saving: AbstractContextManager[None] = nullcontext()
+        if activations is not None and not stage.is_last:  # whose backward follows at once
+            saving = activations.saving((stage, number))
         with saving:
             result = self.blocks.run(stage.blocks, incoming, lambda: self.model(**batch))
         del incoming
         if stage.is_last:
-            self._turn(stage, number, result)
+            self._turn(number, result)
         else:
             self._passed[stage.number, number] = [self._leave(tensor) for tensor in result]
         del result
@@ -119,15 +121,13 @@ class StagedStep:
 
     # -- backward ---------------------------------------------------------------------------
 
-    def _turn(self, stage: Stage, number: int, result: Any) -> None:
+    def _turn(self, number: int, result: Any) -> None:
         """The last stage: its backward follows."""
         loss = self.loss(number, result)
         del result
         with self._accumulating(number):
             if loss.requires_grad:
                 loss.backward()
-        if self.activations is not None:
-            self.activations.forget((stage, number))
 
     def _backward(self, stage: Stage, number: int) -> None:
         activations = self.activations
