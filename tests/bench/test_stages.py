@@ -10,10 +10,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "stages.py"
 
 
 def test_stages_and_baselines_have_the_same_losses(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    scripts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--smoke"])
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     runpy.run_path(str(SCRIPT), run_name="__main__")
     losses = dict(line.split(" [", 1) for line in capsys.readouterr().out.splitlines())
     ours, peers = ("without stages", "4 stages"), ("GPipe on the GPU", "GPipe, naive offload")

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -118,6 +119,19 @@ def _expert_gradients(model: Any, optimizer: overspill.AdamW) -> dict[str, Tenso
     if any(p.requires_grad for name, p in model.named_parameters() if ".experts." in name):
         return {**expert_gradients(model, optimizer)}
     return dict.fromkeys(name for name in model.state_dict() if ".experts." in name)
+
+
+def assert_follows(run: Trained, plain: Trained) -> None:
+    assert [pytest.approx(step, rel=1e-5) for step in plain.losses] == run.losses
+    assert run.norms == pytest.approx(plain.norms, rel=1e-5)
+    assert run.gradients.keys() == plain.gradients.keys()
+    for name, theirs in plain.gradients.items():
+        mine = run.gradients[name]
+        if theirs is None or mine is None:
+            assert mine is theirs, name
+            continue
+        atol = 1e-5 * float(theirs.abs().max()) + 1e-7
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=atol, msg=name)
 
 
 class Late:

@@ -14,7 +14,7 @@ from tests.models.stages.staged import (
     BLOCKS,
     MIXTRAL,
     Late,
-    Trained,
+    assert_follows,
     freeze,
     micro_batches,
     staged,
@@ -27,19 +27,6 @@ from tests.pairs import all_pairs
 @pytest.fixture(scope="module")
 def mixtral() -> Any:
     return make_model(MIXTRAL)
-
-
-def assert_follows(run: Trained, plain: Trained) -> None:
-    assert [pytest.approx(step, rel=1e-5) for step in plain.losses] == run.losses
-    assert run.norms == pytest.approx(plain.norms, rel=1e-5)
-    assert run.gradients.keys() == plain.gradients.keys()
-    for name, theirs in plain.gradients.items():
-        mine = run.gradients[name]
-        if theirs is None or mine is None:
-            assert mine is theirs, name
-            continue
-        atol = 1e-5 * float(theirs.abs().max()) + 1e-7
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class StagedPass:
         incoming = [self._enter(passed) for passed in before] if stage.number else None
         batch, activations = self.micro_batches[number], self.activations
         saving: AbstractContextManager[None] = nullcontext()
-        if activations is not None and backward:
+        if activations is not None and backward and not stage.is_last:  # it turns at once
             saving = activations.saving((stage, number))
         with saving:
             result = self.blocks.run(stage.blocks, incoming, lambda: self.model(**batch))
