@@ -44,6 +44,7 @@ class Budgets:
     dense_weights: str = "auto"
     mesh: "DeviceMesh | None" = None
     shard_dense: bool = False
+    stages: int | None = None
 
     def __post_init__(self) -> None:
         if self.shard_dense and "host" in (self.dense_states, self.dense_weights):

@@ -42,7 +42,7 @@ def rank_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
     """The ranks of a node share its cores, unless a number of threads is given. Gradients of
     several nodes are kept until they are added up."""
     settings = budgets.settings
-    threads = settings.threads or max(1, cpu_threads() // ranks.node.size)
+    threads = settings.threads or max(1, cpu_threads() // ranks.on_machine)
     keep = budgets.keep_gradients
     return dataclasses.replace(
         budgets,

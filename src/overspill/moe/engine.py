@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
+from overspill.core.layer_map import LayerMap
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
@@ -45,6 +46,7 @@ from overspill.plan.budget import Placement
 from overspill.plan.eviction import NextUse
 from overspill.plan.exchange_groups import Rows, check_groups, choose_groups, divide_experts
 from overspill.plan.homes import DeviceShare, spread_homes
+from overspill.plan.order import StageVisit
 from overspill.plan.usage import Exchange
 from overspill.tiers.entry import Part, Reader
 from overspill.tiers.layout import RecordLayout
@@ -72,10 +74,12 @@ class Engine:
         costs: ExpertCosts | None = None,
         ranks: Ranks | None = None,
         sharing: Sharing | None = None,
+        layers: LayerMap | None = None,
     ) -> None:
-        """With `ranks`, `experts` are this one's part of a layer; with `sharing` it can compute
-        those of others too."""
+        """With `ranks`, `experts` are this one's part of a layer, and `layers` its part of the
+        model; with `sharing` it can compute experts of others too."""
         self.n_layers = n_layers
+        self.layers = layers or LayerMap.whole(n_layers)
         self.experts = experts
         self.n_experts = experts.n_global  # of a layer over all processes
         self.shape, self.dtype = layout.shape, layout.dtype
@@ -85,10 +89,9 @@ class Engine:
         self._placer: RowPlacer | None = None
         self._received_rows: ReceivedRows | None = None
         self._shared = None if sharing is None else sharing.shared
-        if ranks is not None:
-            node = ranks.node
-            self._placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
-            exchange = exchange_among(node, device, recorder, settings.inject)
+        if ranks is not None and ranks.node.size > 1:
+            self._placer = RowPlacer(ranks.node.size, None if sharing is None else sharing.costs)
+            exchange = exchange_among(ranks.node, device, recorder, settings.inject)
             self.row_exchange = RowExchange(
                 exchange, experts.n_global, self._placer.place, self._divide
             )
@@ -101,6 +104,7 @@ class Engine:
         self._memory: ModelMemory | None = None
         self._dense_bytes: Callable[[], int] = lambda: 0
         self._training: TrainingStep | None = None
+        self._visit: StageVisit | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
         with ExitStack() as undo:  # a failure leaves no thread and no file
             # first what may not fit: nothing else is allocated yet
@@ -204,7 +208,7 @@ class Engine:
 
     @property
     def expert_parameters(self) -> int:
-        return self.n_layers * self.n_experts * self.shape.numel
+        return self.layers.n_layers * self.n_experts * self.shape.numel
 
     # -- homes --------------------------------------------------------------------------------
 
@@ -349,8 +353,8 @@ class Engine:
             raise ConfigError(
                 f"{what} is not supported for a model that was offloaded with a mesh: rank "
                 f"{self.ranks.rank} of {self.ranks.size} holds {self.experts.n_local} of "
-                f"{self.n_experts} experts of each layer; call overspill.save(model, folder) on "
-                "all ranks"
+                f"{self.n_experts} experts of {self.n_layers} of {self.layers.n_layers} layers; "
+                "call overspill.save(model, folder) on all ranks"
             )
 
     def check_conserved(self) -> None:
@@ -505,11 +509,35 @@ class Engine:
         """How evenly token rows were spread over ranks, lately; None with one rank."""
         return None if self._placer is None else self._placer.balance()
 
+    def follow_stage(self, visit: StageVisit | None) -> None:
+        """The next passes are those of a micro-batch in a stage; None: of a whole model."""
+        with self.exclusive():
+            self._visit = visit
+            if (streaming := self._moves.streaming) is not None:
+                with self._store.lock:
+                    streaming.compute.cursor.follow_stage(visit)
+
+    def plan_stages(self, stages: Sequence[range]) -> None:
+        """Micro-batches pass these layers in turn: only gradients of one stage are accumulated at a
+        time."""
+        n_local = self.experts.n_local
+        self._moves.most_sums = max(len(layers) * n_local for layers in stages)
+
+    def fits(self, layers: range) -> bool:
+        """Whether the device holds all experts of these layers at once, at home or in slots."""
+        streaming = self._moves.streaming
+        if streaming is None:
+            return True
+        with self._store.lock:
+            streaming.compute.plan.refresh()
+            return streaming.compute.plan.fits(layers)
+
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
         self.recover()
-        if layer_pass.layer == 0:
+        is_first = self._visit is None or self._visit.micro_batch == 0
+        if layer_pass.layer == 0 and is_first:
             follow = self._settings.follow_usage and self._settings.activations != "keep"
             self._moves.before_pass(layer_pass, tokens, follow)
 

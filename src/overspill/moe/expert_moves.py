@@ -58,6 +58,8 @@ class ExpertMoves:
         """While there are some, no experts move by themselves, neither to use memory nor to follow
         usage."""
         self.total = len(store.entries)
+        self.most_sums = self.total
+        """The most gradients that are accumulated at a time."""
         self.count = 0
         """How often experts have moved."""
         self.streaming: Streaming | None = None

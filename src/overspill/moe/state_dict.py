@@ -11,7 +11,7 @@ from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import available_memory
 from overspill.moe.lazy_tensor import LazyTensor
-from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
 
 
 class Place(NamedTuple):
@@ -127,12 +127,22 @@ def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dense
 
 
-def placeholders(model: nn.Module) -> Iterator[tuple[str, ExpertPlaceholder, Places]]:
-    """The path of each module of a Hugging Face model whose experts are offloaded."""
+def all_placeholders(
+    model: nn.Module,
+) -> Iterator[tuple[str, ExpertPlaceholder | OthersPlaceholder, Places]]:
+    """The same with those whose experts other ranks have."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values():
-            if isinstance(parameter, ExpertPlaceholder) and parameter.places is not None:
+            is_one = isinstance(parameter, ExpertPlaceholder | OthersPlaceholder)
+            if is_one and parameter.places is not None:
                 yield path, parameter, parameter.places
+
+
+def placeholders(model: nn.Module) -> Iterator[tuple[str, ExpertPlaceholder, Places]]:
+    """The path of each module of a Hugging Face model whose experts are offloaded, here."""
+    for path, parameter, places in all_placeholders(model):
+        if isinstance(parameter, ExpertPlaceholder):
+            yield path, parameter, places
 
 
 def expert_sizes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -144,7 +154,9 @@ def expert_sizes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def stack_sizes(placeholder: ExpertPlaceholder, places: Places) -> dict[str, tuple[int, ...]]:
+def stack_sizes(
+    placeholder: ExpertPlaceholder | OthersPlaceholder, places: Places
+) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's expert tensors in the plain model."""
     engine = placeholder.engine
     return {

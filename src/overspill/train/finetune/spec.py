@@ -16,6 +16,7 @@ from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.pregates import saved_level
 from overspill.models.huggingface.skeleton import model_class
 from overspill.models.pregate import check_level, find_chains, pregate, pregate_level
+from overspill.models.stages.blocks import find_blocks
 from overspill.moe.pregate import positions
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import FinetuneData, load_data
@@ -105,6 +106,8 @@ def plan_finetuning(
     level = config.pregate_level
     if level:
         _check_level(level, folder, model_config)
+    if config.memory.stages > 1:
+        _check_stages(config.memory.stages, folder, model_config)
     seq_len = choose_seq_len(config.data.seq_len, model_config)
     if config.model.balance and not hasattr(model_config, "output_router_logits"):
         raise ConfigError(
@@ -164,6 +167,19 @@ def _check_level(level: int, folder: Path, model_config: Any) -> None:
         )
     with torch.device("meta"):
         check_level(level, find_chains(model_class(model_config)(model_config)))
+
+
+def _check_stages(count: int, folder: Path, model_config: Any) -> None:
+    """Raises if the model cannot be divided into so many stages, before it is loaded."""
+    if saved_level(folder) is not None:
+        raise ConfigError(f"--stages: {folder} has pre-gates, which stages do not support; drop it")
+    with torch.device("meta"):
+        blocks = find_blocks(model_class(model_config)(model_config))
+    if count > len(blocks):
+        raise ConfigError(
+            f"--stages {count}: a stage needs a block, and {model_config.model_type} has "
+            f"{len(blocks)} blocks; give 1 to {len(blocks)}"
+        )
 
 
 _TOKENIZER_FILES = (
