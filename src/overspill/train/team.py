@@ -38,7 +38,12 @@ class Team:
     @property
     def parts(self) -> int:
         """Into how many parts ranks divide a batch. Ranks along stages have the same part."""
-        return 1 if self.joined is None else self.size // self.joined.ranks.n_stages
+        return 1 if self.joined is None else self.size // self.n_stages
+
+    @property
+    def n_stages(self) -> int:
+        """How many ranks divide pipeline stages."""
+        return 1 if self.joined is None else self.joined.ranks.n_stages
 
     @property
     def part(self) -> int:

@@ -1,5 +1,6 @@
 """What a run of `overspill finetune` or `pregate` is built from: checkpoint, tokenizer, data."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import nn
 
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import choose_device
+from overspill.models.budgets import Budgets
 from overspill.models.huggingface.dictionaries import dropouts_inside_experts
 from overspill.models.huggingface.folder import find_folder, read_config
 from overspill.models.huggingface.load import load_within
@@ -52,6 +54,19 @@ class FinetuneSpec(RunSpec):
         tokenizer = self.tokenizer
         found = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return next(int(token) for token in found if token is not None)
+
+    @property
+    def budgets(self) -> Budgets:
+        """In stages on a GPU, hidden states before each block wait in host memory."""
+        budgets = super().budgets
+        if self.config.stages is None or self.device.type != "cuda":
+            return budgets
+        text, data = self.model_config.get_text_config(), self.config.data
+        tokens = -(-data.batch // self.team.parts) * self.seq_len
+        hidden = tokens * text.hidden_size * self.dtype.itemsize
+        own = -(-text.num_hidden_layers // self.team.n_stages) * data.accumulate
+        # torch's allocator of pinned memory gives out powers of two
+        return dataclasses.replace(budgets, host_reserved=own * (1 << (hidden - 1).bit_length()))
 
     def load_model(self) -> Any:
         return load_within(
