@@ -4,6 +4,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,13 @@ _IMPORTS = (
     "transformers.models.mixtral.modeling_mixtral",
     "tests.cli.first_use",
 )
+
+
+# Variables in the environment of a command. A test changes the files while it runs: so what it does
+# comes before the end, also on a busy machine.
+SILENT = "TESTS_SILENT"  # seconds after which a rank that is stopped is noticed
+HOLD = "TESTS_HOLD"  # a file with the number of steps after which training waits while it exists
+SLOW = "TESTS_SLOW"  # a file: batches of a server take 50 ms until it exists
 
 
 class Forks:
@@ -67,6 +75,29 @@ class Fork:
             os.kill(self.pid, sig)
 
 
+def _hold_steps(file: Path) -> None:
+    from overspill.train.team import Team
+
+    seed_step = Team.seed_step
+
+    def hold(self: Team, seed: int, step: int) -> None:
+        while file.exists() and step >= int(file.read_text()):
+            time.sleep(1e-3)
+        seed_step(self, seed, step)
+
+    Team.seed_step = hold  # type: ignore[method-assign]
+
+
+def _slow_batches(file: Path) -> None:
+    from torch import nn
+
+    def wait(module: nn.Module, _: object) -> None:
+        if isinstance(module, nn.Embedding) and not file.exists():
+            time.sleep(0.05)
+
+    nn.modules.module.register_module_forward_pre_hook(wait)
+
+
 def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     """Runs the command line, or a script."""
     os.environ.update(environment)
@@ -75,9 +106,13 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     )
     # no pictures: they take as long as training
     loop.draw_loss = lambda *args: None  # type: ignore[attr-defined]
-    # ranks of --gpus are forked too, and a rank that is stopped is noticed soon
+    # ranks of --gpus are forked too
     main.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
-    watchdog.SILENT = 8  # type: ignore[attr-defined]
+    watchdog.SILENT = int(os.environ.get(SILENT, watchdog.SILENT))  # type: ignore[attr-defined]
+    if HOLD in os.environ:
+        _hold_steps(Path(os.environ[HOLD]))
+    if SLOW in os.environ:
+        _slow_batches(Path(os.environ[SLOW]))
     if not arguments[0].endswith(".py"):
         return int(main.app(arguments))
     sys.argv = arguments

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.train.finetune.tiny import (
     write_labels,
     write_pairs,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -186,15 +188,21 @@ def test_a_killed_run_resumes_to_the_same_bits(
     whole = _arguments(checkpoint, data, tmp_path / "whole", **changes)
     assert forks.run(whole, log) == 0, log.read_text()
     length = time.monotonic() - began
-    moments, killed = random.Random(3), 0
-    out = tmp_path / "killed"
-    for _ in range(2):
+    moments, out = random.Random(3), tmp_path / "killed"
+
+    def kill(after: float) -> bool:
         resume = ["--resume"] if out.exists() else []
         pid = forks.start([*_arguments(checkpoint, data, out, **changes), *resume], log)
-        time.sleep(moments.uniform(0.3, 0.8) * length)
+        wait_until((out / "config.json").exists)
+        time.sleep(after)
         os.kill(pid, signal.SIGKILL)
-        killed += forks.wait(pid) == -signal.SIGKILL
-    assert killed
+        return forks.wait(pid) == -signal.SIGKILL
+
+    for _ in range(2):
+        after = moments.uniform(0, 0.7) * length
+        while not kill(after):
+            shutil.rmtree(out)  # it was faster than the first
+            after /= 2
     # the arguments are in the run's folder
     again = ["finetune", "--resume", "--out", str(out)]
     assert forks.run(again, log) == 0, log.read_text()

@@ -5,7 +5,6 @@ import resource
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,8 @@ from safetensors.torch import load_file
 
 from overspill.parallel.launcher import rank_command
 from overspill.train.metrics import read_lines
-from tests.cli.forks import Forks
+from tests.cli.forks import HOLD, SILENT, Forks
+from tests.ports import free_port
 from tests.train.fakes import tiny_settings
 from tests.train.finetune import tiny as finetune
 
@@ -96,18 +96,23 @@ def test_ranks_divide_each_micro_batch(forks: Forks, folder: Path) -> None:
 
 
 class Running:
-    """A run of two ranks."""
+    """A run of two ranks that waits after three steps, until `go_on`."""
 
     def __init__(self, forks: Forks, arguments: list[str], out: Path) -> None:
         self.out, self.log, self._forks = out, out.with_suffix(".log"), forks
-        self._step = self._last_step()
-        self.launcher = forks.start(arguments, self.log)
-        self._wait(lambda: self._last_step() >= self._step + 3)
+        self._hold, step = out.with_suffix(".hold"), self._last_step() + 3
+        self._hold.write_text(str(step))
+        environment = {HOLD: str(self._hold), SILENT: "5"}
+        self.launcher = forks.start(arguments, self.log, environment)
+        self._wait(lambda: self._last_step() == step)
         children = Path(f"/proc/{self.launcher}/task/{self.launcher}/children").read_text()
         self.ranks = [int(pid) for pid in children.split()]
 
     def _last_step(self) -> int:
         return max((line["step"] for line in read_lines(self.out / "metrics.jsonl")), default=0)
+
+    def go_on(self) -> None:
+        self._hold.unlink()
 
     def _wait(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
@@ -151,10 +156,11 @@ def test_ranks_fail_together_and_resume_to_the_same_losses(
 
     run = running()
     os.kill(run.ranks[1], signal.SIGSTOP)
-    assert run.end() == (1, "error: rank 1 has not responded for 8 s; it may be stopped")
+    assert run.end() == (1, "error: rank 1 has not responded for 5 s; it may be stopped")
 
     run = running()
     resource.prlimit(run.ranks[1], resource.RLIMIT_FSIZE, (1024, 1024))  # a full disk
+    run.go_on()
     code, line = run.end()
     assert code == 2
     assert "on rank 1: DiskError" in line or line.startswith("error: rank 1: ")
@@ -167,6 +173,7 @@ def test_ranks_fail_together_and_resume_to_the_same_losses(
 
     run = running()
     os.kill(run.launcher, signal.SIGINT)
+    run.go_on()
     code, line = run.end()
     assert (code, line) == (130, f"to continue: overspill train --resume --out {run.out}")
     newest = max(path.name for path in (run.out / "checkpoints").iterdir())
@@ -203,10 +210,7 @@ def _torchrun(
 ) -> tuple[list[int], str]:
     """The exit codes of ranks that are started as torchrun does, and what they print. With
     `node_size` on several nodes, which are all this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
+    port, ranks = free_port(), []
     for rank, words in enumerate(arguments):
         environment = {
             "RANK": str(rank),

@@ -221,7 +221,7 @@ def test_a_failed_job_is_raised_in_the_main_thread(
         if kind != "download":
             with pytest.raises(EngineError):
                 engine.flush()  # and again
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 50, "not found by the watchdog"
 
 
 @pytest.mark.parametrize("kind", ["upload", "ssd read"])

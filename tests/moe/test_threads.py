@@ -43,7 +43,7 @@ def together(jobs: list[Callable[[], object]]) -> list[object]:
         return job()
 
     with ThreadPoolExecutor(len(jobs)) as pool:
-        return [future.result(30) for future in [pool.submit(run, job) for job in jobs]]
+        return [future.result(60) for future in [pool.submit(run, job) for job in jobs]]
 
 
 @pytest.mark.parametrize("where", [*HOME_OR_NOT, "host with 5 slots"])

@@ -2,12 +2,12 @@
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 from overspill.parallel.join import joined
 from overspill.parallel.launcher import RankPlace
 from tests.fork_server import fork_server
+from tests.ports import free_port
 
 
 def _rank(rank: int, port: int, failure: type[BaseException]) -> None:
@@ -24,9 +24,7 @@ def _rank(rank: int, port: int, failure: type[BaseException]) -> None:
 
 def _end(folder: Path, failure: type[BaseException]) -> tuple[list[int], list[str]]:
     """Exit codes and output of two ranks, of which the second fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server, logs = fork_server(), [folder / str(rank) for rank in range(2)]
     ranks = [server.start(_rank, rank, port, failure, log=log) for rank, log in enumerate(logs)]
     return [server.wait(process) for process in ranks], [log.read_text() for log in logs]

@@ -95,7 +95,7 @@ def ranks(folder: Path, checkpoint: tuple[Path, float]) -> list[dict[str, Any]]:
         name: replace(case, where={**case.where, **disk}) if "disk" in name else case
         for name, case in CASES.items()
     }
-    found = run_ranks(4, work, cases, checkpoint[0], folder / "nodes", timeout=60)
+    found = run_ranks(4, work, cases, checkpoint[0], folder / "nodes")
     for result in found:
         if isinstance(result, Exception):
             raise result

@@ -110,7 +110,7 @@ def checkpoint(folder: Path) -> tuple[Path, float]:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path, checkpoint: tuple[Path, float]) -> list[dict[str, Any]]:
-    found = run_ranks(2, work, checkpoint[0], folder, timeout=60)
+    found = run_ranks(2, work, checkpoint[0], folder)
     for result in found:
         if isinstance(result, Exception):
             raise result

@@ -178,7 +178,7 @@ def results_of(
     found: dict[str, list[Result]] = {}
     for n_ranks in {case.n_ranks for case in cases.values()}:
         chosen = {name: case for name, case in cases.items() if case.n_ranks == n_ranks}
-        ranks = run_ranks(n_ranks, train_cases, chosen, train, timeout=60)
+        ranks = run_ranks(n_ranks, train_cases, chosen, train)
         for result in ranks:
             if isinstance(result, Exception):
                 raise result

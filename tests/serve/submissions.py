@@ -13,6 +13,7 @@ from overspill.serve.background import Submission
 from overspill.serve.params import Piece
 from overspill.serve.source import CacheRequest
 from tests.serve.models import served_gpt
+from tests.waiting import wait_until
 
 LONG = SamplingParams(max_tokens=24)
 SHORT = SamplingParams(max_tokens=4)
@@ -77,6 +78,16 @@ def gated(llm: LLM) -> Iterator[Gate]:
 
 
 @contextmanager
+def slow_batches(llm: LLM) -> Iterator[None]:
+    """Answers take seconds: what a test does meanwhile comes before their end."""
+    hook = llm.model.get_input_embeddings().register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
 def small_cache(blocks: int) -> Iterator[None]:
     """Each LLM that is made has so many blocks of 16 tokens."""
     with patch.object(CacheRequest, "blocks", lambda *_: blocks):
@@ -92,10 +103,7 @@ def served_tight(blocks: int, folder: Path, **options: Any) -> Iterator[LLM]:
 
 def wait_until_idle(llm: LLM) -> None:
     """A result is there shortly before its blocks are free."""
-    deadline = time.monotonic() + 60
-    while not _is_idle(llm):
-        assert time.monotonic() < deadline, llm.stats()
-        time.sleep(0.001)
+    wait_until(lambda: _is_idle(llm))
 
 
 def _is_idle(llm: LLM) -> bool:

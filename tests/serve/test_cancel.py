@@ -28,7 +28,7 @@ from tests.serve.submissions import (
     tokens_of_submission,
     wait_until_idle,
 )
-from tests.serve.test_threads import wait_for
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_400_random_cancels_of_batches_that_begin_early(early: bool) -> None:
 
     load = Load(ask, {n: greedy([n % 5] * n, 12) for n in (1, 3, 7, 14, 20)})
     load.run(threads=8, requests=63, longest=0.002)
-    wait_for(lambda: pool.n_free == pool.n_blocks)
+    wait_until(lambda: pool.n_free == pool.n_blocks)
     background.close()
     background.join()
     pool.check_conserved()

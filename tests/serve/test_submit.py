@@ -25,7 +25,8 @@ from tests.serve.submissions import (
     tokens_of_submission,
     wait_until_idle,
 )
-from tests.serve.test_threads import in_thread, wait_for
+from tests.serve.test_threads import in_thread
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,7 @@ def test_an_abandoned_llm_ends_its_thread(tmp_path: Path) -> None:
         del inner
         gc.collect()
         assert reference() is None
-        wait_for(lambda: threads_left().count("overspill-serve") == threads - 1)
+        wait_until(lambda: threads_left().count("overspill-serve") == threads - 1)
 
 
 def test_requests_in_a_small_cache_get_the_tokens_of_a_large_one(tmp_path: Path) -> None:
@@ -208,7 +209,8 @@ def test_requests_in_a_small_cache_get_the_tokens_of_a_large_one(tmp_path: Path)
         expected = [tokens_of(roomy, [prompt], drawn)[0] for prompt in prompts]
     with served_tight(6, tmp_path, max_batch=4) as llm:
         for params, right in ((greedy, [gpt_tokens(p, 20) for p in prompts]), (drawn, expected)):
-            asked = [llm.submit(prompt, params) for prompt in prompts]
+            with gated(llm):  # all at once
+                asked = [llm.submit(prompt, params) for prompt in prompts]
             assert [tokens_of_submission(each) for each in asked] == right
         assert llm.stats()["prompt_tokens"] > 2 * sum(map(len, prompts)), "some are recomputed"
         wait_until_idle(llm)

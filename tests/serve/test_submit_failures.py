@@ -20,10 +20,12 @@ from tests.serve.submissions import (
     SHORT,
     Pieces,
     gated,
+    slow_batches,
     tokens_of_submission,
     wait_until_idle,
 )
-from tests.serve.test_threads import in_thread, wait_for
+from tests.serve.test_threads import in_thread
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -78,9 +80,10 @@ def test_a_thread_that_dies_ends_its_requests_and_says_so(
 
 def test_close_ends_all_submissions_with_an_error(llm: LLM) -> None:
     all_pieces = [Pieces() for _ in range(8)]  # twice as many as run
-    submissions = [llm.submit([n % 2 + 1], LONG, pieces) for n, pieces in enumerate(all_pieces)]
-    wait_for(lambda: bool(all_pieces[0].all))
-    llm.close()
+    with slow_batches(llm):
+        submissions = [llm.submit([n % 2 + 1], LONG, pieces) for n, pieces in enumerate(all_pieces)]
+        wait_until(lambda: all_pieces[0].all)
+        llm.close()
     assert "overspill-serve" not in threads_left()
     for number, (pieces, submission) in enumerate(zip(all_pieces, submissions, strict=True)):
         assert pieces.ended.is_set()
@@ -186,7 +189,7 @@ def _leave_submissions(folder: Path) -> None:
     pieces = Pieces()
     for number in range(6):
         llm.submit([number + 1], SamplingParams(max_tokens=60, ignore_eos=True), pieces)
-    wait_for(lambda: len(pieces.all) > 2)
+    wait_until(lambda: len(pieces.all) > 2)
     print("computing", flush=True)
     ctypes.pythonapi.Py_Exit(0)  # as a script that ends; the fork server would leave that out
 

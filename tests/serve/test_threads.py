@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,8 @@ from overspill.serve.request import Request
 from tests.interrupts import spread
 from tests.moe.oracle import delays
 from tests.serve.models import gpt_tokens, served, served_gpt, tokens_of
+from tests.serve.submissions import gated, slow_batches
+from tests.waiting import wait_until
 
 LONG = SamplingParams(max_tokens=40)
 SHORT = SamplingParams(max_tokens=4)
@@ -67,13 +70,6 @@ class Background:
             self._pool.shutdown(wait=False)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_threads_get_their_own_tokens_from_common_batches(tmp_path: Path) -> None:
     late = Settings(inject=delays(seed=1, longest=3e-4))
     prompts = [[number + 1, 2 * number + 1, 7] for number in range(6)]
@@ -90,41 +86,65 @@ def test_threads_get_their_own_tokens_from_common_batches(tmp_path: Path) -> Non
             return [token for piece in pieces for token in piece.token_ids]
 
         with ThreadPoolExecutor(6) as pool:
-            assert list(pool.map(ask, range(6))) == expected
+            with gated(llm):
+                answers = pool.map(ask, range(6))
+                wait_until(lambda: n_asked(llm) == 6)
+            assert list(answers) == expected
         assert len(sizes) < 6 * 6, "several requests are in one batch"
         assert llm.stats()["requests"] == 6
 
 
+def n_asked(llm: LLM) -> int:
+    stats = llm.stats()
+    return int(stats["running"] + stats["waiting"])
+
+
+@contextmanager
+def two_requests(llm: LLM) -> Iterator[None]:
+    """Batches wait until there are two requests, in which one is not finished before the other
+    comes."""
+    ended = threading.Event()
+
+    def wait(*_: object) -> None:
+        wait_until(lambda: ended.is_set() or n_asked(llm) > 1)
+
+    hook = llm.model.embedding.register_forward_pre_hook(wait)
+    try:
+        yield
+    finally:
+        hook.remove()
+        ended.set()
+
+
 def test_a_short_request_does_not_wait_for_a_long_one(llm: LLM) -> None:
-    long = in_thread(lambda: llm.generate([1, 2, 3], LONG))
-    wait_for(lambda: llm.stats()["prompt_tokens"] > 0)
-    for _ in range(3):
-        assert tokens_of(llm, [[4, 5]], SHORT) == [gpt_tokens([4, 5], 4)]
-    assert long.running
+    with two_requests(llm):
+        long = in_thread(lambda: llm.generate([1, 2, 3], LONG))
+        for _ in range(3):
+            assert tokens_of(llm, [[4, 5]], SHORT) == [gpt_tokens([4, 5], 4)]
+        assert long.running
     (result,) = long.join()
     assert result.token_ids == gpt_tokens([1, 2, 3], 40)
 
 
 def test_pieces_arrive_while_another_thread_computes(llm: LLM) -> None:
-    long = in_thread(lambda: llm.generate([1, 2, 3], SamplingParams(max_tokens=60)))
-    wait_for(lambda: llm.stats()["prompt_tokens"] > 0)
     seen = []
-    for piece in llm.stream([4, 5], SHORT):
-        seen.append((piece.token_ids[0], long.running))
+    with two_requests(llm):
+        long = in_thread(lambda: llm.generate([1, 2, 3], SamplingParams(max_tokens=60)))
+        for piece in llm.stream([4, 5], SHORT):
+            seen.append((piece.token_ids[0], long.running))
     assert seen == [(token, True) for token in gpt_tokens([4, 5], 4)]
     long.join()
 
 
 def test_close_ends_requests_of_other_threads(either: LLM) -> None:
-    threads = [in_thread(lambda: either.generate([[1, 2, 3]] * 5, LONG)) for _ in range(2)]
-    threads.append(in_thread(lambda: list(either.stream([4, 5], LONG))))
-    wait_for(lambda: either.stats()["prompt_tokens"] > 3)
-    began = time.monotonic()
-    either.close()
-    for thread in threads:
-        with pytest.raises(OrderError, match="this LLM was closed"):
-            thread.join()
-    assert time.monotonic() - began < 2
+    with slow_batches(either):
+        threads = [in_thread(lambda: either.generate([[1, 2, 3]] * 5, LONG)) for _ in range(2)]
+        threads.append(in_thread(lambda: list(either.stream([4, 5], LONG))))
+        wait_until(lambda: either.stats()["prompt_tokens"] > 3)
+        either.close()
+        for thread in threads:
+            with pytest.raises(OrderError, match="this LLM was closed"):
+                thread.join()
 
 
 def test_close_beside_new_requests_never_hangs(tmp_path: Path) -> None:
@@ -166,9 +186,9 @@ def test_a_request_that_arrives_with_close_is_refused(
 
 
 def test_a_model_is_free_when_close_returns(tmp_path: Path) -> None:
-    with served("mixtral", "gpu", tmp_path) as llm:
+    with served("mixtral", "gpu", tmp_path) as llm, slow_batches(llm):
         thread = in_thread(lambda: llm.generate([[1, 2, 3]] * 5, LONG))
-        wait_for(lambda: llm.stats()["prompt_tokens"] > 0)
+        wait_until(lambda: llm.stats()["prompt_tokens"] > 0)
         llm.close()
         assert llm.model.config._attn_implementation == "eager"
         with pytest.raises(OrderError, match="this LLM was closed"):
@@ -204,7 +224,7 @@ def test_an_interrupt_in_one_thread_leaves_requests_of_another_intact(llm: LLM) 
     for module in (llm.model.blocks[0], llm.model.blocks[2], llm.model.norm):
         raised.clear()
         other = in_thread(lambda: llm.generate([1, 2, 3], params))
-        wait_for(lambda: bool(llm._loop.scheduler.running))
+        wait_until(lambda: llm._loop.scheduler.running)
         hook = module.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[4, 5], [6]], LONG)

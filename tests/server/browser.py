@@ -90,7 +90,7 @@ class Browser:
                 assert "error" not in answer, f"{method}: {answer.get('error')}"
                 return answer["result"]
 
-    def _receive(self, seconds: float = 20) -> dict[str, Any]:
+    def _receive(self, seconds: float = 60) -> dict[str, Any]:
         while b"\0" not in self._buffer:
             assert select.select([self._read], [], [], seconds)[0], "chromium does not answer"
             data = os.read(self._read, 1 << 16)
@@ -119,7 +119,7 @@ class Browser:
         assert "exceptionDetails" not in found, f"{script}: {found['exceptionDetails']}"
         return found["result"].get("value")
 
-    def wait_for(self, script: str, seconds: float = 15) -> None:
+    def wait_for(self, script: str, seconds: float = 60) -> None:
         """Until the value of `script` is true."""
         end = time.monotonic() + seconds
         while not self.evaluate(f"Boolean({script})"):

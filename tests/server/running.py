@@ -36,7 +36,7 @@ class Running:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
-    def wait_until(self, holds: Callable[[], bool], seconds: float = 20) -> bool:
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 60) -> bool:
         end = time.monotonic() + seconds
         while not holds() and time.monotonic() < end:
             time.sleep(0.005)

@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +22,13 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 @pytest.fixture(scope="module")
 def small(llm: LLM) -> Iterator[Running]:
-    with running(llm, max_body="1KiB", body_timeout=0.3, max_connections=8) as server:
+    with running(llm, max_body="1KiB", max_connections=8) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def impatient(llm: LLM) -> Iterator[Running]:
+    with running(llm, body_timeout=0.3) as server:
         yield server
 
 
@@ -60,14 +67,12 @@ def test_a_large_body_in_chunks_is_refused(small: Running) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1", HEAD, HEAD + b"Content-Length: 50\r\n\r\n{"])
-def test_a_slow_request_is_ended(sent: bytes, small: Running) -> None:
-    with small.connect() as connection:
+def test_a_slow_request_is_ended(sent: bytes, impatient: Running) -> None:
+    with impatient.connect() as connection:
         connection.sendall(sent)
-        began = time.monotonic()
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert error_of(answer)["code"] == "request_timeout"
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(
@@ -117,10 +122,8 @@ def test_the_rest_of_a_body_after_the_answer_is_not_read_forever(path: bytes, ll
 def test_too_many_connections_are_closed_and_others_work(small: Running) -> None:
     opened = [small.connect() for _ in range(8)]
     try:
-        with small.connect() as one_more:
-            one_more.settimeout(5)
-            with contextlib.suppress(ConnectionResetError):
-                assert one_more.recv(1) == b""
+        with small.connect() as one_more, contextlib.suppress(ConnectionResetError):
+            assert one_more.recv(1) == b""
     finally:
         for connection in opened:
             connection.close()
@@ -148,15 +151,23 @@ def test_the_rest_of_an_answer_that_is_not_read_keeps_no_connection_open(
     with running(llm, body_timeout=0.3) as server, socket.socket() as connection:
         whole = len(server.http.get("/").content)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.settimeout(20)
+        connection.settimeout(60)
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        time.sleep(1)
+        assert server.wait_until(lambda: not _is_kept(server, connection))
         read = 0
         with contextlib.suppress(ConnectionResetError):
             while read < whole and (part := connection.recv(65536)):
                 read += len(part)
         assert 0 < read < whole
+
+
+def _is_kept(server: Running, connection: socket.socket) -> bool:
+    """Whether the server's end is open; the client sees its end only after all that was sent."""
+    ends = [f"0100007F:{port:04X}" for port in (server.port, connection.getsockname()[1])]
+    established = "01"
+    rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines())
+    return any(row[1:4] == [*ends, established] for row in rows)
 
 
 def test_a_client_that_does_not_read_is_disconnected(llm: LLM) -> None:

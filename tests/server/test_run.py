@@ -16,9 +16,9 @@ import pytest
 
 from overspill.cli import serve as serve_command
 from overspill.cli.main import app
-from tests.cli.forks import Forks
+from tests.cli.forks import SLOW, Forks
 
-LONG = {"prompt": "A secret prompt", "max_tokens": 400, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "A secret prompt", "max_tokens": 200, "ignore_eos": True, "stream": True}
 
 
 @dataclass
@@ -81,20 +81,21 @@ def stream(url: str, into: list[str]) -> threading.Thread:
     thread = threading.Thread(target=read)
     thread.start()
     end = time.monotonic() + 60
-    with httpx.Client() as client:
+    with httpx.Client(timeout=60) as client:
         while client.get(f"{url}/stats").json()["in_flight"] == 0:
             assert time.monotonic() < end
     return thread
 
 
-def test_sigterm_finishes_answers_and_refuses_new_ones(process: Any) -> None:
-    server = process()
+def test_sigterm_finishes_answers_and_refuses_new_ones(process: Any, tmp_path: Path) -> None:
+    server = process(**{SLOW: str(tmp_path / "go")})
     url, lines = server.url, []
     thread = stream(url, lines)
     server.kill(signal.SIGTERM)
     server.wait_for("finishing answers")
-    health = httpx.get(f"{url}/health")
-    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+    health = httpx.get(f"{url}/health", timeout=60)
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=60)
+    (tmp_path / "go").touch()
     thread.join()
     assert server.end() == 0
     assert (health.status_code, health.json()) == (503, {"status": "draining"})
@@ -105,8 +106,8 @@ def test_sigterm_finishes_answers_and_refuses_new_ones(process: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once(number: int, process: Any) -> None:
-    server = process()
+def test_a_second_signal_ends_at_once(number: int, process: Any, tmp_path: Path) -> None:
+    server = process(**{SLOW: str(tmp_path / "never")})
     lines: list[str] = []
     thread = stream(server.url, lines)
     server.kill(number)
@@ -126,10 +127,11 @@ def test_requests_are_logged_only_if_that_is_asked_for(process: Any) -> None:
     logs = []
     for server in servers:
         body = {"prompt": "A secret prompt", "max_tokens": 1}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).is_success
-        body = {"prompt": "A secret prompt", "max_tokens": "one"}
-        httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
-        httpx.get(f"{server.url}/A secret path", headers=headers)
+        with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
+            assert client.post("/v1/completions", json=body).is_success
+            body = {"prompt": "A secret prompt", "max_tokens": "one"}
+            client.post("/v1/completions", json=body)
+            client.get("/A secret path")
         server.kill(signal.SIGTERM)
         assert server.end() == 0
         logs.append(server.log.read_text())
@@ -147,8 +149,8 @@ def test_keys_may_come_from_a_pipe(process: Any, tmp_path: Path) -> None:
     server = process("--api-key-file", str(pipe))
     pipe.write_text("the-key\n")
     headers = {"Authorization": "Bearer the-key"}
-    assert httpx.get(f"{server.url}/stats").status_code == 401
-    assert httpx.get(f"{server.url}/stats", headers=headers).status_code == 200
+    assert httpx.get(f"{server.url}/stats", timeout=60).status_code == 401
+    assert httpx.get(f"{server.url}/stats", headers=headers, timeout=60).status_code == 200
 
 
 def test_a_port_in_use_is_one_line(model_folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,12 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from overspill.tiers.entry import Part
 from overspill.tiers.ssd import PRESENT
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
+from overspill.transfer import disk_reads
 from overspill.transfer.disk_reads import DiskReads
 from overspill.transfer.streams import Inject
 from tests.transfer.fakes import disk_store
@@ -88,6 +93,22 @@ class Reader:
             memory.fill_(99 if error else expert + 1)
             self.reads.end_ahead(0, expert, error)
 
+    @contextmanager
+    def when_it_waits(self, action: Callable[[], object]) -> Iterator[None]:
+        """In another thread, when the body waits for the first time."""
+        begun: list[threading.Thread] = []
+
+        def sleep(seconds: float) -> None:
+            if not begun:
+                begun.append(threading.Thread(target=action))
+                begun[0].start()
+            time.sleep(seconds)
+
+        with patch.object(disk_reads, "time", SimpleNamespace(**{**vars(time), "sleep": sleep})):
+            yield
+        assert begun, "it does not wait"
+        begun[0].join()
+
     def in_host(self) -> set[int]:
         return {entry.number for entry in self.store.entries if entry.host_slot is not None}
 
@@ -156,10 +177,8 @@ def test_a_transfer_that_runs_is_awaited(tmp_path: Path) -> None:
     reader.step(0)
     entry = reader.store.entries[0]
     reader.store.begin_io(entry, Part.WEIGHTS, write=False)
-    timer = threading.Timer(0.05, reader.store.end_io, (entry, Part.WEIGHTS, False))
-    timer.start()
-    assert reader.step(0) == 0
-    assert not timer.is_alive()
+    with reader.when_it_waits(lambda: reader.store.end_io(entry, Part.WEIGHTS, False)):
+        assert reader.step(0) == 0
 
 
 def test_slots_that_are_in_use_are_awaited(tmp_path: Path) -> None:
@@ -167,9 +186,8 @@ def test_slots_that_are_in_use_are_awaited(tmp_path: Path) -> None:
     reader.step(0, 1, 2)
     for entry in reader.store.entries[:3]:
         reader.store.hold(entry)
-    timer = threading.Timer(0.05, reader.store.release, (reader.store.entries[1],))
-    timer.start()
-    assert reader.step(5) == 1
+    with reader.when_it_waits(lambda: reader.store.release(reader.store.entries[1])):
+        assert reader.step(5) == 1
     assert reader.in_host() == {0, 2, 5}
     for number in (0, 2):
         reader.store.release(reader.store.entries[number])
@@ -192,9 +210,8 @@ def test_a_step_waits_for_what_is_read_ahead(error: int, tmp_path: Path) -> None
     """What could not be read ahead is read again."""
     reader = Reader(tmp_path)
     reader.expect(3)
-    timer = threading.Timer(0.05, reader.end_ahead, (error,))
-    timer.start()
-    assert reader.step(3, 1) == 1, "the other one is read meanwhile"
+    with reader.when_it_waits(lambda: reader.end_ahead(error)):
+        assert reader.step(3, 1) == 1, "the other one is read meanwhile"
     assert not reader.ahead
     reader.store.check_conserved()
 
@@ -203,8 +220,10 @@ def test_a_failure_of_what_was_read_ahead_names_the_expert(tmp_path: Path) -> No
     reader = Reader(tmp_path)
     reader.expect(3)
     os.ftruncate(reader.reads.file, 0)
-    threading.Timer(0.05, reader.end_ahead, (errno.EIO,)).start()
-    with pytest.raises(DiskError, match=r"expert 0\.3 could not be read"):
+    with (
+        reader.when_it_waits(lambda: reader.end_ahead(errno.EIO)),
+        pytest.raises(DiskError, match=r"expert 0\.3 could not be read"),
+    ):
         reader.step(3)
     reader.store.check_conserved()
 

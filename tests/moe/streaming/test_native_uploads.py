@@ -98,7 +98,7 @@ def test_a_failure_is_raised_once_and_the_engine_closes(
         assert isinstance(caught.value.__cause__, OSError)
         with pytest.raises(EngineError, match="injected"):
             engine.flush()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50, "not found by the watchdog"
 
 
 def _train(model: GPTMoE, optimizer: overspill.AdamW, task: Task, engine: Engine) -> None:
