@@ -40,9 +40,9 @@ def count_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[tup
     passes: Counter[tuple[int, Phase]] = Counter()
     waves = engine.compute.waves
 
-    def counted(layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
+    def counted(layer_pass: LayerPass, phase: Phase, *args: Any) -> Iterator[Wave]:
         passes[layer_pass.layer, phase] += 1
-        return waves(layer_pass, phase)
+        return waves(layer_pass, phase, *args)
 
     monkeypatch.setattr(engine.compute, "waves", counted)
     return passes

@@ -552,6 +552,7 @@ class Engine:
             if self.lifetime.closed:
                 return
             self.lifetime.closed = True
+            self.row_exchange = self._received_rows = None  # ends the thread of the exchange
             if (streaming := self._moves.streaming) is not None:
                 streaming.close()
             self._homes.wait()

@@ -70,6 +70,7 @@ class Exchange(ABC):
         contiguous tensor, if it is given."""
         rows = rows.contiguous()
         result = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
+        assert (result.dtype, result.shape[1:]) == (rows.dtype, rows.shape[1:])
         # after the work that computes `rows`, and all that has used the memory of `result`
         ready = record_event(self.device)
         end = self._transfer(Transfer(rows, result, list(sent), list(received), ready, label))

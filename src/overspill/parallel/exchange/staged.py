@@ -109,7 +109,7 @@ class StagedExchange(Exchange):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
 
-@torch.no_grad()
+@torch.inference_mode()  # results may be tensors of a caller in inference mode
 def _carry_out(jobs: _Jobs) -> None:
     """Ends with None, or with the first failure: other ranks wait for a transfer that this one has
     not made, so none after it can succeed."""
