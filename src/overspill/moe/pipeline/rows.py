@@ -42,7 +42,8 @@ def partition_keys(expert_ids_TK: Tensor, n: int, n_experts: int) -> Tensor:
 
 def key_counts(keys_TK: Tensor, n_keys: int) -> Tensor:
     """Rows of each key, on the device. Never waits for it, as `bincount` would."""
-    return keys_TK.new_zeros(n_keys).scatter_(0, keys_TK.view(-1), 1, reduce="add")
+    keys_R = keys_TK.view(-1)
+    return keys_R.new_zeros(n_keys).scatter_add_(0, keys_R, torch.ones_like(keys_R))
 
 
 @dataclass(frozen=True, eq=False)
