@@ -19,9 +19,9 @@ def find_blocks(model: nn.Module) -> list[str]:
     """The paths of the decoder blocks, lowest first: the elements of the outermost list of modules
     that has the experts."""
     config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", type(model).__name__)
-    if config is None:
-        raise ConfigError(f"{kind}: stages need a transformers model")
+    kind = getattr(config, "model_type", None)
+    if kind is None:
+        raise ConfigError(f"stages need a transformers model, and this is a {type(model).__name__}")
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{kind}: stages need blocks that follow each other, and this model has an encoder and "

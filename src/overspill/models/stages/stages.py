@@ -1,17 +1,23 @@
 """`overspill.Stages`: trains a model stage by stage."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from overspill.core.errors import ConfigError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.core.layer_map import StagePart
 from overspill.models.pregate import pregate_level
 from overspill.models.stages.activations import SMALL, ParkedActivations
 from overspill.models.stages.blocks import StagedBlocks
+from overspill.models.stages.checks import (
+    check_optimizer,
+    checked_batches,
+    checked_loss,
+    loss_of,
+)
 from overspill.models.stages.division import divide_model
 from overspill.models.stages.step import Accumulates, MicroBatch, Stage, StagedPass, Take
 from overspill.moe.engine import Engine
@@ -73,7 +79,7 @@ class Stages:
         copies = HostCopies(engine.device, engine.recorder, engine.settings.inject)
         parked = ParkedActivations(copies, small_activation)
         self._activations = parked if offload_activations else None
-        self._warned = False
+        self._warned = self._closed = False
 
     def _parts(self, n_stages: int | None) -> Sequence[StagePart]:
         engine = self._engine
@@ -98,7 +104,7 @@ class Stages:
 
     def backward(
         self,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Iterable[MicroBatch],
         optimizer: Accumulates | None = None,
         loss: Callable[[int, Any], Tensor] | None = None,
     ) -> None:
@@ -114,17 +120,21 @@ class Stages:
                 over which gradients are averaged. Called once for each micro-batch, in order, on
                 the rank with the last stage.
         """
-        count = len(micro_batches)
-        factor = (1 if self._engine.ranks is None else self._engine.ranks.n_stages) / max(1, count)
+        check_optimizer(self._model, optimizer)
+        batches = checked_batches(micro_batches)
+        ranks = self._engine.ranks
+        factor = (1 if ranks is None else ranks.n_stages) / len(batches)
 
-        def mean(_: int, output: Any) -> Tensor:
-            return output.loss * factor  # type: ignore[no-any-return]
+        def take(number: int, output: Any) -> Tensor:
+            if loss is not None:
+                return checked_loss(number, loss(number, output))
+            return loss_of(number, output) * factor
 
-        self._pass(micro_batches, loss or mean, optimizer).run(backward=True)
+        self._pass(batches, take, optimizer).run(backward=True)
 
     @torch.no_grad()
     def forward(
-        self, micro_batches: Sequence[MicroBatch], take: Callable[[int, Any], None]
+        self, micro_batches: Iterable[MicroBatch], take: Callable[[int, Any], None]
     ) -> None:
         """Passes without gradients, for evaluations. `take` gets the number of each micro-batch and
         what the model returns for it, on the rank with the last stage."""
@@ -132,13 +142,13 @@ class Stages:
         def taken(number: int, output: Any) -> None:
             take(number, output)
 
-        self._pass(micro_batches, taken, None).run(backward=False)
+        self._pass(checked_batches(micro_batches), taken, None).run(backward=False)
 
     def _pass(
         self, micro_batches: Sequence[MicroBatch], take: Take, optimizer: Accumulates | None
     ) -> StagedPass:
-        if not micro_batches:
-            raise ConfigError("a pass in stages needs at least one micro-batch")
+        if self._closed:
+            raise OrderError("these stages are closed; make new ones with overspill.Stages(model)")
         self._check_room(len(micro_batches))
         return StagedPass(
             self._model,
@@ -166,8 +176,11 @@ class Stages:
             )
 
     def close(self) -> None:
-        """The model is as before."""
-        self._blocks.close()
+        """The model is as before. Calling it again has no effect."""
+        if not self._closed:
+            self._closed = True
+            self._blocks.close()
+            self._engine.plan_stages([range(self._engine.n_layers)])
 
 
 def _own_stages(parts: Sequence[StagePart], rank: int, n_ranks: int) -> list[Stage]:

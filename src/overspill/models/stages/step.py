@@ -86,9 +86,11 @@ class StagedPass:
             if self.link is not None:
                 self.link.wait()
         finally:
-            self.engine.follow_stage(None)
-            if self.activations is not None:
-                self.activations.clear()
+            try:
+                if self.activations is not None:
+                    self.activations.clear()
+            finally:
+                self.engine.follow_stage(None)
 
     def _visit(self, stage: Stage, number: int, turns: bool = False) -> None:
         layers, count = stage.layers, len(self.micro_batches)
