@@ -117,7 +117,7 @@ def plain(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return losses, copy.deepcopy(model.state_dict())
 
 
-def train_rank(mesh: DeviceMesh, case: Case, folder: Path) -> dict[str, Any]:
+def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[str, Any]:
     """The losses on one rank; the model is saved."""
     inject = delays(3) if case.delayed else None
     settings = overspill.Settings(threads=1, inject=inject)
@@ -126,8 +126,8 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path) -> dict[str, Any]:
         disk["disk"].mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     model = overspill.offload(
-        make_model(case), device="cpu", quiet=True, progress=False, mesh=mesh, stages=case.stages,
-        settings=settings, keep_gradients=True, **case.where, **disk,
+        make_model(case), device=device, gpu_memory="2GiB", quiet=True, progress=False, mesh=mesh,
+        stages=case.stages, settings=settings, keep_gradients=True, **case.where, **disk,
     )  # fmt: skip
     engine = model.overspill
     optimizer = overspill.AdamW(
@@ -151,7 +151,7 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path) -> dict[str, Any]:
             found: Tensor = output.loss
             return found * case.mesh["stage"] / case.micro_batches
 
-        batches = [tokens.chunk(case.parts)[part] for tokens in make_batches(case, step)]
+        batches = [tokens.chunk(case.parts)[part].to(device) for tokens in make_batches(case, step)]
         stages.backward([inputs(case, tokens) for tokens in batches], optimizer, loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -163,11 +163,13 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path) -> dict[str, Any]:
     return {"losses": losses, "uploads": uploads}
 
 
-def work(_: DeviceMesh, cases: dict[str, Case], folder: Path) -> dict[str, Any]:
+def work(
+    _: DeviceMesh, cases: dict[str, Case], folder: Path, device: str = "cpu"
+) -> dict[str, Any]:
     found = {}
     for number, (name, case) in enumerate(cases.items()):
         mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
-        found[name] = train_rank(mesh, case, folder / str(number))
+        found[name] = train_rank(mesh, case, folder / str(number), device)
     return found
 
 
