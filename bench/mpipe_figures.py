@@ -26,7 +26,7 @@ def _write(
 def _comparisons(setup: Setup) -> list[Comparison]:
     return [
         Comparison(setup, setup.layer(spec), setup.batch(tokens), RATE)
-        for spec, tokens in itertools.product(setup.few(PAPER), setup.few(BATCHES))
+        for spec, tokens in itertools.product(setup.few(PAPER, 1), setup.few(BATCHES))
     ]
 
 
@@ -82,7 +82,7 @@ def figure_9(setup: Setup) -> None:
 def figure_10(setup: Setup) -> None:
     """The saved share of memory and its bound."""
     table: list[Row] = []
-    for spec, batch in itertools.product(setup.few(PAPER), setup.few(BATCHES)):
+    for spec, batch in itertools.product(setup.few(PAPER, 1), setup.few(BATCHES)):
         spec, tokens = setup.layer(spec), setup.batch(batch)
         unshared = peak(setup, spec, tokens, 1, "none")
         for n in NUMBERS[1:]:

@@ -121,9 +121,9 @@ class Setup:
     def batch(self, tokens: int) -> int:
         return max(8, tokens // _SMALLER) if self.smoke else tokens
 
-    def few(self, items: Sequence[T]) -> Sequence[T]:
-        """All of them; two for a smoke test."""
-        return items[:2] if self.smoke else items
+    def few(self, items: Sequence[T], most: int = 2) -> Sequence[T]:
+        """All of them; at most so many for a smoke test."""
+        return items[:most] if self.smoke else items
 
     def link(self, rate: float | None = None) -> LoopbackExchange:
         return LoopbackExchange(self.device, rate)

@@ -108,7 +108,7 @@ def overlap_row(setup: Setup, spec: Layer, rate: float, computing: float) -> tup
 
 def overlap(setup: Setup) -> None:
     table, all_found = [], []
-    for spec in map(setup.layer, setup.few(LAYERS)):
+    for spec in map(setup.layer, setup.few(LAYERS, 1)):
         compute = computing(spec)
         for rate in setup.few(RATES):
             row, found = overlap_row(setup, spec, rate, compute)

@@ -65,7 +65,7 @@ def strategy_figures(above: list[list[float]]) -> tuple[str, dict[str, Metric]]:
 
 def strategy(setup: Setup) -> None:
     table, above, measured = [], [], []
-    for spec, rate in itertools.product(setup.few(LAYERS), setup.few(RATES)):
+    for spec, rate in itertools.product(setup.few(LAYERS, 1), setup.few(RATES)):
         spec = setup.layer(spec)
         tokens = spec.tokens // 2
         ms = strategy_times(setup, spec, tokens, rate)

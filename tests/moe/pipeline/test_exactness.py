@@ -11,9 +11,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from overspill.compute.permute import RowOrder
 from overspill.core.expert_map import ExpertMap
-from overspill.moe.pipeline.rows import divide_rows, key_counts, partition_keys, token_bounds
+from overspill.moe.pipeline.rows import (
+    SortedRows,
+    divide_rows,
+    key_counts,
+    partition_keys,
+    token_bounds,
+)
 from overspill.parallel.exchange.interface import LocalExchange
 from overspill.transfer.streams import Defer, Inject
 from tests.fuzz.late import LateStream
@@ -124,7 +129,7 @@ def test_ends_of_experts_are_contiguous() -> None:
     ids, experts = torch.randint(0, N_EXPERTS, (50, 2)), ExpertMap.whole(N_EXPERTS)
     keys = partition_keys(ids, 4, N_EXPERTS)
     counts_GPE = key_counts(keys, 4 * N_EXPERTS).view(1, 4, N_EXPERTS).numpy()
-    rows = divide_rows(RowOrder.sort(keys), counts_GPE, experts, LocalExchange("cpu"))
+    rows = divide_rows(SortedRows.sort(keys, 4), counts_GPE, experts, LocalExchange("cpu"))
     for part in rows.partitions:
         assert part.ends.is_contiguous()
         assert part.ends.tolist() == [*itertools.accumulate(part.counts)]

@@ -47,14 +47,37 @@ def key_counts(keys_TK: Tensor, n_keys: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
+class SortedRows:
+    """The rows of this rank by (partition, expert, token). Made without waiting for the device."""
+
+    order: RowOrder
+    parts: list[tuple[slice, slice, RowOrder]]
+    """The tokens, the rows and the order of each partition; rows of the order are counted from the
+    first of the partition in `inverse_TK`, its other fields are those of all partitions."""
+
+    @classmethod
+    def sort(cls, keys_TK: Tensor, n: int) -> "SortedRows":
+        whole = RowOrder.sort(keys_TK)
+        n_tokens, top_k = keys_TK.shape
+        parts = []
+        for first, stop in itertools.pairwise(token_bounds(n_tokens, n)):
+            tokens, rows = slice(first, stop), slice(first * top_k, stop * top_k)
+            order = whole
+            if n > 1:
+                inverse_TK = whole.inverse_TK[tokens]
+                order = replace(whole, inverse_TK=inverse_TK - rows.start if first else inverse_TK)
+            parts.append((tokens, rows, order))
+        return cls(whole, parts)
+
+
+@dataclass(frozen=True, eq=False)
 class Partition:
     """The rows of one partition on this rank."""
 
     tokens: slice
     rows: slice
     order: RowOrder
-    """The rows of `tokens`, counted from the first of the partition, in `inverse_TK`; the other
-    fields are those of all partitions."""
+    """As in `SortedRows`."""
     sent: list[int]
     """Rows to each rank."""
     received: list[int]
@@ -126,12 +149,10 @@ def _transposed(lengths_AB: Rows) -> Tensor:
 
 
 def divide_rows(
-    order: RowOrder, counts_GPE: Rows, experts: ExpertMap, exchange: Exchange
+    own: SortedRows, counts_GPE: Rows, experts: ExpertMap, exchange: Exchange
 ) -> RoutedRows:
-    """`order` are the rows of this rank, sorted by the keys of partitions; `counts_GPE` counts the
-    rows of all ranks."""
-    _, n, n_experts = counts_GPE.shape
-    device = order.inverse_TK.device
+    """The partitions of a pass; `counts_GPE` counts the rows of all ranks."""
+    n_experts, device = counts_GPE.shape[2], own.order.inverse_TK.device
     own_PE = counts_GPE[exchange.rank]
     parts = [ExpertMap.part(n_experts, rank, exchange.size) for rank in range(exchange.size)]
     starts = [part.local_ids[0] for part in parts]
@@ -142,7 +163,7 @@ def divide_rows(
     ends_PL = np.ascontiguousarray(computed_GPL.sum(0).cumsum(1), dtype=np.int32)
     ends = to_device(torch.from_numpy(ends_PL), device).unbind()
     partitions = []
-    for p, (tokens, rows, of_partition) in enumerate(_orders(order, n)):
+    for p, (tokens, rows, order) in enumerate(own.parts):
         lengths_GL = computed_GPL[:, p]
         sorted_already = exchange.size == 1 or np.count_nonzero(received_PG[p]) <= 1
         there = None if sorted_already else to_device(_transposed(lengths_GL), device)
@@ -151,7 +172,7 @@ def divide_rows(
             Partition(
                 tokens,
                 rows,
-                of_partition,
+                order,
                 sent_PG[p].tolist(),
                 received_PG[p].tolist(),
                 lengths_GL.sum(0).tolist(),
@@ -160,17 +181,4 @@ def divide_rows(
                 back,
             )
         )
-    return RoutedRows(order, partitions, exchange, sent_PG, received_PG)
-
-
-def _orders(whole: RowOrder, n: int) -> list[tuple[slice, slice, RowOrder]]:
-    """The tokens, the rows and the order of each partition."""
-    n_tokens, top_k = whole.inverse_TK.shape
-    bounds, found = token_bounds(n_tokens, n), []
-    for first, stop in itertools.pairwise(bounds):
-        tokens, rows = slice(first, stop), slice(first * top_k, stop * top_k)
-        order = whole
-        if n > 1:
-            order = replace(whole, inverse_TK=whole.inverse_TK[tokens] - rows.start)
-        found.append((tokens, rows, order))
-    return found
+    return RoutedRows(own.order, partitions, exchange, sent_PG, received_PG)

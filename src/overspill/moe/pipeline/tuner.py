@@ -11,12 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from overspill.compute.permute import RowOrder
 from overspill.core.errors import ConfigError, RankError
 from overspill.core.expert_map import ExpertMap
 from overspill.moe.autograd_state import graph_task
 from overspill.moe.pipeline.link import waiting
-from overspill.moe.pipeline.rows import RoutedRows, divide_rows, key_counts, partition_keys
+from overspill.moe.pipeline.rows import (
+    RoutedRows,
+    SortedRows,
+    divide_rows,
+    key_counts,
+    partition_keys,
+)
 from overspill.parallel.exchange.interface import Exchange
 from overspill.plan.granularity import GranularitySearch
 from overspill.transfer.streams import HostCopy, Timestamp
@@ -89,7 +94,7 @@ class Tuner:
         keys_TK = partition_keys(expert_ids_TK, finest, n_experts)
         counts_R = HostCopy(key_counts(keys_TK, finest * n_experts))
         # queued before the host waits: the device sorts while the host computes
-        order = RowOrder.sort(keys_TK) if known else None
+        rows = SortedRows.sort(keys_TK, known) if known else None
         head = [n_tokens, int(training), _DTYPES.index(dtype), *self._report()]
         found = _gather(head, counts_R.wait(), exchange)
         _check_heads(found[:, :3])
@@ -98,10 +103,10 @@ class Tuner:
             batch, n = self._choose(found[:, :_HEAD])
             if training and self.search.settled(batch) is None:
                 timer = PassTimer(expert_ids_TK.device, batch, n, self._end)
-        if order is None:
-            order = RowOrder.sort(partition_keys(expert_ids_TK, n, n_experts))
+        if rows is None:
+            rows = SortedRows.sort(partition_keys(expert_ids_TK, n, n_experts), n)
         counts_GPE = found[:, _HEAD:].reshape(len(found), n, finest // n, n_experts).sum(2)
-        return divide_rows(order, counts_GPE, experts, exchange), timer
+        return divide_rows(rows, counts_GPE, experts, exchange), timer
 
     def _known(self, n_tokens: int, exchange: Exchange) -> int | None:
         """The number of partitions if it is known before ranks have told each other their

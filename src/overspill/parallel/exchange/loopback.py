@@ -20,6 +20,7 @@ from overspill.transfer.work_stream import WorkStream
 
 _PIECES = 4  # of a transfer: while one arrives, the next one leaves
 _ONE_BY_ONE = 12.0  # GB/s: slower links do not need pieces, whose launches take time
+_SMALL = 1 << 20  # bytes: nor do transfers that take no longer than these launches
 
 
 class LoopbackExchange(Exchange):
@@ -76,7 +77,8 @@ class LoopbackExchange(Exchange):
         if len(source) == 0:
             return
         self._begin()
-        if self._rate is not None and self._rate <= _ONE_BY_ONE:
+        slow = self._rate is not None and self._rate <= _ONE_BY_ONE
+        if slow or source.nbytes < _SMALL:
             copy_on(stream, host, source)
             copy_on(stream, target, host)
         else:
