@@ -39,13 +39,14 @@ from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.parallel.exchange.choice import exchange_among
+from overspill.parallel.exchange.interface import Exchange
 from overspill.parallel.ranks import Ranks
 from overspill.parallel.row_exchange import RowExchange, SentRows
 from overspill.plan.budget import Placement
 from overspill.plan.eviction import NextUse
 from overspill.plan.exchange_groups import Rows, check_groups, choose_groups, divide_experts
 from overspill.plan.homes import DeviceShare, spread_homes
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Exchange as ExchangedHomes
 from overspill.tiers.entry import Part, Reader
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
@@ -88,11 +89,7 @@ class Engine:
         if ranks is not None:
             node = ranks.node
             self._placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
-            exchange = exchange_among(node, device, recorder, settings.inject)
-            self.row_exchange = RowExchange(
-                exchange, experts.n_global, self._placer.place, self._divide
-            )
-            self._received_rows = ReceivedRows(exchange, layout.shape, layout.dtype)
+            self._exchange_through(exchange_among(node, device, recorder, settings.inject))
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
@@ -295,7 +292,7 @@ class Engine:
         with self.exclusive():
             self._moves.set_homes(counts)
 
-    def exchange_homes(self, exchanges: Sequence[Exchange]) -> None:
+    def exchange_homes(self, exchanges: Sequence[ExchangedHomes]) -> None:
         """Lets experts at home on the compute device and streamed ones of the same layer exchange
         their places, between steps and before experts have optimizer states. What routers,
         checkpoints and state dicts call an expert does not change."""
@@ -317,8 +314,9 @@ class Engine:
         for name in ("max_rows", "threads", "inject", "cpu_policy", "residency", "placement"):
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
-        if self.ranks is not None:
-            check_groups(settings.exchange_groups, self.n_experts, self.ranks.node.size)
+        if self.row_exchange is not None:
+            n_ranks = 1 if self.ranks is None else self.ranks.node.size
+            check_groups(settings.exchange_groups, self.n_experts, n_ranks)
         self.flush()
         if (streaming := self._moves.streaming) is not None:
             streaming.set_settings(settings)  # first: it may refuse them
@@ -481,6 +479,22 @@ class Engine:
         rows = self.row_exchange.route(expert_ids_TK, self._store.versions(layer), positions)
         self._store.expect(layer, rows.versions)
         return rows
+
+    def loop_back(self, exchange: Exchange) -> None:
+        """From the next pass on, token rows of one process travel through `exchange`, a
+        `LoopbackExchange`: to measure on one GPU what is hidden of an exchange."""
+        settings = self._settings
+        if self.ranks is not None or exchange.size > 1:
+            raise ConfigError("rows of several ranks travel already; offload without a mesh")
+        if settings.cpu_experts or settings.cpu_policy is not None:
+            raise ConfigError("an exchange does not support cpu_experts; turn one of them off")
+        check_groups(settings.exchange_groups, self.n_experts, 1)
+        self._exchange_through(exchange)
+
+    def _exchange_through(self, exchange: Exchange) -> None:
+        placer = self._placer or RowPlacer(exchange.size, None)
+        self.row_exchange = RowExchange(exchange, self.n_experts, placer.place, self._divide)
+        self._received_rows = ReceivedRows(exchange, self.shape, self.dtype)
 
     def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:
         """The groups of experts whose token rows travel together. On a CPU nothing runs beside the
