@@ -50,6 +50,8 @@ def test_an_exchange_that_is_impossible_is_refused(tmp_path: Path) -> None:
         engine.loop_back(loopback)
         with pytest.raises(ConfigError, match="exchange_groups=6 exceeds the 5 experts"):
             engine.switch(Settings(threads=1, exchange_groups=6))
+        with pytest.raises(ConfigError, match="does not support cpu_experts"):
+            engine.switch(Settings(threads=1, cpu_experts=True))
 
 
 def slow(kind: str) -> Any:

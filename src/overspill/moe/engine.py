@@ -315,8 +315,7 @@ class Engine:
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
         if self.row_exchange is not None:
-            n_ranks = 1 if self.ranks is None else self.ranks.node.size
-            check_groups(settings.exchange_groups, self.n_experts, n_ranks)
+            self._check_exchange(settings)
         self.flush()
         if (streaming := self._moves.streaming) is not None:
             streaming.set_settings(settings)  # first: it may refuse them
@@ -483,13 +482,18 @@ class Engine:
     def loop_back(self, exchange: Exchange) -> None:
         """From the next pass on, token rows of one process travel through `exchange`, a
         `LoopbackExchange`: to measure on one GPU what is hidden of an exchange."""
-        settings = self._settings
         if self.ranks is not None or exchange.size > 1:
             raise ConfigError("rows of several ranks travel already; offload without a mesh")
+        self._check_exchange(self._settings)
+        with self.exclusive():
+            self._exchange_through(exchange)
+
+    def _check_exchange(self, settings: Settings) -> None:
+        """Raises for settings that an exchange does not support."""
         if settings.cpu_experts or settings.cpu_policy is not None:
             raise ConfigError("an exchange does not support cpu_experts; turn one of them off")
-        check_groups(settings.exchange_groups, self.n_experts, 1)
-        self._exchange_through(exchange)
+        n_ranks = 1 if self.ranks is None else self.ranks.node.size
+        check_groups(settings.exchange_groups, self.n_experts, n_ranks)
 
     def _exchange_through(self, exchange: Exchange) -> None:
         placer = self._placer or RowPlacer(exchange.size, None)
@@ -504,15 +508,21 @@ class Engine:
             n = 1 if self.device.type == "cpu" else choose_groups(rows_GE)
         return divide_experts(rows_GE, order_GE, n)
 
-    def keeps_rows(self, rows: SentRows) -> bool:
+    def keeps_rows(self, layer_pass: LayerPass) -> bool:
         """Whether token rows that a training pass has received stay on the device until its
         backward. Entered by all ranks."""
         assert self._received_rows is not None
-        setting, memory = self._settings.received_rows, self._memory
-        n_streamed = -(-(len(self._store.entries) - sum(self._store.homes)) // self.n_layers)
-        free = 0 if memory is None else min(memory.budget, memory.available()) - memory.allocated()
-        streamed = n_streamed * self.layout.weight_bytes
-        return self._received_rows.keeps(setting, self.n_layers, rows.most_rows, streamed, free)
+        assert layer_pass.sent is not None
+        memory, store = self._memory, self._store
+        n_streamed = -(-(len(store.entries) - sum(store.homes)) // self.n_layers)
+        return self._received_rows.keeps(
+            self._settings.received_rows,
+            layer_pass.sent.most_rows,
+            self.n_layers,
+            n_streamed * self.layout.weight_bytes,
+            layer_pass.trained,
+            0 if memory is None else min(memory.budget, memory.available()) - memory.allocated(),
+        )
 
     @property
     def balance(self) -> Balance | None:

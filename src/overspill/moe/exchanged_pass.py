@@ -131,7 +131,7 @@ def exchanged_forward(
     steps = _Forward(x_TD, engine, layer_pass, phase, keep)
     assert layer_pass.sent is not None
     run_pipeline(len(layer_pass.sent.groups), steps)
-    if layer_pass.training and engine.keeps_rows(layer_pass.sent):
+    if layer_pass.training and engine.keeps_rows(layer_pass):
         layer_pass.received = steps.x_ND
     return combine_results(layer_pass.sent, steps.y_RD, weights_TK)
 
