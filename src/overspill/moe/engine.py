@@ -40,6 +40,7 @@ from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.parallel.exchange.choice import exchange_among
+from overspill.parallel.exchange.interface import Exchange
 from overspill.parallel.ranks import Ranks
 from overspill.parallel.row_exchange import RowExchange, SentRows
 from overspill.plan.budget import Placement
@@ -47,7 +48,7 @@ from overspill.plan.eviction import NextUse
 from overspill.plan.exchange_groups import Rows, check_groups, choose_groups, divide_experts
 from overspill.plan.homes import DeviceShare, spread_homes
 from overspill.plan.order import StageVisit
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Exchange as ExchangedHomes
 from overspill.tiers.entry import Part, Reader
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
@@ -90,12 +91,9 @@ class Engine:
         self._received_rows: ReceivedRows | None = None
         self._shared = None if sharing is None else sharing.shared
         if ranks is not None and ranks.node.size > 1:
-            self._placer = RowPlacer(ranks.node.size, None if sharing is None else sharing.costs)
-            exchange = exchange_among(ranks.node, device, recorder, settings.inject)
-            self.row_exchange = RowExchange(
-                exchange, experts.n_global, self._placer.place, self._divide
-            )
-            self._received_rows = ReceivedRows(exchange, layout.shape, layout.dtype)
+            node = ranks.node
+            self._placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
+            self._exchange_through(exchange_among(node, device, recorder, settings.inject))
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
@@ -299,7 +297,7 @@ class Engine:
         with self.exclusive():
             self._moves.set_homes(counts)
 
-    def exchange_homes(self, exchanges: Sequence[Exchange]) -> None:
+    def exchange_homes(self, exchanges: Sequence[ExchangedHomes]) -> None:
         """Lets experts at home on the compute device and streamed ones of the same layer exchange
         their places, between steps and before experts have optimizer states. What routers,
         checkpoints and state dicts call an expert does not change."""
@@ -321,8 +319,8 @@ class Engine:
         for name in ("max_rows", "threads", "inject", "cpu_policy", "residency", "placement"):
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
-        if self.ranks is not None:
-            check_groups(settings.exchange_groups, self.n_experts, self.ranks.node.size)
+        if self.row_exchange is not None:
+            self._check_exchange(settings)
         self.flush()
         if (streaming := self._moves.streaming) is not None:
             streaming.set_settings(settings)  # first: it may refuse them
@@ -486,6 +484,27 @@ class Engine:
         self._store.expect(layer, rows.versions)
         return rows
 
+    def loop_back(self, exchange: Exchange) -> None:
+        """From the next pass on, token rows of one process travel through `exchange`, a
+        `LoopbackExchange`: to measure on one GPU what is hidden of an exchange."""
+        if self.ranks is not None or exchange.size > 1:
+            raise ConfigError("rows of several ranks travel already; offload without a mesh")
+        self._check_exchange(self._settings)
+        with self.exclusive():
+            self._exchange_through(exchange)
+
+    def _check_exchange(self, settings: Settings) -> None:
+        """Raises for settings that an exchange does not support."""
+        if settings.cpu_experts or settings.cpu_policy is not None:
+            raise ConfigError("an exchange does not support cpu_experts; turn one of them off")
+        n_ranks = 1 if self.ranks is None else self.ranks.node.size
+        check_groups(settings.exchange_groups, self.n_experts, n_ranks)
+
+    def _exchange_through(self, exchange: Exchange) -> None:
+        placer = self._placer or RowPlacer(exchange.size, None)
+        self.row_exchange = RowExchange(exchange, self.n_experts, placer.place, self._divide)
+        self._received_rows = ReceivedRows(exchange, self.shape, self.dtype)
+
     def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:
         """The groups of experts whose token rows travel together. On a CPU nothing runs beside the
         exchange."""
@@ -494,15 +513,21 @@ class Engine:
             n = 1 if self.device.type == "cpu" else choose_groups(rows_GE)
         return divide_experts(rows_GE, order_GE, n)
 
-    def keeps_rows(self, rows: SentRows) -> bool:
+    def keeps_rows(self, layer_pass: LayerPass) -> bool:
         """Whether token rows that a training pass has received stay on the device until its
         backward. Entered by all ranks."""
         assert self._received_rows is not None
-        setting, memory = self._settings.received_rows, self._memory
-        n_streamed = -(-(len(self._store.entries) - sum(self._store.homes)) // self.n_layers)
-        free = 0 if memory is None else min(memory.budget, memory.available()) - memory.allocated()
-        streamed = n_streamed * self.layout.weight_bytes
-        return self._received_rows.keeps(setting, self.n_layers, rows.most_rows, streamed, free)
+        assert layer_pass.sent is not None
+        memory, store = self._memory, self._store
+        n_streamed = -(-(len(store.entries) - sum(store.homes)) // self.n_layers)
+        return self._received_rows.keeps(
+            self._settings.received_rows,
+            layer_pass.sent.most_rows,
+            self.n_layers,
+            n_streamed * self.layout.weight_bytes,
+            layer_pass.trained,
+            0 if memory is None else min(memory.budget, memory.available()) - memory.allocated(),
+        )
 
     @property
     def balance(self) -> Balance | None:

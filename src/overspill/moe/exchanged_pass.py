@@ -49,7 +49,11 @@ class _Forward(_Exchanged):
         super().__init__(engine, layer_pass)
         self._x_TD, self._phase, self._keep = x_TD, phase, keep
         self.x_ND = self._rows.received_like(x_TD)
-        self.y_RD = self._rows.returned_like(x_TD)
+
+    @cached_property
+    def y_RD(self) -> Tensor:
+        """Allocated when the first results return: the first group computes before."""
+        return self._rows.returned_like(self._x_TD)
 
     @cached_property
     def _experts(self) -> ForwardPass:
@@ -85,8 +89,14 @@ class _Backward(_Exchanged):
         self._x_ND = rows.received_like(x_TD) if self._kept_ND is None else self._kept_ND
         self._dy_ND = rows.received_like(dy_TD)
         self._weights_N1 = rows.received_like(weights_TK[:, :1])
-        self.dx_RD = rows.returned_like(x_TD)
-        self.dweights_R1 = rows.returned_like(weights_TK[:, :1])
+
+    @cached_property
+    def dx_RD(self) -> Tensor:
+        return self._rows.returned_like(self._x_TD)
+
+    @cached_property
+    def dweights_R1(self) -> Tensor:
+        return self._rows.returned_like(self._weights_TK[:, :1])
 
     @cached_property
     def experts(self) -> BackwardPass:
@@ -121,7 +131,7 @@ def exchanged_forward(
     steps = _Forward(x_TD, engine, layer_pass, phase, keep)
     assert layer_pass.sent is not None
     run_pipeline(len(layer_pass.sent.groups), steps)
-    if layer_pass.training and engine.keeps_rows(layer_pass.sent):
+    if layer_pass.training and engine.keeps_rows(layer_pass):
         layer_pass.received = steps.x_ND
     return combine_results(layer_pass.sent, steps.y_RD, weights_TK)
 

@@ -30,7 +30,9 @@ class ReceivedRows:
         self.speeds: Speeds | None = None
         """What the choice was based on, if it was measured."""
 
-    def keeps(self, setting: str, n_layers: int, rows: int, streamed: int, free: int) -> bool:
+    def keeps(
+        self, setting: str, rows: int, n_layers: int, streamed: int, trained: bool, free: int
+    ) -> bool:
         """`rows` are those of the rank with most of them, `streamed` the bytes of experts of a
         layer that are uploaded, `free` those of the device. On a CPU nothing is measured, and rows
         are sent again."""
@@ -39,15 +41,20 @@ class ReceivedRows:
         if self._chosen is None:
             self._chosen = Restore.REPEAT
             if self._exchange.device.type != "cpu":
-                self._chosen = self._choose(n_layers, rows, streamed, free)
+                self._chosen = self._choose(rows, n_layers, streamed, trained, free)
         return self._chosen is Restore.KEEP
 
-    def _choose(self, n_layers: int, rows: int, streamed: int, free: int) -> Restore:
+    def _choose(self, rows: int, n_layers: int, streamed: int, trained: bool, free: int) -> Restore:
         told = self._exchange.gather_numbers(torch.tensor([streamed, -free]))
-        most_streamed, shortest = told.max(0).values.tolist()
-        shared = self._exchange.ranks is not None and self._exchange.ranks.through_host
+        uploads, shortest = told.max(0).values.tolist()
+        ranks = self._exchange.ranks
         layer = StreamedLayer(
-            self._shape, self._dtype.itemsize, rows, most_streamed, most_streamed, shared
+            self._shape,
+            self._dtype.itemsize,
+            rows,
+            uploads,
+            downloads=uploads if trained else 0,
+            shared_link=ranks is not None and ranks.through_host,
         )
         if n_layers * layer.row_bytes > _SHARE * -shortest:
             return Restore.REPEAT

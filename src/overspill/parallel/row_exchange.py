@@ -104,9 +104,7 @@ class RowExchange:
         """`place` plans, from the token rows of each expert, which rank computes how many of them,
         [G, E]. The rows of an expert go to ranks in their order. `divide` plans the groups. Both
         are the same on all ranks."""
-        assert exchange.ranks is not None
         self._exchange = exchange
-        self._ranks = exchange.ranks
         self._device = exchange.device
         self._n_experts = n_experts
         self._place = place
@@ -130,7 +128,7 @@ class RowExchange:
         rows_GE = self._place(counts_SE.sum(0))
         groups_GE = self._divide(rows_GE, self._order(positions_E))
         rows_SGE = _rows_between(counts_SE, rows_GE)
-        rank = self._ranks.rank
+        rank = self._exchange.rank
         received_SE, groups_SE = rows_SGE[:, rank], np.tile(groups_GE[rank], (len(counts_SE), 1))
         cells = np.argsort(groups_SE.reshape(-1), kind="stable")  # by (group, source, expert)
         ids = cells % self._n_experts
@@ -147,13 +145,13 @@ class RowExchange:
     def _order(self, positions_E: Rows) -> Rows:
         """The experts of each rank in the order in which it computes them, [G, E]: first its own,
         then those of other ranks."""
-        ranks_G1 = np.arange(self._ranks.size)[:, None]
+        ranks_G1 = np.arange(self._exchange.size)[:, None]
         keys_GE = np.where(self._owners_E == ranks_G1, positions_E, self._n_experts)
         return np.argsort(keys_GE, axis=1, kind="stable")
 
     def _groups(self, rows_SGE: Rows, groups_GE: Rows) -> list[RowGroup]:
         """Without the last ones if they have no rows on any rank."""
-        rank = self._ranks.rank
+        rank = self._exchange.rank
         last = int(groups_GE[rows_SGE.any(0)].max(initial=0))
         members = [groups_GE == number for number in range(last + 1)]
         sent = [(rows_SGE[rank] * of).sum(1).tolist() for of in members]
@@ -172,7 +170,7 @@ class RowExchange:
         """The token rows from each rank, [S, E], and the versions and positions of all experts."""
         numbers = torch.zeros(3, self._n_experts, dtype=torch.int64)
         numbers[0] = counts_E
-        own = torch.from_numpy(self._owners_E == self._ranks.rank)
+        own = torch.from_numpy(self._owners_E == self._exchange.rank)
         for line, values in ((1, own_versions), (2, own_positions)):
             if values:
                 numbers[line, own] = torch.tensor(values)

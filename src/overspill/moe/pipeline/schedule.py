@@ -1,4 +1,5 @@
-"""The order of a pipelined pass over partitions, forward and backward alike.
+"""The order of a pipelined pass, forward and backward alike: over partitions of the tokens, or over
+groups of streamed experts (`moe.exchanged_pass`, where groups share whole tensors).
 
 S sends the rows of a partition to the ranks that compute them, C computes, R returns the results.
 The exchange carries out S0 S1 R0 S2 R1 S3 R2 …, the compute stream
