@@ -1,6 +1,7 @@
 """Ranks that divide pipeline stages train as one process with plain transformers."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import overspill
+from overspill.core.errors import ConfigError, OrderError, RankError
+from overspill.core.experts import ExpertId
 from tests.moe.oracle import delays
 from tests.parallel.processes import run_ranks
 
@@ -163,10 +166,50 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[
     return {"losses": losses, "uploads": uploads}
 
 
+def refused() -> list[str]:
+    """What a rank raises that has a part of the layers; it loads weights of the whole model."""
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("stage",))
+    case, messages = Case({"stage": world}, 4), []
+    where = {"device": "cpu", "quiet": True, "progress": False, "mesh": mesh}
+
+    def attempt(call: Callable[[], object]) -> None:
+        with pytest.raises((ConfigError, OrderError, RankError)) as error:
+            call()
+        messages.append(str(error.value))
+
+    attempt(lambda: overspill.offload(make_model(case), stages=world - 1, **where))
+    attempt(lambda: overspill.offload(make_model(case), stages=6, **where))
+    attempt(lambda: overspill.offload(make_model(case), stages=4, shard_dense=True, **where))
+    dynamic = overspill.Settings(placement="dynamic")
+    attempt(lambda: overspill.offload(make_model(case), stages=4, settings=dynamic, **where))
+    model = overspill.offload(make_model(case), stages=4, **where)
+    attempt(lambda: overspill.Stages(model, 3))
+    attempt(lambda: model(**inputs(case, torch.zeros(1, 4, dtype=torch.int64))))
+    stages, optimizer = overspill.Stages(model), overspill.AdamW(model)
+    batches = [inputs(case, tokens) for tokens in make_batches(case, 0)]
+    attempt(lambda: stages.backward(batches[: 1 + mesh.get_rank() % 2], optimizer))
+    attempt(model.state_dict)
+    other = make_model(case)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 1
+    model.load_state_dict(other.state_dict())
+    engine = model.overspill
+    record = torch.empty(engine.shape.numel)
+    for layer, number in enumerate(engine.layers.own):
+        engine.records.read_weights(ExpertId(layer, 3), record)
+        expected = other.model.layers[number].mlp.experts.gate_up_proj[3].flatten()
+        torch.testing.assert_close(record[: expected.numel()], expected)
+    engine.close()
+    return messages
+
+
 def work(
     _: DeviceMesh, cases: dict[str, Case], folder: Path, device: str = "cpu"
 ) -> dict[str, Any]:
     found = {}
+    found["refused"] = refused()
     for number, (name, case) in enumerate(cases.items()):
         mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
         found[name] = train_rank(mesh, case, folder / str(number), device)
@@ -197,6 +240,22 @@ def check(name: str, cases: dict[str, Case], ran: tuple[Path, list[Any]]) -> Non
     assert loaded.keys() == weights.keys()
     for key, value in weights.items():
         torch.testing.assert_close(loaded[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_what_ranks_along_stages_cannot_do_is_said(two: tuple[Path, list[Any]]) -> None:
+    expected = [
+        "2 ranks cannot divide 1 stages",
+        "6 stages need as many blocks, and the model has 5",
+        "shard_dense is not supported with ranks along stages",
+        'dynamic" is not supported with ranks that divide the layers',
+        "3 stages, but the model was offloaded with stages=4",
+        "other ranks have the experts of this layer",
+        "ranks along stages must get the same micro-batches: one has 2, another 1",
+        "state_dict() is not supported for a model that was offloaded with a mesh",
+    ]
+    for found in two[1]:
+        for message, part in zip(found["refused"], expected, strict=True):
+            assert part in message
 
 
 @pytest.mark.parametrize("name", TWO)

@@ -150,6 +150,11 @@ class OthersPlaceholder(nn.Parameter):
 
 def check_placeholder(found: Tensor) -> None:
     """Raises if something has taken the place of a placeholder."""
+    if isinstance(found, OthersPlaceholder):
+        raise OrderError(
+            "other ranks have the experts of this layer, in another pipeline stage; let the model "
+            "compute with overspill.Stages(model), on all ranks"
+        )
     if not isinstance(found, ExpertPlaceholder):
         raise OrderError(
             f"the parameter of offloaded experts was replaced by a {type(found).__name__}, as FSDP "

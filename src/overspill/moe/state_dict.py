@@ -83,7 +83,7 @@ def show_experts(module: nn.Module, attribute: str, places: Places, lazy: bool =
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        placeholder: ExpertPlaceholder = getattr(module, attribute)
+        placeholder: ExpertPlaceholder | OthersPlaceholder = getattr(module, attribute)
         expected = stack_sizes(placeholder, places)
         given = {
             name: state_dict.pop(prefix + name) for name in expected if prefix + name in state_dict
@@ -97,7 +97,7 @@ def show_experts(module: nn.Module, attribute: str, places: Places, lazy: bool =
         error_msgs += wrong
         if strict:
             missing_keys += [prefix + name for name in expected if not _complete(given.get(name))]
-        if given and not wrong:
+        if given and not wrong and isinstance(placeholder, ExpertPlaceholder):
             _load(placeholder, places, given)
 
     module.register_state_dict_post_hook(save)
@@ -149,7 +149,7 @@ def expert_sizes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of all expert tensors in the state dict of a Hugging Face model."""
     return {
         f"{path}.{name}": size
-        for path, placeholder, places in placeholders(model)
+        for path, placeholder, places in all_placeholders(model)
         for name, size in stack_sizes(placeholder, places).items()
     }
 

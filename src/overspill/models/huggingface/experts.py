@@ -104,6 +104,7 @@ class HuggingFaceExperts(abc.ABC):
         placeholder = OthersPlaceholder(engine, self.places)
         placeholder.requires_grad_(self._trained)
         self.module.register_parameter(PLACEHOLDER, placeholder)
+        show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
 
 
 class StackedExperts(HuggingFaceExperts):

@@ -149,6 +149,7 @@ class Stages:
     ) -> StagedPass:
         if self._closed:
             raise OrderError("these stages are closed; make new ones with overspill.Stages(model)")
+        self._check_count(len(micro_batches))
         self._check_room(len(micro_batches))
         return StagedPass(
             self._model,
@@ -161,6 +162,17 @@ class Stages:
             take,
             optimizer,
         )
+
+    def _check_count(self, count: int) -> None:
+        """Ranks with another number would wait for each other."""
+        ranks = None if self._engine.ranks is None else self._engine.ranks.stages
+        if ranks is not None:
+            most, minus_least = ranks.largest([count, -count])
+            if most != -minus_least:
+                raise ConfigError(
+                    f"ranks along stages must get the same micro-batches: one has {most}, another "
+                    f"{-minus_least}"
+                )
 
     def _check_room(self, micro_batches: int) -> None:
         if self._warned or micro_batches == 1:
