@@ -40,7 +40,8 @@ def train(layer: overspill.MoELayer, n_tokens: int = 6) -> Tensor:
         ({"partitions": True}, "partitions=True must be a whole number"),
         ({"seed": "1"}, "seed='1' must be a whole number of 64 bits"),
         ({"seed": 2**64}, "seed=18446744073709551616 must be"),
-        ({"dtype": torch.int8}, "torch.int8 must be a floating-point type"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 must be one of torch.float32"),
+        ({"dtype": torch.float8_e5m2}, "dtype=torch.float8_e5m2 must be one of"),
         ({"mesh": 2}, "mesh=2 must be a DeviceMesh"),
         ({"exchange": "cpu"}, "exchange='cpu' must be an object of overspill.parallel.exchange"),
     ],
@@ -83,6 +84,8 @@ def test_inputs_and_exchanges_of_other_devices_are_refused() -> None:
         layer_of(device="meta")(torch.randn(2, D, device="meta"))
     with pytest.raises(ConfigError, match=r"the experts are torch\.float32 on meta"):
         layer_of(device="meta")(torch.randn(2, D))
+    with pytest.raises(ConfigError, match=r"the input is torch\.float8_e5m2; convert it"):
+        layer_of()(torch.randn(2, D).to(torch.float8_e5m2))
     with pytest.raises(ConfigError, match="the exchange is for meta, and the layer is on cpu"):
         layer_of(exchange=LoopbackExchange("meta"))(torch.randn(2, D))
 

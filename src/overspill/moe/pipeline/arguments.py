@@ -12,6 +12,7 @@ from overspill.plan.reuse import strategy_named
 
 MOST_PARTITIONS = 64
 """Each costs launches in forward and backward; the search tries up to 8."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SEEDS = -(2**63), 2**64 - 1
 """The first and last of torch.Generator."""
 
@@ -47,8 +48,8 @@ class Arguments:
             raise ConfigError(f"top_k={self.top_k} exceeds num_experts={self.num_experts}")
         self._check_pipeline()
         activation_named(self.activation, self.gated)
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ConfigError(f"dtype={self.dtype} must be a floating-point type")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype} must be one of {', '.join(map(str, DTYPES))}")
         first, last = _SEEDS
         if self.seed is not None and not (_is_number(self.seed) and first <= self.seed <= last):
             raise ConfigError(f"seed={self.seed!r} must be a whole number of 64 bits, or None")
@@ -90,6 +91,10 @@ def check_shape(x: Tensor, d_model: int) -> None:
 
 
 def check_type(x_TD: Tensor, w_in: Tensor) -> None:
+    if x_TD.dtype not in DTYPES:
+        raise ConfigError(
+            f"the input is {x_TD.dtype}; convert it to one of {', '.join(map(str, DTYPES))}"
+        )
     if x_TD.dtype != w_in.dtype or x_TD.device != w_in.device:
         raise ConfigError(
             f"the input is {x_TD.dtype} on {x_TD.device}, the experts are {w_in.dtype} on "

@@ -14,6 +14,7 @@ from torch import Tensor
 from overspill.core.errors import ConfigError, RankError
 from overspill.core.expert_map import ExpertMap
 from overspill.moe.autograd_state import graph_task
+from overspill.moe.pipeline.arguments import DTYPES
 from overspill.moe.pipeline.link import waiting
 from overspill.moe.pipeline.rows import (
     RoutedRows,
@@ -30,7 +31,6 @@ _HEAD = 6
 """Numbers before the counts: tokens, training, data type; batch, partitions and nanoseconds of the
 last measured pass."""
 _REFUSED = -1  # instead of a number of tokens
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Numbers = NDArray[np.int64]
 
 
@@ -95,7 +95,7 @@ class Tuner:
         counts_R = HostCopy(key_counts(keys_TK, finest * n_experts))
         # queued before the host waits: the device sorts while the host computes
         rows = SortedRows.sort(keys_TK, known) if known else None
-        head = [n_tokens, int(training), _DTYPES.index(dtype), *self._report()]
+        head = [n_tokens, int(training), DTYPES.index(dtype), *self._report()]
         found = _gather(head, counts_R.wait(), exchange)
         _check_heads(found[:, :3])
         timer, n = None, self.partitions
@@ -171,6 +171,6 @@ def _check_heads(heads: Numbers) -> None:
             )
         if dtype != heads[0, 2]:
             raise ConfigError(
-                f"ranks must compute in the same data type: rank 0 in {_DTYPES[heads[0, 2]]}, "
-                f"rank {rank} in {_DTYPES[dtype]}; use torch.autocast on all ranks or on none"
+                f"ranks must compute in the same data type: rank 0 in {DTYPES[heads[0, 2]]}, "
+                f"rank {rank} in {DTYPES[dtype]}; use torch.autocast on all ranks or on none"
             )
