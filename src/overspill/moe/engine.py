@@ -32,22 +32,20 @@ from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
-from overspill.moe.received_rows import ReceivedRows
+from overspill.moe.rank_rows import Now, RankRows
 from overspill.moe.records import ExpertRecords
 from overspill.moe.row_placer import Balance, RowPlacer, Sharing
 from overspill.moe.settings import Settings
+from overspill.moe.stage_order import StageOrder
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.parallel.exchange.choice import exchange_among
 from overspill.parallel.exchange.interface import Exchange
 from overspill.parallel.ranks import Ranks
-from overspill.parallel.row_exchange import RowExchange, SentRows
 from overspill.plan.budget import Placement
 from overspill.plan.eviction import NextUse
-from overspill.plan.exchange_groups import Rows, check_groups, choose_groups, divide_experts
 from overspill.plan.homes import DeviceShare, spread_homes
-from overspill.plan.order import StageVisit
 from overspill.plan.usage import Exchange as ExchangedHomes
 from overspill.tiers.entry import Part, Reader
 from overspill.tiers.layout import RecordLayout
@@ -86,14 +84,9 @@ class Engine:
         self.shape, self.dtype = layout.shape, layout.dtype
         self.device = device
         self.ranks = ranks
-        self.row_exchange: RowExchange | None = None
-        self._placer: RowPlacer | None = None
-        self._received_rows: ReceivedRows | None = None
+        self.rank_rows: RankRows | None = None
+        """Token rows of other ranks; None: none divide the experts of a layer."""
         self._shared = None if sharing is None else sharing.shared
-        if ranks is not None and ranks.node.size > 1:
-            node = ranks.node
-            self._placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
-            self._exchange_through(exchange_among(node, device, recorder, settings.inject))
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
@@ -102,7 +95,6 @@ class Engine:
         self._memory: ModelMemory | None = None
         self._dense_bytes: Callable[[], int] = lambda: 0
         self._training: TrainingStep | None = None
-        self._visit: StageVisit | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
         with ExitStack() as undo:  # a failure leaves no thread and no file
             # first what may not fit: nothing else is allocated yet
@@ -142,6 +134,11 @@ class Engine:
             self._moves = ExpertMoves(
                 store, homes, self.records, placement, self._training, self._new_streaming, self
             )
+            self.stage_order = StageOrder(self._moves, store, self._lock)
+            if ranks is not None and ranks.node.size > 1:
+                costs_of_rows = None if sharing is None else sharing.costs
+                exchange = exchange_among(ranks.node, device, recorder, settings.inject)
+                self._exchange_through(exchange, RowPlacer(ranks.node.size, costs_of_rows))
             undo.pop_all()
 
     def _new_streaming(self) -> Streaming:
@@ -271,7 +268,7 @@ class Engine:
         """A pre-gate has chosen these experts for the next forward through a layer: they are
         uploaded, and read from disk, with those of the layers before it. Not with several ranks:
         they do not know yet which tokens of others they get."""
-        streaming = self._moves.streaming if self.row_exchange is None else None
+        streaming = self._moves.streaming if self.rank_rows is None else None
         if streaming is not None and sum(self._store.homes) < len(self._store.entries):
             with self.exclusive():
                 streaming.compute.announce(layer, expert_ids_TK)
@@ -319,8 +316,8 @@ class Engine:
         for name in ("max_rows", "threads", "inject", "cpu_policy", "residency", "placement"):
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
-        if self.row_exchange is not None:
-            self._check_exchange(settings)
+        if self.rank_rows is not None:
+            self.rank_rows.check(settings)
         self.flush()
         if (streaming := self._moves.streaming) is not None:
             streaming.set_settings(settings)  # first: it may refuse them
@@ -475,94 +472,33 @@ class Engine:
         if (streaming := self._moves.streaming) is not None:
             streaming.recover()
 
-    def route_rows(self, layer: int, expert_ids_TK: Tensor) -> SentRows:
-        """Tells all ranks which rows they get. Entered by all of them."""
-        assert self.row_exchange is not None
-        experts = self._store.maps[layer]
-        positions = () if experts.in_order else [*map(experts.position, self.experts.local_ids)]
-        rows = self.row_exchange.route(expert_ids_TK, self._store.versions(layer), positions)
-        self._store.expect(layer, rows.versions)
-        return rows
-
     def loop_back(self, exchange: Exchange) -> None:
         """From the next pass on, token rows of one process travel through `exchange`, a
         `LoopbackExchange`: to measure on one GPU what is hidden of an exchange."""
         if self.ranks is not None or exchange.size > 1:
             raise ConfigError("rows of several ranks travel already; offload without a mesh")
-        self._check_exchange(self._settings)
         with self.exclusive():
-            self._exchange_through(exchange)
+            self._exchange_through(exchange, RowPlacer(exchange.size, None))
 
-    def _check_exchange(self, settings: Settings) -> None:
-        """Raises for settings that an exchange does not support."""
-        if settings.cpu_experts or settings.cpu_policy is not None:
-            raise ConfigError("an exchange does not support cpu_experts; turn one of them off")
-        n_ranks = 1 if self.ranks is None else self.ranks.node.size
-        check_groups(settings.exchange_groups, self.n_experts, n_ranks)
+    def _exchange_through(self, exchange: Exchange, placer: RowPlacer) -> None:
+        def now() -> Now:
+            memory, free = self._memory, 0
+            if memory is not None:
+                free = min(memory.budget, memory.available()) - memory.allocated()
+            return Now(self._settings, free)
 
-    def _exchange_through(self, exchange: Exchange) -> None:
-        placer = self._placer or RowPlacer(exchange.size, None)
-        self.row_exchange = RowExchange(exchange, self.n_experts, placer.place, self._divide)
-        self._received_rows = ReceivedRows(exchange, self.shape, self.dtype)
-
-    def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:
-        """The groups of experts whose token rows travel together. On a CPU nothing runs beside the
-        exchange."""
-        n = self._settings.exchange_groups
-        if n is None:
-            n = 1 if self.device.type == "cpu" else choose_groups(rows_GE)
-        return divide_experts(rows_GE, order_GE, n)
-
-    def keeps_rows(self, layer_pass: LayerPass) -> bool:
-        """Whether token rows that a training pass has received stay on the device until its
-        backward. Entered by all ranks."""
-        assert self._received_rows is not None
-        assert layer_pass.sent is not None
-        memory, store = self._memory, self._store
-        n_streamed = -(-(len(store.entries) - sum(store.homes)) // self.n_layers)
-        return self._received_rows.keeps(
-            self._settings.received_rows,
-            layer_pass.sent.most_rows,
-            self.n_layers,
-            n_streamed * self.layout.weight_bytes,
-            layer_pass.trained,
-            0 if memory is None else min(memory.budget, memory.available()) - memory.allocated(),
-        )
+        self.rank_rows = RankRows(exchange, self._store, placer, now)
 
     @property
     def balance(self) -> Balance | None:
         """How evenly token rows were spread over ranks, lately; None with one rank."""
-        return None if self._placer is None else self._placer.balance()
-
-    def follow_stage(self, visit: StageVisit | None) -> None:
-        """The next passes are those of a micro-batch in a stage; None: of a whole model."""
-        with self.exclusive():
-            self._visit = visit
-            if (streaming := self._moves.streaming) is not None:
-                with self._store.lock:
-                    streaming.compute.cursor.follow_stage(visit)
-
-    def plan_stages(self, stages: Sequence[range]) -> None:
-        """Micro-batches pass these layers in turn: only gradients of one stage are accumulated at a
-        time."""
-        n_local = self.experts.n_local
-        self._moves.most_sums = max(len(layers) * n_local for layers in stages)
-
-    def fits(self, layers: range) -> bool:
-        """Whether the device holds all experts of these layers at once, at home or in slots."""
-        streaming = self._moves.streaming
-        if streaming is None:
-            return True
-        with self._store.lock:
-            streaming.compute.plan.refresh()
-            return streaming.compute.plan.fits(layers)
+        return None if self.rank_rows is None else self.rank_rows.balance
 
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
         self.recover()
-        is_first = self._visit is None or self._visit.micro_batch == 0
-        if layer_pass.layer == 0 and is_first:
+        if layer_pass.layer == 0 and self.stage_order.begins_step:
             follow = self._settings.follow_usage and self._settings.activations != "keep"
             self._moves.before_pass(layer_pass, tokens, follow)
 
@@ -577,7 +513,7 @@ class Engine:
             if self.lifetime.closed:
                 return
             self.lifetime.closed = True
-            self.row_exchange = self._received_rows = None  # ends the thread of the exchange
+            self.rank_rows = None  # ends the thread of the exchange
             if (streaming := self._moves.streaming) is not None:
                 streaming.close()
             self._homes.wait()

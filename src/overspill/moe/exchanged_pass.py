@@ -32,10 +32,10 @@ class _Exchanged:
     """What forward and backward have in common."""
 
     def __init__(self, engine: Engine, layer_pass: LayerPass) -> None:
-        assert engine.row_exchange is not None
+        assert engine.rank_rows is not None
         assert layer_pass.sent is not None
         self._engine, self._pass = engine, layer_pass
-        self._exchange: RowExchange = engine.row_exchange
+        self._exchange: RowExchange = engine.rank_rows.exchange
         self._rows: SentRows = layer_pass.sent
 
     def finish(self, number: int, rows: list[Tensor]) -> None:
@@ -130,8 +130,9 @@ def exchanged_forward(
     """Each token's weighted sum over its experts, [T, D]. Entered by all ranks."""
     steps = _Forward(x_TD, engine, layer_pass, phase, keep)
     assert layer_pass.sent is not None
+    assert engine.rank_rows is not None
     run_pipeline(len(layer_pass.sent.groups), steps)
-    if layer_pass.training and engine.keeps_rows(layer_pass):
+    if layer_pass.training and engine.rank_rows.keeps(layer_pass):
         layer_pass.received = steps.x_ND
     return combine_results(layer_pass.sent, steps.y_RD, weights_TK)
 

@@ -72,7 +72,7 @@ class Stages:
         self.blocks = [part.blocks for part in parts]
         """The blocks of each stage, those of other ranks too."""
         self._blocks = StagedBlocks(model)
-        engine.plan_stages([stage.layers for stage in self._stages])
+        engine.stage_order.plan([stage.layers for stage in self._stages])
         self._link = None if ranks is None else StageLink(ranks, engine.device)
         if offload_activations is None:
             offload_activations = engine.device.type == "cuda"
@@ -177,7 +177,7 @@ class Stages:
     def _check_room(self, micro_batches: int) -> None:
         if self._warned or micro_batches == 1:
             return
-        large = [stage for stage in self._stages if not self._engine.fits(stage.layers)]
+        large = [stage for stage in self._stages if not self._engine.stage_order.fits(stage.layers)]
         if large:
             self._warned = True
             _log.warning(
@@ -192,7 +192,7 @@ class Stages:
         if not self._closed:
             self._closed = True
             self._blocks.close()
-            self._engine.plan_stages([range(self._engine.n_layers)])
+            self._engine.stage_order.plan([])
 
 
 def _own_stages(parts: Sequence[StagePart], rank: int, n_ranks: int) -> list[Stage]:

@@ -90,11 +90,12 @@ class StagedPass:
                 if self.activations is not None:
                     self.activations.clear()
             finally:
-                self.engine.follow_stage(None)
+                self.engine.stage_order.follow(None)
 
     def _visit(self, stage: Stage, number: int, turns: bool = False) -> None:
         layers, count = stage.layers, len(self.micro_batches)
-        self.engine.follow_stage(StageVisit(layers.start, layers.stop, number, count, turns))
+        visit = StageVisit(layers.start, layers.stop, number, count, turns)
+        self.engine.stage_order.follow(visit)
 
     # -- forward ----------------------------------------------------------------------------
 
