@@ -2,6 +2,7 @@
 the speed of another machine's link.
 
 PYTHONPATH=src python3 bench/mpipe.py overlap granularity memory strategy
+PYTHONPATH=src python3 bench/mpipe.py streamed
 PYTHONPATH=src python3 bench/mpipe.py timeline --out docs
 """
 
@@ -13,6 +14,7 @@ import torch
 from mpipe_layers import DEVICE, W1, milliseconds, step
 from mpipe_overlap import granularity, overlap
 from mpipe_reuse import memory, strategy
+from mpipe_streamed import streamed
 
 from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.trace.picture import draw_timeline
@@ -34,7 +36,7 @@ def timeline(out: Path | None) -> None:
 
 
 PARTS: dict[str, Callable[[Path | None], None]] = {
-    part.__name__: part for part in (overlap, granularity, memory, strategy, timeline)
+    part.__name__: part for part in (overlap, granularity, memory, strategy, streamed, timeline)
 }
 
 
