@@ -2,6 +2,7 @@
 the speed of another machine's link.
 
 PYTHONPATH=src python3 bench/mpipe.py overlap granularity memory strategy
+PYTHONPATH=src python3 bench/mpipe.py streamed
 PYTHONPATH=src python3 bench/mpipe.py figure-8 figure-9 figure-10 figure-11 figure-12 figure-13
 PYTHONPATH=src python3 bench/mpipe.py timeline
 PYTHONPATH=src python3 bench/mpipe.py draw    # the pictures of these records; needs no GPU
@@ -21,6 +22,7 @@ from mpipe_memory import memory
 from mpipe_overlap import overlap
 from mpipe_pictures import draw_all
 from mpipe_strategy import strategy
+from mpipe_streamed import streamed
 from mpipe_timeline import RECORD, Timeline, draw_recorded, timeline
 from record import RESULTS, ROOT
 
@@ -28,7 +30,7 @@ from overspill.plan.reuse import STRATEGIES
 
 PARTS: dict[str, Callable[[Setup], None]] = {
     part.__name__.replace("_", "-"): part
-    for part in (overlap, granularity, memory, strategy, *FIGURES)
+    for part in (overlap, granularity, memory, strategy, streamed, *FIGURES)
 }
 
 
