@@ -18,7 +18,7 @@ from overspill.trace.spans import Span
 from tests.bench.conftest import BENCH
 
 FIGURES = [f"figure-{number}" for number in range(8, 14)]
-PARTS = ["overlap", "granularity", "memory", "strategy", *FIGURES, "timeline"]
+PARTS = ["overlap", "granularity", "memory", "strategy", "streamed", *FIGURES, "timeline"]
 
 
 @pytest.fixture
