@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import overspill
 from overspill.core.errors import ConfigError
+from overspill.models.stages.blocks import find_blocks
 from tests.models.huggingface.families import Family, cases, make_batch, make_model
 from tests.models.huggingface.oracle import (
     ADAM,
@@ -63,6 +66,15 @@ def test_blocks_that_pass_more_than_hidden_states_are_refused(name: str, tmp_pat
         twin(**batch).loss.backward()
         optimizer.step()
         twin.overspill.check_conserved()
+
+
+def test_keys_and_values_of_earlier_blocks_are_refused() -> None:
+    config = BY_NAME["gemma4_text"].build()
+    config.num_kv_shared_layers = 1
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="gemma4_text: num_kv_shared_layers=1 blocks use keys"):
+        find_blocks(model)
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)

@@ -18,7 +18,7 @@ _MARK = "_overspill_stage"
 def find_blocks(model: nn.Module) -> list[str]:
     """The paths of the decoder blocks, lowest first: the elements of the outermost list of modules
     that has the experts."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind is None:
         raise ConfigError(f"stages need a transformers model, and this is a {type(model).__name__}")
@@ -26,6 +26,11 @@ def find_blocks(model: nn.Module) -> list[str]:
         raise ConfigError(
             f"{kind}: stages need blocks that follow each other, and this model has an encoder and "
             "a decoder; train it without stages"
+        )
+    if shared := getattr(config.get_text_config(), "num_kv_shared_layers", 0):
+        raise ConfigError(
+            f"{kind}: num_kv_shared_layers={shared} blocks use keys and values of earlier ones, "
+            "which may be in another stage; train it without stages"
         )
     lists = {_outermost_list(model, path) for path in experts_paths(model)}
     if len(lists) != 1 or None in lists:
