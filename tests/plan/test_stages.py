@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overspill.core.errors import ConfigError
-from overspill.plan.stages import BlockCost, divide_blocks
+from overspill.plan.stages import BlockCost, ExpertTimes, block_seconds, divide_blocks
 
 COSTS = st.builds(BlockCost, st.integers(0, 5).map(float), st.integers(0, 5))
 
@@ -50,3 +50,21 @@ def test_equal_blocks_are_spread_evenly_with_the_longer_stages_first() -> None:
 def test_a_number_of_stages_that_is_impossible_is_refused(n_stages: int) -> None:
     with pytest.raises(ConfigError, match=rf"^{n_stages} stages.*has 4; give 1 to 4"):
         divide_blocks([BlockCost(1.0, 1)] * 4, n_stages)
+
+
+@pytest.mark.parametrize(
+    ("times", "stages"),
+    [
+        # computing takes longest: a dense block counts as much as a token's experts
+        (ExpertTimes(row=1e-6, upload=0.0), [range(4), range(4, 6)]),
+        # uploads take longest: dense blocks take no time in comparison
+        (ExpertTimes(row=1e-9, upload=1e-3), [range(5), range(5, 6)]),
+    ],
+)
+def test_the_time_of_a_block_is_that_of_computing_or_of_uploads(
+    times: ExpertTimes, stages: list[range]
+) -> None:
+    dense = [block_seconds(1.0, 0, 2, 64, times)] * 4
+    moe = [block_seconds(0.1, 1, 2, 64, times)] * 2
+    costs = [BlockCost(seconds, 1) for seconds in (*dense, *moe)]
+    assert divide_blocks(costs, 2) == stages

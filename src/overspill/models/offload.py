@@ -299,7 +299,11 @@ def _own_layers(
         return LayerMap.whole(len(layers))
     if not all(hasattr(layer, "leave_to_others") for layer in layers):
         raise ConfigError("pipeline stages need a model of Hugging Face transformers")
-    from overspill.models.stages.division import check_ranks, divide_model  # imports transformers
+    from overspill.models.stages.division import (  # imports transformers
+        check_ranks,
+        divide_model,
+        expert_times,
+    )
 
     if count < n_ranks:
         raise ConfigError(
@@ -309,7 +313,9 @@ def _own_layers(
         raise ConfigError("shard_dense is not supported with ranks along stages; drop one of them")
     first = layers[0]
     size = first.shape.numel, first.dtype.itemsize
-    stages = divide_model(model, count, first.n_experts, *size)
+    layout = RecordLayout(first.shape, first.dtype, budgets.state_dtype)
+    times = expert_times(layout, budgets.compute_device, ranks)
+    stages = divide_model(model, count, first.n_experts, *size, times)
     check_ranks(stages, n_ranks)
     rank = 0 if ranks is None or ranks.stages is None else ranks.stages.rank
     return LayerMap.of_rank(stages, rank, n_ranks)

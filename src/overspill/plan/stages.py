@@ -16,6 +16,29 @@ class BlockCost(NamedTuple):
     """Of its weights."""
 
 
+class ExpertTimes(NamedTuple):
+    """Measured seconds of one expert."""
+
+    row: float
+    """Forward and backward of a token row."""
+    upload: float
+    """Its uploads of a step."""
+
+
+UNMEASURED = ExpertTimes(row=1.0, upload=0.0)
+"""Times are then in proportion to the parameters that a token passes."""
+_TOKENS = 16_384  # of a step on one rank; the number is not known when a model is divided
+
+
+def block_seconds(
+    dense: float, layers: int, top_k: int, n_experts: int, times: ExpertTimes, tokens: int = _TOKENS
+) -> float:
+    """Of a step: computing a block with `layers` of experts, or uploading these, whichever takes
+    longer. `dense` are its other parameters, as a multiple of those of an expert."""
+    rows = tokens * (dense + layers * top_k)
+    return max(rows * times.row, layers * n_experts * times.upload)
+
+
 def divide_blocks(costs: Sequence[BlockCost], n_stages: int) -> list[range]:
     """The blocks of each stage: runs of neighbours whose largest time is as small as possible, then
     whose largest memory is, then with the longer ones first."""

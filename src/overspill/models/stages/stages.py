@@ -18,7 +18,7 @@ from overspill.models.stages.checks import (
     checked_loss,
     loss_of,
 )
-from overspill.models.stages.division import divide_model
+from overspill.models.stages.division import divide_model, expert_times
 from overspill.models.stages.step import Accumulates, MicroBatch, Stage, StagedPass, Take
 from overspill.moe.engine import Engine
 from overspill.moe.pipeline.activations import HostCopies
@@ -92,7 +92,8 @@ class Stages:
         if n_stages is None:
             raise ConfigError("give the number of stages")
         sizes = engine.n_experts, engine.shape.numel, engine.dtype.itemsize
-        return divide_model(self._model, n_stages, *sizes)
+        times = expert_times(engine.layout, engine.device, engine.ranks)
+        return divide_model(self._model, n_stages, *sizes, times)
 
     def __len__(self) -> int:
         return len(self.blocks)
