@@ -197,7 +197,7 @@ def refused() -> list[str]:
     model.load_state_dict(other.state_dict())
     engine = model.overspill
     record = torch.empty(engine.shape.numel)
-    for layer, number in enumerate(engine.layers.own):
+    for layer, number in enumerate(engine.layer_map.own):
         engine.records.read_weights(ExpertId(layer, 3), record)
         expected = other.model.layers[number].mlp.experts.gate_up_proj[3].flatten()
         torch.testing.assert_close(record[: expected.numel()], expected)

@@ -368,7 +368,7 @@ def _fill(
         nonlocal done
         interrupt.check()
         if source is not None:
-            source.fill(ExpertId(engine.layers.own[expert.layer], expert.index), record)
+            source.fill(ExpertId(engine.layer_map.own[expert.layer], expert.index), record)
         else:
             layers[expert.layer].fill(expert.index, record, engine.device)
         if replicas is not None:

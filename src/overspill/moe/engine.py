@@ -78,7 +78,7 @@ class Engine:
         """With `ranks`, `experts` are this one's part of a layer, and `layers` its part of the
         model; with `sharing` it can compute experts of others too."""
         self.n_layers = n_layers
-        self.layers = layers or LayerMap.whole(n_layers)
+        self.layer_map = layers or LayerMap.whole(n_layers)
         self.experts = experts
         self.n_experts = experts.n_global  # of a layer over all processes
         self.shape, self.dtype = layout.shape, layout.dtype
@@ -203,7 +203,7 @@ class Engine:
 
     @property
     def expert_parameters(self) -> int:
-        return self.layers.n_layers * self.n_experts * self.shape.numel
+        return self.layer_map.n_layers * self.n_experts * self.shape.numel
 
     # -- homes --------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class Engine:
             raise ConfigError(
                 f"{what} is not supported for a model that was offloaded with a mesh: rank "
                 f"{self.ranks.rank} of {self.ranks.size} holds {self.experts.n_local} of "
-                f"{self.n_experts} experts of {self.n_layers} of {self.layers.n_layers} layers; "
+                f"{self.n_experts} experts of {self.n_layers} of {self.layer_map.n_layers} layers; "
                 "call overspill.save(model, folder) on all ranks"
             )
 

@@ -441,7 +441,10 @@ class AdamW(torch.optim.Optimizer):
 
     def _steps_of_all_layers(self, engine: ExpertEngine) -> list[int]:
         """Also of layers that other ranks have; all ranks call this."""
-        layers, own = engine.layers, dict(zip(engine.layers.own, self._layer_steps(), strict=True))
+        layers, own = (
+            engine.layer_map,
+            dict(zip(engine.layer_map.own, self._layer_steps(), strict=True)),
+        )
         if not layers.is_whole:
             assert self._ranks is not None
             own = {layer: n for found in self._ranks.gather(own) for layer, n in found.items()}
@@ -454,7 +457,7 @@ class AdamW(torch.optim.Optimizer):
         for name, value in flat.items():
             if name == "layer_steps":
                 assert self._engine is not None
-                for layer, in_model in enumerate(self._engine.layers.own):
+                for layer, in_model in enumerate(self._engine.layer_map.own):
                     self._engine.training.set_steps(layer, int(value[in_model]))
                 continue
             number, key = name.split(".", 1)

@@ -94,7 +94,7 @@ def _parts(
     layers: list[str], engine: Engine, expert: ExpertId, record: torch.Tensor
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The parts of an expert's record, with name and offset in the stacked tensors of its layer."""
-    layer = layers[engine.layers.own[expert.layer]]
+    layer = layers[engine.layer_map.own[expert.layer]]
     for name, part in zip(_PARTS, split_record(record, engine.shape), strict=False):
         yield f"{layer}.{name}", expert.index * part.numel(), part
 
@@ -130,7 +130,7 @@ def expert_state_specs(engine: Engine, optimizer: AdamW) -> dict[str, TensorSpec
     """One stacked tensor for each layer and each state of the experts."""
     return {
         _state_name(layer, section): TensorSpec(dtype, (engine.n_experts, engine.shape.numel))
-        for layer in range(engine.layers.n_layers)
+        for layer in range(engine.layer_map.n_layers)
         for section, dtype in optimizer.expert_sections()
     }
 
@@ -139,14 +139,14 @@ def write_expert_states(writer: StreamWriter, engine: Engine, optimizer: AdamW) 
     for expert, section, piece in _states(engine, optimizer):
         optimizer.read_expert_state(expert, section, piece)
         offset = expert.index * piece.numel()
-        layer = engine.layers.own[expert.layer]
+        layer = engine.layer_map.own[expert.layer]
         writer.write_piece(_state_name(layer, section), offset, piece)
 
 
 def read_expert_states(reader: StreamReader, engine: Engine, optimizer: AdamW) -> None:
     for expert, section, piece in _states(engine, optimizer):
         offset = expert.index * piece.numel()
-        layer = engine.layers.own[expert.layer]
+        layer = engine.layer_map.own[expert.layer]
         reader.read_piece(_state_name(layer, section), offset, piece)
         optimizer.write_expert_state(expert, section, piece)
 

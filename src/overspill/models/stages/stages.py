@@ -83,7 +83,7 @@ class Stages:
 
     def _parts(self, n_stages: int | None) -> Sequence[StagePart]:
         engine = self._engine
-        if known := engine.layers.stages:
+        if known := engine.layer_map.stages:
             if n_stages not in (None, len(known)):
                 raise ConfigError(
                     f"{n_stages} stages, but the model was offloaded with stages={len(known)}"
