@@ -43,7 +43,7 @@ format: $(DEV)  ## format the code
 	$(BIN)/ruff format .
 
 tables: $(DEV)  ## write the tables of the docs from bench/results and from the tests
-	$(BIN)/python bench/tables.py --write README.md docs/benchmarks.md docs/finetuning.md docs/pre-gates.md docs/multi-gpu.md docs/moe-layer.md
+	$(BIN)/python bench/tables.py --write README.md docs/benchmarks.md docs/finetuning.md docs/pre-gates.md docs/multi-gpu.md docs/moe-layer.md docs/stages.md
 	$(BIN)/python -m tests.docs.test_families --write
 
 clean:  ## remove the environment and all caches, but not runs/

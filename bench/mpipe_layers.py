@@ -4,21 +4,32 @@ A layer is that of one rank: of the paper's layers, with 64 experts on 64 GPUs, 
 with 16 experts on 4 GPUs, four.
 """
 
-from collections.abc import Callable
+import dataclasses
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import overspill
 from overspill.core.experts import ExpertShape
 from overspill.parallel.exchange.interface import Exchange
+from overspill.parallel.exchange.loopback import LoopbackExchange
+from overspill.transfer.streams import Timestamp
 
-DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 RATES = (6, 12, 25, 50)
 NUMBERS = (1, 2, 4, 8)
+MOST_TRIALS = 40
+"""Steps after which a search counts as failed."""
+GPU = torch.device("cuda")
+_SMALLER = 1024  # a smoke test has so many times fewer tokens
 Row = dict[str, Any]
+Work = Callable[[], None]
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,8 @@ class Layer:
     gated: bool
     tokens: int
     """Of a batch that takes some milliseconds: launches take as long for a small one."""
+    device: torch.device = GPU
+    dtype: torch.dtype = torch.bfloat16
 
     def build(self, exchange: Exchange | None, **options: Any) -> overspill.MoELayer:
         return overspill.MoELayer(
@@ -41,8 +54,8 @@ class Layer:
             activation="silu" if self.gated else "gelu",
             gated=self.gated,
             exchange=exchange,
-            dtype=BF16,
-            device=DEVICE,
+            dtype=self.dtype,
+            device=self.device,
             seed=1,
             **options,
         )
@@ -52,47 +65,108 @@ class Layer:
         return ExpertShape(self.d_model, self.d_hidden, self.gated)
 
     def rows(self, tokens: int) -> Tensor:
-        return torch.randn(tokens, self.d_model, device=DEVICE, dtype=BF16)
+        return torch.randn(tokens, self.d_model, device=self.device, dtype=self.dtype)
+
+    def step(self, layer: nn.Module, tokens: int) -> Work:
+        """A forward and backward of `layer`, with gradients of all that is trained."""
+        x, dy = self.rows(tokens).requires_grad_(), self.rows(tokens)
+
+        def work() -> None:
+            layer.zero_grad()
+            x.grad = None
+            y, _ = layer(x)
+            y.backward(dy)
+
+        return work
 
 
 GPT_S = Layer("GPT-S", 768, 3072, 1, 1, gated=False, tokens=131072)
+BERT_L = Layer("BERT-L", 1024, 4096, 1, 1, gated=False, tokens=65536)
 GPT_XL = Layer("GPT-XL", 2048, 8192, 1, 1, gated=False, tokens=32768)
 W1 = Layer("W1", 1024, 4096, 4, 2, gated=True, tokens=32768)
 LAYERS = (GPT_S, GPT_XL, W1)
+PAPER = (GPT_S, BERT_L, GPT_XL)
 
 
-def milliseconds(
-    work: Callable[[], None], rounds: int = 3, warm: int = 1, calls: int = 2
-) -> list[float]:
-    """Of one call in each round, on the compute stream. Calls follow each other as steps of a
-    training do: the host queues the next one while the GPU works."""
-    found = []
-    for number in range(warm + rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
+@dataclass(frozen=True)
+class Setup:
+    """Where the benchmarks run: on a GPU, or as a smoke test on the CPU with tiny sizes."""
+
+    out: Path | None = None
+    """For records and pictures; None: where the repository has them."""
+    smoke: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.smoke and not torch.cuda.is_available():
+            raise SystemExit("these benchmarks need a GPU; --smoke runs tiny sizes on the CPU")
+        if self.smoke and self.out is None:
+            raise SystemExit("--smoke needs --out: records of it must not replace measured ones")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.smoke else "cuda")
+
+    def layer(self, spec: Layer) -> Layer:
+        if not self.smoke:
+            return spec
+        return dataclasses.replace(
+            spec,
+            d_model=16,
+            d_hidden=64,
+            tokens=self.batch(spec.tokens),
+            device=self.device,
+            dtype=torch.float32,
+        )
+
+    def batch(self, tokens: int) -> int:
+        return max(8, tokens // _SMALLER) if self.smoke else tokens
+
+    def few(self, items: Sequence[T], most: int = 2) -> Sequence[T]:
+        """All of them; at most so many for a smoke test."""
+        return items[:most] if self.smoke else items
+
+    def link(self, rate: float | None = None) -> LoopbackExchange:
+        return LoopbackExchange(self.device, rate)
+
+
+def milliseconds(work: Work, device: torch.device, calls: int = 1) -> float:
+    """Of one of `calls` calls, on the compute stream. They follow each other as steps of a training
+    do: the host queues the next one while the GPU works."""
+    begin = Timestamp(device)
+    for _ in range(calls):
+        work()
+    end = Timestamp(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * begin.seconds_until(end) / calls
+
+
+def medians(
+    works: Mapping[K, Work], device: torch.device, rounds: int = 5, calls: int = 2
+) -> dict[K, float]:
+    """Milliseconds of one call of each. All take turns, so that what changes with time, such as the
+    clock of the GPU, changes them alike. The first call of a turn does not count: it finds the
+    caches as the work before has left them. A CPU, for smoke tests, has one round."""
+    found: dict[K, list[float]] = {key: [] for key in works}
+    for _ in range(rounds if device.type == "cuda" else 1):
+        for key, work in works.items():
             work()
-        end.record()
-        torch.cuda.synchronize()
-        if number >= warm:
-            found.append(float(begin.elapsed_time(end)) / calls)
+            found[key].append(milliseconds(work, device, calls))
+    return {key: statistics.median(times) for key, times in found.items()}
+
+
+def median(work: Work, device: torch.device, rounds: int = 5) -> float:
+    return medians({"": work}, device, rounds)[""]
+
+
+def search(layer: overspill.MoELayer, work: Work, tokens: int, device: torch.device) -> list[float]:
+    """Milliseconds of the steps until the layer has chosen its number of partitions."""
+    found: list[float] = []
+    while layer.best_partitions(tokens) is None:
+        if len(found) == MOST_TRIALS:
+            raise RuntimeError(f"no number of partitions for {tokens} after {MOST_TRIALS} steps")
+        found.append(milliseconds(work, device))
     return found
-
-
-def step(layer: overspill.MoELayer, x: Tensor, dy: Tensor) -> Callable[[], None]:
-    x = x.detach().requires_grad_()
-
-    def work() -> None:
-        y, _ = layer(x)
-        y.backward(dy)
-
-    return work
-
-
-def timed(spec: Layer, tokens: int, exchange: Exchange | None, **options: Any) -> list[float]:
-    """Milliseconds of forward and backward."""
-    layer = spec.build(exchange, **options)
-    return milliseconds(step(layer, spec.rows(tokens), spec.rows(tokens)))
 
 
 def show(row: Row) -> None:

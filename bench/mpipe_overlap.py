@@ -1,31 +1,26 @@
-"""How much of an exchange is hidden, and how many partitions are chosen."""
+"""How much of an exchange is hidden behind compute."""
 
-import statistics
-from pathlib import Path
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 from mpipe_layers import (
-    DEVICE,
-    GPT_XL,
     LAYERS,
     NUMBERS,
     RATES,
-    W1,
     Layer,
     Row,
-    milliseconds,
+    Setup,
+    Work,
+    median,
+    medians,
+    search,
     show,
-    step,
-    timed,
 )
 from record import metric, write_record
 
-import overspill
 from overspill.compute.experts import StackedWeights, wave_backward, wave_forward
 from overspill.parallel.exchange.interface import Exchange
-from overspill.parallel.exchange.loopback import LoopbackExchange
-
-GRANULARITY_RATE = 25
 
 
 def computing(spec: Layer) -> float:
@@ -34,15 +29,15 @@ def computing(spec: Layer) -> float:
     weights = StackedWeights(layer.w_in.detach(), layer.w_out.detach())
     each = spec.tokens * spec.top_k // spec.experts
     counts = [each] * spec.experts
-    ends = torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32)
+    ends = torch.tensor(counts, device=spec.device).cumsum(0).to(torch.int32)
     x, dy = spec.rows(sum(counts)), spec.rows(sum(counts))
-    row_weights = torch.ones(sum(counts), device=DEVICE)
+    row_weights = torch.ones(sum(counts), device=spec.device)
 
     def work() -> None:
         _, hidden = wave_forward(x, weights, layer.shape, ends, counts)
         wave_backward(x, dy, row_weights, weights, layer.shape, ends, counts, hidden)
 
-    return statistics.median(milliseconds(work))
+    return median(work, spec.device)
 
 
 def exchanging(spec: Layer, exchange: Exchange) -> float:
@@ -54,108 +49,81 @@ def exchanging(spec: Layer, exchange: Exchange) -> float:
         for arrival in arrivals:
             arrival.wait()
 
-    return statistics.median(milliseconds(work))
+    return median(work, spec.device)
 
 
-def overlap_row(spec: Layer, rate: float, compute: float) -> tuple[Row, float, float, bool]:
-    """A row of the table, the share that is hidden, the gain, and whether S + R is similar to C."""
-    exchange = LoopbackExchange(DEVICE, rate)
+class Overlap(NamedTuple):
+    """Milliseconds of one setting."""
+
+    sending: float
+    """S + R alone."""
+    computing: float
+    """C alone."""
+    one: float
+    """A step with one partition."""
+    best: float
+    """With the best fixed number of partitions."""
+    adaptive: float
+    """With the number that the layer has chosen."""
+
+    @property
+    def gain(self) -> float:
+        """Of the layer as it is used: below 1 if it has chosen badly."""
+        return self.one / self.adaptive
+
+    @property
+    def hidden(self) -> float:
+        """The share of the smaller one of S + R and C that pipelining saves at best."""
+        return (self.one - self.best) / min(self.sending, self.computing)
+
+    @property
+    def similar(self) -> bool:
+        return 0.5 <= self.sending / self.computing <= 2
+
+
+def overlap_row(setup: Setup, spec: Layer, rate: float, computing: float) -> tuple[Row, Overlap]:
+    exchange = setup.link(rate)
     sending = exchanging(spec, exchange)
-    times = {
-        n: statistics.median(timed(spec, spec.tokens, exchange, partitions=n, strategy="none"))
-        for n in NUMBERS
-    }
-    best = min(NUMBERS, key=lambda n: times[n])
-    share = (times[1] - times[best]) / min(sending, compute)
-    gain, similar = times[1] / times[best], 0.5 <= sending / compute <= 2
+    adaptive = spec.build(exchange, strategy="none")
+    works: dict[Hashable, Work] = {"adaptive": spec.step(adaptive, spec.tokens)}
+    search(adaptive, works["adaptive"], spec.tokens, spec.device)
+    for n in NUMBERS:
+        fixed = spec.build(exchange, partitions=n, strategy="none")
+        works[n] = spec.step(fixed, spec.tokens)
+    times = medians(works, spec.device)
+    best = min(times[n] for n in NUMBERS)
+    found = Overlap(sending, computing, times[1], best, times["adaptive"])
     row = {
         "layer": f"{spec.name}, {spec.tokens:,} tokens",
         "link, GB/s": rate,
         "S + R, ms": f"{sending:.2f}",
-        "C, ms": f"{compute:.2f}",
+        "C, ms": f"{computing:.2f}",
         **{f"n = {n}, ms": f"{times[n]:.2f}" for n in NUMBERS},
-        "gain": f"{gain:.2f}" + (" (similar)" if similar else ""),
-        "hidden": f"{share:.0%}",
+        "adaptive": f"n = {adaptive.best_partitions(spec.tokens)}, {times['adaptive']:.2f} ms",
+        "gain of adaptive": f"{found.gain:.2f}" + (" (similar)" if found.similar else ""),
+        "hidden by the best n": f"{found.hidden:.0%}",
     }
-    return row, share, gain, similar
+    return row, found
 
 
-def overlap(out: Path | None) -> None:
-    table, hidden, gains, similar_gains = [], [], [], []
-    for spec in LAYERS:
+def overlap(setup: Setup) -> None:
+    table, all_found = [], []
+    for spec in map(setup.layer, setup.few(LAYERS, 1)):
         compute = computing(spec)
-        for rate in RATES:
-            row, share, gain, similar = overlap_row(spec, rate, compute)
+        for rate in setup.few(RATES):
+            row, found = overlap_row(setup, spec, rate, compute)
             show(row)
             table.append(row)
-            hidden.append(100 * share)
-            gains.append(gain)
-            similar_gains += [gain] if similar else []
+            all_found.append(found)
     config = {
         "row": "pipelined exchange over a throttled link: share of min(S + R, C) that is hidden",
         "compare": "more than 100%: making and adding up token rows is hidden too",
         "similar": "S + R between half and twice C",
     }
+    similar = [found.gain for found in all_found if found.similar]
     metrics = {
-        "hidden": metric(hidden, "%"),
-        "gain where similar": metric(similar_gains or [1.0], "×"),
-        "gain": metric(gains, "×"),
+        "hidden": metric([100 * found.hidden for found in all_found], "%"),
+        "gain": metric([found.gain for found in all_found], "×"),
+        **({"gain where similar": metric(similar, "×")} if similar else {}),
     }
-    write_record("mpipe-overlap", config, metrics, None, out, table)
-
-
-def granularity_row(
-    spec: Layer, tokens: int, exchange: Exchange, adaptive: overspill.MoELayer
-) -> tuple[Row, float, float]:
-    """A row of the table, and in percent: the time above the best, the search in 100 steps."""
-    fixed = {}
-    for n in NUMBERS:
-        work = step(
-            spec.build(exchange, partitions=n, strategy="none"),
-            spec.rows(tokens),
-            spec.rows(tokens),
-        )
-        fixed[n] = statistics.median(milliseconds(work, rounds=6, calls=1))
-    work = step(adaptive, spec.rows(tokens), spec.rows(tokens))
-    search = []
-    while adaptive.best_partitions(tokens) is None and len(search) < 40:
-        search += milliseconds(work, rounds=1, warm=0, calls=1)
-    chosen = adaptive.best_partitions(tokens) or 1
-    found = statistics.median(milliseconds(work, rounds=6, calls=1))
-    # the first pass is not counted: it allocates memory, with any number of partitions
-    extra = sum(ms - found for ms in search[1:]) / found
-    above = 100 * (found / min(fixed.values()) - 1)
-    row = {
-        "layer": spec.name,
-        "tokens": f"{tokens:,}",
-        **{f"n = {n}, ms": f"{fixed[n]:.2f}" for n in NUMBERS},
-        "adaptive": f"n = {chosen}, {found:.2f} ms",
-        "above the best": f"{above:.1f}%",
-        "best": f"n = {min(fixed, key=lambda n: fixed[n])}",
-        "trials": len(search),
-        "search, of 100 steps": f"{extra:.2f}%",
-    }
-    return row, above, extra
-
-
-def granularity(out: Path | None) -> None:
-    table, ratios, overheads = [], [], []
-    for spec in (GPT_XL, W1):
-        exchange = LoopbackExchange(DEVICE, GRANULARITY_RATE)
-        adaptive = spec.build(exchange, strategy="none")
-        for tokens in (1024, 2048, 4096, 8192, 16384, 32768):
-            row, above, extra = granularity_row(spec, tokens, exchange, adaptive)
-            show(row)
-            table.append(row)
-            ratios.append(above)
-            overheads.append(extra)
-    chosen = sum(row["adaptive"].startswith(f"{row['best']},") for row in table)
-    config = {
-        "row": "adaptive number of partitions, time above the best fixed one",
-        "compare": f"{GRANULARITY_RATE} GB/s; the best is chosen in {chosen} of {len(table)}",
-    }
-    metrics = {
-        "above the best": metric(ratios, "%"),
-        "search, of 100 steps": metric(overheads, "%"),
-    }
-    write_record("mpipe-granularity", config, metrics, None, out, table)
+    write_record("mpipe-overlap", config, metrics, None, setup.out, table)

@@ -118,7 +118,9 @@ def render(records: Sequence[Record]) -> str:
     for record in records:
         if "table" in record:
             heading = f"**{_label(record)}** (`{record['command']}`)"
-            blocks += [heading, _markdown(record["table"]), _measured_on([record])]
+            picture = record["config"].get("picture")
+            blocks += [heading, *([f"![{_label(record)}]({picture})"] if picture else [])]
+            blocks += [_markdown(record["table"]), _measured_on([record])]
     return "\n\n".join(blocks)
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from overspill.models.huggingface.save import save
     from overspill.models.offload import offload
     from overspill.models.pregate import pregate
+    from overspill.models.stages.stages import Stages
     from overspill.moe.moe_layer import MoELayer
     from overspill.moe.settings import Settings
     from overspill.optim.adamw import AdamW
@@ -29,6 +30,7 @@ __all__ = [
     "OverspillError",
     "SamplingParams",
     "Settings",
+    "Stages",
     "__version__",
     "for_trainer",
     "from_config",
@@ -46,6 +48,7 @@ _HOMES = {
     "OverspillError": "overspill.core.errors",
     "SamplingParams": "overspill.serve.params",
     "Settings": "overspill.moe.settings",
+    "Stages": "overspill.models.stages.stages",
     "for_trainer": "overspill.train.hf_trainer",
     "from_config": "overspill.models.huggingface.load",
     "load": "overspill.models.huggingface.load",

@@ -86,6 +86,12 @@ def test_a_record_with_a_table_is_a_table_of_its_own() -> None:
     assert "| work |" not in filled
 
 
+def test_the_picture_of_a_record_is_above_its_table() -> None:
+    config = {"row": "Figure 8", "picture": "figure-8.png"}
+    filled = fill(TEXT, [record("train-w1", config=config, table=[{"n": 4, "ms": 1.2345}])])
+    assert "![Figure 8](figure-8.png)\n\n| n | ms |\n| --- | --- |\n| 4 | 1.23 |" in filled
+
+
 def test_the_summary_shows_chosen_records_in_its_own_order() -> None:
     records = [
         record("load-30gb", config={"row": "load"}, metrics={"rate": _metric(2.5, "GB/s")}),

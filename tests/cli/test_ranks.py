@@ -340,3 +340,27 @@ def test_ranks_finetune_as_one_process(
     assert sorted(file.name for file in (two / "final").iterdir()) == names
     for file in (one / "final").glob("*.safetensors"):
         torch.testing.assert_close(load_file(two / "final" / file.name), load_file(file))
+
+
+def test_ranks_divide_stages(forks: Forks, checkpoint: Path, tmp_path: Path) -> None:
+    """Two ranks, and two along stages by two along experts, which resume the run of the two."""
+    data = finetune.write_pairs(tmp_path / "a.jsonl", 18)
+    changes = {"batch": 3, "accumulate": 2, "steps": 4, "save_every": 2, "keep": 2, "lr": 3e-4}
+    log = tmp_path / "log.txt"
+
+    def run(out: Path, *flags: str) -> None:
+        settings = finetune.tiny_settings(checkpoint, data, out, **changes)
+        words = ["finetune", settings.pop("checkpoint"), *settings.pop("data"), *_words(settings)]
+        assert forks.run([*words, *flags], log) == 0, log.read_text()
+
+    alone, divided = tmp_path / "alone", tmp_path / "divided"
+    run(alone)
+    run(divided, "--stages", "2", "--gpus", "2")
+    for file in (alone / "final").glob("*.safetensors"):
+        assert file.read_bytes() == (divided / "final" / file.name).read_bytes()
+    shutil.rmtree(divided / "checkpoints" / "step-00000004")
+    flags = "--stages", "2", "--gpus", "4", "--stage-gpus", "2", "--resume"
+    (divided / "final").rename(tmp_path / "final")
+    run(divided, *flags)
+    assert "step-00000002" in log.read_text()
+    assert _numbers(divided) == pytest.approx(_numbers(alone), rel=1e-5)

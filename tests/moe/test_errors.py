@@ -89,6 +89,9 @@ def test_a_value_that_cannot_be_right_is_named(options: dict[str, Any], names: s
         {"threads": 0},
         {"max_rows": 0},
         {"uploader": "gpu"},
+        {"exchange_groups": 0},
+        {"exchange_groups": 2.5},
+        {"received_rows": "host"},
     ],
 )
 def test_settings_that_cannot_be_right_are_named(options: dict[str, Any]) -> None:

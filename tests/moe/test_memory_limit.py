@@ -87,6 +87,10 @@ class Model:
     def share(self) -> DeviceShare:
         return DeviceShare(self.homes)
 
+    @property
+    def most_sums(self) -> int:
+        return self.total
+
     def bytes_each(self) -> BytesEach:
         return BytesEach(EXPERT)
 

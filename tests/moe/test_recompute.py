@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overspill.core.experts import Phase
 from overspill.models.gpt import GPTMoE
-from overspill.moe import autograd
+from overspill.moe import expert_pass
 from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.settings import Settings
@@ -40,9 +40,9 @@ def count_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[tup
     passes: Counter[tuple[int, Phase]] = Counter()
     waves = engine.compute.waves
 
-    def counted(layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
+    def counted(layer_pass: LayerPass, phase: Phase, *args: Any) -> Iterator[Wave]:
         passes[layer_pass.layer, phase] += 1
-        return waves(layer_pass, phase)
+        return waves(layer_pass, phase, *args)
 
     monkeypatch.setattr(engine.compute, "waves", counted)
     return passes
@@ -62,8 +62,8 @@ def test_a_recomputed_block_stops_before_its_experts(
         computed += 1
         return wave_forward(*args)
 
-    wave_forward = autograd.wave_forward
-    monkeypatch.setattr(autograd, "wave_forward", counted)
+    wave_forward = expert_pass.wave_forward
+    monkeypatch.setattr(expert_pass, "wave_forward", counted)
     with spilled(model, where, tmp_path) as engine:
         optimizer = adamw(model, task)
         passes = count_passes(engine, monkeypatch)

@@ -52,6 +52,10 @@ class FakeGpu:
     def share(self) -> DeviceShare:
         return DeviceShare(self.homes, self.sums)
 
+    @property
+    def most_sums(self) -> int:
+        return self.total
+
     def bytes_each(self) -> BytesEach:
         return self.each
 

@@ -58,3 +58,53 @@ def test_balance_loss_of_pieces_is_the_mean_over_micro_batches() -> None:
     single = torch.stack([router(piece).balance_loss for piece in x]).mean()
     torch.testing.assert_close(grouped, single)
     assert not torch.isclose(grouped, router(x.view(40, 16)).balance_loss, rtol=1e-4)
+
+
+@pytest.mark.parametrize("at_once", [1 << 24, 48])
+def test_16_bit_gradients_are_those_of_float32_copies(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, and three tokens at a time."""
+    monkeypatch.setattr("overspill.moe.router._WIDE_AT_ONCE", at_once)
+    router = Router(16, 8, 2, dtype=torch.bfloat16)
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(20, 16, dtype=torch.bfloat16, requires_grad=True)
+    wide = Router(16, 8, 2)
+    wide.load_state_dict(router.state_dict())
+    x_wide = x.detach().float().requires_grad_()
+    for module, tokens in ((router, x), (wide, x_wide)):
+        out = module(tokens)
+        (out.weights_TK.square().sum() + out.balance_loss).backward()
+    assert x.grad is not None
+    assert x_wide.grad is not None
+    assert torch.equal(x.grad, x_wide.grad.bfloat16())
+    torch.testing.assert_close(router.weight.grad, wide.weight.grad.bfloat16(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "x", "both"])
+def test_frozen_16_bit_routers_and_inputs_get_no_gradient(frozen: str) -> None:
+    router = Router(16, 8, 2, dtype=torch.bfloat16)
+    x = torch.randn(20, 16, dtype=torch.bfloat16)
+    router.weight.requires_grad_(frozen == "x")
+    x.requires_grad_(frozen == "weight")
+    weights = router(x).weights_TK
+    assert weights.requires_grad == (frozen != "both")
+    if weights.requires_grad:
+        weights[:, 0].sum().backward()
+    assert (router.weight.grad is not None) == (frozen == "x")
+    assert (x.grad is not None) == (frozen == "weight")
+
+
+def test_16_bit_tokens_are_kept_as_they_are_for_backward() -> None:
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x = torch.randn(20, 16, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        Router(16, 8, 2, dtype=torch.bfloat16)(x)
+    of_tokens = [tensor for tensor in saved if tensor.shape == x.shape]
+    assert of_tokens
+    assert all(tensor.data_ptr() == x.data_ptr() for tensor in of_tokens)

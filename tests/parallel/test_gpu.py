@@ -21,6 +21,7 @@ from tests.parallel.processes import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 STEPS, RANKS, CLIP, LR = 5, 2, 0.5, 3e-3
+CYCLES = 1_000_000  # of a delay, half a millisecond
 DYNAMIC = Settings(threads=2, placement="dynamic")
 MODES: list[dict[str, Any]] = [
     {"mode": "gpu"},
@@ -106,6 +107,33 @@ def test_two_ranks_on_one_gpu_follow_plain_training(where: dict[str, Any], tmp_p
     assert mean_losses(results) == pytest.approx(losses, rel=2e-4)
     for result in results:
         assert result.norms == pytest.approx(norms, rel=2e-3)
+
+
+def delay_exchange(kind: str) -> None:
+    """Compute must wait for the rows of its group."""
+    if kind.startswith("exchange"):
+        torch.cuda._sleep(CYCLES)
+
+
+def delay_uploads(kind: str) -> None:
+    """The exchange of results must wait for compute, which waits for experts."""
+    if kind == "upload":
+        torch.cuda._sleep(CYCLES)
+
+
+@pytest.mark.parametrize("inject", [delay_exchange, delay_uploads])
+@pytest.mark.parametrize("received_rows", ["send", "keep", "auto"])
+def test_groups_of_experts_follow_plain_training(inject: Any, received_rows: str) -> None:
+    losses, norms = plain()
+    for groups in (1, 3):
+        settings = Settings(
+            threads=2, exchange_groups=groups, received_rows=received_rows, inject=inject
+        )
+        where = {"mode": "host", "slots": 2, "gpu_experts": 4, "settings": settings}
+        results = trained(where, torch.float32, CLIP)
+        assert mean_losses(results) == pytest.approx(losses, rel=2e-4)
+        for result in results:
+            assert result.norms == pytest.approx(norms, rel=2e-3)
 
 
 @pytest.mark.parametrize("settings", [Settings(threads=2), DYNAMIC], ids=["static", "dynamic"])

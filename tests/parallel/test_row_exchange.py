@@ -1,4 +1,5 @@
-"""Rows go to the ranks that a placement names, in the order of one process, and come back."""
+"""Rows go to the ranks that a placement names, in the order of one process, and come back, in any
+groups of experts."""
 
 from typing import Any
 
@@ -7,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from overspill.parallel.ranks import Ranks
-from overspill.parallel.row_exchange import RowExchange, Rows
+from overspill.parallel.exchange.choice import exchange_for
+from overspill.parallel.row_exchange import RowExchange, Rows, combine_grads, combine_results
+from overspill.plan.exchange_groups import divide_experts
 from tests.parallel.processes import run_ranks
 
 N_EXPERTS, RANKS = 5, 3
@@ -33,19 +35,35 @@ def placement(tokens_E: Rows, seed: int) -> Rows:
 
 
 def exchange(mesh: DeviceMesh, seeds: list[int]) -> list[Any]:
-    ranks, found = Ranks(mesh, CPU), []
+    """With as many groups as the seed says, and one more."""
+    over, found = exchange_for(mesh, CPU), []
     for seed in seeds:
         rows = RowExchange(
-            ranks, N_EXPERTS, CPU, lambda tokens_E, seed=seed: placement(tokens_E, seed)
+            over,
+            N_EXPERTS,
+            lambda tokens_E, seed=seed: placement(tokens_E, seed),
+            lambda rows_GE, order_GE, n=seed + 1: divide_experts(rows_GE, order_GE, n),
         )
-        x_TD = 100.0 * ranks.rank + torch.arange(TOKENS[ranks.rank]).float().view(-1, 1)
-        versions = [10 * ranks.rank + n for n in range((2, 2, 1)[ranks.rank])]
-        sent = rows.route(routing(ranks.rank), versions)
-        x_ND, weights_TK = rows.send(sent, x_TD), torch.rand(len(x_TD), 2)
+        x_TD = 100.0 * over.rank + torch.arange(TOKENS[over.rank]).float().view(-1, 1)
+        weights_TK = torch.rand(len(x_TD), 2)
+        n_own = (2, 2, 1)[over.rank]
+        versions = [10 * over.rank + n for n in range(n_own)]
+        # experts have exchanged places where the seed is odd
+        sent = rows.route(routing(over.rank), versions, [*range(n_own)][:: 1 - 2 * (seed % 2)])
+        x_ND, w_N1 = sent.received_like(x_TD), sent.received_like(weights_TK[:, :1])
+        y_RD, dx_RD, dw_R1 = (sent.returned_like(like) for like in (x_TD, x_TD, weights_TK[:, :1]))
         ids_N1 = sent.expert_ids_N1
-        y_TD = rows.combine(sent, (ids_N1 + 1) * x_ND, weights_TK)
-        w_N1 = rows.send_weights(sent, weights_TK)
-        dx_TD, dweights_TK = rows.combine_grads(sent, (ids_N1 + 1) * w_N1, x_ND)
+        for number, group in enumerate(sent.groups):
+            of = group.computed
+            rows.send(sent, number, x_TD, x_ND).wait()
+            rows.send_weights(sent, number, weights_TK, w_N1).wait()
+            assert {*ids_N1[of, 0].tolist()} <= group.experts
+            factor_N1 = ids_N1[of] + 1
+            rows.send_back(sent, number, factor_N1 * x_ND[of], y_RD).wait()
+            rows.send_back(sent, number, factor_N1 * w_N1[of], dx_RD).wait()
+            rows.send_back(sent, number, x_ND[of], dw_R1).wait()
+        y_TD = combine_results(sent, y_RD, weights_TK)
+        dx_TD, dweights_TK = combine_grads(sent, dx_RD, dw_R1)
         found.append((x_TD, ids_N1, x_ND, weights_TK, y_TD, dx_TD, dweights_TK, sent))
     return found
 
@@ -62,6 +80,8 @@ def test_rows_follow_any_placement() -> None:
                     tokens[expert].append(value)
         rows_GE = placement(np.array([len(rows) for rows in tokens[:N_EXPERTS]]), seed)
         owners = [0, 0, 1, 1, 2]
+        assert len({len(sent.groups) for *_, sent in ranks}) == 1
+        assert 1 <= len(ranks[0][-1].groups) <= seed + 1
         for rank, (x_TD, ids_N1, x_ND, weights_TK, y_TD, dx_TD, dw_TK, sent) in enumerate(ranks):
             for expert in range(N_EXPERTS):
                 first = int(rows_GE[:rank, expert].sum())

@@ -38,3 +38,32 @@ def test_kept_gradients_are_spread_over_the_experts_at_home(
     spread = spread_among(count, homes)
     assert sum(spread) == count
     assert all(0 <= n <= home for n, home in zip(spread, homes, strict=True))
+
+
+@given(st.integers(-50, 3000), st.integers(5, 40), st.integers(1, 4), st.integers(1, 60), st.data())
+def test_the_most_experts_live_on_the_device_beside_the_sums_of_one_stage(
+    free: int, expert: int, gradient: int, total: int, data: st.DataObject
+) -> None:
+    sums = data.draw(st.integers(1, 2 * total))
+    share = share_memory(free, NOTHING, expert, total, gradient, sums=sums)
+    fitting = [
+        experts
+        for experts in range(total + 1)
+        if experts * expert + min(sums, total - experts) * gradient <= free
+    ]
+    assert share.experts == max(fitting, default=0)
+    assert share.gradients <= min(sums, total - share.experts)
+    if fitting:
+        assert share.gradients == min(sums, total - share.experts)
+    else:  # as many sums as fit
+        assert share.gradients == min(sums, total, max(0, free) // gradient)
+    left = free - share.experts * expert - share.gradients * gradient
+    assert share_memory(left, share, expert, total, gradient, sums=sums) == share
+
+
+@given(st.integers(-50, 3000), st.integers(5, 40), st.integers(0, 4), st.integers(1, 60))
+def test_without_stages_each_streamed_expert_may_have_a_sum(
+    free: int, expert: int, gradient: int, total: int
+) -> None:
+    whole = share_memory(free, NOTHING, expert, total, gradient, sums=total)
+    assert share_memory(free, NOTHING, expert, total, gradient) == whole

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.experts import ExpertId, ExpertShape
+from overspill.core.layer_map import LayerMap
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.trace.recorder import Recorder
@@ -26,6 +27,7 @@ class FakeEngine:
 
     def __init__(self, model: GPTMoE) -> None:
         self.layers = model.moe_layers()
+        self.layer_map = LayerMap.whole(len(self.layers))
         self.n_layers, self.n_experts = len(self.layers), self.layers[0].n_experts
         self.shape: ExpertShape = self.layers[0].shape
         self.dtype = self.layers[0].w_in.dtype

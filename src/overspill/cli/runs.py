@@ -82,7 +82,8 @@ def run_and_report(config: C, run: Run[C], as_json: bool) -> None:
         if place is None:
             summary = _run(config, run, as_json, Team())
         else:
-            with joined(place, config.memory.device) as others:
+            stage_ranks = config.stage_ranks(place.node_size)
+            with joined(place, config.memory.device, stage_ranks) as others:
                 summary = _run(config, run, as_json, Team(others))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

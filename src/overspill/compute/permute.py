@@ -6,7 +6,7 @@ pairs of a token and an expert; its index is t*K + k.
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ _ROWS_AT_ONCE = 16384
 
 
 @dataclass(frozen=True)
-class Permutation:
-    """The order of the T*K assignments of one routing as token rows, on the routing's device."""
+class RowOrder:
+    """The T*K assignments of one routing as token rows, on the routing's device."""
 
     row_token_R: Tensor
     """The token of each row, int64."""
@@ -27,6 +27,28 @@ class Permutation:
     """The assignment of each row, int64."""
     inverse_TK: Tensor
     """The row of each assignment, int64."""
+
+    @classmethod
+    def sort(cls, keys_TK: Tensor) -> "RowOrder":
+        """Sorts the assignments by keys; of equal ones, tokens stay in order. Never waits for the
+        device."""
+        # int32 keys halve the passes of the radix sort
+        _, row_assignment_R = torch.sort(keys_TK.reshape(-1).to(torch.int32), stable=True)
+        return cls(*_order_of(row_assignment_R, keys_TK.shape[1]))
+
+
+def _order_of(row_assignment_R: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The fields of `RowOrder`."""
+    row = torch.arange(row_assignment_R.numel(), device=row_assignment_R.device)
+    inverse_R = torch.empty_like(row_assignment_R).scatter_(0, row_assignment_R, row)
+    row_token_R = row_assignment_R if top_k == 1 else row_assignment_R // top_k
+    return row_token_R, row_assignment_R, inverse_R.view(-1, top_k)
+
+
+@dataclass(frozen=True)
+class Permutation(RowOrder):
+    """Token rows sorted by expert, and how many each expert has."""
+
     counts_E: Tensor
     """Rows of each expert, int32; 0 for experts that come `last`."""
     ends_E: Tensor
@@ -45,7 +67,7 @@ class Permutation:
         experts_E = torch.arange(n_experts, device=flat_R.device, dtype=torch.int32)
         ends_E = torch.searchsorted(sorted_R, experts_E, right=True, out_int32=True)
         counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-        return cls._of(row_assignment_R, expert_ids_TK.shape[1], counts_E, ends_E)
+        return cls(*_order_of(row_assignment_R, expert_ids_TK.shape[1]), counts_E, ends_E)
 
     @classmethod
     def with_counts(
@@ -59,7 +81,7 @@ class Permutation:
         packed = to_device(torch.tensor(numbers, dtype=torch.int32), expert_ids_TK.device)
         rank_E, counts_E, ends_E = packed.split([n_experts + 1, n_experts, n_experts])
         _, row_assignment_R = torch.sort(rank_E[expert_ids_TK.reshape(-1)], stable=True)
-        return cls._of(row_assignment_R, expert_ids_TK.shape[1], counts_E, ends_E)
+        return cls(*_order_of(row_assignment_R, expert_ids_TK.shape[1]), counts_E, ends_E)
 
     @classmethod
     def on_host(
@@ -103,14 +125,9 @@ class Permutation:
             self.ends_E,
         )
 
-    @classmethod
-    def _of(
-        cls, row_assignment_R: Tensor, top_k: int, counts_E: Tensor, ends_E: Tensor
-    ) -> "Permutation":
-        row = torch.arange(row_assignment_R.numel(), device=row_assignment_R.device)
-        inverse_R = torch.empty_like(row_assignment_R).scatter_(0, row_assignment_R, row)
-        tokens_R = row_assignment_R // top_k
-        return cls(tokens_R, row_assignment_R, inverse_R.view(-1, top_k), counts_E, ends_E)
+    def of_tokens(self, tokens: slice) -> "Permutation":
+        """The same rows, of which those of some tokens are combined."""
+        return replace(self, inverse_TK=self.inverse_TK[tokens])
 
 
 def _ranks(n_experts: int, last: Collection[int]) -> list[int]:
@@ -137,68 +154,73 @@ def count_rows(expert_ids_TK: Tensor, n_experts: int) -> Tensor:
     return counts.scatter_add_(0, ids_R, torch.ones_like(ids_R))[:n_experts]
 
 
-def gather_rows(
-    x_TD: Tensor, permutation: Permutation, start: int = 0, stop: int | None = None
-) -> Tensor:
+def gather_rows(x_TD: Tensor, order: RowOrder, start: int = 0, stop: int | None = None) -> Tensor:
     """Copies of the tokens of the rows [start, stop)."""
-    return x_TD.index_select(0, permutation.row_token_R[start:stop])
+    return x_TD.index_select(0, order.row_token_R[start:stop])
 
 
 def row_weights(
-    weights_TK: Tensor, permutation: Permutation, start: int = 0, stop: int | None = None
+    weights_TK: Tensor, order: RowOrder, start: int = 0, stop: int | None = None
 ) -> Tensor:
     """The routing weight of each row in [start, stop)."""
-    return weights_TK.reshape(-1).index_select(0, permutation.row_assignment_R[start:stop])
+    return weights_TK.reshape(-1).index_select(0, order.row_assignment_R[start:stop])
 
 
-def weights_grad(drow_weight_R: Tensor, permutation: Permutation) -> Tensor:
+def weights_grad(drow_weight_R: Tensor, order: RowOrder) -> Tensor:
     """Backward of `row_weights`: the gradients of the [T, K] weights."""
-    return drow_weight_R[permutation.inverse_TK]
+    return drow_weight_R[order.inverse_TK]
 
 
 def combine(
     y_RD: Tensor,
     weights_TK: Tensor,
-    permutation: Permutation,
+    order: RowOrder,
     rows_at_once: int = _ROWS_AT_ONCE,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Each token's weighted sum over its K rows, [T, D] in the dtype of `y_RD`.
+    """Each token's weighted sum over its K rows, [T, D] in the dtype of `y_RD`, or in `out`.
 
     Deterministic: gathers and sums in a fixed order, no atomic adds. Sums are float32 (or wider)
     and rounded once.
     """
-    return _sum_over_k(y_RD, permutation, weights_TK, rows_at_once)
+    return _sum_over_k(y_RD, order, weights_TK, rows_at_once, out)
 
 
-def sum_rows(dx_RD: Tensor, permutation: Permutation) -> Tensor:
+def sum_rows(dx_RD: Tensor, order: RowOrder, out: Tensor | None = None) -> Tensor:
     """Backward of `gather_rows`: each token's sum over its K rows, deterministic."""
-    if permutation.inverse_TK.shape[1] == 1:
-        return dx_RD.index_select(0, permutation.inverse_TK[:, 0])
-    return _sum_over_k(dx_RD, permutation, None, _ROWS_AT_ONCE)
+    if order.inverse_TK.shape[1] == 1:
+        return torch.index_select(dx_RD, 0, order.inverse_TK[:, 0], out=out)
+    return _sum_over_k(dx_RD, order, None, _ROWS_AT_ONCE, out)
 
 
 def _sum_over_k(
-    y_RD: Tensor, permutation: Permutation, weights_TK: Tensor | None, rows_at_once: int
+    y_RD: Tensor,
+    order: RowOrder,
+    weights_TK: Tensor | None,
+    rows_at_once: int,
+    out: Tensor | None,
 ) -> Tensor:
-    n_tokens, top_k = permutation.inverse_TK.shape
+    n_tokens, top_k = order.inverse_TK.shape
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     step = max(1, rows_at_once // top_k)
-    if n_tokens <= step:
-        return _sum_chunk(y_RD, permutation.inverse_TK, weights_TK, wide).to(y_RD.dtype)
-    out_TD = y_RD.new_empty(n_tokens, y_RD.shape[1])
+    out_TD = y_RD.new_empty(n_tokens, y_RD.shape[1]) if out is None else out
+    if n_tokens <= step:  # without views
+        _sum_chunk(y_RD, order.inverse_TK, weights_TK, wide, out_TD)
+        return out_TD
     for start in range(0, n_tokens, step):
         chunk = slice(start, start + step)
         weights = None if weights_TK is None else weights_TK[chunk]
-        # rounded by the assignment
-        out_TD[chunk] = _sum_chunk(y_RD, permutation.inverse_TK[chunk], weights, wide)
+        _sum_chunk(y_RD, order.inverse_TK[chunk], weights, wide, out_TD[chunk])
     return out_TD
 
 
 def _sum_chunk(
-    y_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, wide: torch.dtype
-) -> Tensor:
-    rows_TKD = y_RD[inverse_TK]
+    y_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, wide: torch.dtype, out_TD: Tensor
+) -> None:
+    """Type promotion widens and rounds inside the products, without separate casts."""
     if weights_TK is None:
-        return rows_TKD.sum(1, dtype=wide)
-    # type promotion widens inside the product, without a separate cast
-    return (rows_TKD * weights_TK.unsqueeze(-1)).sum(1)
+        out_TD.copy_(y_RD[inverse_TK].sum(1, dtype=wide))
+    elif inverse_TK.shape[1] == 1:
+        torch.mul(y_RD.index_select(0, inverse_TK[:, 0]), weights_TK, out=out_TD)
+    else:
+        out_TD.copy_((y_RD[inverse_TK] * weights_TK.unsqueeze(-1)).sum(1))

@@ -44,6 +44,9 @@ class Budgets:
     dense_weights: str = "auto"
     mesh: "DeviceMesh | None" = None
     shard_dense: bool = False
+    stages: int | None = None
+    host_reserved: int = 0
+    """Bytes of host memory that something else of each rank needs."""
 
     def __post_init__(self) -> None:
         if self.shard_dense and "host" in (self.dense_states, self.dense_weights):
@@ -97,7 +100,7 @@ class Budgets:
             states = "gpu" if (states, weights) == ("auto", "gpu") else states
         return BudgetRequest(
             gpu_memory=self._gpu_bytes(device, available // n_ranks),
-            host_memory=self._host_bytes(available) // n_ranks,
+            host_memory=self._rank_host_bytes(available, n_ranks),
             disk_free=None if self.folder is None else disk_free(self.folder) // n_ranks,
             mode=self.mode,
             slots=self.slots,
@@ -109,6 +112,16 @@ class Budgets:
             dense_weights=weights,
             can_map=can_map(device),
         )
+
+    def _rank_host_bytes(self, available: int, n_ranks: int) -> int:
+        each = self._host_bytes(available) // n_ranks
+        if each <= self.host_reserved:
+            raise BudgetError(
+                f"activations that wait in host memory need {format_size(self.host_reserved)}, and "
+                f"--host-memory is {format_size(each)} for each process; raise it, or give fewer "
+                "or smaller micro-batches"
+            )
+        return each - self.host_reserved
 
     def _host_bytes(self, available: int) -> int:
         if self.host_memory is None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from overspill.core.errors import ConfigError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.core.interrupt import DeferredInterrupt
+from overspill.core.layer_map import LayerMap
 from overspill.core.lifetime import outside_engine_threads
-from overspill.hardware.profile import ExpertCosts
 from overspill.models.budgets import Budgets, Size
 from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
@@ -38,11 +38,11 @@ from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
-from overspill.moe.row_placer import Sharing
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.parallel.sharded import local
-from overspill.plan.budget import ModelSizes, Placement, place
+from overspill.plan.budget import ModelSizes, place
+from overspill.plan.exchange_groups import check_groups
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.trace.recorder import Recorder
@@ -77,6 +77,7 @@ def offload(
     quiet: bool = False,
     mesh: "DeviceMesh | None" = None,
     shard_dense: bool = False,
+    stages: int | None = None,
 ) -> nn.Module:
     """Moves the model to the compute device and its experts to the memory the budgets allow.
 
@@ -111,16 +112,20 @@ def offload(
         quiet: do not print where the experts are.
         mesh: ranks among which the experts of each layer are divided, in training; a
             `torch.distributed.device_mesh.DeviceMesh` of one dimension, or of the dimensions
-            ("data", "expert") for several nodes, which divide the experts in the same way. Each
+            ("data", "expert") for several nodes, which divide the experts in the same way, either
+            one with "stage" before "expert". Each
             rank passes the same model and its own part of the batch; the loss is the mean over
             ranks. Those of a node share `host_memory` and `disk`; the other budgets are those of
             each rank.
         shard_dense: whether the ranks of the mesh divide the dense weights, their gradients and
             optimizer states too, with FSDP2. Gathers each block's weights when it computes.
+        stages: how many pipeline stages `overspill.Stages` divides the model into; needed if the
+            mesh has a dimension "stage", whose ranks then divide the layers (see docs/stages.md).
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
         state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh, shard_dense,
+        stages,
     )  # fmt: skip
     return offload_within(model, budgets, progress, quiet)
 
@@ -141,6 +146,8 @@ def offload_within(
     layers = {path: module for path, module in model.named_modules() if isinstance(module, types)}
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
+    if budgets.stages is not None:
+        raise ConfigError(f"stages={budgets.stages} needs a model of Hugging Face transformers")
     check_layers(layers, model.training)
     check_weights(model, [p for layer in layers.values() for p in layer.expert_parameters()])
     return move_experts(model, [*layers.values()], budgets, progress, quiet)
@@ -201,16 +208,20 @@ def _move_experts(
     """`agree` raises on all ranks if one of them has failed."""
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
-    experts = ExpertMap.whole(layers[0].n_experts)
+    experts, every_layer = ExpertMap.whole(layers[0].n_experts), layers
+    layer_map = _own_layers(model, layers, budgets, ranks)
+    layers = [every_layer[number] for number in layer_map.own]
     if ranks is not None:
         experts, budgets = rank_part(experts.n_global, ranks.node), rank_budgets(budgets, ranks)
-    request = budgets.request(device, 1 if ranks is None else ranks.node.size)
+        check_groups(budgets.settings.exchange_groups, experts.n_global, ranks.node.size)
+    request = budgets.request(device, 1 if ranks is None else ranks.on_machine)
     if ranks is not None:
         # after all have seen how much memory is free, and before one allocates it
-        ranks.check_same(facts(model, layers, layout, budgets.settings))
-    sizes, settings = _sizes(model, layers, layout, experts.n_local), budgets.settings
+        ranks.check_same(facts(model, every_layer, layout, budgets.settings))
+    parameters = [p for layer in every_layer for p in layer.expert_parameters()]
+    sizes = _sizes(model, parameters, layout, len(layers), experts.n_local)
+    settings = budgets.settings
     if budgets.shard_dense:
-        parameters = [p for layer in layers for p in layer.expert_parameters()]
         check_shardable(model, parameters, ranks, device)
         assert ranks is not None
         sizes = dataclasses.replace(
@@ -232,16 +243,21 @@ def _move_experts(
             costs = None
             if placement.mode != "gpu":
                 costs = cpu_expert_costs(layout, device, budgets.settings, show)
+            if placement.mode == "gpu":
+                _log.info("all experts compute on %s: they fit there", device)
             with DeferredInterrupt() as interrupt:
-                engine = _engine(
-                    layers, experts, layout, device, placement, budgets, show, costs, ranks, sharing
-                )
+                engine = Engine(
+                    len(layers), experts, layout, device, placement, settings,
+                    Recorder(device=device), budgets.folder, show, costs, ranks, sharing, layer_map,
+                )  # fmt: skip
                 undo.callback(engine.close)
                 _fill(engine, layers, source, show, interrupt)
-                released = [p for layer in layers for p in layer.expert_parameters()]
                 undo.callback(ModelSnapshot(model).restore)
-                for number, layer in enumerate(layers):
-                    layer.give_away(engine, number)
+                for number, layer in enumerate(every_layer):
+                    if number in layer_map.own:
+                        layer.give_away(engine, layer_map.own.index(number))
+                    else:
+                        cast(Any, layer).leave_to_others(engine)
                 engine.hold_dense(model)  # first: the device may not hold them all
                 model.to(device)
                 _close_with(engine, layers)
@@ -255,7 +271,7 @@ def _move_experts(
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         if budgets.shard_dense:  # last: it cannot be undone
             shard_dense(model, ranks)
-    for parameter in released:  # others, as an optimizer, may still refer to them
+    for parameter in parameters:  # others, as an optimizer, may still refer to them
         parameter.data = parameter.data.new_empty(0)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -278,12 +294,47 @@ def _dense_bytes(model: weakref.ref[nn.Module]) -> Callable[[], int]:
     return count
 
 
+def _own_layers(
+    model: nn.Module, layers: Sequence[ExpertLayer], budgets: Budgets, ranks: Ranks | None
+) -> LayerMap:
+    """All layers, or those of the stages of this rank."""
+    n_ranks = 1 if ranks is None else ranks.n_stages
+    count = budgets.stages or n_ranks
+    if budgets.stages is None and n_ranks == 1:
+        return LayerMap.whole(len(layers))
+    if not all(hasattr(layer, "leave_to_others") for layer in layers):
+        raise ConfigError("pipeline stages need a model of Hugging Face transformers")
+    from overspill.models.stages.division import (  # imports transformers
+        check_ranks,
+        divide_model,
+        expert_times,
+    )
+
+    if count < n_ranks:
+        raise ConfigError(
+            f"{n_ranks} ranks cannot divide {count} stages; give at least {n_ranks} stages"
+        )
+    if budgets.shard_dense and n_ranks > 1:
+        raise ConfigError("shard_dense is not supported with ranks along stages; drop one of them")
+    first = layers[0]
+    size = first.shape.numel, first.dtype.itemsize
+    layout = RecordLayout(first.shape, first.dtype, budgets.state_dtype)
+    times = expert_times(layout, budgets.compute_device, ranks)
+    stages = divide_model(model, count, first.n_experts, *size, times)
+    check_ranks(stages, n_ranks)
+    rank = 0 if ranks is None or ranks.stages is None else ranks.stages.rank
+    return LayerMap.of_rank(stages, rank, n_ranks)
+
+
 def _sizes(
-    model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout, n_local: int
+    model: nn.Module,
+    experts: Sequence[nn.Parameter],
+    layout: RecordLayout,
+    n_layers: int,
+    n_local: int,
 ) -> ModelSizes:
-    experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     training = model.training
-    blocks = dense_blocks(model, experts)
+    blocks = dense_blocks(model, set(map(id, experts)))
     dense = dense_states = 0
     for parameter in (p for block in blocks for p in block.parameters):
         dense += parameter.nbytes * (2 if training else 1)  # weight and gradient
@@ -294,7 +345,7 @@ def _sizes(
     shape = layout.shape
     row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * shape.d_model) * layout.dtype.itemsize
     return ModelSizes(
-        len(layers),
+        n_layers,
         n_local,
         layout.weight_bytes,
         layout.state_bytes,
@@ -303,36 +354,6 @@ def _sizes(
         row,
         training,
         buffer_bytes(blocks, training),
-    )
-
-
-def _engine(
-    layers: Sequence[ExpertLayer],
-    experts: ExpertMap,
-    layout: RecordLayout,
-    device: torch.device,
-    placement: Placement,
-    budgets: Budgets,
-    progress: Progress | None,
-    costs: ExpertCosts | None,
-    ranks: Ranks | None,
-    sharing: Sharing | None,
-) -> Engine:
-    if placement.mode == "gpu":
-        _log.info("all experts compute on %s: they fit there", device)
-    return Engine(
-        len(layers),
-        experts,
-        layout,
-        device,
-        placement,
-        budgets.settings,
-        Recorder(device=device),
-        budgets.folder,
-        progress,
-        costs,
-        ranks,
-        sharing,
     )
 
 
@@ -352,7 +373,7 @@ def _fill(
         nonlocal done
         interrupt.check()
         if source is not None:
-            source.fill(expert, record)
+            source.fill(ExpertId(engine.layer_map.own[expert.layer], expert.index), record)
         else:
             layers[expert.layer].fill(expert.index, record, engine.device)
         if replicas is not None:

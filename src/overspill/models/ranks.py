@@ -42,7 +42,7 @@ def rank_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
     """The ranks of a node share its cores, unless a number of threads is given. Gradients of
     several nodes are kept until they are added up."""
     settings = budgets.settings
-    threads = settings.threads or max(1, cpu_threads() // ranks.node.size)
+    threads = settings.threads or max(1, cpu_threads() // ranks.on_machine)
     keep = budgets.keep_gradients
     return dataclasses.replace(
         budgets,
@@ -74,6 +74,8 @@ def facts(
         "recomputation of blocks": str(getattr(model, "checkpoint", None)),
         "state_dtype": str(layout.state_dtype),
         "Settings.activations": settings.activations,
+        "Settings.exchange_groups": str(settings.exchange_groups),
+        "Settings.received_rows": settings.received_rows,
         "Settings.placement": settings.placement,
         "Settings.shared_balance": str(settings.shared_balance),
     }

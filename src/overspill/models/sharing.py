@@ -26,12 +26,13 @@ _log = logging.getLogger("overspill")
 def may_share(settings: Settings, device: torch.device, ranks: Ranks) -> bool:
     """Whether dynamic placement is wanted; the same on all ranks. With "auto" not on CPUs: they
     upload nothing, and their cores share one memory. Raises if several nodes want it."""
-    if ranks.replicas is not None:
+    if ranks.replicas is not None or ranks.stages is not None:
+        why = "several nodes" if ranks.stages is None else "ranks that divide the layers"
         if settings.placement == "dynamic":
             raise ConfigError(
-                'placement="dynamic" is not supported with several nodes; give "static" or "auto"'
+                f'placement="dynamic" is not supported with {why}; give "static" or "auto"'
             )
-        _log.info("owners compute their experts: there are several nodes")
+        _log.info("owners compute their experts: there are %s", why)
         return False
     wanted = settings.placement == "auto" and device.type == "cuda"
     return wanted or settings.placement == "dynamic"

@@ -1,7 +1,7 @@
 """The compute side of the engine: what a forward pass through a layer needs, and nothing else."""
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 import torch
@@ -62,9 +62,11 @@ class ExpertCompute(abc.ABC):
         """Begins the backward of a pass; the CPU may get other experts than in forward."""
 
     @abc.abstractmethod
-    def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
-        """Yields the layer's experts as they become available on the device. Compute a wave before
-        asking for the next."""
+    def waves(
+        self, layer_pass: LayerPass, phase: Phase, positions: Collection[int] | None = None
+    ) -> Iterator[Wave]:
+        """Yields the layer's experts, or those at some positions, as they become available on the
+        device. Compute a wave before asking for the next."""
 
     def cpu_forward(self, layer_pass: LayerPass, x_TD: Tensor) -> CpuWork | None:
         """Starts the forward of the experts that the CPU computes, if there are any."""

@@ -27,6 +27,7 @@ from overspill.compute.permute import (
 from overspill.core.expert_map import ExpertMap
 from overspill.transfer.streams import to_host
 
+_ALL = slice(None)
 _FEW_ROWS = 8192  # are sorted on the host, where that takes less time than the launches
 
 
@@ -96,13 +97,20 @@ class Dispatcher(Protocol):
     def row_weights(self, order: RowOrder, weights_TK: Tensor, start: int, stop: int) -> Tensor:
         """The routing weights of the rows [start, stop)."""
 
-    def combine(self, order: RowOrder, y_RD: Tensor, weights_TK: Tensor | None) -> Tensor:
-        """Each token's weighted sum over its rows, [T, D]; without weights the sum."""
+    def combine(
+        self,
+        order: RowOrder,
+        y_RD: Tensor,
+        weights_TK: Tensor | None,
+        tokens: slice = _ALL,
+    ) -> Tensor:
+        """The weighted sum over its rows of each token in a range, [T, D]; without weights the
+        sum."""
 
     def combine_grads(
-        self, order: RowOrder, dx_RD: Tensor, drow_weight_R: Tensor
+        self, order: RowOrder, dx_RD: Tensor, drow_weight_R: Tensor, tokens: slice = _ALL
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of the tokens [T, D] and of the routing weights [T, K]."""
+        """The gradients of a range of tokens [T, D] and of their routing weights [T, K]."""
 
 
 class LocalDispatcher:
@@ -194,16 +202,23 @@ class LocalDispatcher:
     def row_weights(self, order: RowOrder, weights_TK: Tensor, start: int, stop: int) -> Tensor:
         return row_weights(weights_TK, order.permutation, start, stop)
 
-    def combine(self, order: RowOrder, y_RD: Tensor, weights_TK: Tensor | None) -> Tensor:
+    def combine(
+        self,
+        order: RowOrder,
+        y_RD: Tensor,
+        weights_TK: Tensor | None,
+        tokens: slice = _ALL,
+    ) -> Tensor:
         y_RD[order.n_routed :] = 0
+        permutation = order.permutation.of_tokens(tokens)
         if weights_TK is None:
-            return sum_rows(y_RD, order.permutation)
-        return combine(y_RD, weights_TK, order.permutation)
+            return sum_rows(y_RD, permutation)
+        return combine(y_RD, weights_TK[tokens], permutation)
 
     def combine_grads(
-        self, order: RowOrder, dx_RD: Tensor, drow_weight_R: Tensor
+        self, order: RowOrder, dx_RD: Tensor, drow_weight_R: Tensor, tokens: slice = _ALL
     ) -> tuple[Tensor, Tensor]:
         dx_RD[order.n_routed :] = 0
         drow_weight_R[order.n_routed :] = 0
-        permutation = order.permutation
+        permutation = order.permutation.of_tokens(tokens)
         return sum_rows(dx_RD, permutation), weights_grad(drow_weight_R, permutation)

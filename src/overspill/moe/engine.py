@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
+from overspill.core.layer_map import LayerMap
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
@@ -31,18 +32,21 @@ from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
+from overspill.moe.rank_rows import Now, RankRows
 from overspill.moe.records import ExpertRecords
 from overspill.moe.row_placer import Balance, RowPlacer, Sharing
 from overspill.moe.settings import Settings
+from overspill.moe.stage_order import StageOrder
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
+from overspill.parallel.exchange.choice import exchange_among
+from overspill.parallel.exchange.interface import Exchange
 from overspill.parallel.ranks import Ranks
-from overspill.parallel.row_exchange import RowExchange, SentRows
 from overspill.plan.budget import Placement
 from overspill.plan.eviction import NextUse
 from overspill.plan.homes import DeviceShare, spread_homes
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Exchange as ExchangedHomes
 from overspill.tiers.entry import Part, Reader
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
@@ -69,22 +73,20 @@ class Engine:
         costs: ExpertCosts | None = None,
         ranks: Ranks | None = None,
         sharing: Sharing | None = None,
+        layers: LayerMap | None = None,
     ) -> None:
-        """With `ranks`, `experts` are this one's part of a layer; with `sharing` it can compute
-        those of others too."""
+        """With `ranks`, `experts` are this one's part of a layer, and `layers` its part of the
+        model; with `sharing` it can compute experts of others too."""
         self.n_layers = n_layers
+        self.layer_map = layers or LayerMap.whole(n_layers)
         self.experts = experts
         self.n_experts = experts.n_global  # of a layer over all processes
         self.shape, self.dtype = layout.shape, layout.dtype
         self.device = device
         self.ranks = ranks
-        self.row_exchange: RowExchange | None = None
-        self._placer: RowPlacer | None = None
+        self.rank_rows: RankRows | None = None
+        """Token rows of other ranks; None: none divide the experts of a layer."""
         self._shared = None if sharing is None else sharing.shared
-        if ranks is not None:
-            node = ranks.node
-            self._placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
-            self.row_exchange = RowExchange(node, experts.n_global, device, self._placer.place)
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
@@ -132,6 +134,11 @@ class Engine:
             self._moves = ExpertMoves(
                 store, homes, self.records, placement, self._training, self._new_streaming, self
             )
+            self.stage_order = StageOrder(self._moves, store, self._lock)
+            if ranks is not None and ranks.node.size > 1:
+                costs_of_rows = None if sharing is None else sharing.costs
+                exchange = exchange_among(ranks.node, device, recorder, settings.inject)
+                self._exchange_through(exchange, RowPlacer(ranks.node.size, costs_of_rows))
             undo.pop_all()
 
     def _new_streaming(self) -> Streaming:
@@ -196,7 +203,7 @@ class Engine:
 
     @property
     def expert_parameters(self) -> int:
-        return self.n_layers * self.n_experts * self.shape.numel
+        return self.layer_map.n_layers * self.n_experts * self.shape.numel
 
     # -- homes --------------------------------------------------------------------------------
 
@@ -261,7 +268,7 @@ class Engine:
         """A pre-gate has chosen these experts for the next forward through a layer: they are
         uploaded, and read from disk, with those of the layers before it. Not with several ranks:
         they do not know yet which tokens of others they get."""
-        streaming = self._moves.streaming if self.row_exchange is None else None
+        streaming = self._moves.streaming if self.rank_rows is None else None
         if streaming is not None and sum(self._store.homes) < len(self._store.entries):
             with self.exclusive():
                 streaming.compute.announce(layer, expert_ids_TK)
@@ -287,7 +294,7 @@ class Engine:
         with self.exclusive():
             self._moves.set_homes(counts)
 
-    def exchange_homes(self, exchanges: Sequence[Exchange]) -> None:
+    def exchange_homes(self, exchanges: Sequence[ExchangedHomes]) -> None:
         """Lets experts at home on the compute device and streamed ones of the same layer exchange
         their places, between steps and before experts have optimizer states. What routers,
         checkpoints and state dicts call an expert does not change."""
@@ -309,6 +316,8 @@ class Engine:
         for name in ("max_rows", "threads", "inject", "cpu_policy", "residency", "placement"):
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
+        if self.rank_rows is not None:
+            self.rank_rows.check(settings)
         self.flush()
         if (streaming := self._moves.streaming) is not None:
             streaming.set_settings(settings)  # first: it may refuse them
@@ -339,8 +348,8 @@ class Engine:
             raise ConfigError(
                 f"{what} is not supported for a model that was offloaded with a mesh: rank "
                 f"{self.ranks.rank} of {self.ranks.size} holds {self.experts.n_local} of "
-                f"{self.n_experts} experts of each layer; call overspill.save(model, folder) on "
-                "all ranks"
+                f"{self.n_experts} experts of {self.n_layers} of {self.layer_map.n_layers} layers; "
+                "call overspill.save(model, folder) on all ranks"
             )
 
     def check_conserved(self) -> None:
@@ -463,23 +472,33 @@ class Engine:
         if (streaming := self._moves.streaming) is not None:
             streaming.recover()
 
-    def route_rows(self, layer: int, expert_ids_TK: Tensor) -> SentRows:
-        """Tells all ranks which rows they get. Entered by all of them."""
-        assert self.row_exchange is not None
-        rows = self.row_exchange.route(expert_ids_TK, self._store.versions(layer))
-        self._store.expect(layer, rows.versions)
-        return rows
+    def loop_back(self, exchange: Exchange) -> None:
+        """From the next pass on, token rows of one process travel through `exchange`, a
+        `LoopbackExchange`: to measure on one GPU what is hidden of an exchange."""
+        if self.ranks is not None or exchange.size > 1:
+            raise ConfigError("rows of several ranks travel already; offload without a mesh")
+        with self.exclusive():
+            self._exchange_through(exchange, RowPlacer(exchange.size, None))
+
+    def _exchange_through(self, exchange: Exchange, placer: RowPlacer) -> None:
+        def now() -> Now:
+            memory, free = self._memory, 0
+            if memory is not None:
+                free = min(memory.budget, memory.available()) - memory.allocated()
+            return Now(self._settings, free)
+
+        self.rank_rows = RankRows(exchange, self._store, placer, now)
 
     @property
     def balance(self) -> Balance | None:
         """How evenly token rows were spread over ranks, lately; None with one rank."""
-        return None if self._placer is None else self._placer.balance()
+        return None if self.rank_rows is None else self.rank_rows.balance
 
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
         """A forward through a layer begins. Between two steps the first layer's is the time to
         move experts."""
         self.recover()
-        if layer_pass.layer == 0:
+        if layer_pass.layer == 0 and self.stage_order.begins_step:
             follow = self._settings.follow_usage and self._settings.activations != "keep"
             self._moves.before_pass(layer_pass, tokens, follow)
 
@@ -494,6 +513,7 @@ class Engine:
             if self.lifetime.closed:
                 return
             self.lifetime.closed = True
+            self.rank_rows = None  # ends the thread of the exchange
             if (streaming := self._moves.streaming) is not None:
                 streaming.close()
             self._homes.wait()

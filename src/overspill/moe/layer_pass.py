@@ -26,6 +26,7 @@ class LayerPass:
     sent: SentRows | None = None  # rows of other ranks too, with several
     on_cpu: frozenset[int] = frozenset()  # positions of experts that the CPU computes
     kept: Tensor | None = None  # pre-activations, if they are kept for backward
+    received: Tensor | None = None  # token rows of all ranks, if they are kept for backward
     pending: PendingBackward = field(default_factory=PendingBackward)
 
     @property
@@ -37,6 +38,16 @@ class LayerPass:
     def known_counts(self) -> dict[int, int] | None:
         """Token rows of each local expert, by its id, if they are known before they are ordered."""
         return None if self.sent is None else self.sent.counts
+
+    def group_positions(self, number: int) -> frozenset[int] | None:
+        """Where the experts of a group of token rows are now; None: the group has all of them."""
+        assert self.sent is not None
+        assert self.rows.experts is not None
+        if len(self.sent.groups) == 1:
+            return None
+        experts = self.sent.groups[number].experts
+        ids = self.rows.experts.local_ids
+        return frozenset(position for position, id in enumerate(ids) if id in experts)
 
     @property
     def device_counts(self) -> list[int]:

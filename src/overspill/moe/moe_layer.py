@@ -3,20 +3,22 @@
 Shapes: T tokens, D model, E experts of all ranks, K top-k.
 """
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from overspill.compute.activation import activation_named
 from overspill.compute.experts import StackedWeights
-from overspill.core.errors import ConfigError, OrderError
+from overspill.core.errors import ConfigError, OrderError, OverspillError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.moe.autograd import routed_experts
 from overspill.moe.data_parallel import check_ignored, refuse_replicas
 from overspill.moe.engine import Engine
 from overspill.moe.init import STD, expert_generator, init_expert_
+from overspill.moe.pipeline.arguments import Arguments, check_shape, check_type, device_type
 from overspill.moe.pipeline.autograd import PassPlan, pipelined_experts
 from overspill.moe.pipeline.experts import Experts
 from overspill.moe.pipeline.link import Link
@@ -83,7 +85,17 @@ class MoELayer(nn.Module):
                 random one, the same on all ranks.
         """
         super().__init__()
-        _check(d_model, d_hidden, num_experts, top_k, pipeline, memory_reuse, partitions, strategy)
+        arguments = Arguments(
+            d_model, d_hidden, num_experts, top_k, pipeline, memory_reuse, activation, gated,
+            partitions, strategy, type(exchange).__name__, dtype, device_type(device), seed,
+        )  # fmt: skip
+        self._link = Link(mesh, exchange)
+        self.seed = self._link.agree_on(arguments)
+        if self._link.size > num_experts:
+            raise ConfigError(
+                f"{self._link.size} ranks cannot divide {num_experts} experts; give at most "
+                f"{num_experts} ranks"
+            )
         self.activation = activation_named(activation, gated)
         self.shape = ExpertShape(d_model, d_hidden, gated)
         self.n_experts = num_experts
@@ -92,14 +104,6 @@ class MoELayer(nn.Module):
         self._memory_reuse = memory_reuse
         self.speeds: Speeds | None = None
         """What the choice of a strategy was based on, if it was measured."""
-        config = d_model, d_hidden, num_experts, top_k, pipeline, memory_reuse, activation, gated
-        self._link = Link(mesh, exchange, (*config, partitions, strategy, dtype))
-        self.seed = self._link.agree_on(seed)
-        if self._link.size > num_experts:
-            raise ConfigError(
-                f"{self._link.size} ranks cannot divide {num_experts} experts; give at most "
-                f"{num_experts} ranks"
-            )
         self.expert_map = ExpertMap.part(num_experts, self._link.rank, self._link.size)
         alone = not pipeline or not self._link.exchanges
         self._tuner = Tuner(partitions or (1 if alone else None))
@@ -134,11 +138,10 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The output, with the shape of `x` [..., D], and the balance loss of this rank's tokens,
         a scalar. With a mesh it must be called on all ranks, also by those without tokens."""
-        if x.shape[-1:] != (self.shape.d_model,):
-            raise ConfigError(
-                f"the input has the shape {tuple(x.shape)}; its last dimension must be "
-                f"d_model={self.shape.d_model}"
-            )
+        try:
+            check_shape(x, self.shape.d_model)
+        except ConfigError as error:
+            self._refuse(error)
         x_TD = x.reshape(-1, self.shape.d_model)
         with torch.autocast(x.device.type, enabled=False):
             weights_TK, expert_ids_TK, balance = self._route(x_TD)
@@ -164,24 +167,33 @@ class MoELayer(nn.Module):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x_TD, w_in, w_out = (tensor.to(dtype) for tensor in (x_TD, w_in, w_out))
-        if x_TD.dtype != w_in.dtype or x_TD.device != w_in.device:
-            raise ConfigError(
-                f"the input is {x_TD.dtype} on {x_TD.device}, the experts are {w_in.dtype} on "
-                f"{w_in.device}; convert one of them, or use torch.autocast"
-            )
-        if self._link.size > 1:
-            check_ignored(self.expert_parameters())
-        exchange = self._link.on(x_TD.device)
+        try:
+            check_type(x_TD, w_in)
+            if self._link.size > 1:
+                check_ignored(self.expert_parameters())
+            exchange = self._link.on(x_TD.device)
+        except OverspillError as error:
+            self._refuse(error)
         trained = any(t.requires_grad for t in (x_TD, weights_TK, w_in, w_out))
         training = torch.is_grad_enabled() and trained
         with torch.autocast(kind, enabled=False):
-            rows, timer = self._tuner.route(expert_ids_TK, self.expert_map, exchange, training)
+            rows, timer = self._tuner.route(
+                expert_ids_TK, self.expert_map, exchange, training, x_TD.dtype
+            )
             strategy = STRATEGIES["none"]
             if training:
-                strategy = self._strategy(StackedWeights(w_in.detach(), w_out.detach()), exchange)
+                strategy = self._strategy(StackedWeights(w_in, w_out), exchange)
             copies = self._link.copies(exchange) if strategy.copies else None
             plan = PassPlan(rows, self.shape, self.activation, strategy, copies, timer)
             return pipelined_experts(x_TD, weights_TK, w_in, w_out, plan)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _refuse(self, error: OverspillError) -> NoReturn:
+        """Raises in a forward, here and on the ranks that wait for this one."""
+        if self.engine is None and self._link.size > 1:
+            with contextlib.suppress(OverspillError):  # other ranks are gone, or nothing is sent
+                self._tuner.tell_failure(self.n_experts, self._link.on(self.w_in.device))
+        raise error
 
     def _strategy(self, weights: StackedWeights, exchange: Exchange) -> Strategy:
         """The fixed strategy, or the cheapest one by measured speeds. A CPU has no memory to save
@@ -268,25 +280,3 @@ class MoELayer(nn.Module):
             self.router.count_all_ranks(engine.ranks.total)
         show_experts(self, "experts", stacked(("w_in", "w_out")))
         refuse_replicas(self)
-
-
-def _check(
-    d_model: int,
-    d_hidden: int,
-    num_experts: int,
-    top_k: int,
-    pipeline: bool,
-    memory_reuse: bool,
-    partitions: int | None,
-    strategy: str | None,
-) -> None:
-    sizes = {"d_model": d_model, "d_hidden": d_hidden, "num_experts": num_experts}
-    for name, value in (*sizes.items(), ("top_k", top_k), ("partitions", partitions)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
-    if top_k > num_experts:
-        raise ConfigError(f"top_k={top_k} exceeds num_experts={num_experts}")
-    if not pipeline and partitions not in (None, 1):
-        raise ConfigError(f"partitions={partitions} needs pipeline=True")
-    if not memory_reuse and strategy not in (None, "none"):
-        raise ConfigError(f"strategy={strategy!r} needs memory_reuse=True")

@@ -132,8 +132,29 @@ class ExpertPlaceholder(nn.Parameter):
         )
 
 
+class OthersPlaceholder(nn.Parameter):
+    """Represents the experts of a layer that other ranks have: parameters have the same order on
+    all ranks, and checkpoints the same names. It never has a gradient."""
+
+    engine: "Engine"
+    places: "Places"
+    is_expert_placeholder = True
+    layer = None
+
+    def __new__(cls, engine: "Engine", places: "Places") -> "OthersPlaceholder":
+        data = torch.empty(0, 0, 0, dtype=engine.dtype, device=engine.device)
+        self = torch.Tensor._make_subclass(cls, data, True)
+        self.engine, self.places = engine, places
+        return self
+
+
 def check_placeholder(found: Tensor) -> None:
     """Raises if something has taken the place of a placeholder."""
+    if isinstance(found, OthersPlaceholder):
+        raise OrderError(
+            "other ranks have the experts of this layer, in another pipeline stage; let the model "
+            "compute with overspill.Stages(model), on all ranks"
+        )
     if not isinstance(found, ExpertPlaceholder):
         raise OrderError(
             f"the parameter of offloaded experts was replaced by a {type(found).__name__}, as FSDP "

@@ -52,6 +52,10 @@ class MovableExperts(Protocol):
     def bytes_each(self) -> BytesEach:
         """What they need there now."""
 
+    @property
+    def most_sums(self) -> int:
+        """The most gradients that are accumulated at a time."""
+
 
 @dataclass
 class _Observed:
@@ -135,7 +139,8 @@ class Residency:
         activations = max((kind.need() for kind in self._observed.values()), default=0)
         need = self._memory.allocated() + activations
         each, total = self._experts.bytes_each(), self._experts.total
-        share = share_memory(int(limit - need), now, each.expert, total, each.gradient, each.kept)
+        free, sums = int(limit - need), self._experts.most_sums
+        share = share_memory(free, now, each.expert, total, each.gradient, each.kept, sums)
         if not fill:
             share = DeviceShare(min(now.experts, share.experts), share.gradients)
         if limit < need and (short or taken or larger):

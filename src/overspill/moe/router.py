@@ -4,14 +4,17 @@ Shapes: T tokens, D model, E experts, K top-k.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over ranks."""
+_WIDE_AT_ONCE = 1 << 24
+"""Elements of the input that are float32 at a time in backward (64 MiB)."""
 
 
 class RouterOutput(NamedTuple):
@@ -51,14 +54,47 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, pieces: int = 1) -> RouterOutput:
         """Routes tokens that consist of `pieces` consecutive micro-batches."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
-        probs_TE = logits_TE.softmax(-1)
+        probs_TE = _wide_linear(x_TD, self.weight).softmax(-1)
         weights_TK, expert_ids_TK = probs_TE.topk(self.top_k, dim=-1)
         if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         balance = balance_loss(probs_TE, expert_ids_TK, pieces, self._total)
         return RouterOutput(weights_TK, expert_ids_TK, balance)
+
+
+def _wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """The product in float32 (or wider), [T, E]."""
+    if x_TD.dtype.itemsize >= 4:
+        return F.linear(x_TD, weight_ED.to(x_TD.dtype))
+    logits_TE: Tensor = _WideLinear.apply(x_TD, weight_ED)  # type: ignore[no-untyped-call]
+    return logits_TE
+
+
+class _WideLinear(torch.autograd.Function):
+    """Keeps the 16-bit input for backward. Autograd would keep a float32 copy of it, which takes
+    twice the memory of the tokens in each layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        return F.linear(x_TD.float(), weight_ED.float())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TD, weight_ED = ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad
+        step = max(1, _WIDE_AT_ONCE // max(1, x_TD.shape[1]))
+        dx_TD = torch.empty_like(x_TD) if need_dx else None
+        dw_ED = torch.zeros_like(weight_ED, dtype=torch.float32) if need_dw else None
+        wide_ED = weight_ED.float()
+        for start in range(0, len(x_TD), step):
+            chunk = slice(start, start + step)
+            if dx_TD is not None:
+                dx_TD[chunk] = dlogits_TE[chunk] @ wide_ED
+            if dw_ED is not None:
+                dw_ED.addmm_(dlogits_TE[chunk].t(), x_TD[chunk].float())
+        return dx_TD, None if dw_ED is None else dw_ED.to(weight_ED.dtype)
 
 
 def balance_loss(

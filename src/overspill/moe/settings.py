@@ -9,6 +9,7 @@ from overspill.transfer.new_uploader import UPLOADERS
 from overspill.transfer.streams import Inject
 
 PLACEMENTS = ("auto", "static", "dynamic")
+RECEIVED_ROWS = ("send", "keep", "auto")
 CpuPolicy = Callable[[Sequence[int], Phase], frozenset[int]]
 """From the token rows of each expert to the positions of those that the CPU computes."""
 
@@ -46,6 +47,14 @@ class Settings:
     """With several ranks, who computes an expert: its owner ("static"); whichever rank balances the
     token rows of a batch ("dynamic"), which needs all experts in host memory; or "auto": dynamic
     where that is possible, by measured costs, on GPUs of their own."""
+    exchange_groups: int | None = None
+    """With several ranks, the groups of experts of a layer whose token rows travel together, while
+    another group computes; at most as many as the experts of a rank. Left out: chosen for each
+    batch, one group if it is small."""
+    received_rows: str = "send"
+    """With several ranks, how backward gets the token rows that forward has received: other ranks
+    "send" them again, they "keep" memory of the device until then, or "auto": they are kept if
+    the exchange takes longest by measured speeds and they need little of the free memory."""
     max_rows: int | None = None
     """Token rows that are computed at once on the device; left out: what the budget allows."""
     threads: int | None = None
@@ -65,8 +74,14 @@ class Settings:
             raise ConfigError(
                 f"placement={self.placement!r} must be one of {', '.join(PLACEMENTS)}"
             )
-        for name, value in (("threads", self.threads), ("max_rows", self.max_rows)):
-            if value is not None and value < 1:
+        if self.received_rows not in RECEIVED_ROWS:
+            raise ConfigError(
+                f"received_rows={self.received_rows!r} must be one of {', '.join(RECEIVED_ROWS)}"
+            )
+        for name in ("threads", "max_rows", "exchange_groups"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(
-                    f"{name}={value} must be at least 1; leave it out for the default"
+                    f"{name}={value!r} must be a whole number, at least 1; leave it out for the "
+                    "default"
                 )

@@ -11,7 +11,7 @@ from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import available_memory
 from overspill.moe.lazy_tensor import LazyTensor
-from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
 
 
 class Place(NamedTuple):
@@ -83,7 +83,7 @@ def show_experts(module: nn.Module, attribute: str, places: Places, lazy: bool =
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        placeholder: ExpertPlaceholder = getattr(module, attribute)
+        placeholder: ExpertPlaceholder | OthersPlaceholder = getattr(module, attribute)
         expected = stack_sizes(placeholder, places)
         given = {
             name: state_dict.pop(prefix + name) for name in expected if prefix + name in state_dict
@@ -97,7 +97,7 @@ def show_experts(module: nn.Module, attribute: str, places: Places, lazy: bool =
         error_msgs += wrong
         if strict:
             missing_keys += [prefix + name for name in expected if not _complete(given.get(name))]
-        if given and not wrong:
+        if given and not wrong and isinstance(placeholder, ExpertPlaceholder):
             _load(placeholder, places, given)
 
     module.register_state_dict_post_hook(save)
@@ -127,24 +127,36 @@ def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dense
 
 
-def placeholders(model: nn.Module) -> Iterator[tuple[str, ExpertPlaceholder, Places]]:
-    """The path of each module of a Hugging Face model whose experts are offloaded."""
+def all_placeholders(
+    model: nn.Module,
+) -> Iterator[tuple[str, ExpertPlaceholder | OthersPlaceholder, Places]]:
+    """The same with those whose experts other ranks have."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values():
-            if isinstance(parameter, ExpertPlaceholder) and parameter.places is not None:
+            is_one = isinstance(parameter, ExpertPlaceholder | OthersPlaceholder)
+            if is_one and parameter.places is not None:
                 yield path, parameter, parameter.places
+
+
+def placeholders(model: nn.Module) -> Iterator[tuple[str, ExpertPlaceholder, Places]]:
+    """The path of each module of a Hugging Face model whose experts are offloaded, here."""
+    for path, parameter, places in all_placeholders(model):
+        if isinstance(parameter, ExpertPlaceholder):
+            yield path, parameter, places
 
 
 def expert_sizes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of all expert tensors in the state dict of a Hugging Face model."""
     return {
         f"{path}.{name}": size
-        for path, placeholder, places in placeholders(model)
+        for path, placeholder, places in all_placeholders(model)
         for name, size in stack_sizes(placeholder, places).items()
     }
 
 
-def stack_sizes(placeholder: ExpertPlaceholder, places: Places) -> dict[str, tuple[int, ...]]:
+def stack_sizes(
+    placeholder: ExpertPlaceholder | OthersPlaceholder, places: Places
+) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's expert tensors in the plain model."""
     engine = placeholder.engine
     return {

@@ -17,7 +17,7 @@ from overspill.hardware.machine import usable_cores
 from overspill.optim.gradient_norm import gradient_norm, sum_of_squares
 from overspill.optim.interfaces import ExpertEngine
 from overspill.optim.kernel import AdamHyper, RecordState, adamw_
-from overspill.optim.parameters import check_dense, check_group, is_placeholder
+from overspill.optim.parameters import check_dense, check_group, has_experts, is_placeholder
 from overspill.parallel.dense import average_gradients
 from overspill.parallel.ranks import Ranks
 from overspill.parallel.sharded import as_sharded, is_sharded, local, part_of
@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _find_experts(self) -> None:
         """Finds the groups of expert layers, and attaches to the engine of the first experts."""
-        placeholders = [(p, group) for p, group in self._parameters() if is_placeholder(p)]
+        placeholders = [(p, group) for p, group in self._parameters() if has_experts(p)]
         engine = self._find_engine([p.engine for p, _ in placeholders])
         layer_groups = {p.layer: group for p, group in placeholders}
         if engine is not None and self._engine is None:
@@ -185,7 +185,7 @@ class AdamW(torch.optim.Optimizer):
         self._average()
         dense = self._with_gradients()
         for parameter, _ in self._parameters():
-            if is_placeholder(parameter):
+            if has_experts(parameter):
                 parameter.check_gradient()
         if self._engine is not None and self._replicas is not None:
             self._engine.training.add_replicas(self._replicas)
@@ -339,7 +339,7 @@ class AdamW(torch.optim.Optimizer):
             for number, entry in packed["state"].items()
         }
         for number, (parameter, _) in enumerate(self._parameters()):
-            if not is_placeholder(parameter) or engine.training.steps(parameter.layer) == 0:
+            if not has_experts(parameter) or engine.training.steps(parameter.layer) == 0:
                 continue  # as in torch, there are no states before the first update
             entry: dict[str, Any] = {"step": engine.training.steps(parameter.layer)}
             for name, dtype in self.expert_sections():
@@ -410,7 +410,7 @@ class AdamW(torch.optim.Optimizer):
             return
         self._engine.flush()
         for (parameter, _), entry in zip(self._parameters(), entries, strict=True):
-            if is_placeholder(parameter):
+            if has_experts(parameter):
                 self._load_layer(parameter.layer, entry or {"step": 0})
 
     def _load_layer(self, layer: int, entry: dict[str, Any]) -> None:
@@ -436,8 +436,19 @@ class AdamW(torch.optim.Optimizer):
                     as_sharded(value, parameter) if is_part else torch.as_tensor(value)
                 )
         if self._engine is not None:
-            flat["layer_steps"] = torch.tensor(self._layer_steps())
+            flat["layer_steps"] = torch.tensor(self._steps_of_all_layers(self._engine))
         return flat
+
+    def _steps_of_all_layers(self, engine: ExpertEngine) -> list[int]:
+        """Also of layers that other ranks have; all ranks call this."""
+        layers, own = (
+            engine.layer_map,
+            dict(zip(engine.layer_map.own, self._layer_steps(), strict=True)),
+        )
+        if not layers.is_whole:
+            assert self._ranks is not None
+            own = {layer: n for found in self._ranks.gather(own) for layer, n in found.items()}
+        return [own[layer] for layer in range(layers.n_layers)]
 
     def load_dense_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Restores the result of `dense_state_dict`."""
@@ -446,8 +457,8 @@ class AdamW(torch.optim.Optimizer):
         for name, value in flat.items():
             if name == "layer_steps":
                 assert self._engine is not None
-                for layer, steps in enumerate(value.tolist()):
-                    self._engine.training.set_steps(layer, steps)
+                for layer, in_model in enumerate(self._engine.layer_map.own):
+                    self._engine.training.set_steps(layer, int(value[in_model]))
                 continue
             number, key = name.split(".", 1)
             entries[int(number)][key] = value

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
+from overspill.core.layer_map import LayerMap
 from overspill.optim.kernel import AdamHyper
 from overspill.parallel.ranks import Ranks
 from overspill.tiers.layout import RecordLayout
@@ -72,6 +73,8 @@ class ExpertEngine(Protocol):
     def layout(self) -> RecordLayout: ...
     @property
     def n_layers(self) -> int: ...
+    @property
+    def layer_map(self) -> LayerMap: ...
     @property
     def n_experts(self) -> int: ...
     @property

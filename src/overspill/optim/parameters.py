@@ -40,3 +40,8 @@ def check_dense(parameter: Tensor) -> None:
 
 def is_placeholder(parameter: Tensor) -> bool:
     return getattr(parameter, "is_expert_placeholder", False)
+
+
+def has_experts(parameter: Tensor) -> bool:
+    """Whether it is the placeholder of a layer whose experts this process has."""
+    return is_placeholder(parameter) and getattr(parameter, "layer", None) is not None

@@ -38,9 +38,10 @@ class Joined:
 
 
 @contextlib.contextmanager
-def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
+def joined(place: RankPlace, device: str | None, stage_ranks: int = 1) -> Iterator[Joined]:
     """While the ranks work together. `device` is the --device of all of them; each rank has its own
-    GPU, unless it names one. If the block fails, the process ends, and one rank says why."""
+    GPU, unless it names one. `stage_ranks` of a node divide pipeline stages. If the block fails,
+    the process ends, and one rank says why."""
     _end_with_parent(place.launcher)
     if place.rank > 0:  # one rank shows what all would
         logging.disable(logging.WARNING)
@@ -65,7 +66,7 @@ def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
             world_size=place.size,
             timeout=_TIMEOUT,
         )
-        mesh = _mesh(place, "cuda" if own_gpu else "cpu")
+        mesh = _mesh(place, "cuda" if own_gpu else "cpu", stage_ranks)
         ranks = Ranks(mesh, chosen)
         watchdog.follow(ranks)
         yield Joined(mesh, ranks, watchdog)
@@ -74,12 +75,13 @@ def joined(place: RankPlace, device: str | None) -> Iterator[Joined]:
     dist.destroy_process_group()
 
 
-def _mesh(place: RankPlace, kind: str) -> DeviceMesh:
-    """The ranks of a node divide the experts; nodes divide the batch alone."""
-    if place.node_size == place.size:
-        return init_device_mesh(kind, (place.size,), mesh_dim_names=("expert",))
-    shape = place.size // place.node_size, place.node_size
-    return init_device_mesh(kind, shape, mesh_dim_names=("data", "expert"))
+def _mesh(place: RankPlace, kind: str, stage_ranks: int) -> DeviceMesh:
+    """The ranks of a node divide the stages and the experts; nodes divide the batch alone."""
+    sizes = {"data": place.size // place.node_size, "stage": stage_ranks}
+    shape = {name: size for name, size in sizes.items() if size > 1}
+    if tuple(shape) != ("stage",) or stage_ranks < place.node_size:
+        shape["expert"] = place.node_size // stage_ranks
+    return init_device_mesh(kind, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def _meet(place: RankPlace) -> tuple[dist.Store, Page]:

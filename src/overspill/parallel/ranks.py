@@ -26,23 +26,26 @@ class Ranks:
     """The ranks of a mesh. Token rows and gradients travel through the group of the mesh, numbers
     that the host needs through gloo.
 
-    The dimensions of a mesh are ("expert",), or ("data", "expert") for several nodes. Ranks along
-    "expert" divide the experts, and token rows are exchanged among them alone. Ranks along "data"
-    are replicas: they hold the same experts.
+    The dimensions of a mesh are ("expert",), or ("data", "expert") for several nodes, either one
+    with "stage" before "expert". Ranks along "expert" divide the experts of a layer, and token rows
+    are exchanged among them alone. Ranks along "data" are replicas: they hold the same experts.
+    Ranks along "stage" divide the layers. All ranks have all dense parameters.
     """
 
-    def __init__(self, mesh: "DeviceMesh", device: torch.device) -> None:
-        if mesh.ndim != 1 and mesh.mesh_dim_names != ("data", "expert"):
-            raise ConfigError(
-                f"the mesh has {mesh.ndim} dimensions, named {mesh.mesh_dim_names}; give one of "
-                'them, or for several nodes two with mesh_dim_names=("data", "expert")'
-            )
+    def __init__(self, mesh: "DeviceMesh", device: torch.device, line: bool = False) -> None:
+        """With `line` the names of the dimensions have no meaning."""
+        names = ("expert",) if line else _dimensions(mesh)
         self._node: Ranks | None = None
         self.replicas: Ranks | None = None
         """The ranks that hold the experts of this one, itself included; None: no other does."""
-        if mesh.ndim == 2 and mesh.shape[0] > 1:
-            self._node = Ranks(mesh["expert"], device)
-            self.replicas = Ranks(mesh["data"], device)
+        self.stages: Ranks | None = None
+        """The ranks that divide the layers with this one, itself included; None: none do."""
+        if len(names) > 1 or names == ("stage",):
+            self._node = Ranks(mesh["expert"] if "expert" in names else _alone(mesh), device, True)
+        if "data" in names and mesh["data"].size() > 1:
+            self.replicas = Ranks(mesh["data"], device, True)
+        if "stage" in names and mesh["stage"].size() > 1:
+            self.stages = Ranks(mesh["stage"], device, True)
         self._group, self.device_type = _group_of(mesh), mesh.device_type
         self.rank: int = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
@@ -56,14 +59,28 @@ class Ranks:
             self._host_group = self.new_host_group()
 
     def new_host_group(self) -> dist.ProcessGroup:
-        """Another group of the same ranks, over gloo."""
+        """Another group of the same ranks, over gloo. Called by all of them."""
+        return self.new_group("gloo")
+
+    def new_group(self, backend: str) -> dist.ProcessGroup:
+        """Another group of the same ranks."""
         members = dist.get_process_group_ranks(self._group)
-        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(members, backend=backend, use_local_synchronization=True)
 
     @property
     def node(self) -> "Ranks":
         """Those that divide the experts: all, or the ranks of one node."""
         return self if self._node is None else self._node
+
+    @property
+    def n_stages(self) -> int:
+        """How many ranks divide the layers."""
+        return 1 if self.stages is None else self.stages.size
+
+    @property
+    def on_machine(self) -> int:
+        """Ranks that share a machine: those that divide the experts and the layers."""
+        return self.node.size * self.n_stages
 
     @property
     def copies(self) -> int:
@@ -79,8 +96,8 @@ class Ranks:
     def calls(self) -> int:
         """Grows by one when a call to other ranks begins and by one when it ends: an odd number
         means that this rank waits for others."""
-        parts = [ranks.calls for ranks in (self._node, self.replicas) if ranks is not None]
-        return self._calls + sum(parts)
+        parts = (self._node, self.replicas, self.stages)
+        return self._calls + sum(ranks.calls for ranks in parts if ranks is not None)
 
     def line(self) -> "DeviceMesh":
         """All ranks as a mesh of one dimension."""
@@ -90,22 +107,13 @@ class Ranks:
 
     # -- tensors of the compute device --------------------------------------------------------
 
-    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on; returns those
-        that were received, in the order of their ranks."""
-        source = to_host(rows) if self.through_host else rows
-        shape = (sum(received), *rows.shape[1:])
-        out = torch.empty(
-            shape, dtype=source.dtype, device=source.device, pin_memory=self.through_host
-        )
-        self.all_to_all_into(out, source, sent, received)
-        return out.to(rows.device, non_blocking=True)
-
     def all_to_all_into(
         self, out: Tensor, rows: Tensor, sent: list[int], received: list[int]
     ) -> None:
-        """The same into a given tensor, with tensors that the group can send."""
-        with self._calling():
+        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on; those that are
+        received come into `out`, in the order of their ranks. The group must be able to send both
+        tensors."""
+        with self.calling():
             dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self._group)
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
@@ -120,16 +128,22 @@ class Ranks:
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over ranks: the same bits on all. `tensor` may be changed."""
         total = to_host(tensor) if self.through_host else tensor
-        with self._calling():
+        with self.calling():
             dist.all_reduce(total, group=self._group)
         return total.to(tensor.device, non_blocking=True)
+
+    # -- from one rank to another -------------------------------------------------------------
+
+    def global_rank(self, rank: int) -> int:
+        """Its number among all processes."""
+        return int(dist.get_global_rank(self._group, rank))
 
     # -- numbers of the host ------------------------------------------------------------------
 
     def gather_numbers(self, numbers_N: Tensor) -> Tensor:
         """The numbers of each rank, as many on all, [ranks, N]."""
         out = numbers_N.new_empty(self.size, len(numbers_N))
-        with self._calling():
+        with self.calling():
             dist.all_gather(list(out.unbind()), numbers_N, group=self._host_group)
         return out
 
@@ -139,21 +153,21 @@ class Ranks:
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sum over ranks of each value."""
         totals = torch.tensor(values, dtype=torch.float64)
-        with self._calling():
+        with self.calling():
             dist.all_reduce(totals, group=self._host_group)
         return [float(total) for total in totals.tolist()]
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest over ranks of each number."""
         most = torch.tensor(numbers, dtype=torch.int64)
-        with self._calling():
+        with self.calling():
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._host_group)
         return [int(number) for number in most.tolist()]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         found = [value] * self.size
-        with self._calling():
+        with self.calling():
             dist.all_gather_object(found, value, group=self._host_group)
         return found
 
@@ -212,10 +226,42 @@ class Ranks:
             raise RankError(f"{what} failed on rank {rank}: {failures[rank]}")
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    def calling(self) -> Iterator[None]:
+        """While the main thread waits for other ranks."""
         self._calls += 1
         yield
         self._calls += 1
+
+
+_MESHES = (
+    ("expert",),
+    ("stage",),
+    ("data", "expert"),
+    ("stage", "expert"),
+    ("data", "stage", "expert"),
+)
+
+
+def _dimensions(mesh: "DeviceMesh") -> tuple[str, ...]:
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1 and names != ("stage",):
+        return ("expert",)
+    if names not in _MESHES:
+        raise ConfigError(
+            f"the mesh has {mesh.ndim} dimensions, named {names}; give one of them, or several "
+            'with mesh_dim_names=("data", "expert"), ("stage", "expert") or ("data", "stage", '
+            '"expert")'
+        )
+    return tuple(names)
+
+
+def _alone(mesh: "DeviceMesh") -> "DeviceMesh":
+    """This rank alone as a mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    backend = dist.get_backend(mesh.get_group())
+    group = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+    return DeviceMesh.from_group(group, mesh.device_type)
 
 
 def _group_of(mesh: "DeviceMesh") -> dist.ProcessGroup:

@@ -33,23 +33,33 @@ class DeviceShare(NamedTuple):
 
 
 def share_memory(
-    free: int, now: DeviceShare, expert: int, total: int, gradient: int = 0, kept: int = 0
+    free: int,
+    now: DeviceShare,
+    expert: int,
+    total: int,
+    gradient: int = 0,
+    kept: int = 0,
+    sums: int | None = None,
 ) -> DeviceShare:
     """What can be on the device if `now` is and `free` bytes are free at the peak of a step, or
     missing. An expert at home needs `expert` bytes; `total` is the number of experts. If gradients
     are accumulated, the sum of an expert needs `gradient` bytes, on either side. Sums come first:
-    for each byte they save more traffic of host memory than experts at home.
+    for each byte they save more traffic of host memory than experts at home. There are at most
+    `sums` of them at a time, by default one for each streamed expert.
 
     If gradients are kept for clipping and can wait in host memory, one of an expert at home needs
     `kept` bytes on the device."""
     free += now.experts * expert + now.gradients * (gradient + kept)
     if kept:
         return _share_kept(max(0, free), expert, total, kept)
-    experts = max(0, min(total, (free - total * gradient) // (expert - gradient)))
+    most = total if sums is None else min(sums, total)
+    beside_all = (free - total * gradient) // (expert - gradient)  # a sum for each streamed one
+    beside_most = (free - most * gradient) // expert
+    experts = max(0, min(total, max(beside_all, beside_most)))
     if gradient == 0:
         return DeviceShare(experts)
-    sums = (free - experts * expert) // gradient
-    return DeviceShare(experts, max(0, min(total - experts, sums)))
+    room = (free - experts * expert) // gradient
+    return DeviceShare(experts, max(0, min(total - experts, most, room)))
 
 
 def _share_kept(free: int, expert: int, total: int, kept: int) -> DeviceShare:

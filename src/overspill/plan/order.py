@@ -14,9 +14,39 @@ class Position:
     phase: Phase
 
 
-def upcoming(here: Position, n_layers: int, training: bool) -> Iterator[Position]:
+@dataclass(frozen=True)
+class StageVisit:
+    """A micro-batch in a stage, the layers [first, stop): all micro-batches pass a stage before the
+    next one."""
+
+    first: int
+    stop: int
+    micro_batch: int
+    micro_batches: int
+    turns: bool
+    """Whether the backward of each micro-batch follows its forward: the last stage."""
+
+    @property
+    def more(self) -> bool:
+        """Whether other micro-batches pass the stage after this one."""
+        return self.micro_batch + 1 < self.micro_batches
+
+    def returns(self, layer: int, here: Position) -> bool:
+        """Whether the next pass through `layer` has the direction of the current one, although the
+        current one is past that layer."""
+        inside = self.first <= layer < self.stop
+        return self.more and inside and not self.turns and layer != here.layer
+
+
+def upcoming(
+    here: Position, n_layers: int, training: bool, visit: StageVisit | None = None
+) -> Iterator[Position]:
     """`here` and the positions after it: the rest of forward, backward if `training`, then the next
-    forward. No plan looks further ahead."""
+    forward. No plan looks further ahead. In stages other micro-batches follow, also through
+    `here`."""
+    if visit is not None and visit.first <= here.layer < visit.stop:
+        yield from _upcoming_in_stages(here, n_layers, visit)
+        return
     for layer in range(here.layer, n_layers) if here.phase is Phase.FORWARD else ():
         yield Position(layer, Phase.FORWARD)
     if here.phase is Phase.BACKWARD or training:
@@ -25,3 +55,30 @@ def upcoming(here: Position, n_layers: int, training: bool) -> Iterator[Position
             yield Position(layer, Phase.BACKWARD)
     for layer in range(n_layers):
         yield Position(layer, Phase.FORWARD)
+
+
+def _upcoming_in_stages(here: Position, n_layers: int, visit: StageVisit) -> Iterator[Position]:
+    def forward(first: int, stop: int) -> Iterator[Position]:
+        return (Position(layer, Phase.FORWARD) for layer in range(first, stop))
+
+    def backward(stop: int, first: int) -> Iterator[Position]:
+        return (Position(layer, Phase.BACKWARD) for layer in range(stop - 1, first - 1, -1))
+
+    first, stop, layer = visit.first, visit.stop, here.layer
+    if here.phase is Phase.FORWARD:
+        yield from forward(layer, stop)
+        if visit.turns:
+            yield from backward(stop, first)
+        if visit.more:  # the layers that this micro-batch has passed, and this one
+            yield from forward(first, layer + 1)
+        if not visit.turns:
+            yield from forward(stop, n_layers)
+            yield from backward(n_layers, first)
+    else:
+        yield from backward(layer + 1, first)
+        if visit.more and visit.turns:
+            yield from forward(first, stop)
+        if visit.more:
+            yield from backward(stop, layer)
+    yield from backward(first, 0)
+    yield from forward(0, n_layers)

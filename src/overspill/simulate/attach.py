@@ -20,7 +20,7 @@ class _RoutedLayer(Protocol):
 def routed_by(model: nn.Module, source: RoutingSource) -> Iterator[None]:
     """Within the block, `source` selects the experts of an offloaded model; the routing weights
     remain those of the model's routers."""
-    layers = [p for p in model.parameters() if getattr(p, "is_expert_placeholder", False)]
+    layers = [p for p in model.parameters() if hasattr(p, "routed_by")]
     if not layers:
         raise ConfigError(
             "the model has no offloaded experts whose routing could be replaced; call "

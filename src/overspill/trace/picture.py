@@ -1,6 +1,6 @@
 """Draws a timeline as a PNG, for the docs and the run folder."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,14 @@ _INK, _FAINT = "#22272e", "#d5dae0"
 _BAR_HEIGHT = 0.76
 
 
-def draw_timeline(spans: Iterable[Span], path: str | Path, title: str) -> None:
+def draw_timeline(
+    spans: Iterable[Span],
+    path: str | Path,
+    title: str,
+    colours: Mapping[Span, str] | None = None,
+) -> None:
     """One band of bars per row, and at the right the busy share of each row. Overlapping spans of
-    a row share its band."""
+    a row share its band. Spans in `colours`, dark ones, have these instead of their row's."""
     # Imported here because matplotlib takes a second to import. Not pyplot: it keeps global state
     # and may need a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -55,7 +60,8 @@ def draw_timeline(spans: Iterable[Span], path: str | Path, title: str) -> None:
     axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
     figure.draw_without_rendering()  # computes the widths, which decide what text fits a bar
     for position, row in enumerate(rows):
-        _draw_row(axes, [span for span in spans if span.row == row], position, since_ns, unit_ns)
+        own = [span for span in spans if span.row == row]
+        _draw_row(axes, own, position, since_ns, unit_ns, colours or {})
     _label_rows(axes, spans, rows, since_ns, until_ns)
 
     axes.set_yticks(range(len(rows)), rows, fontsize=11, color=_INK)
@@ -72,7 +78,12 @@ def draw_timeline(spans: Iterable[Span], path: str | Path, title: str) -> None:
 
 
 def _draw_row(
-    axes: "Axes", spans: Sequence[Span], position: int, since_ns: int, unit_ns: float
+    axes: "Axes",
+    spans: Sequence[Span],
+    position: int,
+    since_ns: int,
+    unit_ns: float,
+    chosen: Mapping[Span, str],
 ) -> None:
     from matplotlib.collections import PolyCollection
 
@@ -88,11 +99,11 @@ def _draw_row(
         upper, lower = (top + _BAR_HEIGHT * edge / lanes for edge in (lane, lane + 1))
         bars.append([(left, upper), (right, upper), (right, lower), (left, lower)])
         shade = shade_of_lane[lane] = 1 - shade_of_lane.get(lane, 1)
-        colours.append(shades[shade])
+        colours.append(chosen.get(span, shades[shade]))
         # a character is about 10 pixels wide; text wider than its bar is omitted
         if lanes <= 2 and (span.end_ns - span.start_ns) / pixel_ns > 10 * len(span.name) + 8:
             at = (left + right) / 2, (upper + lower) / 2
-            color = _INK if shade else "white"
+            color = _INK if shade and span not in chosen else "white"
             axes.annotate(span.name, at, ha="center", va="center", fontsize=8, color=color)
     # One collection, because thousands of patches take seconds to draw. Not snapped to pixels, so
     # that bars thinner than a pixel blend to a shade of the busy share.

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from overspill.core.errors import CheckpointError
-from overspill.core.experts import ExpertId, ExpertShape
+from overspill.core.experts import ExpertId
 from overspill.models.joint_writing import is_first, shared_writer
 from overspill.moe.engine import Engine
 from overspill.moe.state_dict import dense_tensors, split_record
@@ -27,7 +27,7 @@ def write_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)
         for expert in engine.records.ids():
             engine.records.read_weights(expert, record)
-            for name, offset, part in _parts(layers, engine.shape, expert, record):
+            for name, offset, part in _parts(layers, engine, expert, record):
                 writer.write_piece(name, offset, part)
 
 
@@ -55,7 +55,7 @@ def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
             out.copy_(record)
 
         for expert in engine.records.ids():
-            for name, offset, part in _parts(layers, engine.shape, expert, record):
+            for name, offset, part in _parts(layers, engine, expert, record):
                 reader.read_piece(name, offset, part)
             engine.records.write_weights(expert, fill)
     for layer in range(engine.n_layers) if engine.can_train else ():
@@ -63,7 +63,8 @@ def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
 
 
 def _names(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The dense tensors by their names in a state_dict; the names of the MoE layers, in order."""
+    """The dense tensors by their names in a state_dict; the names of the MoE layers, in order, also
+    of those that other ranks have."""
     layers: dict[str, None] = {}  # a layer has one placeholder, or one per weight
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "is_expert_placeholder"):
@@ -90,11 +91,11 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
 
 
 def _parts(
-    layers: list[str], shape: ExpertShape, expert: ExpertId, record: torch.Tensor
+    layers: list[str], engine: Engine, expert: ExpertId, record: torch.Tensor
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The parts of an expert's record, with name and offset in the stacked tensors of its layer."""
-    layer = layers[expert.layer]
-    for name, part in zip(_PARTS, split_record(record, shape), strict=False):
+    layer = layers[engine.layer_map.own[expert.layer]]
+    for name, part in zip(_PARTS, split_record(record, engine.shape), strict=False):
         yield f"{layer}.{name}", expert.index * part.numel(), part
 
 
@@ -129,7 +130,7 @@ def expert_state_specs(engine: Engine, optimizer: AdamW) -> dict[str, TensorSpec
     """One stacked tensor for each layer and each state of the experts."""
     return {
         _state_name(layer, section): TensorSpec(dtype, (engine.n_experts, engine.shape.numel))
-        for layer in range(engine.n_layers)
+        for layer in range(engine.layer_map.n_layers)
         for section, dtype in optimizer.expert_sections()
     }
 
@@ -138,13 +139,15 @@ def write_expert_states(writer: StreamWriter, engine: Engine, optimizer: AdamW) 
     for expert, section, piece in _states(engine, optimizer):
         optimizer.read_expert_state(expert, section, piece)
         offset = expert.index * piece.numel()
-        writer.write_piece(_state_name(expert.layer, section), offset, piece)
+        layer = engine.layer_map.own[expert.layer]
+        writer.write_piece(_state_name(layer, section), offset, piece)
 
 
 def read_expert_states(reader: StreamReader, engine: Engine, optimizer: AdamW) -> None:
     for expert, section, piece in _states(engine, optimizer):
         offset = expert.index * piece.numel()
-        reader.read_piece(_state_name(expert.layer, section), offset, piece)
+        layer = engine.layer_map.own[expert.layer]
+        reader.read_piece(_state_name(layer, section), offset, piece)
         optimizer.write_expert_state(expert, section, piece)
 
 

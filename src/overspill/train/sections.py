@@ -141,5 +141,14 @@ class RunConfig(Config, abc.ABC):
         return True
 
     @property
+    def stages(self) -> int | None:
+        """The pipeline stages of the model; None: it is not divided."""
+        return None
+
+    def stage_ranks(self, node_size: int) -> int:
+        """How many of a node's ranks divide the stages; the others divide the experts."""
+        return 1
+
+    @property
     def sequences_per_step(self) -> int:
         return self.data.batch * self.data.accumulate

@@ -91,6 +91,7 @@ class RunSpec(abc.ABC):
             keep_gradients=self.config.trains_experts and waits,
             mesh=self.team.mesh,
             shard_dense=memory.shard_dense,
+            stages=self.config.stages,
         )
 
     @abc.abstractmethod

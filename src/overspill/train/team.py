@@ -36,9 +36,28 @@ class Team:
         return 1 if self.joined is None else self.joined.ranks.size
 
     @property
+    def parts(self) -> int:
+        """Into how many parts ranks divide a batch. Ranks along stages have the same part."""
+        return 1 if self.joined is None else self.size // self.n_stages
+
+    @property
+    def n_stages(self) -> int:
+        """How many ranks divide pipeline stages."""
+        return 1 if self.joined is None else self.joined.ranks.n_stages
+
+    @property
+    def part(self) -> int:
+        """Which part this rank has."""
+        if self.joined is None:
+            return 0
+        ranks = self.joined.ranks
+        node = 0 if ranks.replicas is None else ranks.replicas.rank
+        return node * ranks.node.size + ranks.node.rank
+
+    @property
     def node_size(self) -> int:
-        """Ranks that share a machine, and divide the experts."""
-        return 1 if self.joined is None else self.joined.ranks.node.size
+        """Ranks that share a machine, and divide the model."""
+        return 1 if self.joined is None else self.joined.ranks.on_machine
 
     @property
     def has_nodes(self) -> bool:
@@ -58,6 +77,13 @@ class Team:
     def gather(self, value: T) -> list[T]:
         """The values of all ranks."""
         return [value] if self.joined is None else self.joined.ranks.gather(value)
+
+    def gather_parts(self, value: T | None) -> list[T]:
+        """The values of all parts of a batch, in order; None: another rank has that of the part."""
+        found = {
+            part: value for part, value in self.gather((self.part, value)) if value is not None
+        }
+        return [found[part] for part in range(self.parts)]
 
     def first_decides(self, decide: Callable[[], T]) -> T:
         """What `decide` returns on the first rank."""
@@ -87,21 +113,21 @@ class Team:
     def own_sequences(self, batch_BS: Tensor, pieces: int) -> Tensor:
         """This rank's sequences of a batch of `pieces` micro-batches: an equal part of each."""
         length = batch_BS.shape[1]
-        return batch_BS.view(pieces, self.size, -1, length)[:, self.rank].flatten(0, 1)
+        return batch_BS.view(pieces, self.parts, -1, length)[:, self.part].flatten(0, 1)
 
     def check_batch(self, batch: int) -> None:
         """Raises unless each rank gets equally many sequences of a micro-batch."""
-        if batch % self.size:
+        if batch % self.parts:
             raise ConfigError(
-                f"--batch {batch} must be a multiple of the {self.size} ranks that share it"
+                f"--batch {batch} must be a multiple of the {self.parts} ranks that share it"
             )
 
     def own(self, items: Sequence[T]) -> tuple[Sequence[T], int]:
         """This rank's part of `items`, and how many of it count. All ranks must run the model
         equally often: one without a part gets the first item, which does not count."""
-        each, more = divmod(len(items), self.size)
-        first = self.rank * each + min(self.rank, more)
-        count = each + (self.rank < more)
+        each, more = divmod(len(items), self.parts)
+        first = self.part * each + min(self.part, more)
+        count = each + (self.part < more)
         return (items[first : first + count], count) if count else (items[:1], 0)
 
     def seed_step(self, seed: int, step: int) -> None:

@@ -152,14 +152,27 @@ def wait_event(device: torch.device, event: StreamEvent) -> None:
         event.event.wait(torch.cuda.current_stream(device))
 
 
+class HostCopy:
+    """A small tensor of the compute stream on its way to pinned memory."""
+
+    __slots__ = ("_copy", "_end")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor
+        if tensor.device.type == "cuda":
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+        self._end = record_event(tensor.device, spin=True)
+
+    def wait(self) -> Tensor:
+        """Blocks the calling thread until the tensor is there, and returns it."""
+        self._end.wait()
+        return self._copy
+
+
 def to_host(tensor: Tensor) -> Tensor:
     """Copies a small tensor of the compute stream to pinned memory and waits for it."""
-    if tensor.device.type != "cuda":
-        return tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copy.copy_(tensor, non_blocking=True)
-    record_event(tensor.device, spin=True).wait()
-    return copy
+    return HostCopy(tensor).wait()
 
 
 class Timestamp:

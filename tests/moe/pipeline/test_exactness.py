@@ -12,7 +12,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from overspill.core.expert_map import ExpertMap
-from overspill.moe.pipeline.rows import divide_rows, partition_counts
+from overspill.moe.pipeline.rows import (
+    SortedRows,
+    divide_rows,
+    key_counts,
+    partition_keys,
+    token_bounds,
+)
 from overspill.parallel.exchange.interface import LocalExchange
 from overspill.transfer.streams import Defer, Inject
 from tests.fuzz.late import LateStream
@@ -121,8 +127,18 @@ def test_ranks(n_ranks: int) -> None:
 def test_ends_of_experts_are_contiguous() -> None:
     """Grouped kernels read them by their address."""
     ids, experts = torch.randint(0, N_EXPERTS, (50, 2)), ExpertMap.whole(N_EXPERTS)
-    counts_GPE = partition_counts(ids, 4, N_EXPERTS).unsqueeze(0).numpy()
-    rows = divide_rows(ids, counts_GPE, experts, LocalExchange("cpu"))
+    keys = partition_keys(ids, 4, N_EXPERTS)
+    counts_GPE = key_counts(keys, 4 * N_EXPERTS).view(1, 4, N_EXPERTS).numpy()
+    rows = divide_rows(SortedRows.sort(keys, 4), counts_GPE, experts, LocalExchange("cpu"))
     for part in rows.partitions:
         assert part.ends.is_contiguous()
         assert part.ends.tolist() == [*itertools.accumulate(part.counts)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8])
+def test_keys_follow_the_bounds_of_partitions(n: int) -> None:
+    for n_tokens in (0, 1, 5, 8, 50, 1001):
+        keys = partition_keys(torch.zeros(n_tokens, 1, dtype=torch.int64), n, 1).view(-1)
+        bounds = token_bounds(n_tokens, n)
+        expected = [p for p in range(n) for _ in range(bounds[p], bounds[p + 1])]
+        assert keys.tolist() == expected

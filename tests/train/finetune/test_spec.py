@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -6,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from overspill.core.errors import ConfigError
+from overspill.core.errors import BudgetError, ConfigError
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.spec import (
     FinetuneSpec,
@@ -86,3 +87,14 @@ def test_placeholders_are_the_experts() -> None:
     assert (model.weight.requires_grad, model.bias.requires_grad) == (True, False)
     freeze(model, experts=False, dense=True)
     assert (model.weight.requires_grad, model.bias.requires_grad) == (False, False)
+
+
+def test_stages_on_a_gpu_leave_host_memory_for_activations(mixtral: Path, tmp_path: Path) -> None:
+    plan = _plan(mixtral, tmp_path, stages=2, batch=3, accumulate=5, dtype="fp32")
+    assert plan.budgets.host_reserved == 0  # a CPU has one memory
+    budgets = dataclasses.replace(plan, device=torch.device("cuda")).budgets
+    hidden = 3 * 256 * 16 * 4  # rounded up to a power of two
+    assert budgets.host_reserved == 2 * 5 * 65536 >= 2 * 5 * hidden
+    tight = dataclasses.replace(budgets, host_memory="600KiB", device="cpu")
+    with pytest.raises(BudgetError, match=r"activations .* need 640.0 KiB.* is 600.0 KiB"):
+        tight.request(torch.device("cpu"))

@@ -73,7 +73,8 @@ def experts_paths(model: Any) -> list[str]:
     found = [
         path
         for path, module in model.named_modules()
-        if (hasattr(module, PLACEHOLDER) and module is not model)
+        # not a model or a wrapper of one, such as peft's: there the name is the engine's
+        if hasattr(getattr(module, PLACEHOLDER, None), "is_expert_placeholder")
         or all(hasattr(module, name) for name in _INTERFACE)
         or type(module).__name__ in _DICTIONARIES
     ]
@@ -159,7 +160,7 @@ def _num_parameters(
     """As transformers counts, with the offloaded experts."""
     model = own()
     engine: Engine = model.overspill
-    placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
+    placeholders = [p for p in model.parameters() if hasattr(p, "is_expert_placeholder")]
     counted = [p for p in placeholders if p.requires_grad or not only_trainable]
     return (
         plain(model, only_trainable, exclude_embeddings)

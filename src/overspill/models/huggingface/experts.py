@@ -18,7 +18,7 @@ from overspill.core.experts import ExpertShape
 from overspill.models.huggingface.dictionaries import DictionaryStyle, HostedDictionary
 from overspill.moe.data_parallel import refuse_replicas
 from overspill.moe.engine import Engine
-from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
 from overspill.moe.state_dict import Place, Places, show_experts, split_record, stacked
 
 PLACEHOLDER = "overspill"
@@ -97,6 +97,14 @@ class HuggingFaceExperts(abc.ABC):
         self.module.register_parameter(PLACEHOLDER, placeholder)
         show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
         refuse_replicas(self.module)
+
+    def leave_to_others(self, engine: Engine) -> None:
+        """Other ranks have this layer: replaces the parameters by what stands for theirs."""
+        self.strip()
+        placeholder = OthersPlaceholder(engine, self.places)
+        placeholder.requires_grad_(self._trained)
+        self.module.register_parameter(PLACEHOLDER, placeholder)
+        show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
 
 
 class StackedExperts(HuggingFaceExperts):

@@ -49,6 +49,7 @@ def load(
     quiet: bool = False,
     mesh: "DeviceMesh | None" = None,
     shard_dense: bool = False,
+    stages: int | None = None,
     **config: Any,
 ) -> Any:
     """Loads a Mixture-of-Experts checkpoint (a folder, or a repository of the hub) as a
@@ -63,6 +64,7 @@ def load(
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
         state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh, shard_dense,
+        stages,
     )  # fmt: skip
     return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config, pregate)
 

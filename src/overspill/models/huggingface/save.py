@@ -22,12 +22,12 @@ from overspill.models.huggingface.pregates import FILE as PREGATES
 from overspill.models.joint_writing import is_first, together, writes_experts
 from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
-from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
 from overspill.moe.state_dict import (
     Place,
     Places,
+    all_placeholders,
     dense_tensors,
-    placeholders,
     split_record,
     stack_sizes,
 )
@@ -151,7 +151,7 @@ def _temporary_path(out: Path) -> Path:
 
 def _check_room(out: Path, engine: Engine, model: Any) -> None:
     dense = sum(tensor.nbytes for tensor in dense_tensors(model).values())
-    layers, each = engine.n_layers * engine.n_experts, engine.layout.weight_bytes
+    layers, each = engine.layer_map.n_layers * engine.n_experts, engine.layout.weight_bytes
     need, free = layers * each + dense, disk_free(out)
     if need > free:
         raise DiskError(
@@ -166,7 +166,7 @@ class _LayerExperts:
 
     model: Any
     path: str
-    placeholder: ExpertPlaceholder
+    placeholder: ExpertPlaceholder | OthersPlaceholder
     places: Places
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -182,6 +182,7 @@ class _LayerExperts:
     def pieces(self, index: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, int, Tensor]]:
         """(name, offset, values) of one expert in the checkpoint."""
         engine = self.placeholder.engine
+        assert self.placeholder.layer is not None
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)
         engine.records.read_weights(ExpertId(self.placeholder.layer, index), record)
         parts = split_record(record, engine.shape)
@@ -230,7 +231,7 @@ class _WithExperts:
 def _write_experts(model: Any, folder: Path, shard_bytes: int, stem: str) -> None:
     """Adds the experts to a folder that holds the dense part, and an index over both."""
     engine: Engine = model.overspill
-    layers = [_LayerExperts(model, *found) for found in placeholders(model)]
+    layers = [_LayerExperts(model, *found) for found in all_placeholders(model)]
     plans = [(layer, layer.specs()) for layer in layers]
     shards = _cut([specs for _, specs in plans], shard_bytes)
     names: list[str] = []
@@ -289,7 +290,8 @@ def _write_shards(
                 for key, offset, value in layer.pieces(index, specs):
                     writers[files[key]].write_piece(key, offset, value.contiguous())
 
-            run_all(write, layer.placeholder.engine.experts.local_ids, _WRITERS)
+            if isinstance(layer.placeholder, ExpertPlaceholder):  # else another rank has it
+                run_all(write, layer.placeholder.engine.experts.local_ids, _WRITERS)
             for key in specs:
                 left[files[key]] -= 1
             for file in [file for file in writers if left[file] == 0]:

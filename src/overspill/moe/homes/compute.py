@@ -1,6 +1,6 @@
 """The compute side of a model whose experts are all at home on the compute device."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
@@ -55,5 +55,7 @@ class HomeCompute(ExpertCompute):
             layer_pass.on_cpu = frozenset()
             self.dispatcher.sort(layer_pass.rows, last=frozenset())
 
-    def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
-        return home_waves(self._homes, layer_pass, self.max_rows, self._grouped)
+    def waves(
+        self, layer_pass: LayerPass, phase: Phase, positions: Collection[int] | None = None
+    ) -> Iterator[Wave]:
+        return home_waves(self._homes, layer_pass, self.max_rows, self._grouped, positions)

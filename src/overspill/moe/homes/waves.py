@@ -1,7 +1,7 @@
 """Waves of experts at home on the compute device: nothing is waited for."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass, Wave
@@ -9,21 +9,26 @@ from overspill.plan.waves import Candidate, next_wave
 
 
 def home_waves(
-    homes: DeviceHomes, layer_pass: LayerPass, max_rows: int, grouped: bool
+    homes: DeviceHomes,
+    layer_pass: LayerPass,
+    max_rows: int,
+    grouped: bool,
+    positions: Collection[int] | None = None,
 ) -> Iterator[Wave]:
-    """The experts of a layer at home on the device. Without counts they are the whole layer, and
-    one wave; without `grouped` every expert is a wave of its own."""
+    """The experts of a layer at home on the device, or those at some positions. Without counts they
+    are the whole layer, and one wave; without `grouped` every expert is a wave of its own."""
     rows, counts = layer_pass.rows, layer_pass.rows.counts
     count = homes.counts[layer_pass.layer]
     weights = homes[layer_pass.layer].weights[:count]
     if counts is None:
+        assert positions is None
         yield Wave(0, count, 0, rows.n_rows, weights, rows.ends_E, None)
         return
     starts = [0, *itertools.accumulate(counts)]
     pending = [
         Candidate(position, starts[position], counts[position], True, True)
         for position in range(count)
-        if counts[position]
+        if counts[position] and (positions is None or position in positions)
     ]
     while pending:
         number = next_wave(pending, max_rows, grouped)

@@ -29,8 +29,7 @@ class PassPlan:
     timer: PassTimer | None
 
     def experts(self, w_in: Tensor, w_out: Tensor) -> Experts:
-        weights = StackedWeights(w_in.detach(), w_out.detach())
-        return Experts(weights, self.shape, self.activation)
+        return Experts(StackedWeights(w_in, w_out), self.shape, self.activation)
 
 
 def pipelined_experts(

@@ -66,7 +66,7 @@ class _Pass:
 
     def _dispatch(self, x_TD: Tensor, number: int, what: str) -> Arrival:
         part = self._rows.partitions[number]
-        rows = gather_rows(x_TD, self._rows.permutation, part.rows.start, part.rows.stop)
+        rows = gather_rows(x_TD, self._rows.order, part.rows.start, part.rows.stop)
         return self._exchange.send(rows, part.sent, part.received, f"{what}{number}")
 
     def _return(self, rows_ND: Tensor, part: Partition, label: str) -> Arrival:
@@ -90,7 +90,7 @@ class _Forward(_Pass):
     def send(self, number: int) -> Sequence[Arrival]:
         return [self._dispatch(self._x_TD, number, "S")]
 
-    def compute(self, number: int, rows: list[Tensor]) -> Arrival:
+    def compute(self, number: int, rows: list[Tensor]) -> Sequence[Arrival]:
         part, own = self._rows.partitions[number], self._experts
         self._trace.begin_wave(f"C{number}")
         x_ND = _taken(rows, part.to_experts)
@@ -101,12 +101,12 @@ class _Forward(_Pass):
             self._saved.dispatched.save(x_ND)
             self._saved.middle.save(hidden)
         self._trace.end_wave()
-        return self._return(y_ND, part, f"R{number}")
+        return [self._return(y_ND, part, f"R{number}")]
 
-    def finish(self, number: int, arrival: Arrival) -> None:
+    def finish(self, number: int, rows: list[Tensor]) -> None:
         part = self._rows.partitions[number]
-        weights_TK = self._weights_TK[part.tokens]
-        self.y_TD[part.tokens] = combine(arrival.wait(), weights_TK, part.order)
+        weights_TK, y_TD = self._weights_TK[part.tokens], self.y_TD[part.tokens]
+        combine(rows.pop(), weights_TK, part.order, out=y_TD)
         if self._saved is not None:
             self._saved.settle(number)
 
@@ -136,7 +136,7 @@ class _Backward(_Pass):
             sent.append(self._dispatch(self._x_TD, number, "S of x "))
         return sent
 
-    def compute(self, number: int, rows: list[Tensor]) -> Arrival:
+    def compute(self, number: int, rows: list[Tensor]) -> Sequence[Arrival]:
         part, own, saved = self._rows.partitions[number], self._experts, self._saved
         saved.prefetch(number + 1)  # is copied while this partition computes
         self._trace.begin_wave(f"C{number}")
@@ -161,11 +161,11 @@ class _Backward(_Pass):
         )
         self.drow_weights.append(grads.drow_weight_R)
         self._trace.end_wave()
-        return self._return(grads.dx_RD, part, f"R{number}")
+        return [self._return(grads.dx_RD, part, f"R{number}")]
 
-    def finish(self, number: int, arrival: Arrival) -> None:
+    def finish(self, number: int, rows: list[Tensor]) -> None:
         part = self._rows.partitions[number]
-        self.dx_TD[part.tokens] = sum_rows(arrival.wait(), part.order)
+        sum_rows(rows.pop(), part.order, out=self.dx_TD[part.tokens])
 
     def _is_last_without_dw(self, number: int) -> bool:
         """Whether no partition has token rows: the gradients are then the zeros of this one."""

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from overspill.compute.permute import Permutation, row_weights, to_device, weights_grad
+from overspill.compute.permute import RowOrder, row_weights, to_device, weights_grad
 from overspill.core.expert_map import ExpertMap
 from overspill.parallel.exchange.interface import Exchange
 
@@ -29,22 +29,45 @@ def token_bounds(n_tokens: int, n: int) -> list[int]:
     return [n_tokens * p // n for p in range(n + 1)]
 
 
-def partition_counts(expert_ids_TK: Tensor, n: int, n_experts: int) -> Tensor:
-    """Rows of each expert in each partition, [P, E], on the device."""
-    keys_R = partition_keys(expert_ids_TK, n, n_experts).view(-1)
-    counts = keys_R.new_zeros(n * n_experts)
-    return counts.scatter_add_(0, keys_R, torch.ones_like(keys_R)).view(n, n_experts)
-
-
 def partition_keys(expert_ids_TK: Tensor, n: int, n_experts: int) -> Tensor:
     """partition * E + expert of each assignment."""
     if n == 1:
         return expert_ids_TK
     n_tokens = len(expert_ids_TK)
-    token_T = torch.arange(n_tokens, device=expert_ids_TK.device)
-    # the largest p with T*p//n <= t, which is T*p <= n*t + n - 1
-    partition_T = ((token_T * n + n - 1) // max(1, n_tokens)).clamp_(max=n - 1)
-    return expert_ids_TK + (partition_T * n_experts).unsqueeze(1)
+    # of token t the largest p with T*p//n <= t, which is T*p <= n*t + n - 1
+    partition_T = torch.arange(n - 1, n - 1 + n * n_tokens, n, device=expert_ids_TK.device)
+    partition_T.floor_divide_(max(1, n_tokens))
+    return torch.add(expert_ids_TK, partition_T.unsqueeze(1), alpha=n_experts)
+
+
+def key_counts(keys_TK: Tensor, n_keys: int) -> Tensor:
+    """Rows of each key, on the device. Never waits for it, as `bincount` would."""
+    keys_R = keys_TK.view(-1)
+    return keys_R.new_zeros(n_keys).scatter_add_(0, keys_R, torch.ones_like(keys_R))
+
+
+@dataclass(frozen=True, eq=False)
+class SortedRows:
+    """The rows of this rank by (partition, expert, token). Made without waiting for the device."""
+
+    order: RowOrder
+    parts: list[tuple[slice, slice, RowOrder]]
+    """The tokens, the rows and the order of each partition; rows of the order are counted from the
+    first of the partition in `inverse_TK`, its other fields are those of all partitions."""
+
+    @classmethod
+    def sort(cls, keys_TK: Tensor, n: int) -> "SortedRows":
+        whole = RowOrder.sort(keys_TK)
+        n_tokens, top_k = keys_TK.shape
+        parts = []
+        for first, stop in itertools.pairwise(token_bounds(n_tokens, n)):
+            tokens, rows = slice(first, stop), slice(first * top_k, stop * top_k)
+            order = whole
+            if n > 1:
+                inverse_TK = whole.inverse_TK[tokens]
+                order = replace(whole, inverse_TK=inverse_TK - rows.start if first else inverse_TK)
+            parts.append((tokens, rows, order))
+        return cls(whole, parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +76,8 @@ class Partition:
 
     tokens: slice
     rows: slice
-    order: Permutation
-    """The rows of `tokens`, counted from the first of the partition, in `inverse_TK`; the other
-    fields are those of all partitions."""
+    order: RowOrder
+    """As in `SortedRows`."""
     sent: list[int]
     """Rows to each rank."""
     received: list[int]
@@ -78,7 +100,7 @@ class Partition:
 class RoutedRows:
     """All partitions of one pass. Kept from forward to backward."""
 
-    permutation: Permutation
+    order: RowOrder
     partitions: list[Partition]
     exchange: Exchange
     _sent_PG: Rows = field(repr=False)
@@ -86,7 +108,7 @@ class RoutedRows:
 
     def send_weights(self, weights_TK: Tensor) -> list[Tensor]:
         """The routing weights of the rows that this rank computes, for each partition."""
-        weights_R = row_weights(weights_TK, self.permutation)
+        weights_R = row_weights(weights_TK, self.order)
         if self.exchange.size > 1:
             weights_R = self._across(weights_R, self._sent_PG, self._received_PG)
         parts = weights_R.split([part.n_computed for part in self.partitions])
@@ -98,10 +120,11 @@ class RoutedRows:
     def return_weight_grads(self, grads: list[Tensor]) -> Tensor:
         """The gradients of the routing weights [T, K] from those of computed rows."""
         parts = zip(grads, self.partitions, strict=True)
-        grads_N = torch.cat([_take(grad, part.to_ranks) for grad, part in parts])
+        by_partition = [_take(grad, part.to_ranks) for grad, part in parts]
+        grads_N = torch.cat(by_partition) if len(by_partition) > 1 else by_partition[0]
         if self.exchange.size > 1:
             grads_N = self._across(grads_N, self._received_PG, self._sent_PG)
-        return weights_grad(grads_N, self.permutation)
+        return weights_grad(grads_N, self.order)
 
     def _across(self, values: Tensor, sent_PG: Rows, received_PG: Rows) -> Tensor:
         """Values of the rows of all partitions, in one exchange."""
@@ -126,13 +149,11 @@ def _transposed(lengths_AB: Rows) -> Tensor:
 
 
 def divide_rows(
-    expert_ids_TK: Tensor, counts_GPE: Rows, experts: ExpertMap, exchange: Exchange
+    own: SortedRows, counts_GPE: Rows, experts: ExpertMap, exchange: Exchange
 ) -> RoutedRows:
-    """Sorts the rows of this rank; `counts_GPE` are the rows of all ranks."""
-    _, n, n_experts = counts_GPE.shape
-    device = expert_ids_TK.device
+    """The partitions of a pass; `counts_GPE` counts the rows of all ranks."""
+    n_experts, device = counts_GPE.shape[2], own.order.inverse_TK.device
     own_PE = counts_GPE[exchange.rank]
-    permutation = Permutation.build(partition_keys(expert_ids_TK, n, n_experts), n * n_experts)
     parts = [ExpertMap.part(n_experts, rank, exchange.size) for rank in range(exchange.size)]
     starts = [part.local_ids[0] for part in parts]
     sent_PG = np.add.reduceat(own_PE, starts, axis=1)
@@ -141,9 +162,8 @@ def divide_rows(
     # each row is contiguous: kernels get its address alone, and numpy keeps orders of axes
     ends_PL = np.ascontiguousarray(computed_GPL.sum(0).cumsum(1), dtype=np.int32)
     ends = to_device(torch.from_numpy(ends_PL), device).unbind()
-    orders = _orders(permutation, len(expert_ids_TK), n)
     partitions = []
-    for p, (tokens, rows, order) in enumerate(orders):
+    for p, (tokens, rows, order) in enumerate(own.parts):
         lengths_GL = computed_GPL[:, p]
         sorted_already = exchange.size == 1 or np.count_nonzero(received_PG[p]) <= 1
         there = None if sorted_already else to_device(_transposed(lengths_GL), device)
@@ -161,17 +181,4 @@ def divide_rows(
                 back,
             )
         )
-    return RoutedRows(permutation, partitions, exchange, sent_PG, received_PG)
-
-
-def _orders(whole: Permutation, n_tokens: int, n: int) -> list[tuple[slice, slice, Permutation]]:
-    """The tokens, the rows and the order of each partition."""
-    bounds, top_k = token_bounds(n_tokens, n), whole.inverse_TK.shape[1]
-    found = []
-    for first, stop in itertools.pairwise(bounds):
-        tokens, rows = slice(first, stop), slice(first * top_k, stop * top_k)
-        order = whole
-        if n > 1:
-            order = replace(whole, inverse_TK=whole.inverse_TK[tokens] - rows.start)
-        found.append((tokens, rows, order))
-    return found
+    return RoutedRows(own.order, partitions, exchange, sent_PG, received_PG)

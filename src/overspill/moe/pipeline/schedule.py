@@ -1,4 +1,5 @@
-"""The order of a pipelined pass over partitions, forward and backward alike.
+"""The order of a pipelined pass, forward and backward alike: over partitions of the tokens, or over
+groups of streamed experts (`moe.exchanged_pass`, where groups share whole tensors).
 
 S sends the rows of a partition to the ranks that compute them, C computes, R returns the results.
 The exchange carries out S0 S1 R0 S2 R1 S3 R2 …, the compute stream
@@ -38,32 +39,38 @@ class Steps(Protocol):
     def send(self, number: int) -> Sequence[Arrival]:
         """Queues S; returns the rows that it brings."""
 
-    def compute(self, number: int, rows: list[Tensor]) -> Arrival:
+    def compute(self, number: int, rows: list[Tensor]) -> Sequence[Arrival]:
         """Queues C and R; returns the rows that R brings. `rows` are those of S; the list is
         emptied, so that their memory is free as early as possible."""
 
-    def finish(self, number: int, arrival: Arrival) -> None:
-        """Waits for R and uses its rows."""
+    def finish(self, number: int, rows: list[Tensor]) -> None:
+        """Uses the rows of R."""
 
 
 def run_pipeline(n: int, steps: Steps) -> None:
     """After a failure, the compute stream waits for what is under way."""
     sent: dict[int, Sequence[Arrival]] = {}
-    returned: dict[int, Arrival] = {}
+    returned: dict[int, Sequence[Arrival]] = {}
+
+    def finish(number: int) -> None:
+        rows = [arrival.wait() for arrival in returned[number]]
+        del returned[number]
+        steps.finish(number, rows)
+
     try:
         for number in range(min(AHEAD, n)):
             sent[number] = steps.send(number)
         for number in range(n):
             if number >= AHEAD:
-                steps.finish(number - AHEAD, returned.pop(number - AHEAD))
+                finish(number - AHEAD)
             rows = [arrival.wait() for arrival in sent[number]]
             del sent[number]
             returned[number] = steps.compute(number, rows)
             if number + AHEAD < n:
                 sent[number + AHEAD] = steps.send(number + AHEAD)
         for number in sorted(returned):
-            steps.finish(number, returned.pop(number))
+            finish(number)
     finally:
-        for arrivals in (*sent.values(), [*returned.values()]):
+        for arrivals in (*sent.values(), *returned.values()):
             for arrival in arrivals:
                 arrival.wait()

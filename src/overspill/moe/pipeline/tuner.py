@@ -11,14 +11,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from overspill.core.errors import ConfigError, RankError
 from overspill.core.expert_map import ExpertMap
 from overspill.moe.autograd_state import graph_task
-from overspill.moe.pipeline.rows import RoutedRows, divide_rows, partition_counts
+from overspill.moe.pipeline.arguments import DTYPES
+from overspill.moe.pipeline.link import waiting
+from overspill.moe.pipeline.rows import (
+    RoutedRows,
+    SortedRows,
+    divide_rows,
+    key_counts,
+    partition_keys,
+)
 from overspill.parallel.exchange.interface import Exchange
 from overspill.plan.granularity import GranularitySearch
-from overspill.transfer.streams import Timestamp, to_host
+from overspill.transfer.streams import HostCopy, Timestamp
 
-_HEAD = 5  # numbers before the counts: tokens, training; batch, partitions, nanoseconds
+_HEAD = 6
+"""Numbers before the counts: tokens, training, data type; batch, partitions and nanoseconds of the
+last measured pass."""
+_REFUSED = -1  # instead of a number of tokens
 Numbers = NDArray[np.int64]
 
 
@@ -65,46 +77,64 @@ class Tuner:
         self._last: dict[int, int] = {}  # the number of partitions, by tokens of the largest rank
 
     def route(
-        self, expert_ids_TK: Tensor, experts: ExpertMap, exchange: Exchange, training: bool
+        self,
+        expert_ids_TK: Tensor,
+        experts: ExpertMap,
+        exchange: Exchange,
+        training: bool,
+        dtype: torch.dtype,
     ) -> tuple[RoutedRows, PassTimer | None]:
         """The partitions of a pass, and what measures it. Must be called on all ranks; waits for
-        the device."""
-        finest = self._finest(len(expert_ids_TK), exchange)
-        counts_PE = to_host(partition_counts(expert_ids_TK, finest, experts.n_global))
-        message = self._message(len(expert_ids_TK), training, counts_PE)
-        found: Numbers = exchange.gather_numbers(message).numpy()
+        the device. Raises on all if one has refused its input, or if ranks would wait for each
+        other later."""
+        n_tokens, n_experts = len(expert_ids_TK), experts.n_global
+        known = self._known(n_tokens, exchange)
+        # rows are counted in the partitions of all candidates, if the number is not known
+        finest = known or self.search.candidates[-1]
+        keys_TK = partition_keys(expert_ids_TK, finest, n_experts)
+        counts_R = HostCopy(key_counts(keys_TK, finest * n_experts))
+        # queued before the host waits: the device sorts while the host computes
+        rows = SortedRows.sort(keys_TK, known) if known else None
+        head = [n_tokens, int(training), DTYPES.index(dtype), *self._report()]
+        found = _gather(head, counts_R.wait(), exchange)
+        _check_heads(found[:, :3])
         timer, n = None, self.partitions
         if n is None:
             batch, n = self._choose(found[:, :_HEAD])
             if training and self.search.settled(batch) is None:
                 timer = PassTimer(expert_ids_TK.device, batch, n, self._end)
-        counts_GPE = found[:, _HEAD:].reshape(len(found), n, finest // n, -1).sum(2)
-        return divide_rows(expert_ids_TK, counts_GPE, experts, exchange), timer
+        if rows is None:
+            rows = SortedRows.sort(partition_keys(expert_ids_TK, n, n_experts), n)
+        counts_GPE = found[:, _HEAD:].reshape(len(found), n, finest // n, n_experts).sum(2)
+        return divide_rows(rows, counts_GPE, experts, exchange), timer
 
-    def _finest(self, n_tokens: int, exchange: Exchange) -> int:
-        """Partitions in which rows are counted, a multiple of their number: the number itself if it
-        is known before ranks have told each other their tokens."""
-        if self.partitions is not None:
-            return self.partitions
-        known = None
-        if exchange.size == 1 and graph_task() == -1:
-            known = self.search.settled(n_tokens)
-        return known or self.search.candidates[-1]
+    def _known(self, n_tokens: int, exchange: Exchange) -> int | None:
+        """The number of partitions if it is known before ranks have told each other their
+        tokens."""
+        if self.partitions is None and exchange.size == 1 and graph_task() == -1:
+            return self.search.settled(n_tokens)
+        return self.partitions
 
     def _end(self, timer: PassTimer) -> None:
         self._measured = timer
 
-    def _message(self, n_tokens: int, training: bool, counts_PE: Tensor) -> Tensor:
-        head = [n_tokens, int(training), 0, 0, 0]
-        if self._measured is not None and graph_task() == -1:
-            timer, self._measured = self._measured, None
-            head[2:] = timer.batch, timer.n, timer.nanoseconds()
-        return torch.cat((torch.tensor(head), counts_PE.view(-1)))
+    def tell_failure(self, n_experts: int, exchange: Exchange) -> None:
+        """In place of `route`: the other ranks raise."""
+        finest = self.partitions or self.search.candidates[-1]
+        head = [_REFUSED, *[0] * (_HEAD - 1)]
+        _gather(head, torch.zeros(finest * n_experts, dtype=torch.int64), exchange)
+
+    def _report(self) -> tuple[int, int, int]:
+        """The last measured pass, once."""
+        if self._measured is None or graph_task() != -1:
+            return 0, 0, 0
+        timer, self._measured = self._measured, None
+        return timer.batch, timer.n, timer.nanoseconds()
 
     def _choose(self, heads: Numbers) -> tuple[int, int]:
         """The batch, and the number of partitions for it; from the same numbers on all ranks."""
-        batch, _, measured, n, nanoseconds = heads.max(0).tolist()
-        if (heads[:, 2:4] == (measured, n)).all() and (heads[:, 4] > 0).all():
+        batch, _, _, measured, n, nanoseconds = heads.max(0).tolist()
+        if (heads[:, 3:5] == (measured, n)).all() and (heads[:, 5] > 0).all():
             self.search.report(measured, n, nanoseconds / 1e9)
         if graph_task() != -1 and batch in self._last:  # a checkpoint repeats its forward
             return batch, self._last[batch]
@@ -116,3 +146,31 @@ class Tuner:
     def __getstate__(self) -> dict[str, object]:
         """Without the last pass, whose events belong to this process."""
         return {**vars(self), "_measured": None}
+
+
+def _gather(head: list[int], counts: Tensor, exchange: Exchange) -> Numbers:
+    """The numbers of all ranks."""
+    message = torch.cat((torch.tensor(head), counts))
+    with waiting(f"the forward of a MoELayer on rank {exchange.rank}"):
+        found: Numbers = exchange.gather_numbers(message).numpy()
+    return found
+
+
+def _check_heads(heads: Numbers) -> None:
+    """Tokens, training and data type of each rank."""
+    refused = [rank for rank, tokens in enumerate(heads[:, 0].tolist()) if tokens == _REFUSED]
+    if refused:
+        raise RankError(
+            f"rank {refused[0]} has refused the input of this MoELayer; its own error says why"
+        )
+    for rank, (_, training, dtype) in enumerate(heads.tolist()):
+        if training != heads[0, 1]:
+            raise ConfigError(
+                "ranks must all train, or none, else some wait for a backward forever: "
+                f"{'rank 0' if training else f'rank {rank}'} computes no gradients"
+            )
+        if dtype != heads[0, 2]:
+            raise ConfigError(
+                f"ranks must compute in the same data type: rank 0 in {DTYPES[heads[0, 2]]}, "
+                f"rank {rank} in {DTYPES[dtype]}; use torch.autocast on all ranks or on none"
+            )

@@ -1,7 +1,7 @@
 """Experts streamed from host memory and disk through slots of the compute device."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -194,10 +194,13 @@ class StreamingCompute(ExpertCompute):
         if rows.expert_ids_TK is not None:
             self.dispatcher.sort(rows, layer_pass.on_cpu)
 
-    def waves(self, layer_pass: LayerPass, phase: Phase) -> Iterator[Wave]:
+    def waves(
+        self, layer_pass: LayerPass, phase: Phase, positions: Collection[int] | None = None
+    ) -> Iterator[Wave]:
         settings = self._settings
         self._waves.follow_stream()
-        for wave in home_waves(self._homes, layer_pass, self.max_rows, settings.waves):
+        args = layer_pass, self.max_rows, settings.waves, positions
+        for wave in home_waves(self._homes, *args):
             name = f"{phase.value} {layer_pass.layer}.{wave.first}-{wave.stop - 1}"
             self.trace.begin_wave(name)
             try:
@@ -205,7 +208,7 @@ class StreamingCompute(ExpertCompute):
             finally:
                 self.trace.end_wave()
         limits = WaveLimits(settings.waves, settings.overlap_uploads, self.max_rows)
-        yield from self._waves.of(layer_pass, phase, limits)
+        yield from self._waves.of(layer_pass, phase, limits, positions)
 
     def cpu_forward(self, layer_pass: LayerPass, x_TD: Tensor) -> CpuWork | None:
         return self._cpu_experts().forward(layer_pass, x_TD) if layer_pass.on_cpu else None

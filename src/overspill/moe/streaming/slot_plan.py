@@ -38,6 +38,11 @@ class SlotPlan:
         self._slots: dict[int, dict[int, int]] = {}  # by layer; cleared when an expert moves
         self._planned_for = list(self._homes)
 
+    def fits(self, layers: range) -> bool:
+        """Whether the slots hold the streamed experts of these layers at once."""
+        parts = sum(-(-(self.n_local - self._homes[layer]) // self.bank_size) for layer in layers)
+        return parts <= len(self._banks)
+
     def positions(self, layer: int, part: int) -> range:
         """The experts in a part of a layer."""
         first = self._homes[layer] + part * self.bank_size

@@ -6,7 +6,7 @@ from overspill.core.experts import Phase
 from overspill.moe.streaming.expected_counts import CountSource, ExpectedCounts
 from overspill.moe.streaming.usage import Usage
 from overspill.plan.banks import Chunk
-from overspill.plan.order import Position, upcoming
+from overspill.plan.order import Position, StageVisit, upcoming
 
 
 class StepCursor:
@@ -20,6 +20,7 @@ class StepCursor:
         self.n_local = n_local
         self._homes = homes
         self.here = Position(0, Phase.FORWARD)
+        self._visit: StageVisit | None = None  # if micro-batches pass the model in stages
         self.passes = 0  # passes through layers so far
         self._training = True  # whether a backward follows the current forward
         self._counts_ahead = ExpectedCounts(n_layers)
@@ -35,6 +36,10 @@ class StepCursor:
             self._training = training
             self._counts_ahead.observe(layer, counts)
             self.usage.observe(layer, counts)
+
+    def follow_stage(self, visit: StageVisit | None) -> None:
+        """The next passes are those of a micro-batch in a stage."""
+        self._visit = visit
 
     def announce(self, layer: int, counts: Sequence[int]) -> None:
         """The token rows of each expert in the next forward through a layer."""
@@ -56,6 +61,8 @@ class StepCursor:
     def next_phase(self, layer: int) -> Phase:
         """The direction of the layer's next (or current) pass."""
         if layer == self.here.layer:
+            return self.here.phase
+        if self._visit is not None and self._visit.returns(layer, self.here):
             return self.here.phase
         ahead = layer > self.here.layer
         if self.here.phase is Phase.FORWARD:
@@ -80,15 +87,15 @@ class StepCursor:
     def chunks(self, part: int, n_parts: int, ahead: bool) -> Iterator[Chunk]:
         """The chunk that is being computed, then (with `ahead`) all that follow."""
         yield Chunk(self.here.layer, part)
-        for position in upcoming(self.here, self.n_layers, self._training) if ahead else ():
-            first = part + 1 if position == self.here else 0
+        for position, is_current in self._upcoming() if ahead else ():
+            first = part + 1 if is_current else 0
             for number in range(first, n_parts):
                 yield Chunk(position.layer, number)
 
     def needed(self, with_states: bool) -> Iterator[tuple[int, int, bool]]:
         """(layer, expert, whether its states are needed too) in the order of need. `with_states`:
         experts are updated as soon as their backward is done, also those without tokens."""
-        for position in upcoming(self.here, self.n_layers, self._training):
+        for position, is_current in self._upcoming():
             states = with_states and position.phase is Phase.BACKWARD
             # a token that is generated needs other experts than the last one: reading those ahead
             # would delay what is needed now
@@ -99,5 +106,12 @@ class StepCursor:
             streamed = range(self._homes[position.layer], self.n_local)
             idle = sorted(set(streamed) - set(busy)) if states else []
             for expert in busy + idle:
-                if position != self.here or expert not in self._finished:
+                if not is_current or expert not in self._finished:
                     yield position.layer, expert, states
+
+    def _upcoming(self) -> Iterator[tuple[Position, bool]]:
+        """The positions that follow, and whether each is the current pass. In stages another
+        micro-batch may pass the same position next."""
+        following = upcoming(self.here, self.n_layers, self._training, self._visit)
+        for number, position in enumerate(following):
+            yield position, position == self.here and (number == 0 or self._visit is None)

@@ -1,7 +1,7 @@
 """The waves of a layer: experts that are on the device, or on their way, and compute together."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,9 +50,18 @@ class Waves:
         self._device = device
         self._slot_weights = store.layout.weights(uploader.slab)
         self._stream: torch.cuda.Stream | None = None  # of the last pass
+        self._focused = (-1, -1)  # the pass and the part of its layer that were needed last
+        self._uploaded: list[int] = []  # the experts of this part, in the order of their uploads
 
-    def of(self, layer_pass: LayerPass, phase: Phase, limits: WaveLimits) -> Iterator[Wave]:
-        """A layer's experts, wave by wave; compute one before asking for the next."""
+    def of(
+        self,
+        layer_pass: LayerPass,
+        phase: Phase,
+        limits: WaveLimits,
+        positions: Collection[int] | None = None,
+    ) -> Iterator[Wave]:
+        """A layer's experts, or those at some positions, wave by wave; compute one before asking
+        for the next. One pass may ask several times, for different positions."""
         with self._store.lock:
             self._plan.refresh()
         layer, counts = layer_pass.layer, layer_pass.device_counts
@@ -62,9 +71,14 @@ class Waves:
         small = self._split is not None and self._split.is_small(counts, phase)
         patient = small and not self._store.disk_slots
         for part in range(self._plan.n_parts):
-            pending = [p for p in self._plan.positions(layer, part) if counts[p]]
+            pending = [
+                p
+                for p in self._plan.positions(layer, part)
+                if counts[p] and (positions is None or p in positions)
+            ]
             if pending:
-                pending = self._focus(part, limits.overlap)
+                uploads = self._focus(part, limits.overlap)
+                pending = [p for p in uploads if positions is None or p in positions]
             while pending:
                 run, slots, events = self._await_wave(
                     layer, pending, counts, starts, limits, patient
@@ -104,7 +118,11 @@ class Waves:
 
     def _focus(self, part: int, ahead: bool) -> list[int]:
         """Tells the uploader that this part is needed now, and what follows it. Returns its experts
-        in the order in which they are uploaded."""
+        in the order in which they are uploaded. If a pass asks again for the part, nothing is
+        changed: experts that it has computed and updated would be uploaded again."""
+        here = self._cursor.passes, part
+        if here == self._focused:
+            return self._uploaded
         with self._store.lock:
             needed = self._cursor.chunks(part, self._plan.n_parts, ahead)
             planned = self._plan.follow(needed, self._uploads)
@@ -114,6 +132,7 @@ class Waves:
                 list(itertools.chain.from_iterable(map(self._targets, planned)))
             )
             self._store.request_transfers()
+            self._focused, self._uploaded = here, positions
             return positions
 
     def _uploads(self, layer: int, positions: range) -> list[int]:

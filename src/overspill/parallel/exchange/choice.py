@@ -10,6 +10,8 @@ from overspill.parallel.exchange.collective import CollectiveExchange
 from overspill.parallel.exchange.interface import Exchange, LocalExchange
 from overspill.parallel.exchange.staged import StagedExchange
 from overspill.parallel.ranks import Ranks
+from overspill.trace.recorder import Recorder
+from overspill.transfer.streams import Inject
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +36,16 @@ def exchange_for(mesh: "DeviceMesh | None", device: torch.device) -> Exchange:
     key = id(mesh.get_group()), device
     found = _shared.get(key)
     if found is None:
-        ranks = Ranks(mesh, device)
-        kind = StagedExchange if ranks.through_host else CollectiveExchange
-        found = _shared[key] = kind(ranks, device)
+        found = _shared[key] = exchange_among(Ranks(mesh, device), device)
     return found
+
+
+def exchange_among(
+    ranks: Ranks,
+    device: torch.device,
+    recorder: Recorder | None = None,
+    inject: Inject | None = None,
+) -> Exchange:
+    """A new exchange of these ranks. Must be called on all of them."""
+    kind = StagedExchange if ranks.through_host else CollectiveExchange
+    return kind(ranks, device, recorder, inject)

@@ -2,7 +2,7 @@
 
 import torch
 
-from overspill.core.errors import ConfigError
+from overspill.core.errors import ConfigError, RankError
 from overspill.parallel.exchange.interface import Exchange, Transfer
 from overspill.parallel.ranks import Ranks
 from overspill.trace.recorder import Recorder
@@ -35,6 +35,9 @@ class CollectiveExchange(Exchange):
         assert ranks is not None
 
         def work() -> None:
-            ranks.all_to_all_into(result, rows, sent, received)
+            try:
+                ranks.all_to_all_into(result, rows, sent, received)
+            except RuntimeError as error:  # another rank has ended, or makes other calls
+                raise RankError(f"an exchange of token rows failed: {error}") from error
 
         return self._stream.run(work, [ready], label, rows.nbytes)

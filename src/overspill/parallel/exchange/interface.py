@@ -58,12 +58,19 @@ class Exchange(ABC):
         self.inject = inject
 
     def send(
-        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], label: str = ""
+        self,
+        rows: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        label: str = "",
+        into: Tensor | None = None,
     ) -> Arrival:
         """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on. The rows that
-        arrive, `received` of each rank, are in the order of ranks."""
+        arrive, `received` of each rank, are in the order of ranks; they are written to `into`, a
+        contiguous tensor, if it is given."""
         rows = rows.contiguous()
-        result = rows.new_empty(sum(received), *rows.shape[1:])
+        result = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
+        assert (result.dtype, result.shape[1:]) == (rows.dtype, rows.shape[1:])
         # after the work that computes `rows`, and all that has used the memory of `result`
         ready = record_event(self.device)
         end = self._transfer(Transfer(rows, result, list(sent), list(received), ready, label))
@@ -93,9 +100,14 @@ class LocalExchange(Exchange):
     """No exchange: token rows stay where they are."""
 
     def send(
-        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], label: str = ""
+        self,
+        rows: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        label: str = "",
+        into: Tensor | None = None,
     ) -> Arrival:
-        return Arrival(self.device, rows)
+        return Arrival(self.device, rows if into is None else into.copy_(rows))
 
     def _transfer(self, transfer: Transfer) -> StreamEvent:
         raise AssertionError("rows are not sent")

@@ -20,6 +20,7 @@ from overspill.transfer.work_stream import WorkStream
 
 _PIECES = 4  # of a transfer: while one arrives, the next one leaves
 _ONE_BY_ONE = 12.0  # GB/s: slower links do not need pieces, whose launches take time
+_SMALL = 1 << 20  # bytes: nor do transfers that take no longer than these launches
 
 
 class LoopbackExchange(Exchange):
@@ -57,17 +58,16 @@ class LoopbackExchange(Exchange):
     def _transfer(self, transfer: Transfer) -> StreamEvent:
         rows, result, sent, received, ready, label = transfer
         assert sent == received, "one process sends all rows to itself"
-        source = rows.view(-1).view(torch.uint8)
-        target = result.view(-1).view(torch.uint8)
-        host = self._host_memory(len(source))
-        nanoseconds = 0 if self._rate is None else round(len(source) / self._rate)
+        source, target, size = rows.view(-1), result.view(-1), rows.nbytes
+        host = self._host_memory(size).view(rows.dtype)
+        nanoseconds = 0 if self._rate is None else round(size / self._rate)
         if self.device.type != "cuda":
             copy = partial(_copy_at_rate, target, host, source, nanoseconds)
-            self._last = self._inwards.run(copy, (), label, len(source))
+            self._last = self._inwards.run(copy, (), label, size)
             return self._last
         work = partial(self._copy, target, host, source, nanoseconds)
         # after the transfer before, which shares the link and `host`
-        self._last = self._inwards.run(work, [ready, self._last], label, len(source))
+        self._last = self._inwards.run(work, [ready, self._last], label, size)
         return self._last
 
     def _copy(self, target: Tensor, host: Tensor, source: Tensor, nanoseconds: int) -> None:
@@ -77,20 +77,20 @@ class LoopbackExchange(Exchange):
         if len(source) == 0:
             return
         self._begin()
-        if self._rate is not None and self._rate <= _ONE_BY_ONE:
+        slow = self._rate is not None and self._rate <= _ONE_BY_ONE
+        if slow or source.nbytes < _SMALL:
             copy_on(stream, host, source)
             copy_on(stream, target, host)
         else:
             self._begun.record(stream)
             self._begun.wait(out)
-            size = -(-len(source) // _PIECES)
-            for start in range(0, len(source), size):
-                piece = slice(start, start + size)
-                copy_on(out, host[piece], source[piece])
+            pieces = (tensor.split(-(-len(tensor) // _PIECES)) for tensor in (source, host, target))
+            for leaving, there, arriving in zip(*pieces, strict=True):
+                copy_on(out, there, leaving)
                 left = new_event(self.device, blocking=False)
                 left.record(out)
                 left.wait(stream)
-                copy_on(stream, target[piece], host[piece])
+                copy_on(stream, arriving, there)
         self._hold(nanoseconds)
 
     def _host_memory(self, size: int) -> Tensor:

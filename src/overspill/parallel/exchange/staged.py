@@ -25,7 +25,8 @@ from overspill.transfer.work_stream import WorkStream
 class _Issued:
     """The end of a transfer that a thread will issue, with the interface of a CUDA event."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._done = threading.Event()
         self._end: StreamEvent | None = None
         self._failure: BaseException | None = None
@@ -35,8 +36,9 @@ class _Issued:
         self._done.set()
 
     def _wait_issued(self) -> StreamEvent:
-        while not self._done.wait(1.0):
-            pass  # a wait without a limit would not let Ctrl-C through
+        with self._ranks.calling():  # watchdogs see that this rank waits for others
+            while not self._done.wait(1.0):
+                pass  # a wait without a limit would not let Ctrl-C through
         if self._failure is not None:
             raise RankError(f"an exchange of token rows failed: {self._failure}") from self._failure
         assert self._end is not None
@@ -82,6 +84,7 @@ class StagedExchange(Exchange):
 
     def _transfer(self, transfer: Transfer) -> StreamEvent:
         rows, result, sent, received, ready, label = transfer
+        assert self.ranks is not None
         outgoing, incoming = self._host(rows), self._host(result)
         out, into, group = self._outwards, self._inwards, self._group
 
@@ -97,7 +100,7 @@ class StagedExchange(Exchange):
                 dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
             return into.run(arrive, (), label, result.nbytes)
 
-        end = _Issued()
+        end = _Issued(self.ranks)
         self._jobs.put((job, end))
         return StreamEvent(end)
 
@@ -106,7 +109,7 @@ class StagedExchange(Exchange):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
 
-@torch.no_grad()
+@torch.inference_mode()  # results may be tensors of a caller in inference mode
 def _carry_out(jobs: _Jobs) -> None:
     """Ends with None, or with the first failure: other ranks wait for a transfer that this one has
     not made, so none after it can succeed."""

@@ -1,10 +1,12 @@
 """Evaluation: the loss on rows, the predicted labels."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from overspill.models.stages.stages import Stages
 from overspill.train.finetune.classification import Choice
 from overspill.train.finetune.rows import IGNORED, Batch, Row
 from overspill.train.team import Team
@@ -34,17 +36,31 @@ def row_losses(
     collate: Collate,
     seq2seq: bool,
     team: Team | None = None,
+    stages: Stages | None = None,
+    at_once: int = 1,
 ) -> list[float]:
-    """The summed loss of each row. Each rank of `team` computes a part of every batch."""
+    """The summed loss of each row. Each rank of `team` computes a part of every batch. In `stages`,
+    `at_once` batches pass one before the next."""
     team = team or Team()
     found: list[list[float]] = []
-    for at in range(0, len(rows), batch):
-        own, counted = team.own(rows[at : at + batch])
-        inputs = collate(own)
-        out = model(**inputs, use_cache=False)
-        found.append(summed_losses(out.logits, inputs["labels"], seq2seq).tolist()[:counted])
-    parts = zip(*team.gather(found), strict=True)  # of one batch, in the order of ranks
-    return [loss for batch_parts in parts for part in batch_parts for loss in part]
+    parts = [team.own(rows[at : at + batch]) for at in range(0, len(rows), batch)]
+    for first in range(0, len(parts), at_once):
+        group = parts[first : first + at_once]
+        batches = [collate(own) for own, _ in group]
+
+        def take(number: int, output: Any, group: Any = group, batches: Any = batches) -> None:
+            losses = summed_losses(output.logits, batches[number]["labels"], seq2seq)
+            found.append(losses.tolist()[: group[number][1]])
+
+        inputs = [{**inputs, "use_cache": False} for inputs in batches]
+        if stages is not None:
+            stages.forward(inputs, take)
+        else:
+            for number, each in enumerate(inputs):
+                take(number, model(**each))
+    has_outputs = stages is None or stages.has_outputs
+    by_batch = zip(*team.gather_parts(found if has_outputs else None), strict=True)
+    return [loss for batch_parts in by_batch for part in batch_parts for loss in part]
 
 
 def mean_loss(losses: Sequence[float], rows: Sequence[Row]) -> float:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from overspill.models.huggingface.save import save
+from overspill.models.stages.stages import Stages
 from overspill.train.batch_order import BatchOrder
 from overspill.train.checkpoint import TrainState
 from overspill.train.export import export
@@ -107,6 +109,17 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What a rank computes of a micro-batch."""
+
+    batch: Batch
+    inputs: dict[str, Any]
+    """The arguments of the model."""
+    share: float
+    """Of its loss in that of the step."""
+
+
 class Finetuner(Loop[FinetuneSummary]):
     """The loop over rows of examples."""
 
@@ -124,6 +137,7 @@ class Finetuner(Loop[FinetuneSummary]):
         self.config, self.data = spec.config, spec.data
         self.order = BatchOrder(len(self.data.train), self.config.run.seed)
         self.outputs = Outputs(folder.path)
+        self.stages = None if self.config.stages is None else Stages(session.model)
         self.evaluations = _past_evaluations(folder.metrics)
 
     # -- steps ------------------------------------------------------------------------------
@@ -141,26 +155,44 @@ class Finetuner(Loop[FinetuneSummary]):
         rows = [self.data.train[number] for number in chosen_rows]
         pieces = [rows[at : at + section.batch] for at in range(0, len(rows), section.batch)]
         learned = sum(row.learned for row in rows)
+        micro_batches = [self._micro_batch(piece, learned) for piece in pieces]
         total = Losses(0.0, 0.0, 0.0)
-        for number, piece in enumerate(pieces, start=1):
-            own, counted = self.team.own(piece)
-            batch = self._collate(own)
-            # times the number of ranks, over which gradients and losses are averaged
-            share = self.team.size * sum(row.learned for row in own[:counted]) / learned
-            with self.optimizer.accumulate() if number < len(pieces) else nullcontext():
-                total = total.plus(self._backward(batch, share), share)
+
+        def loss_of(number: int, output: Any) -> Tensor:
+            nonlocal total
+            micro_batch = micro_batches[number]
+            total = total.plus(self._losses(output, micro_batch.batch), micro_batch.share)
+            loss: Tensor = output.loss
+            return loss * micro_batch.share
+
+        if self.stages is not None:
+            self.stages.backward([each.inputs for each in micro_batches], self.optimizer, loss_of)
+        else:
+            for number, micro_batch in enumerate(micro_batches):
+                last = number == len(pieces) - 1
+                with nullcontext() if last else self.optimizer.accumulate():
+                    output = self.session.model(**micro_batch.inputs)
+                    loss_of(number, output).backward()
+                    del output
         tokens = sum(len(row.tokens) for row in rows)
         if self.spec.seq2seq:
             tokens += learned
         return StepWork(total, sequences=len(rows), tokens=tokens)
 
-    def _backward(self, batch: Batch, share: float) -> Losses:
+    def _micro_batch(self, rows: Sequence[Row], learned: int) -> "_MicroBatch":
+        """This rank's part of a micro-batch, of a step with so many `learned` tokens."""
+        own, counted = self.team.own(rows)
+        # times the number of ranks, over which gradients and losses are averaged
+        share = self.team.size * sum(row.learned for row in own[:counted]) / learned
+        batch = self._collate(own)
         extra = {"output_router_logits": True} if self.config.model.balance else {}
-        out = self.session.model(**batch, use_cache=False, **extra)
-        loss = out.loss.item()
+        return _MicroBatch(batch, {**batch, "use_cache": False, **extra}, share)
+
+    def _losses(self, output: Any, batch: Batch) -> Losses:
+        loss = output.loss.item()
         self.check_finite(loss)
-        ce = self._cross_entropy(out.logits, batch["labels"]) if extra else loss
-        (out.loss * share).backward()
+        balanced = self.config.model.balance
+        ce = self._cross_entropy(output.logits, batch["labels"]) if balanced else loss
         return Losses(loss, ce, loss - ce)
 
     def _cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> float:
@@ -173,20 +205,30 @@ class Finetuner(Loop[FinetuneSummary]):
     # -- evaluations ------------------------------------------------------------------------
 
     def evaluate(self) -> EvalMetrics:
-        model, batch, seq2seq = self.session.model, self.config.data.batch, self.spec.seq2seq
         choices = self.data.eval_choices
         if not choices:
             rows = self.data.eval_rows
-            losses = row_losses(model, rows, batch, self._collate, seq2seq, self.team)
-            return EvalMetrics(self.step, mean_loss(losses, rows))
-        rows = [row for choice in choices for row in choice.rows]
-        losses = row_losses(model, rows, batch, self._collate, seq2seq, self.team)
+            return EvalMetrics(self.step, mean_loss(self._row_losses(rows), rows))
+        losses = self._row_losses([row for choice in choices for row in choice.rows])
         picked = chosen(losses, choices)
         hits = sum(p == choice.label for p, choice in zip(picked, choices, strict=True))
         width = len(choices[0].rows)
         right = [losses[width * n + choice.label] for n, choice in enumerate(choices)]
         loss = mean_loss(right, [choice.right for choice in choices])
         return EvalMetrics(self.step, loss, hits / len(choices))
+
+    def _row_losses(self, rows: Sequence[Row]) -> list[float]:
+        section, model = self.config.data, self.session.model
+        return row_losses(
+            model,
+            rows,
+            section.batch,
+            self._collate,
+            self.spec.seq2seq,
+            self.team,
+            self.stages,
+            section.accumulate if self.stages is not None else 1,
+        )
 
     def after_evaluation(self, metrics: EvalMetrics) -> None:
         self.evaluations.append(metrics)

@@ -1,5 +1,6 @@
 """What a run of `overspill finetune` or `pregate` is built from: checkpoint, tokenizer, data."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,14 @@ from torch import nn
 
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import choose_device
+from overspill.models.budgets import Budgets
 from overspill.models.huggingface.dictionaries import dropouts_inside_experts
 from overspill.models.huggingface.folder import find_folder, read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.pregates import saved_level
 from overspill.models.huggingface.skeleton import model_class
 from overspill.models.pregate import check_level, find_chains, pregate, pregate_level
+from overspill.models.stages.blocks import find_blocks
 from overspill.moe.pregate import positions
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import FinetuneData, load_data
@@ -51,6 +54,19 @@ class FinetuneSpec(RunSpec):
         tokenizer = self.tokenizer
         found = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return next(int(token) for token in found if token is not None)
+
+    @property
+    def budgets(self) -> Budgets:
+        """In stages on a GPU, hidden states before each block wait in host memory."""
+        budgets = super().budgets
+        if self.config.stages is None or self.device.type != "cuda":
+            return budgets
+        text, data = self.model_config.get_text_config(), self.config.data
+        tokens = -(-data.batch // self.team.parts) * self.seq_len
+        hidden = tokens * text.hidden_size * self.dtype.itemsize
+        own = -(-text.num_hidden_layers // self.team.n_stages) * data.accumulate
+        # torch's allocator of pinned memory gives out powers of two
+        return dataclasses.replace(budgets, host_reserved=own * (1 << (hidden - 1).bit_length()))
 
     def load_model(self) -> Any:
         return load_within(
@@ -105,6 +121,8 @@ def plan_finetuning(
     level = config.pregate_level
     if level:
         _check_level(level, folder, model_config)
+    if config.memory.stages > 1:
+        _check_stages(config.memory.stages, folder, model_config)
     seq_len = choose_seq_len(config.data.seq_len, model_config)
     if config.model.balance and not hasattr(model_config, "output_router_logits"):
         raise ConfigError(
@@ -164,6 +182,19 @@ def _check_level(level: int, folder: Path, model_config: Any) -> None:
         )
     with torch.device("meta"):
         check_level(level, find_chains(model_class(model_config)(model_config)))
+
+
+def _check_stages(count: int, folder: Path, model_config: Any) -> None:
+    """Raises if the model cannot be divided into so many stages, before it is loaded."""
+    if saved_level(folder) is not None:
+        raise ConfigError(f"--stages: {folder} has pre-gates, which stages do not support; drop it")
+    with torch.device("meta"):
+        blocks = find_blocks(model_class(model_config)(model_config))
+    if count > len(blocks):
+        raise ConfigError(
+            f"--stages {count}: a stage needs a block, and {model_config.model_type} has "
+            f"{len(blocks)} blocks; give 1 to {len(blocks)}"
+        )
 
 
 _TOKENIZER_FILES = (

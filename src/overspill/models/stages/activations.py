@@ -1,0 +1,127 @@
+"""Activations and gradients that wait in host memory until their micro-batch returns."""
+
+import itertools
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import OrderError
+from overspill.moe.pipeline.activations import HostCopies
+from overspill.transfer.work_stream import Arrival
+
+SMALL = 1 << 16
+"""Activations of fewer bytes stay on the device: a copy takes longer than it is worth."""
+
+
+@dataclass(eq=False)
+class Parked:
+    """A tensor in host memory, or on its way there or back."""
+
+    leaving: Arrival
+    version: int
+    returning: Arrival | None = None
+
+    @property
+    def host(self) -> Tensor:
+        return self.leaving.result
+
+    def settle(self) -> None:
+        """The compute stream waits until the copy is complete; the memory on the device is free."""
+        source = self.leaving.source
+        if source is not None and source._version != self.version:
+            raise OrderError(
+                "an activation that backward needs was changed in place after its forward had "
+                "saved it; offload_activations=False lets autograd say where"
+            )
+        self.leaving.wait()
+
+
+class ParkedActivations:
+    """Parks what autograd saves, and what passes from one stage to the next. The device holds what
+    belongs to two micro-batches of a stage: one that computes, and one whose copies run beside
+    it."""
+
+    def __init__(self, copies: HostCopies, small: int = SMALL) -> None:
+        """Activations of fewer than `small` bytes stay on the device."""
+        self._copies, self._small = copies, small
+        self._saved: dict[Hashable, list[Parked]] = {}
+        self._current: list[Parked] = []  # of the micro-batch that computes
+        self._previous: list[Parked] = []
+
+    def park(self, tensor: Tensor, label: str) -> Parked:
+        """Copies a tensor to host memory; it must not be changed any more."""
+        parked = Parked(self._copies.to_host(tensor, label), tensor._version)
+        self._current.append(parked)
+        return parked
+
+    def prefetch(self, parked: Parked) -> None:
+        """Begins to copy it back."""
+        if parked.returning is None:
+            parked.settle()
+            parked.returning = self._copies.to_device(parked.host, "restore")
+
+    def take(self, parked: Parked) -> Tensor:
+        """The tensor on the device."""
+        self.prefetch(parked)
+        assert parked.returning is not None
+        return parked.returning.wait()
+
+    def advance(self) -> None:
+        """A micro-batch has passed a stage: what the one before it has left leaves the device."""
+        for parked in self._previous:
+            parked.settle()
+        self._previous, self._current = self._current, []
+
+    # -- what autograd saves ----------------------------------------------------------------
+
+    @contextmanager
+    def saving(self, key: Hashable) -> Iterator[None]:
+        """Parks all large activations that are saved in the block, until `forget(key)`."""
+        saved = self._saved[key] = []
+        known: dict[Hashable, Parked] = {}
+
+        def pack(tensor: Tensor) -> Tensor | Parked:
+            if tensor.nbytes < self._small or not _is_activation(tensor):
+                return tensor
+            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            memory = (*place, tensor._version)
+            if memory not in known:  # several operations save the same one
+                known[memory] = self.park(tensor, "save")
+                saved.append(known[memory])
+            return known[memory]
+
+        def unpack(kept: Tensor | Parked) -> Tensor:
+            return kept if isinstance(kept, Tensor) else self.take(kept)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+        known.clear()  # from here on the memory may be used for something else
+
+    def restore(self, key: Hashable) -> None:
+        """Begins to copy back what was saved in a block, the last first."""
+        for parked in reversed(self._saved.get(key, ())):
+            self.prefetch(parked)
+
+    def forget(self, key: Hashable) -> None:
+        """The backward of a block is over."""
+        self._saved.pop(key, None)
+
+    def clear(self) -> None:
+        """At the end of a step, also one that has failed: waits for all copies, whose memory is
+        freed."""
+        saved = itertools.chain.from_iterable(self._saved.values())
+        for parked in (*self._previous, *self._current, *saved):
+            parked.leaving.wait()
+            if parked.returning is not None:
+                parked.returning.wait()
+        self._saved.clear()
+        self._previous, self._current = [], []
+
+
+def _is_activation(tensor: Tensor) -> bool:
+    """Not a weight, a view of one, or an index."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_floating_point() and not (base.is_leaf and base.requires_grad)

@@ -1,0 +1,73 @@
+"""Refuses what a step in stages cannot use, before or while it computes."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from overspill.core.errors import ConfigError
+from overspill.models.stages.step import MicroBatch
+
+
+def checked_batches(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches as a list."""
+    if isinstance(micro_batches, Mapping):
+        raise ConfigError(
+            "micro_batches is one mapping; give a list with one for each micro-batch, the keyword "
+            "arguments of the model"
+        )
+    batches = list(micro_batches)
+    if not batches:
+        raise ConfigError("a pass in stages needs at least one micro-batch")
+    for number, batch in enumerate(batches):
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"micro-batch {number} is a {type(batch).__name__}; give a mapping, the keyword "
+                "arguments of the model"
+            )
+    return batches
+
+
+def check_optimizer(model: nn.Module, optimizer: object) -> None:
+    """Raises if the experts are trained and `optimizer` is not theirs."""
+    if optimizer is not None and not hasattr(optimizer, "accumulate"):
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__} does not train experts; give the "
+            "overspill.AdamW of the model"
+        )
+    trained = any(
+        hasattr(p, "is_expert_placeholder") for p in model.parameters() if p.requires_grad
+    )
+    if trained and optimizer is None:
+        raise ConfigError(
+            "the experts are trained; give backward() their optimizer, overspill.AdamW(model, ...)"
+        )
+
+
+def loss_of(number: int, output: Any) -> Tensor:
+    """The loss that the model has computed."""
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise ConfigError(
+            f"the model returns no loss for micro-batch {number}; put labels in it, or give "
+            "backward() a function loss"
+        )
+    return checked_loss(number, loss)
+
+
+def checked_loss(number: int, loss: Tensor) -> Tensor:
+    """`loss`, from which a backward can begin."""
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the loss of micro-batch {number} is a {type(loss).__name__}; return a tensor"
+        )
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"the loss of micro-batch {number} has the shape {tuple(loss.shape)}; return one number"
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            f"the loss of micro-batch {number} needs no gradient: it was detached, all parameters "
+            "are frozen, or backward() was called within torch.no_grad()"
+        )
+    return loss

@@ -1,0 +1,216 @@
+"""The passes of micro-batches through the stages: all of them pass a stage before the next one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from overspill.models.stages.activations import Parked, ParkedActivations
+from overspill.models.stages.blocks import StagedBlocks, entering
+from overspill.moe.engine import Engine
+from overspill.parallel.stage_link import StageLink
+from overspill.plan.order import StageVisit
+
+MicroBatch = Mapping[str, Any]
+Take = Callable[[int, Any], Tensor | None]
+"""Gets the number of a micro-batch and what the model returns for it; returns its loss."""
+
+
+class Accumulates(Protocol):
+    """What a step needs of the optimizer."""
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Backward passes in the context do not complete the gradients."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of this process."""
+
+    number: int
+    blocks: range
+    layers: range
+    """Its MoE layers, as the engine numbers them."""
+    is_last: bool
+
+
+@dataclass(eq=False)
+class _Passed:
+    """A tensor that has passed from one stage to the next, until its gradient has come back."""
+
+    like: Tensor
+    """Of the same size, without memory."""
+    end: GradientEdge | None
+    """Where the backward of the stage before begins; None: it is elsewhere, or needs none."""
+    value: Tensor | Parked | None
+    """For the next stage."""
+    needs_grad: bool
+    grad: Tensor | Parked | None = None
+    """From the next stage."""
+
+
+@dataclass(eq=False)
+class StagedPass:
+    """What this process has of one pass of micro-batches through the model."""
+
+    model: Callable[..., Any]
+    blocks: StagedBlocks
+    stages: Sequence[Stage]
+    engine: Engine
+    link: StageLink | None
+    """To the ranks of other stages; None: all are here."""
+    activations: ParkedActivations | None
+    """None: activations stay on the device."""
+    micro_batches: Sequence[MicroBatch]
+    take: Take
+    optimizer: Accumulates | None = None
+    _passed: dict[tuple[int, int], list[_Passed]] = field(default_factory=dict)
+    """By the stage and the micro-batch that they come from."""
+
+    def run(self, backward: bool) -> None:
+        """The forward of all micro-batches, then their backward."""
+        numbers = range(len(self.micro_batches))
+        try:
+            for stage in self.stages:
+                for number in numbers:
+                    self._visit(stage, number, turns=stage.is_last and backward)
+                    self._forward(stage, number, backward)
+            for stage in reversed(self.stages) if backward else ():
+                for number in () if stage.is_last else numbers:
+                    self._visit(stage, number)
+                    self._backward(stage, number)
+            if self.link is not None:
+                self.link.wait()
+        finally:
+            try:
+                if self.activations is not None:
+                    self.activations.clear()
+            finally:
+                self.engine.stage_order.follow(None)
+
+    def _visit(self, stage: Stage, number: int, turns: bool = False) -> None:
+        layers, count = stage.layers, len(self.micro_batches)
+        visit = StageVisit(layers.start, layers.stop, number, count, turns)
+        self.engine.stage_order.follow(visit)
+
+    # -- forward ----------------------------------------------------------------------------
+
+    def _forward(self, stage: Stage, number: int, backward: bool) -> None:
+        before = self._arrive(stage, number)
+        incoming = [self._enter(passed) for passed in before] if stage.number else None
+        batch, activations = self.micro_batches[number], self.activations
+        saving: AbstractContextManager[None] = nullcontext()
+        if activations is not None and backward and not stage.is_last:  # it turns at once
+            saving = activations.saving((stage, number))
+        with saving:
+            result = self.blocks.run(stage.blocks, incoming, lambda: self.model(**batch))
+        del incoming
+        if stage.is_last:
+            self._end(stage, number, result, backward)
+        else:
+            self._leave(stage, number, result)
+        del result
+        if activations is not None:
+            activations.advance()
+
+    def _arrive(self, stage: Stage, number: int) -> list[_Passed]:
+        key = stage.number - 1, number
+        if self.link is not None and stage.number:
+            # whether the stage before needs gradients is not known here
+            received, needs_grad = self.link.receive(self.link.previous), torch.is_grad_enabled()
+            self._passed[key] = [
+                _Passed(_like(tensor), None, tensor, needs_grad) for tensor in received
+            ]
+        return self._passed.get(key, [])
+
+    def _enter(self, passed: _Passed) -> Tensor:
+        assert passed.value is not None
+        value, passed.value = self._unpark(passed.value), None
+
+        def receive(grad: Tensor) -> None:
+            passed.grad = self._park(grad, "pass back")
+
+        return entering(value, receive) if passed.needs_grad else value
+
+    def _leave(self, stage: Stage, number: int, result: Sequence[Tensor]) -> None:
+        passed = []
+        for tensor in result:
+            end = get_gradient_edge(tensor) if tensor.requires_grad else None
+            value = None if self.link else self._park(tensor.detach(), "pass on")
+            passed.append(_Passed(_like(tensor), end, value, tensor.requires_grad))
+        self._passed[stage.number, number] = passed
+        if self.link is not None:
+            self.link.send(self.link.next, result)
+
+    # -- backward ---------------------------------------------------------------------------
+
+    def _end(self, stage: Stage, number: int, result: Any, backward: bool) -> None:
+        """The last stage: the backward of a micro-batch follows its forward."""
+        loss = self.take(number, result)
+        del result
+        if not backward:
+            return
+        if loss is not None and loss.requires_grad:
+            with self._accumulating(number):
+                loss.backward()
+        self._send_back(stage, number)
+
+    def _backward(self, stage: Stage, number: int) -> None:
+        activations = self.activations
+        if activations is not None:
+            activations.restore((stage, number))
+            activations.restore((stage, number + 1))  # beside this one
+        passed = self._passed.pop((stage.number, number))
+        if self.link is not None:
+            for each, grad in zip(passed, self.link.receive(self.link.next), strict=True):
+                each.grad = grad
+        ends, grads = [], []
+        for each in passed:
+            if each.end is not None and each.grad is not None:
+                ends.append(each.end)
+                grads.append(self._unpark(each.grad))
+        del passed
+        if ends:
+            with self._accumulating(number):
+                torch.autograd.backward(ends, grads)
+        del ends, grads
+        self._send_back(stage, number)
+        if activations is not None:
+            activations.advance()
+
+    def _send_back(self, stage: Stage, number: int) -> None:
+        """The backward of a micro-batch has passed a stage."""
+        if self.activations is not None:
+            self.activations.forget((stage, number))
+        if self.link is None or not stage.number:
+            return
+        grads = []
+        for passed in self._passed.pop((stage.number - 1, number)):
+            if passed.grad is None:
+                grads.append(torch.zeros_like(passed.like, device=self.engine.device))
+            else:
+                grads.append(self._unpark(passed.grad))
+        self.link.send(self.link.previous, grads)
+
+    def _accumulating(self, number: int) -> AbstractContextManager[None]:
+        last = number == len(self.micro_batches) - 1
+        return nullcontext() if last or self.optimizer is None else self.optimizer.accumulate()
+
+    # -- what waits in host memory ------------------------------------------------------------
+
+    def _park(self, tensor: Tensor, label: str) -> Tensor | Parked:
+        return tensor if self.activations is None else self.activations.park(tensor, label)
+
+    def _unpark(self, kept: Tensor | Parked) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        assert self.activations is not None
+        return self.activations.take(kept)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")

@@ -1,0 +1,153 @@
+"""One pass through the experts that this process computes, wave by wave.
+
+Shapes: T tokens, D model, K top-k, R token rows sorted by expert. With several ranks the tokens are
+rows of all of them, each for one expert.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
+from overspill.core.experts import Phase
+from overspill.moe.engine import Engine
+from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.plan.waves import row_pieces
+
+_ALL = slice(None)
+
+
+class ForwardPass:
+    """The order of calls: `compute` for all experts, or for each group of them, then `combine`. The
+    results of a group can be combined before the next one is computed."""
+
+    def __init__(
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        engine: Engine,
+        layer_pass: LayerPass,
+        phase: Phase,
+        keep: bool,
+    ) -> None:
+        """`x_TD` may be written until the experts that read it are computed."""
+        self._x_TD, self._engine, self._pass, self._phase = x_TD, engine, layer_pass, phase
+        self._compute = engine.compute
+        self._compute.enter_forward(layer_pass, expert_ids_TK, phase, keep)
+        self._on_cpu = self._compute.cpu_forward(layer_pass, x_TD)
+        n_rows = layer_pass.rows.n_rows
+        self._y_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
+        if keep:
+            layer_pass.kept = x_TD.new_empty(n_rows, engine.shape.in_rows)
+
+    def compute(self, positions: Collection[int] | None = None) -> None:
+        """The experts at these positions; None: all."""
+        layer_pass, dispatcher = self._pass, self._compute.dispatcher
+        for wave in self._compute.waves(layer_pass, self._phase, positions):
+            for start, end, ends, counts in _pieces(wave, self._compute.max_rows):
+                x_rows = dispatcher.dispatch(layer_pass.rows, self._x_TD, start, end)
+                args = wave.weights, self._engine.shape, ends, counts, layer_pass.activation
+                y_rows, hidden = wave_forward(x_rows, *args)
+                self._y_RD = _with_rows(self._y_RD, start, y_rows)
+                if layer_pass.kept is not None:
+                    layer_pass.kept = _with_rows(layer_pass.kept, start, hidden)
+                del args, x_rows, y_rows, hidden
+
+    def combine(self, weights_TK: Tensor | None, tokens: slice = _ALL) -> Tensor:
+        """The weighted sum over its rows of each token in a range; without weights the sum."""
+        if self._on_cpu is not None:
+            self._on_cpu.take(self._y_RD)
+            self._on_cpu = None
+        args = self._pass.rows, self._y_RD, weights_TK
+        return self._compute.dispatcher.combine(*args, tokens)
+
+
+class BackwardPass:
+    """The order of calls: `compute` as in forward, `finish` after the last, and `combine`. Weight
+    gradients are delivered to the training step if they are needed."""
+
+    def __init__(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        dy_TD: Tensor,
+        engine: Engine,
+        layer_pass: LayerPass,
+        need_dw: bool,
+    ) -> None:
+        self._x_TD, self._dy_TD, self._weights_TK = x_TD, dy_TD, weights_TK
+        self._engine, self._pass, self._need_dw = engine, layer_pass, need_dw
+        self._compute = engine.compute  # experts may have moved
+        self._compute.enter_backward(layer_pass)
+        n_rows = layer_pass.rows.n_rows
+        self._dx_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
+        self._drow_weight_R = weights_TK.new_empty(n_rows)
+        self._on_cpu = self._compute.cpu_backward(layer_pass, x_TD, dy_TD, weights_TK)
+
+    def compute(self, positions: Collection[int] | None = None) -> None:
+        """The experts at these positions; None: all."""
+        for wave in self._compute.waves(self._pass, Phase.BACKWARD, positions):
+            total = grads = None
+            for start, end, ends, counts in _pieces(wave, self._compute.max_rows):
+                grads = self._piece(wave, start, end, ends, counts)
+                self._dx_RD = _with_rows(self._dx_RD, start, grads.dx_RD)
+                self._drow_weight_R[start:end] = grads.drow_weight_R
+                total = grads if total is None else _add(total, grads)
+            if self._need_dw and total is not None:
+                self._engine.training.deliver(self._pass, wave, total.dw)
+            del total, grads  # before the next wave computes, not after
+
+    def _piece(
+        self, wave: Wave, start: int, end: int, ends: Tensor, counts: list[int] | None
+    ) -> WaveGrads:
+        layer_pass, dispatcher = self._pass, self._compute.dispatcher
+        rows, kept = layer_pass.rows, layer_pass.kept
+        return wave_backward(
+            dispatcher.dispatch(rows, self._x_TD, start, end),
+            dispatcher.dispatch(rows, self._dy_TD, start, end),
+            dispatcher.row_weights(rows, self._weights_TK, start, end),
+            wave.weights,
+            self._engine.shape,
+            ends,
+            counts,
+            hidden=None if kept is None else kept[start:end],
+            need_dw=self._need_dw,
+            activation=layer_pass.activation,
+        )
+
+    def finish(self) -> None:
+        """After the last expert was computed."""
+        self._pass.kept = None
+        if self._on_cpu is not None:
+            self._on_cpu.take(self._dx_RD, self._drow_weight_R)
+        if self._need_dw:
+            self._engine.training.end_backward(self._pass)
+
+    def combine(self, tokens: slice = _ALL) -> tuple[Tensor, Tensor]:
+        """The gradients of a range of tokens and of their routing weights."""
+        grads = self._dx_RD, self._drow_weight_R
+        return self._compute.dispatcher.combine_grads(self._pass.rows, *grads, tokens)
+
+
+def _with_rows(all_rows: Tensor, start: int, rows: Tensor) -> Tensor:
+    """Copies the results of a wave to their place; the results themselves if they are all."""
+    if len(rows) == len(all_rows):
+        return rows
+    all_rows[start : start + len(rows)] = rows
+    return all_rows
+
+
+def _pieces(wave: Wave, limit: int) -> list[tuple[int, int, Tensor, list[int] | None]]:
+    """(first row, end, cumulative ends, counts) of a wave, whole or, where one expert alone has
+    more token rows than the workspace holds, in pieces."""
+    if wave.end - wave.start <= limit or wave.stop - wave.first > 1:
+        return [(wave.start, wave.end, wave.ends, wave.counts)]
+    pieces = row_pieces(wave.start, wave.end, limit)
+    return [(a, b, torch.full_like(wave.ends, b - a), [b - a]) for a, b in pieces]
+
+
+def _add(total: WaveGrads, grads: WaveGrads) -> WaveGrads:
+    """Adds the weight gradients of two pieces of one expert's rows, in float32 between pieces."""
+    dw = tuple(a.float().add_(b) for a, b in zip(total.dw, grads.dw, strict=True))
+    return WaveGrads(grads.dx_RD, dw, grads.drow_weight_R)

@@ -1,0 +1,83 @@
+"""Token rows of an offloaded model between the ranks that divide the experts of a layer."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from overspill.core.errors import ConfigError
+from overspill.moe.layer_pass import LayerPass
+from overspill.moe.received_rows import ReceivedRows
+from overspill.moe.row_placer import Balance, RowPlacer
+from overspill.moe.settings import Settings
+from overspill.parallel.exchange.interface import Exchange
+from overspill.parallel.row_exchange import RowExchange, SentRows
+from overspill.plan.exchange_groups import Rows, check_groups, choose_groups, divide_experts
+from overspill.tiers.store import ExpertStore
+
+
+class Now(NamedTuple):
+    """What may change between passes."""
+
+    settings: Settings
+    free_memory: int
+    """Of the device, in bytes."""
+
+
+class RankRows:
+    """Which rank computes which rows, in which groups they travel, and whether those of others are
+    kept for backward. All ranks enter each method."""
+
+    def __init__(
+        self, exchange: Exchange, store: ExpertStore, placer: RowPlacer, now: Callable[[], Now]
+    ) -> None:
+        self._store, self._placer, self._now = store, placer, now
+        self._device = exchange.device
+        self._n_experts = store.experts.n_global
+        self.exchange = RowExchange(exchange, self._n_experts, placer.place, self._divide)
+        layout = store.layout
+        self._received = ReceivedRows(exchange, layout.shape, layout.dtype)
+        self._n_ranks = exchange.size
+        self.check(now().settings)
+
+    def check(self, settings: Settings) -> None:
+        """Raises for settings that an exchange does not support."""
+        if settings.cpu_experts or settings.cpu_policy is not None:
+            raise ConfigError("an exchange does not support cpu_experts; turn one of them off")
+        check_groups(settings.exchange_groups, self._n_experts, self._n_ranks)
+
+    def route(self, layer: int, expert_ids_TK: Tensor) -> SentRows:
+        """Tells all ranks which rows they get."""
+        experts, own = self._store.maps[layer], self._store.experts.local_ids
+        positions = () if experts.in_order else [*map(experts.position, own)]
+        rows = self.exchange.route(expert_ids_TK, self._store.versions(layer), positions)
+        self._store.expect(layer, rows.versions)
+        return rows
+
+    def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:
+        """The groups of experts whose token rows travel together. On a CPU nothing runs beside the
+        exchange."""
+        n = self._now().settings.exchange_groups
+        if n is None:
+            n = 1 if self._device.type == "cpu" else choose_groups(rows_GE)
+        return divide_experts(rows_GE, order_GE, n)
+
+    def keeps(self, layer_pass: LayerPass) -> bool:
+        """Whether token rows that a training pass has received stay on the device until its
+        backward."""
+        assert layer_pass.sent is not None
+        store, now = self._store, self._now()
+        n_streamed = -(-(len(store.entries) - sum(store.homes)) // store.n_layers)
+        return self._received.keeps(
+            now.settings.received_rows,
+            layer_pass.sent.most_rows,
+            store.n_layers,
+            n_streamed * store.layout.weight_bytes,
+            layer_pass.trained,
+            now.free_memory,
+        )
+
+    @property
+    def balance(self) -> Balance | None:
+        """How evenly token rows were spread over ranks, lately."""
+        return self._placer.balance()

@@ -1,0 +1,50 @@
+"""Where a model is whose micro-batches pass it in stages, as far as the engine needs to know."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from overspill.moe.expert_moves import ExpertMoves
+from overspill.plan.order import StageVisit
+from overspill.tiers.store import ExpertStore
+
+
+class StageOrder:
+    """Uploads follow the order of stages."""
+
+    def __init__(
+        self, moves: ExpertMoves, store: ExpertStore, lock: AbstractContextManager[object]
+    ) -> None:
+        """`lock` is that of the engine."""
+        self._moves = moves
+        self._store = store
+        self._lock = lock
+        self._visit: StageVisit | None = None
+
+    def plan(self, stages: Sequence[range]) -> None:
+        """Micro-batches pass these layers in turn: only gradients of one stage are accumulated at a
+        time. Without stages, those of the whole model."""
+        layers = max((len(stage) for stage in stages), default=self._store.n_layers)
+        with self._lock:
+            self._moves.limit_sums(layers * self._store.experts.n_local)
+
+    def follow(self, visit: StageVisit | None) -> None:
+        """The next passes are those of a micro-batch in a stage; None: of a whole model."""
+        with self._lock:
+            self._visit = visit
+            if (streaming := self._moves.streaming) is not None:
+                with self._store.lock:
+                    streaming.compute.cursor.follow_stage(visit)
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether a pass through the first layer is the first of a step."""
+        return self._visit is None or self._visit.micro_batch == 0
+
+    def fits(self, layers: range) -> bool:
+        """Whether the device holds all experts of these layers at once, at home or in slots."""
+        streaming = self._moves.streaming
+        if streaming is None:
+            return True
+        with self._store.lock:
+            streaming.compute.plan.refresh()
+            return streaming.compute.plan.fits(layers)
