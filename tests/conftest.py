@@ -49,11 +49,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # GPU machines may have pytest alone; property tests are then skipped by their own imports.
     with contextlib.suppress(ModuleNotFoundError):
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        # No deadline: the first call into torch takes as long as a hundred others. Derandomized:
-        # the same tree gives the same verdict twice.
-        settings.register_profile("overspill", deadline=None, derandomize=True, max_examples=50)
+        # No deadline, and no check of the time it takes to draw: the first call into torch takes as
+        # long as a hundred others, and the machine may be busy. Derandomized: the same tree gives
+        # the same verdict twice.
+        settings.register_profile(
+            "overspill",
+            deadline=None,
+            derandomize=True,
+            max_examples=50,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
         settings.load_profile("overspill")
 
 

@@ -23,7 +23,7 @@ _IMPORTS = (
 
 # Variables in the environment of a command. A test changes the files while it runs: so what it does
 # comes before the end, also on a busy machine.
-SILENT = "TESTS_SILENT"  # seconds after which a rank that is stopped is noticed
+SILENT = "TESTS_SILENT"  # seconds after which a rank that is stopped is noticed, and ended soon
 HOLD = "TESTS_HOLD"  # a file with the number of steps after which training waits while it exists
 SLOW = "TESTS_SLOW"  # a file: batches of a server take 50 ms until it exists
 
@@ -101,14 +101,17 @@ def _slow_batches(file: Path) -> None:
 def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     """Runs the command line, or a script."""
     os.environ.update(environment)
-    main, watchdog, loop = (
-        sys.modules[f"overspill.{name}"] for name in ("cli.main", "parallel.watchdog", "train.loop")
+    main, launcher, watchdog, loop = (
+        sys.modules[f"overspill.{name}"]
+        for name in ("cli.main", "parallel.launcher", "parallel.watchdog", "train.loop")
     )
     # no pictures: they take as long as training
     loop.draw_loss = lambda *args: None  # type: ignore[attr-defined]
     # ranks of --gpus are forked too
     main.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
-    watchdog.SILENT = int(os.environ.get(SILENT, watchdog.SILENT))  # type: ignore[attr-defined]
+    if SILENT in os.environ:
+        watchdog.SILENT = int(os.environ[SILENT])  # type: ignore[attr-defined]
+        launcher._GRACE = 1.0  # type: ignore[attr-defined]
     if HOLD in os.environ:
         _hold_steps(Path(os.environ[HOLD]))
     if SLOW in os.environ:

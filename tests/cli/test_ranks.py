@@ -98,12 +98,13 @@ def test_ranks_divide_each_micro_batch(forks: Forks, folder: Path) -> None:
 class Running:
     """A run of two ranks that waits after three steps, until `go_on`."""
 
-    def __init__(self, forks: Forks, arguments: list[str], out: Path) -> None:
+    def __init__(
+        self, forks: Forks, arguments: list[str], out: Path, environment: dict[str, str]
+    ) -> None:
         self.out, self.log, self._forks = out, out.with_suffix(".log"), forks
         self._hold, step = out.with_suffix(".hold"), self._last_step() + 3
         self._hold.write_text(str(step))
-        environment = {HOLD: str(self._hold), SILENT: "5"}
-        self.launcher = forks.start(arguments, self.log, environment)
+        self.launcher = forks.start(arguments, self.log, {HOLD: str(self._hold), **environment})
         self._wait(lambda: self._last_step() == step)
         children = Path(f"/proc/{self.launcher}/task/{self.launcher}/children").read_text()
         self.ranks = [int(pid) for pid in children.split()]
@@ -129,14 +130,14 @@ class Running:
 
 
 @pytest.fixture
-def running(forks: Forks, folder: Path) -> Iterator[Callable[[], Running]]:
+def running(forks: Forks, folder: Path) -> Iterator[Callable[..., Running]]:
     """Starts the run, or resumes it."""
     found: list[Running] = []
 
-    def start() -> Running:
+    def start(**environment: str) -> Running:
         out = folder / "failing"
         again = _resume(out) if found else _arguments(folder, "failing", **LONG)
-        found.append(Running(forks, again, out))
+        found.append(Running(forks, again, out, environment))
         return found[-1]
 
     yield start
@@ -147,16 +148,16 @@ def running(forks: Forks, folder: Path) -> Iterator[Callable[[], Running]]:
 
 
 def test_ranks_fail_together_and_resume_to_the_same_losses(
-    forks: Forks, folder: Path, running: Callable[[], Running]
+    forks: Forks, folder: Path, running: Callable[..., Running]
 ) -> None:
     for rank in (1, 0):
         run = running()
         os.kill(run.ranks[rank], signal.SIGKILL)
         assert run.end() == (1, f"error: rank {rank} was killed by SIGKILL")
 
-    run = running()
+    run = running(**{SILENT: "4"})
     os.kill(run.ranks[1], signal.SIGSTOP)
-    assert run.end() == (1, "error: rank 1 has not responded for 5 s; it may be stopped")
+    assert run.end() == (1, "error: rank 1 has not responded for 4 s; it may be stopped")
 
     run = running()
     resource.prlimit(run.ranks[1], resource.RLIMIT_FSIZE, (1024, 1024))  # a full disk

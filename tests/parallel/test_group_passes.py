@@ -156,7 +156,7 @@ def on_two_ranks(mesh: DeviceMesh) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
-    found = run_ranks(2, on_two_ranks, timeout=60)
+    found = run_ranks(2, on_two_ranks)
     for result in found:
         if isinstance(result, Exception):
             raise result

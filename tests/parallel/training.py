@@ -2,6 +2,7 @@
 that divide the experts."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -83,7 +84,13 @@ class Result:
 
 def plain(case: Case) -> Result:
     """The loss is the mean over ranks of the mean of their batches."""
-    task, result = case.task, Result()
+    task = dataclasses.replace(case.task, checkpoint=False)  # which changes no bit
+    return _plain(task, case.n_ranks, case.uneven, case.hot)
+
+
+@functools.cache
+def _plain(task: Task, n_ranks: int, uneven: bool, hot: bool) -> Result:
+    case, result = Case(task, n_ranks, uneven, hot=hot), Result()
     model = case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)
     ranks = [case.batches(rank) for rank in range(case.n_ranks)]

@@ -37,7 +37,6 @@ from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
-from overspill.moe.moe_layer import MoELayer
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
@@ -143,9 +142,8 @@ def offload_within(
         return move_experts(
             model, found, budgets, progress, quiet, finish=lambda: adapt(model, found)
         )
-    layers = {
-        path: module for path, module in model.named_modules() if isinstance(module, MoE | MoELayer)
-    }
+    types = _layer_types()
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, types)}
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
     if budgets.stages is not None:
@@ -153,6 +151,13 @@ def offload_within(
     check_layers(layers, model.training)
     check_weights(model, [p for layer in layers.values() for p in layer.expert_parameters()])
     return move_experts(model, [*layers.values()], budgets, progress, quiet)
+
+
+def _layer_types() -> tuple[Any, ...]:
+    """`MoELayer` is not imported here, because it imports torch's compiler, which takes seconds: a
+    model with such a layer has imported it."""
+    module = sys.modules.get("overspill.moe.moe_layer")
+    return (MoE,) if module is None else (MoE, module.MoELayer)
 
 
 class ExpertSource(Protocol):
