@@ -22,22 +22,25 @@ class Pass:
     visit: StageVisit
 
 
-def passes_of_step(sizes: list[int], micro_batches: int) -> list[Pass]:
-    """All passes of a step through stages of so many layers, as the definition has it."""
+def passes_of_step(sizes: list[int], micro_batches: int, training: bool = True) -> list[Pass]:
+    """All passes of a step through stages of so many layers, as the definition has it. Without
+    `training` those of an evaluation."""
     edges = list(pairwise([0, *accumulate(sizes)]))
     found = []
 
     def go_through(stage: int, micro_batch: int, phases: Iterable[Phase]) -> None:
         first, stop = edges[stage]
-        visit = StageVisit(first, stop, micro_batch, micro_batches, stage == len(sizes) - 1)
+        turns = training and stage == len(sizes) - 1
+        visit = StageVisit(first, stop, micro_batch, micro_batches, turns)
         for phase in phases:
             layers = range(first, stop) if phase is F else range(stop - 1, first - 1, -1)
             found.extend(Pass(Position(layer, phase), visit) for layer in layers)
 
     for stage in range(len(sizes)):
         for micro_batch in range(micro_batches):
-            go_through(stage, micro_batch, (F, B) if stage == len(sizes) - 1 else (F,))
-    for stage in range(len(sizes) - 2, -1, -1):
+            turns = training and stage == len(sizes) - 1
+            go_through(stage, micro_batch, (F, B) if turns else (F,))
+    for stage in range(len(sizes) - 2, -1, -1) if training else ():
         for micro_batch in range(micro_batches):
             go_through(stage, micro_batch, (B,))
     return found
@@ -52,14 +55,14 @@ def distinct(positions: Iterable[Position]) -> list[Position]:
     return list(dict.fromkeys(positions))
 
 
-@given(SIZES, st.integers(1, 4))
+@given(SIZES, st.integers(1, 4), st.booleans())
 def test_the_order_is_the_true_one_from_every_pass_of_a_step(
-    sizes: list[int], micro_batches: int
+    sizes: list[int], micro_batches: int, training: bool
 ) -> None:
-    step = passes_of_step(sizes, micro_batches)
+    step = passes_of_step(sizes, micro_batches, training)
     n_layers, twice = sum(sizes), [one.here for one in (*step, *step)]
     for number, one in enumerate(step):
-        order = list(upcoming(one.here, n_layers, True, one.visit))
+        order = list(upcoming(one.here, n_layers, training, one.visit))
         assert order[0] == one.here
         # the forward of the next step included, as far as the order looks
         assert distinct(order[1:]) == distinct(twice[number + 1 :])[: len(distinct(order[1:]))]

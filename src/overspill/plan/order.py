@@ -45,7 +45,7 @@ def upcoming(
     forward. No plan looks further ahead. In stages other micro-batches follow, also through
     `here`."""
     if visit is not None and visit.first <= here.layer < visit.stop:
-        yield from _upcoming_in_stages(here, n_layers, visit)
+        yield from _upcoming_in_stages(here, n_layers, training, visit)
         return
     for layer in range(here.layer, n_layers) if here.phase is Phase.FORWARD else ():
         yield Position(layer, Phase.FORWARD)
@@ -57,7 +57,9 @@ def upcoming(
         yield Position(layer, Phase.FORWARD)
 
 
-def _upcoming_in_stages(here: Position, n_layers: int, visit: StageVisit) -> Iterator[Position]:
+def _upcoming_in_stages(
+    here: Position, n_layers: int, training: bool, visit: StageVisit
+) -> Iterator[Position]:
     def forward(first: int, stop: int) -> Iterator[Position]:
         return (Position(layer, Phase.FORWARD) for layer in range(first, stop))
 
@@ -73,12 +75,13 @@ def _upcoming_in_stages(here: Position, n_layers: int, visit: StageVisit) -> Ite
             yield from forward(first, layer + 1)
         if not visit.turns:
             yield from forward(stop, n_layers)
-            yield from backward(n_layers, first)
+            yield from backward(n_layers, first) if training else ()
     else:
         yield from backward(layer + 1, first)
         if visit.more and visit.turns:
             yield from forward(first, stop)
         if visit.more:
             yield from backward(stop, layer)
-    yield from backward(first, 0)
+    if training or here.phase is Phase.BACKWARD:
+        yield from backward(first, 0)
     yield from forward(0, n_layers)

@@ -224,7 +224,6 @@ def test_hooks_on_blocks_change_what_passes_between_stages(tmp_path: Path, offlo
                 block.register_forward_hook(lambda block, args, output: 0.5 * output + 0.1)
                 # in place, as some models do
                 block.register_forward_pre_hook(lambda block, args: (args[0].mul_(1.5),))
-        # of the embedding: no leaf
         stages = overspill.Stages(twin, 3, offload_activations=offload, small_activation=0)
         optimizer = overspill.AdamW(twin, max_grad_norm=1.0, **ADAM)
         run = train_staged(stages, twin, optimizer, [BATCHES])
