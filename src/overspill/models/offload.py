@@ -17,7 +17,6 @@ from overspill.core.errors import ConfigError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.core.interrupt import DeferredInterrupt
-from overspill.core.layer_map import LayerMap
 from overspill.core.lifetime import outside_engine_threads
 from overspill.models.budgets import Budgets, Size
 from overspill.models.cpu_costs import cpu_expert_costs
@@ -29,6 +28,7 @@ from overspill.models.ranks import (
     digest,
     facts,
     rank_budgets,
+    rank_layers,
     rank_part,
 )
 from overspill.models.shard_dense import check_shardable, device_bytes, shard_dense
@@ -209,7 +209,7 @@ def _move_experts(
     device = budgets.compute_device
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
     experts, every_layer = ExpertMap.whole(layers[0].n_experts), layers
-    layer_map = _own_layers(model, layers, budgets, ranks)
+    layer_map = rank_layers(model, layers, budgets, ranks)
     layers = [every_layer[number] for number in layer_map.own]
     if ranks is not None:
         experts, budgets = rank_part(experts.n_global, ranks.node), rank_budgets(budgets, ranks)
@@ -292,38 +292,6 @@ def _dense_bytes(model: weakref.ref[nn.Module]) -> Callable[[], int]:
         return sum(local(tensor.detach()).nbytes for tensor in tensors if tensor.is_cuda)
 
     return count
-
-
-def _own_layers(
-    model: nn.Module, layers: Sequence[ExpertLayer], budgets: Budgets, ranks: Ranks | None
-) -> LayerMap:
-    """All layers, or those of the stages of this rank."""
-    n_ranks = 1 if ranks is None else ranks.n_stages
-    count = budgets.stages or n_ranks
-    if budgets.stages is None and n_ranks == 1:
-        return LayerMap.whole(len(layers))
-    if not all(hasattr(layer, "leave_to_others") for layer in layers):
-        raise ConfigError("pipeline stages need a model of Hugging Face transformers")
-    from overspill.models.stages.division import (  # imports transformers
-        check_ranks,
-        divide_model,
-        expert_times,
-    )
-
-    if count < n_ranks:
-        raise ConfigError(
-            f"{n_ranks} ranks cannot divide {count} stages; give at least {n_ranks} stages"
-        )
-    if budgets.shard_dense and n_ranks > 1:
-        raise ConfigError("shard_dense is not supported with ranks along stages; drop one of them")
-    first = layers[0]
-    size = first.shape.numel, first.dtype.itemsize
-    layout = RecordLayout(first.shape, first.dtype, budgets.state_dtype)
-    times = expert_times(layout, budgets.compute_device, ranks)
-    stages = divide_model(model, count, first.n_experts, *size, times)
-    check_ranks(stages, n_ranks)
-    rank = 0 if ranks is None or ranks.stages is None else ranks.stages.rank
-    return LayerMap.of_rank(stages, rank, n_ranks)
 
 
 def _sizes(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
 from overspill.core.expert_map import ExpertMap
+from overspill.core.layer_map import LayerMap
 from overspill.hardware.machine import cpu_threads
 from overspill.models.budgets import Budgets
 from overspill.models.expert_layers import ExpertLayer
@@ -36,6 +37,38 @@ def rank_part(n_experts: int, ranks: Ranks) -> ExpertMap:
             f"{n_experts} ranks that divide them"
         )
     return ExpertMap.part(n_experts, ranks.rank, ranks.size)
+
+
+def rank_layers(
+    model: nn.Module, layers: Sequence[ExpertLayer], budgets: Budgets, ranks: Ranks | None
+) -> LayerMap:
+    """All layers, or those of the stages of this rank."""
+    n_ranks = 1 if ranks is None else ranks.n_stages
+    count = budgets.stages or n_ranks
+    if budgets.stages is None and n_ranks == 1:
+        return LayerMap.whole(len(layers))
+    if not all(hasattr(layer, "leave_to_others") for layer in layers):
+        raise ConfigError("pipeline stages need a model of Hugging Face transformers")
+    from overspill.models.stages.division import (  # imports transformers
+        check_ranks,
+        divide_model,
+        expert_times,
+    )
+
+    if count < n_ranks:
+        raise ConfigError(
+            f"{n_ranks} ranks cannot divide {count} stages; give at least {n_ranks} stages"
+        )
+    if budgets.shard_dense and n_ranks > 1:
+        raise ConfigError("shard_dense is not supported with ranks along stages; drop one of them")
+    first = layers[0]
+    size = first.shape.numel, first.dtype.itemsize
+    layout = RecordLayout(first.shape, first.dtype, budgets.state_dtype)
+    times = expert_times(layout, budgets.compute_device, ranks)
+    stages = divide_model(model, count, first.n_experts, *size, times)
+    check_ranks(stages, n_ranks)
+    rank = 0 if ranks is None or ranks.stages is None else ranks.stages.rank
+    return LayerMap.of_rank(stages, rank, n_ranks)
 
 
 def rank_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
