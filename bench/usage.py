@@ -48,7 +48,7 @@ def at_home(engine: Engine, routing: DrawnRouting) -> float:
     """The share of all assignments whose expert lives on the device."""
     found = [
         sum(routing.shares(layer)[expert] for expert in experts)
-        for layer, experts in enumerate(engine.at_home)
+        for layer, experts in enumerate(engine.addresses.at_home)
     ]
     return sum(found) / len(found)
 

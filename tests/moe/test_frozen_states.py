@@ -114,10 +114,10 @@ def test_homes_follow_usage_while_an_optimizer_has_frozen_experts(tmp_path: Path
         optimizer = adamw(model, task)
         with routed_by(model, ReplayedRouting(torch.tensor([[[3, 4]]]), engine.n_experts)):
             train(model, optimizer, task)
-            assert engine.at_home == [(3, 4)]
+            assert engine.addresses.at_home == [(3, 4)]
             set_frozen(model, False)
             train(model, optimizer, task, first=36)
-        assert engine.at_home == [(3, 4)]
+        assert engine.addresses.at_home == [(3, 4)]
 
 
 @pytest.mark.parametrize("where", HOME_OR_NOT)

@@ -107,7 +107,7 @@ def test_the_most_used_experts_move_to_the_gpu(where: dict[str, object], tmp_pat
             first = model(tokens).logits
             for _ in range(20):
                 last = model(tokens).logits
-        assert all({6, 7} <= set(experts) for experts in engine.at_home)
+        assert all({6, 7} <= set(experts) for experts in engine.addresses.at_home)
         torch.testing.assert_close(last, first, rtol=1e-2, atol=1e-2)
         for name, value in model.state_dict().items():
             assert torch.equal(value.cpu(), before[name]), name

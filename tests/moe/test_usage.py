@@ -278,11 +278,11 @@ def follow(
     model, (tokens,) = task.model().eval(), next(task.batches())
     settings = Settings(**options)
     with spilled(model, where, disk, settings, gpu_experts=2) as engine, torch.no_grad():
-        homes = [set(engine.at_home[0])]
+        homes = [set(engine.addresses.at_home[0])]
         with model.moe_layers()[0].experts.routed_by(Uses(used)):
             for _ in range(60):
                 model(tokens[:, :-1])
-                homes.append(set(engine.at_home[0]))
+                homes.append(set(engine.addresses.at_home[0]))
     return homes, sum(len(after - before) for before, after in itertools.pairwise(homes))
 
 
@@ -316,7 +316,7 @@ def test_trained_experts_stay_in_place(tmp_path: Path) -> None:
         optimizer = adamw(model, task)
         for batches in task.batches():
             train_step(model, optimizer, batches)
-        assert engine.at_home == [tuple(range(count)) for count in engine.homes]
+        assert engine.addresses.at_home == [tuple(range(count)) for count in engine.homes]
 
 
 def test_a_device_without_memory_for_an_exchange_goes_on(

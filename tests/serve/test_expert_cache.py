@@ -38,7 +38,7 @@ class Done:
 
 
 def weights_of(engine: Engine, layer: int, expert: int) -> Tensor:
-    weights = engine.host_weights(layer, expert, Done())
+    weights = engine.addresses.host_weights(layer, expert, Done())
     assert weights is not None
     return weights
 
@@ -60,7 +60,7 @@ class Steps:
         self.follow()
 
     def follow(self) -> None:
-        self.cache.follow_moves(self.engine.device_addresses())
+        self.cache.follow_moves(self.engine.addresses.device_addresses())
 
     def run(self, *used: tuple[int, ...]) -> set[tuple[int, int]]:
         """A step that uses these experts of each layer; what it finds on the device."""
@@ -163,7 +163,7 @@ def test_experts_that_move_to_the_device_free_their_slots(engine: Engine) -> Non
     for _ in range(3):
         steps.run((0, 1), (2, 3))
     engine.set_homes([2, 1])
-    at_home = {(layer, e) for layer, ids in enumerate(engine.at_home) for e in ids}
+    at_home = {(layer, e) for layer, ids in enumerate(engine.addresses.at_home) for e in ids}
     steps.follow()
     found = steps.run((2, 3), (0, 1))
     assert found == at_home | {(0, 0), (0, 1), (1, 2), (1, 3)}

@@ -312,7 +312,11 @@ def test_an_unreadable_expert_that_should_move_to_the_device_fails_no_other_requ
     disk: BadRecord, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served_gpt("disk", tmp_path) as llm:
-        home = next((layer, ids[0]) for layer, ids in enumerate(llm.model.overspill.at_home) if ids)
+        home = next(
+            (layer, ids[0])
+            for layer, ids in enumerate(llm.model.overspill.addresses.at_home)
+            if ids
+        )
         disk.record = home[0] * llm.model.overspill.n_experts  # the next expert of the layer
         failed = {prompt[0]: error_of(llm, prompt) for prompt in SINGLES}
         needed = [t for t, e in failed.items() if e is not None and home not in experts_of([t])]

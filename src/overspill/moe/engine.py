@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
-from overspill.core.experts import ExpertId
 from overspill.core.layer_map import LayerMap
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
+from overspill.moe.addresses import Addresses
 from overspill.moe.compute import ExpertCompute
 from overspill.moe.dense_memory import DenseMemory
 from overspill.moe.dense_weights import DenseWeights
@@ -44,15 +44,12 @@ from overspill.parallel.exchange.choice import exchange_among
 from overspill.parallel.exchange.interface import Exchange
 from overspill.parallel.ranks import Ranks
 from overspill.plan.budget import Placement
-from overspill.plan.eviction import NextUse
 from overspill.plan.homes import DeviceShare, spread_homes
 from overspill.plan.usage import Exchange as ExchangedHomes
-from overspill.tiers.entry import Part, Reader
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
-from overspill.transfer.disk_reads import DiskReads
 from overspill.transfer.streams import CopyStream
 
 
@@ -115,6 +112,7 @@ class Engine:
             undo.callback(store.close)
             self.lifetime = store.lifetime
             self.records = ExpertRecords(store, homes)
+            self.addresses = Addresses(store, homes, recorder, settings.inject)
             self._dense_memory = DenseMemory(device, store.lifetime)
             self._dense_weights: DenseWeights | None = None
             if placement.training:
@@ -213,56 +211,9 @@ class Engine:
         return list(self._store.homes)
 
     @property
-    def at_home(self) -> list[tuple[int, ...]]:
-        """The experts of each layer that have their home there, by their ids."""
-        pairs = zip(self._store.maps, self._store.homes, strict=True)
-        return [experts.local_ids[:count] for experts, count in pairs]
-
-    @property
     def n_moves(self) -> int:
         """How often experts have moved; where they are has not changed if this has not."""
         return self._moves.count
-
-    def device_addresses(self) -> list[list[int | None]]:
-        """The address of the weights of each expert at home on the compute device, by its id; None
-        for the others. Valid until experts move."""
-        found: list[list[int | None]] = []
-        for layer, ids in enumerate(self.at_home):
-            weights = self._homes[layer].weights
-            row: list[int | None] = [None] * self.n_experts
-            for position, expert in enumerate(ids):
-                row[expert] = weights[position].data_ptr()
-            found.append(row)
-        return found
-
-    def host_addresses(self) -> list[list[int]]:
-        """The address of the weights of each expert in host memory, by its id; 0 for the others.
-        Valid until experts move. Not with experts on disk, which change their places at any time:
-        see `new_disk_reads`."""
-        assert not self.uses_disk
-        found = []
-        for layer, experts in enumerate(self._store.maps):
-            row = [0] * self.n_experts
-            for expert, entry in zip(
-                experts.local_ids, self._store.layer_entries(layer), strict=True
-            ):
-                if entry.host_slot is not None:
-                    row[expert] = self._store.host(entry, Part.WEIGHTS).data_ptr()
-            found.append(row)
-        return found
-
-    def host_weights(self, layer: int, expert: int, copy: Reader) -> Tensor | None:
-        """The flat weights of an expert in host memory, which stay there until `copy` is done; None
-        if they are on disk, or if another copy is being made of them."""
-        entry = self._store.entry(ExpertId(layer, expert))
-        if not self._store.begin_copy(entry, copy):
-            return None
-        return self.layout.weights(self._store.host(entry, Part.WEIGHTS))
-
-    def new_disk_reads(self) -> DiskReads:
-        """Brings experts of disk into host memory for decoding steps."""
-        policies = [NextUse(1, self.n_experts) for _ in range(self.n_layers)]
-        return DiskReads(self._store, policies, self.recorder, self.settings.inject)
 
     def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
         """A pre-gate has chosen these experts for the next forward through a layer: they are

@@ -52,14 +52,14 @@ def test_copies_follow_weights_that_are_loaded(tmp_path: Path, steps: list[int])
 def test_ctrl_c_loses_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with decoding(plain_gpt(), tmp_path, "host", prompts=small(PROMPTS[:1]), slots=3) as made:
         engine = made.model.overspill
-        weights = engine.host_weights
+        weights = engine.addresses.host_weights
 
         def interrupted(*asked: Any) -> Tensor | None:
-            monkeypatch.setattr(engine, "host_weights", weights)
+            monkeypatch.setattr(engine.addresses, "host_weights", weights)
             signal.raise_signal(signal.SIGINT)
             return weights(*asked)
 
-        monkeypatch.setattr(engine, "host_weights", interrupted)
+        monkeypatch.setattr(engine.addresses, "host_weights", interrupted)
         with pytest.raises(KeyboardInterrupt):
             made.step()
         for _ in range(2):

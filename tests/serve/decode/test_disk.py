@@ -246,7 +246,7 @@ def test_a_prompt_reads_what_could_not_be_read_ahead(tmp_path: Path) -> None:
         use_all_experts(made)  # those of the last layer are in host memory
         engine.flush()
         late.append("ssd read")
-        reads = engine.new_disk_reads()
+        reads = engine.addresses.new_disk_reads()
         reads.learn()
         ((_, offset),) = reads.expect(0, [11])
         assert offset >= 0, "it is to be read"

@@ -268,7 +268,7 @@ class ExpertCache:
         for upload in planned:
             if inject is not None:
                 inject("upload")
-            source = engine.host_weights(*upload.key, copies)
+            source = engine.addresses.host_weights(*upload.key, copies)
             if source is None:
                 continue
             if self._stream is None:

@@ -145,7 +145,7 @@ class Decode:
             return
         keep = self._n_written == written
         self._n_moves, self._n_written = self._engine.n_moves, written
-        addresses = self._engine.device_addresses()
+        addresses = self._engine.addresses.device_addresses()
         if self._experts is not None:
             self._experts.follow_moves(addresses, keep)
         else:

@@ -44,7 +44,7 @@ class HostExperts:
         self._end = torch.cuda.Event() if self._on_gpu else None
         self._all = torch.arange(engine.n_experts, dtype=torch.int32, device=engine.device)
         self._most = min(engine.n_experts, max_batch * top_k)  # experts of a step
-        self._reads = engine.new_disk_reads() if engine.uses_disk else None
+        self._reads = engine.addresses.new_disk_reads() if engine.uses_disk else None
         if not self.fits:
             raise ConfigError(f"{self._most} experts of a step do not fit into host memory at once")
         self._runner = MissRunner(
@@ -90,7 +90,7 @@ class HostExperts:
         """Follows experts that have moved."""
         if self._reads is not None:
             return
-        records = self._engine.host_addresses()
+        records = self._engine.addresses.host_addresses()
         self._table.set_pinned(records)
         for layer, addresses in enumerate(records):
             self._runner.set_records(layer, addresses)

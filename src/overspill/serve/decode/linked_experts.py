@@ -38,7 +38,7 @@ class LinkedExperts:
 
     def update(self) -> None:
         """Follows experts that have moved."""
-        self._table.set_pinned(self._engine.host_addresses())
+        self._table.set_pinned(self._engine.addresses.host_addresses())
 
     def link(self, layer: int, n_rows: int) -> Link | None:
         """What was not copied before is read where it is."""

@@ -1,0 +1,68 @@
+"""Where the weights of experts are, for decoding steps, whose kernels read them there."""
+
+from torch import Tensor
+
+from overspill.core.experts import ExpertId
+from overspill.moe.homes.memory import DeviceHomes
+from overspill.plan.eviction import NextUse
+from overspill.tiers.entry import Part, Reader
+from overspill.tiers.store import ExpertStore
+from overspill.trace.recorder import Recorder
+from overspill.transfer.disk_reads import DiskReads
+from overspill.transfer.streams import Inject
+
+
+class Addresses:
+    """Experts are named by their ids. Addresses are valid until experts move."""
+
+    def __init__(
+        self, store: ExpertStore, homes: DeviceHomes, recorder: Recorder, inject: Inject | None
+    ) -> None:
+        self._store, self._homes = store, homes
+        self._recorder, self._inject = recorder, inject
+        self._n_experts = store.experts.n_global
+
+    @property
+    def at_home(self) -> list[tuple[int, ...]]:
+        """The experts of each layer that have their home on the compute device."""
+        pairs = zip(self._store.maps, self._store.homes, strict=True)
+        return [experts.local_ids[:count] for experts, count in pairs]
+
+    def device_addresses(self) -> list[list[int | None]]:
+        """Of each expert at home on the compute device; None for the others."""
+        found: list[list[int | None]] = []
+        for layer, ids in enumerate(self.at_home):
+            weights = self._homes[layer].weights
+            row: list[int | None] = [None] * self._n_experts
+            for position, expert in enumerate(ids):
+                row[expert] = weights[position].data_ptr()
+            found.append(row)
+        return found
+
+    def host_addresses(self) -> list[list[int]]:
+        """Of each expert in host memory; 0 for the others. Not with experts on disk, which change
+        their places at any time: see `new_disk_reads`."""
+        assert not self._store.disk_slots
+        found = []
+        for layer, experts in enumerate(self._store.maps):
+            row = [0] * self._n_experts
+            for expert, entry in zip(
+                experts.local_ids, self._store.layer_entries(layer), strict=True
+            ):
+                if entry.host_slot is not None:
+                    row[expert] = self._store.host(entry, Part.WEIGHTS).data_ptr()
+            found.append(row)
+        return found
+
+    def host_weights(self, layer: int, expert: int, copy: Reader) -> Tensor | None:
+        """The flat weights of an expert in host memory, which stay there until `copy` is done; None
+        if they are on disk, or if another copy is being made of them."""
+        entry = self._store.entry(ExpertId(layer, expert))
+        if not self._store.begin_copy(entry, copy):
+            return None
+        return self._store.layout.weights(self._store.host(entry, Part.WEIGHTS))
+
+    def new_disk_reads(self) -> DiskReads:
+        """Brings experts of disk into host memory for decoding steps."""
+        policies = [NextUse(1, self._n_experts) for _ in range(self._store.n_layers)]
+        return DiskReads(self._store, policies, self._recorder, self._inject)
