@@ -365,7 +365,7 @@ def test_ranks_divide_stages(forks: Forks, checkpoint: Path, tmp_path: Path) -> 
     assert _numbers(divided) == pytest.approx(_numbers(alone), rel=1e-5)
 
 
-def test_stage_gpus_that_do_not_fit_are_refused_once(
+def test_stage_gpus_that_do_not_fit_or_differ_are_refused_once(
     forks: Forks, checkpoint: Path, tmp_path: Path
 ) -> None:
     data = finetune.write_pairs(tmp_path / "a.jsonl", 4)
@@ -378,3 +378,7 @@ def test_stage_gpus_that_do_not_fit_are_refused_once(
     ):
         assert forks.run([*words, *flags], log) == 2, log.read_text()
         assert log.read_text().count("error") == log.read_text().count(message) == 1
+    words += ["--stages", "4"]
+    codes, text = _torchrun(forks, [words, *[[*words, "--stage-gpus", "4"]] * 3], tmp_path)
+    assert codes == [2] * 4
+    assert text.count("error") == text.count("must be the same on all ranks: rank 0 has 2") == 1

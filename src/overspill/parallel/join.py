@@ -68,7 +68,7 @@ def joined(
             world_size=place.size,
             timeout=_TIMEOUT,
         )
-        mesh = _mesh(place, "cuda" if own_gpu else "cpu", stage_ranks(place.node_size))
+        mesh = _mesh(place, "cuda" if own_gpu else "cpu", stage_ranks, chosen)
         ranks = Ranks(mesh, chosen)
         watchdog.follow(ranks)
         yield Joined(mesh, ranks, watchdog)
@@ -77,12 +77,18 @@ def joined(
     dist.destroy_process_group()
 
 
-def _mesh(place: RankPlace, kind: str, stage_ranks: int) -> DeviceMesh:
+def _mesh(
+    place: RankPlace, kind: str, stage_ranks: Callable[[int], int], device: torch.device
+) -> DeviceMesh:
     """The ranks of a node divide the stages and the experts; nodes divide the batch alone."""
-    sizes = {"data": place.size // place.node_size, "stage": stage_ranks}
+    n_stages = stage_ranks(place.node_size)
+    # ranks with different flags would wait for each other while they make the mesh
+    line = Ranks(init_device_mesh(kind, (place.size,)), device, line=True)
+    line.check_same({"the ranks that divide stages (--stages, --stage-gpus)": str(n_stages)})
+    sizes = {"data": place.size // place.node_size, "stage": n_stages}
     shape = {name: size for name, size in sizes.items() if size > 1}
-    if tuple(shape) != ("stage",) or stage_ranks < place.node_size:
-        shape["expert"] = place.node_size // stage_ranks
+    if tuple(shape) != ("stage",) or n_stages < place.node_size:
+        shape["expert"] = place.node_size // n_stages
     return init_device_mesh(kind, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
