@@ -364,3 +364,22 @@ def test_ranks_divide_stages(forks: Forks, checkpoint: Path, tmp_path: Path) -> 
     run(divided, *flags)
     assert "step-00000002" in log.read_text()
     assert _numbers(divided) == pytest.approx(_numbers(alone), rel=1e-5)
+
+
+def test_stage_gpus_that_do_not_fit_or_differ_are_refused_once(
+    forks: Forks, checkpoint: Path, tmp_path: Path
+) -> None:
+    data = finetune.write_pairs(tmp_path / "a.jsonl", 4)
+    settings = finetune.tiny_settings(checkpoint, data, tmp_path / "out", stages=2, stage_gpus=2)
+    words = ["finetune", settings.pop("checkpoint"), *settings.pop("data"), *_words(settings)]
+    log = tmp_path / "log.txt"
+    for flags, message in (
+        (["--gpus", "3"], "--stage-gpus 2 must divide the 3 GPUs of a node"),
+        ([], "--stage-gpus 2 needs several GPUs; give --gpus, or omit it"),
+    ):
+        assert forks.run([*words, *flags], log) == 2, log.read_text()
+        assert log.read_text().count("error") == log.read_text().count(message) == 1
+    words += ["--stages", "4"]
+    codes, text = _torchrun(forks, [words, *[[*words, "--stage-gpus", "4"]] * 3], tmp_path)
+    assert codes == [2] * 4
+    assert text.count("error") == text.count("must be the same on all ranks: rank 0 has 2") == 1

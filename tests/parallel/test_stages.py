@@ -33,6 +33,7 @@ class Case:
     balance: bool = False
     frozen: str = ""
     delayed: bool = False
+    fails: bool = False  # at first, on the rank with the losses
 
     @property
     def parts(self) -> int:
@@ -45,7 +46,7 @@ DISK = {"mode": "disk", "slots": 3, "host_slots": 4}
 TWO = {
     "2 stages": Case({"stage": 2}, 2, where=HOST),
     "4 stages, clipped, activations in host memory": Case(
-        {"stage": 2}, 4, 2, clip=0.3, where=HOST, parked=True, delayed=True
+        {"stage": 2}, 4, 2, clip=0.3, where=HOST, parked=True, delayed=True, fails=True
     ),
     "5 stages, balance loss, on the device": Case(
         {"stage": 2}, 5, 4, clip=0.3, where={"mode": "gpu"}, balance=True
@@ -56,7 +57,9 @@ TWO = {
     ),
 }
 FOUR = {
-    "4 ranks, 5 stages, clipped": Case({"stage": 4}, 5, clip=0.3, where=HOST, parked=True),
+    "4 ranks, 5 stages, clipped": Case(
+        {"stage": 4}, 5, clip=0.3, where=HOST, parked=True, fails=True
+    ),
     "4 ranks, 4 stages, balance loss": Case({"stage": 4}, 4, where=HOST, balance=True),
     "stage and expert, 4 stages": Case(
         {"stage": 2, "expert": 2}, 4, 2, clip=0.3, where={"mode": "host", "slots": 2}
@@ -144,6 +147,7 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[
     )
     if "expert" in case.mesh:
         part = part * case.mesh["expert"] + mesh.get_local_rank("expert")
+    failure = fail(stages, optimizer, case) if case.fails else None
     losses = []
     for step in range(STEPS):
         total = 0.0
@@ -163,7 +167,21 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[
     overspill.save(model, folder / "saved")
     uploads = engine.recorder.counters().get("upload", 0)
     engine.close()
-    return {"losses": losses, "uploads": uploads}
+    return {"losses": losses, "uploads": uploads, "failure": failure}
+
+
+def fail(stages: Any, optimizer: Any, case: Case) -> tuple[str, str]:
+    """What a rank raises in a step whose second loss cannot be computed; the step is dropped."""
+
+    def loss(number: int, output: Any) -> Tensor:
+        found: Tensor = output.loss
+        return found / (1 // (1 - number))
+
+    batches = [inputs(case, tokens) for tokens in make_batches(case, 0)]
+    with pytest.raises((ZeroDivisionError, RankError)) as error:
+        stages.backward(batches, optimizer, loss)
+    optimizer.zero_grad()
+    return error.type.__name__, str(error.value)
 
 
 def refused() -> list[str]:
@@ -181,6 +199,8 @@ def refused() -> list[str]:
     attempt(lambda: overspill.offload(make_model(case), stages=world - 1, **where))
     attempt(lambda: overspill.offload(make_model(case), stages=6, **where))
     attempt(lambda: overspill.offload(make_model(case), stages=4, shard_dense=True, **where))
+    different = 4 + mesh.get_rank() % 2
+    attempt(lambda: overspill.offload(make_model(case), stages=different, **where))
     dynamic = overspill.Settings(placement="dynamic")
     attempt(lambda: overspill.offload(make_model(case), stages=4, settings=dynamic, **where))
     model = overspill.offload(make_model(case), stages=4, **where)
@@ -208,8 +228,7 @@ def refused() -> list[str]:
 def work(
     _: DeviceMesh, cases: dict[str, Case], folder: Path, device: str = "cpu"
 ) -> dict[str, Any]:
-    found = {}
-    found["refused"] = refused()
+    found: dict[str, Any] = {"refused": refused()}
     for number, (name, case) in enumerate(cases.items()):
         mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
         found[name] = train_rank(mesh, case, folder / str(number), device)
@@ -247,6 +266,7 @@ def test_what_ranks_along_stages_cannot_do_is_said(two: tuple[Path, list[Any]]) 
         "2 ranks cannot divide 1 stages",
         "6 stages need as many blocks, and the model has 5",
         "shard_dense is not supported with ranks along stages",
+        "stages must be the same on all ranks: rank 0 has 4, rank 1 5",
         'dynamic" is not supported with ranks that divide the layers',
         "3 stages, but the model was offloaded with stages=4",
         "other ranks have the experts of this layer",
@@ -266,3 +286,15 @@ def test_two_ranks_train_as_one_process(name: str, two: tuple[Path, list[Any]]) 
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_train_as_one_process(name: str, four: tuple[Path, list[Any]]) -> None:
     check(name, FOUR, four)
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all(
+    two: tuple[Path, list[Any]], four: tuple[Path, list[Any]]
+) -> None:
+    """The tests above show that they go on with the next step."""
+    for cases, (_, ranks), last in ((TWO, two, 1), (FOUR, four, 0)):
+        (name,) = [name for name, case in cases.items() if case.fails]
+        for rank, found in enumerate(ranks):
+            kind, message = found[name]["failure"]
+            assert kind == ("ZeroDivisionError" if rank == last else "RankError")
+            assert rank == last or f"failed on rank {last}: ZeroDivisionError: " in message

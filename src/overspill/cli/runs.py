@@ -66,6 +66,8 @@ def check_ranks(config: RunConfig, flags: Mapping[str, Any]) -> None:
     if place is None:
         if asked is not None and asked > 1:
             raise RanksNeeded(asked)
+        if (alone := flags.get("stage_gpus")) not in (None, 1):
+            raise ConfigError(f"--stage-gpus {alone} needs several GPUs; give --gpus, or omit it")
     elif flags.get("gpus") not in (None, place.size):
         raise ConfigError(
             f"--gpus {asked}, but torchrun has started {place.size} ranks; omit the flag"
@@ -82,8 +84,7 @@ def run_and_report(config: C, run: Run[C], as_json: bool) -> None:
         if place is None:
             summary = _run(config, run, as_json, Team())
         else:
-            stage_ranks = config.stage_ranks(place.node_size)
-            with joined(place, config.memory.device, stage_ranks) as others:
+            with joined(place, config.memory.device, config.stage_ranks) as others:
                 summary = _run(config, run, as_json, Team(others))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -217,7 +217,7 @@ def _move_experts(
     request = budgets.request(device, 1 if ranks is None else ranks.on_machine)
     if ranks is not None:
         # after all have seen how much memory is free, and before one allocates it
-        ranks.check_same(facts(model, every_layer, layout, budgets.settings))
+        ranks.check_same(facts(model, every_layer, layout, budgets))
     parameters = [p for layer in every_layer for p in layer.expert_parameters()]
     sizes = _sizes(model, parameters, layout, len(layers), experts.n_local)
     settings = budgets.settings

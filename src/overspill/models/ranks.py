@@ -85,10 +85,11 @@ def rank_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
 
 
 def facts(
-    model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout, settings: Settings
+    model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout, budgets: Budgets
 ) -> dict[str, str]:
     """What must be the same on all ranks, so that they make the same calls with the same dense
     weights."""
+    settings = budgets.settings
     experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     dense = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]
     trained = [p.requires_grad for layer in layers for p in layer.expert_parameters()]
@@ -104,6 +105,7 @@ def facts(
         "a digest of the dense weights (give all ranks the same seed)": digest(
             [checksum(tensor) for tensor in (*(p for _, p in dense), *model.buffers())]
         ),
+        "stages": str(budgets.stages),
         "recomputation of blocks": str(getattr(model, "checkpoint", None)),
         "state_dtype": str(layout.state_dtype),
         "Settings.activations": settings.activations,

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -38,10 +38,12 @@ class Joined:
 
 
 @contextlib.contextmanager
-def joined(place: RankPlace, device: str | None, stage_ranks: int = 1) -> Iterator[Joined]:
+def joined(
+    place: RankPlace, device: str | None, stage_ranks: Callable[[int], int] = lambda node_size: 1
+) -> Iterator[Joined]:
     """While the ranks work together. `device` is the --device of all of them; each rank has its own
-    GPU, unless it names one. `stage_ranks` of a node divide pipeline stages. If the block fails,
-    the process ends, and one rank says why."""
+    GPU, unless it names one. `stage_ranks` says how many of a node's ranks divide pipeline stages.
+    If it or the block fails, the process ends, and one rank says why."""
     _end_with_parent(place.launcher)
     if place.rank > 0:  # one rank shows what all would
         logging.disable(logging.WARNING)
@@ -66,7 +68,7 @@ def joined(place: RankPlace, device: str | None, stage_ranks: int = 1) -> Iterat
             world_size=place.size,
             timeout=_TIMEOUT,
         )
-        mesh = _mesh(place, "cuda" if own_gpu else "cpu", stage_ranks)
+        mesh = _mesh(place, "cuda" if own_gpu else "cpu", stage_ranks, chosen)
         ranks = Ranks(mesh, chosen)
         watchdog.follow(ranks)
         yield Joined(mesh, ranks, watchdog)
@@ -75,12 +77,18 @@ def joined(place: RankPlace, device: str | None, stage_ranks: int = 1) -> Iterat
     dist.destroy_process_group()
 
 
-def _mesh(place: RankPlace, kind: str, stage_ranks: int) -> DeviceMesh:
+def _mesh(
+    place: RankPlace, kind: str, stage_ranks: Callable[[int], int], device: torch.device
+) -> DeviceMesh:
     """The ranks of a node divide the stages and the experts; nodes divide the batch alone."""
-    sizes = {"data": place.size // place.node_size, "stage": stage_ranks}
+    n_stages = stage_ranks(place.node_size)
+    # ranks with different flags would wait for each other while they make the mesh
+    line = Ranks(init_device_mesh(kind, (place.size,)), device, line=True)
+    line.check_same({"the ranks that divide stages (--stages, --stage-gpus)": str(n_stages)})
+    sizes = {"data": place.size // place.node_size, "stage": n_stages}
     shape = {name: size for name, size in sizes.items() if size > 1}
-    if tuple(shape) != ("stage",) or stage_ranks < place.node_size:
-        shape["expert"] = place.node_size // stage_ranks
+    if tuple(shape) != ("stage",) or n_stages < place.node_size:
+        shape["expert"] = place.node_size // n_stages
     return init_device_mesh(kind, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 

@@ -223,7 +223,8 @@ class Ranks:
         failures = self.gather(failure)
         if failure is None:
             rank = next(n for n, found in enumerate(failures) if found is not None)
-            raise RankError(f"{what} failed on rank {rank}: {failures[rank]}")
+            name = self.global_rank(rank)
+            raise RankError(f"{what} failed on rank {name}: {failures[rank]}")
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:

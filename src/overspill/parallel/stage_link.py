@@ -1,7 +1,8 @@
 """What passes between the ranks of neighbouring pipeline stages."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMENSIONS = 8
 _HEADER = 2048
 """Numbers of a message's header: how many tensors, then the data type and the size of each."""
+_FAILED = -1
+"""In place of the number of tensors: the sender has left its pass."""
+
+
+class _OtherFailed(Exception):
+    """Another rank has left the pass; what was wrong is not known yet."""
 
 
 class StageLink:
@@ -28,6 +35,7 @@ class StageLink:
         self._device = device
         self.next, self.previous = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
         self._sent: deque[tuple[Any, Tensor]] = deque()  # memory that is still read
+        self._failed: set[int] = set()  # neighbours that have left the pass
         self._host_group = ranks.new_host_group()
         # With NCCL two ranks that send to each other at once would both wait in one group.
         nccl = device.type == "cuda" and not ranks.through_host
@@ -59,6 +67,9 @@ class StageLink:
         group = self._group(source, self._ranks.rank)
         header = torch.empty(_HEADER, dtype=torch.int64)
         self._recv(header, source, self._host_group)
+        if header[0] == _FAILED:
+            self._failed.add(source)
+            raise _OtherFailed
         host = self._ranks.through_host
         received = []
         for dtype, shape in _sizes(header.tolist()):
@@ -72,11 +83,48 @@ class StageLink:
         with self._ranks.calling():
             dist.recv(tensor, self._ranks.global_rank(source), group=group)
 
-    def wait(self) -> None:
-        """Until all that was sent has been received."""
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A pass that all ranks complete, or none: if it fails on one, the others raise RankError,
+        also those that wait for its messages. The link can be used again."""
+        told = False
+        try:
+            with self._ranks.together(what):
+                try:
+                    yield
+                except _OtherFailed:
+                    told = self._tell()  # all ranks learn the cause at the end of the block
+                except Exception:
+                    told = self._tell()
+                    raise
+        except Exception:
+            if not told:  # this rank had completed its part
+                self._tell()
+            self._drop()
+            raise
         with self._ranks.calling():
             while self._sent:
                 self._sent.popleft()[0].wait()
+
+    def _tell(self) -> bool:
+        """Wakes neighbours that wait for this rank."""
+        header = torch.full((_HEADER,), _FAILED)
+        for neighbour in {self.next, self.previous}:
+            with suppress(RuntimeError):  # it may be gone
+                self._isend(header, neighbour, self._host_group)
+        return True
+
+    def _drop(self) -> None:
+        """Receives all that neighbours have sent in this pass, until they say that it failed."""
+        for neighbour in {self.next, self.previous} - self._failed:
+            with suppress(_OtherFailed, RuntimeError):
+                while True:
+                    self.receive(neighbour)
+        self._failed.clear()
+        with suppress(RuntimeError), self._ranks.calling():
+            for work, _ in self._sent:
+                work.wait()
+        self._sent.clear()
 
 
 def _header(tensors: Sequence[Tensor]) -> Tensor:

@@ -73,24 +73,27 @@ class StagedPass:
 
     def run(self, backward: bool) -> None:
         """The forward of all micro-batches, then their backward."""
-        numbers = range(len(self.micro_batches))
+        what = "a backward in stages" if backward else "a forward in stages"
         try:
-            for stage in self.stages:
-                for number in numbers:
-                    self._visit(stage, number, turns=stage.is_last and backward)
-                    self._forward(stage, number, backward)
-            for stage in reversed(self.stages) if backward else ():
-                for number in () if stage.is_last else numbers:
-                    self._visit(stage, number)
-                    self._backward(stage, number)
-            if self.link is not None:
-                self.link.wait()
+            with nullcontext() if self.link is None else self.link.together(what):
+                self._run(backward)
         finally:
             try:
                 if self.activations is not None:
                     self.activations.clear()
             finally:
                 self.engine.stage_order.follow(None)
+
+    def _run(self, backward: bool) -> None:
+        numbers = range(len(self.micro_batches))
+        for stage in self.stages:
+            for number in numbers:
+                self._visit(stage, number, turns=stage.is_last and backward)
+                self._forward(stage, number, backward)
+        for stage in reversed(self.stages) if backward else ():
+            for number in () if stage.is_last else numbers:
+                self._visit(stage, number)
+                self._backward(stage, number)
 
     def _visit(self, stage: Stage, number: int, turns: bool = False) -> None:
         layers, count = stage.layers, len(self.micro_batches)
