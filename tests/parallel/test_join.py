@@ -2,7 +2,10 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+
+import pytest
 
 from overspill.parallel.join import joined
 from overspill.parallel.launcher import RankPlace
@@ -10,29 +13,36 @@ from tests.fork_server import fork_server
 from tests.ports import free_port
 
 
-def _rank(rank: int, port: int, failure: type[BaseException]) -> None:
+def _rank(rank: int, port: int, failure: type[BaseException], together: bool) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     place = RankPlace.find()
     assert place == RankPlace(rank, 2, node_rank=rank, node_size=2)
     with joined(place, "cpu") as others:
         assert others.ranks.gather(rank) == [0, 1]
-        if rank == 1:
-            raise failure("an exception in one rank")
+        with others.ranks.together("work") if together else nullcontext():
+            if rank == 1:
+                raise failure("an exception in one rank")
         others.ranks.gather(rank)
 
 
-def _end(folder: Path, failure: type[BaseException]) -> tuple[list[int], list[str]]:
+def _end(
+    folder: Path, failure: type[BaseException], together: bool = False
+) -> tuple[list[int], list[str]]:
     """Exit codes and output of two ranks, of which the second fails."""
     port = free_port()
     server, logs = fork_server(), [folder / str(rank) for rank in range(2)]
-    ranks = [server.start(_rank, rank, port, failure, log=log) for rank, log in enumerate(logs)]
+    ranks = [
+        server.start(_rank, rank, port, failure, together, log=log) for rank, log in enumerate(logs)
+    ]
     return [server.wait(process) for process in ranks], [log.read_text() for log in logs]
 
 
-def test_an_exception_in_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
-    codes, texts = _end(tmp_path, ZeroDivisionError)
-    assert codes == [1, 1]
+@pytest.mark.parametrize("told", [False, True])
+def test_an_exception_in_one_rank_ends_all_and_is_named_first(tmp_path: Path, told: bool) -> None:
+    """By that rank, with its traceback, also if the others were told of it."""
+    codes, texts = _end(tmp_path, ZeroDivisionError, told)
+    assert codes == [2 if told else 1, 1]
     assert "error" not in texts[0]
     first, *others = texts[1].splitlines()
     assert first == "error: rank 1: ZeroDivisionError: an exception in one rank"

@@ -140,11 +140,7 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[
         [p for p in model.parameters() if p.requires_grad], max_grad_norm=case.clip, **ADAM
     )
     stages = overspill.Stages(model, offload_activations=case.parked)
-    part = (
-        engine.ranks.rank // (engine.ranks.size // mesh["data"].size())
-        if "data" in case.mesh
-        else 0
-    )
+    part = mesh.get_local_rank("data") if "data" in case.mesh else 0
     if "expert" in case.mesh:
         part = part * case.mesh["expert"] + mesh.get_local_rank("expert")
     failure = fail(stages, optimizer, case) if case.fails else None
@@ -209,6 +205,8 @@ def refused() -> list[str]:
     stages, optimizer = overspill.Stages(model), overspill.AdamW(model)
     batches = [inputs(case, tokens) for tokens in make_batches(case, 0)]
     attempt(lambda: stages.backward(batches[: 1 + mesh.get_rank() % 2], optimizer))
+    own = make_batches(case, mesh.get_rank())
+    attempt(lambda: stages.backward([inputs(case, tokens) for tokens in own], optimizer))
     attempt(model.state_dict)
     other = make_model(case)
     with torch.no_grad():
@@ -271,6 +269,7 @@ def test_what_ranks_along_stages_cannot_do_is_said(two: tuple[Path, list[Any]]) 
         "3 stages, but the model was offloaded with stages=4",
         "other ranks have the experts of this layer",
         "ranks along stages must get the same micro-batches: one has 2, another 1",
+        "a digest of the micro-batches along stages must be the same on all ranks: rank 0 has ",
         "state_dict() is not supported for a model that was offloaded with a mesh",
     ]
     for found in two[1]:

@@ -141,6 +141,8 @@ def _reported(page: Page, rank: int) -> Iterator[None]:
     try:
         yield
     except OverspillError as error:
+        if isinstance(error, RankError):  # the rank that has failed says more
+            _await_report(page, 5.0)
         report(page, f"rank {rank}: {error}")
         time.sleep(0.3)  # the first rank may hold the store that others still read
         _exit(2)
@@ -149,12 +151,17 @@ def _reported(page: Page, rank: int) -> Iterator[None]:
         _exit(130)
     except Exception as error:
         # The cause may be that another rank is gone: it, the launcher or the watchdog says why.
-        deadline = time.monotonic() + 3.0
-        while not page.claimed and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _await_report(page, 3.0)
         if report(page, f"rank {rank}: {type(error).__name__}: {error}"):
             traceback.print_exc()
         _exit(1)
+
+
+def _await_report(page: Page, seconds: float) -> None:
+    """Until another rank has reported a failure, at most some time."""
+    deadline = time.monotonic() + seconds
+    while not page.claimed and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _give_up(page: Page, wrong: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overspill.core.errors import ConfigError
+from overspill.core.errors import ConfigError, RankError
 from overspill.parallel.ranks import Ranks
 from overspill.transfer.streams import to_host
 
@@ -36,6 +36,7 @@ class StageLink:
         self.next, self.previous = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
         self._sent: deque[tuple[Any, Tensor]] = deque()  # memory that is still read
         self._failed: set[int] = set()  # neighbours that have left the pass
+        self._in_message = False  # whether the next tensor to receive is not a header
         self._host_group = ranks.new_host_group()
         # With NCCL two ranks that send to each other at once would both wait in one group.
         nccl = device.type == "cuda" and not ranks.through_host
@@ -50,10 +51,11 @@ class StageLink:
     def send(self, target: int, tensors: Sequence[Tensor]) -> None:
         """Sends floating-point tensors."""
         group = self._group(self._ranks.rank, target)
-        self._isend(_header(tensors), target, self._host_group)
-        for tensor in tensors:
-            value = tensor.detach().contiguous()
-            value = to_host(value) if self._ranks.through_host else value
+        values = [tensor.detach().contiguous() for tensor in tensors]
+        if self._ranks.through_host:
+            values = [to_host(value) for value in values]
+        self._isend(_header(values), target, self._host_group)  # nothing fails from here on
+        for value in values:
             self._isend(value, target, group)
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
@@ -72,11 +74,13 @@ class StageLink:
             raise _OtherFailed
         host = self._ranks.through_host
         received = []
+        self._in_message = True  # memory may be short
         for dtype, shape in _sizes(header.tolist()):
             where = torch.device("cpu") if host else self._device
             value = torch.empty(shape, dtype=dtype, device=where, pin_memory=host)
             self._recv(value, source, group)
             received.append(value.to(self._device, non_blocking=True))
+        self._in_message = False
         return received
 
     def _recv(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
@@ -91,6 +95,8 @@ class StageLink:
         try:
             with self._ranks.together(what):
                 try:
+                    if self._in_message:
+                        raise RankError("a message was received in part; start the ranks again")
                     yield
                 except _OtherFailed:
                     told = self._tell()  # all ranks learn the cause at the end of the block
@@ -117,14 +123,10 @@ class StageLink:
     def _drop(self) -> None:
         """Receives all that neighbours have sent in this pass, until they say that it failed."""
         for neighbour in {self.next, self.previous} - self._failed:
-            with suppress(_OtherFailed, RuntimeError):
-                while True:
+            with suppress(_OtherFailed, RuntimeError):  # it may be gone
+                while not self._in_message:
                     self.receive(neighbour)
         self._failed.clear()
-        with suppress(RuntimeError), self._ranks.calling():
-            for work, _ in self._sent:
-                work.wait()
-        self._sent.clear()
 
 
 def _header(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,12 +1,15 @@
 """Refuses what a step in stages cannot use, before or while it computes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
+from overspill.models.ranks import checksum, digest
 from overspill.models.stages.step import MicroBatch
+from overspill.parallel.ranks import Ranks
 
 
 def checked_batches(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
@@ -26,6 +29,27 @@ def checked_batches(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
                 "arguments of the model"
             )
     return batches
+
+
+def check_count(ranks: Ranks, count: int) -> None:
+    """Raises on all ranks along stages if one has another number of micro-batches: they would wait
+    for each other."""
+    most, minus_least = ranks.largest([count, -count])
+    if most != -minus_least:
+        raise ConfigError(
+            f"ranks along stages must get the same micro-batches: one has {most}, another "
+            f"{-minus_least}"
+        )
+
+
+def check_same(ranks: Ranks, batches: Sequence[MicroBatch]) -> None:
+    """Raises on all ranks along stages if their micro-batches differ: the first stage would compute
+    the tokens of one rank, and the last the labels of another."""
+    tensors = [
+        [(n, tuple(v.shape), checksum(v)) for n, v in sorted(batch.items()) if torch.is_tensor(v)]
+        for batch in batches
+    ]
+    ranks.check_same({"a digest of the micro-batches along stages": digest(tensors)})
 
 
 def check_optimizer(model: nn.Module, optimizer: object) -> None:

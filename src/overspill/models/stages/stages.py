@@ -13,7 +13,9 @@ from overspill.models.pregate import pregate_level
 from overspill.models.stages.activations import SMALL, ParkedActivations
 from overspill.models.stages.blocks import StagedBlocks
 from overspill.models.stages.checks import (
+    check_count,
     check_optimizer,
+    check_same,
     checked_batches,
     checked_loss,
     loss_of,
@@ -80,6 +82,7 @@ class Stages:
         parked = ParkedActivations(copies, small_activation)
         self._activations = parked if offload_activations else None
         self._warned = self._closed = False
+        self._compared: set[bool] = set()  # kinds of passes whose first micro-batches were compared
 
     def _parts(self, n_stages: int | None) -> Sequence[StagePart]:
         engine = self._engine
@@ -150,7 +153,7 @@ class Stages:
     ) -> StagedPass:
         if self._closed:
             raise OrderError("these stages are closed; make new ones with overspill.Stages(model)")
-        self._check_count(len(micro_batches))
+        self._check_ranks(micro_batches, torch.is_grad_enabled())
         self._check_room(len(micro_batches))
         return StagedPass(
             self._model,
@@ -164,16 +167,14 @@ class Stages:
             optimizer,
         )
 
-    def _check_count(self, count: int) -> None:
-        """Ranks with another number would wait for each other."""
+    def _check_ranks(self, micro_batches: Sequence[MicroBatch], trains: bool) -> None:
         ranks = None if self._engine.ranks is None else self._engine.ranks.stages
-        if ranks is not None:
-            most, minus_least = ranks.largest([count, -count])
-            if most != -minus_least:
-                raise ConfigError(
-                    f"ranks along stages must get the same micro-batches: one has {most}, another "
-                    f"{-minus_least}"
-                )
+        if ranks is None:
+            return
+        check_count(ranks, len(micro_batches))
+        if trains not in self._compared:  # once: reading tensors waits for the GPU
+            check_same(ranks, micro_batches)
+            self._compared.add(trains)
 
     def _check_room(self, micro_batches: int) -> None:
         if self._warned or micro_batches == 1:
