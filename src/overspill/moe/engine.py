@@ -132,6 +132,8 @@ class Engine:
             self._moves = ExpertMoves(
                 store, homes, self.records, placement, self._training, self._new_streaming, self
             )
+            if self._moves.streaming is not None:
+                undo.callback(self._moves.streaming.close)
             self.stage_order = StageOrder(self._moves, store, self._lock)
             if ranks is not None and ranks.node.size > 1:
                 costs_of_rows = None if sharing is None else sharing.costs

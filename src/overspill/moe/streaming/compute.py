@@ -66,8 +66,9 @@ class StreamingCompute(ExpertCompute):
         self._cpu: CpuExperts | None = None
         self._announced: dict[int, Tensor] = {}  # rows of each expert, by layer
         self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
-        self.uploader, self._waves = self._start_uploads(settings.uploader)
         store.watch_device(self._device_busy)
+        # last: a failure after it would leave a thread
+        self.uploader, self._waves = self._start_uploads(settings.uploader)
 
     def _device_busy(self) -> bool:
         upload = self._upload_stream.stream
