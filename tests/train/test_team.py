@@ -1,3 +1,4 @@
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,16 @@ from overspill.train.team import Team
 def team_of(size: int) -> list[Team]:
     """The same team, as each of its ranks sees it."""
     nothing: Any = None
-    ranks: list[Any] = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
+    ranks: list[Any] = [
+        SimpleNamespace(
+            rank=rank,
+            size=size,
+            n_stages=1,
+            replicas=None,
+            node=SimpleNamespace(rank=rank, size=size),
+        )
+        for rank in range(size)
+    ]
     return [Team(Joined(nothing, each, nothing)) for each in ranks]
 
 
@@ -52,3 +62,21 @@ def test_only_other_ranks_draw_numbers_of_their_own() -> None:
         drawn.append(float(torch.rand(())))
     assert len(set(drawn)) == 3
     assert drawn[0] == drawn[3]
+
+
+def test_ranks_along_stages_have_the_same_part_of_a_batch() -> None:
+    """Two nodes, each with two ranks along stages by three along experts."""
+    nothing: Any = None
+    teams = []
+    for node, stage, expert in itertools.product(range(2), range(2), range(3)):
+        ranks: Any = SimpleNamespace(
+            rank=6 * node + 3 * stage + expert,
+            size=12,
+            n_stages=2,
+            replicas=SimpleNamespace(rank=node, size=2),
+            node=SimpleNamespace(rank=expert, size=3),
+        )
+        teams.append(Team(Joined(nothing, ranks, nothing)))
+    assert [team.part for team in teams] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5]
+    assert {team.parts for team in teams} == {6}
+    assert [team.own(range(12))[0][0] for team in teams[:3]] == [0, 2, 4]
