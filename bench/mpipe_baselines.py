@@ -7,6 +7,7 @@ pieces, and all pieces are sent before the first result returns. Dynamic shadowi
 it, and point-to-point messages cost no more here than a collective.
 """
 
+import abc
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class _Pieces(torch.autograd.Function):
         return torch.cat([arrival.wait() for arrival in returning]), *sums, None, None
 
 
-class _Baseline(nn.Module):
+class _Baseline(nn.Module, abc.ABC):
     """The router and the expert of a layer, with another schedule."""
 
     def __init__(self, layer: overspill.MoELayer, exchange: Exchange) -> None:
@@ -93,8 +94,9 @@ class _Baseline(nn.Module):
         y_TKD = y_RD.index_select(0, order_R.argsort()).view(*ids_TK.shape, -1)
         return (y_TKD * weights_TK.unsqueeze(-1)).sum(1).to(x_TD.dtype), balance
 
+    @abc.abstractmethod
     def _experts(self, rows: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The results of rows sorted by expert, exchanged and computed."""
 
 
 class Synchronous(_Baseline):

@@ -96,6 +96,8 @@ def test_a_step_without_stages_between_others(bench: Bench) -> None:
         bench.model(**BATCHES[0]).loss.backward()
     bench.model(**BATCHES[1]).loss.backward()
     bench.optimizer.step()
+    bench.optimizer.zero_grad()
+    bench.assert_next_step_follows()
 
 
 def test_several_calls_of_one_step_accumulate(bench: Bench) -> None:
