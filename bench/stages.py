@@ -1,7 +1,7 @@
 """Training in pipeline stages on one GPU, next to the same without stages and to GPipe.
 
 PYTHONPATH=src python3 bench/stages.py                      # record stages-w1
-PYTHONPATH=src python3 bench/stages.py --peers              # GPipe too: resident, naive offload
+PYTHONPATH=src python3 bench/stages.py --layers 6 --peers   # record stages-w1-6, GPipe too
 PYTHONPATH=src python3 bench/stages.py --smoke              # tiny, on the CPU, no record
 """
 
@@ -42,8 +42,10 @@ def timed(step: Callable[[int], float], args: Any) -> tuple[list[float], list[fl
         losses.append(step(number))
         if args.device == "cuda":
             torch.cuda.synchronize()
+        took = time.perf_counter() - began
+        print(f"step {number}: {took:.2f} s, loss {losses[-1]:.4f}", flush=True)
         if number >= args.warm:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(took)
     return seconds, losses
 
 
@@ -175,13 +177,15 @@ def save(found: dict[str, dict[str, Any]], config: Any, args: Any) -> None:
         "without_stages": metric([tokens / s for s in plain["seconds"]], "tokens/s"),
         "uploads_per_expert": metric(staged["uploads_per_expert"], "uploads"),
     }
+    cut = "" if args.layers is None else f" with {args.layers} layers"
     details = {
-        "row": f"W1 as Mixtral, {args.micro_batches} micro-batches of {args.batch}×{args.seq} "
+        "row": f"W1 as Mixtral{cut}, {args.micro_batches} micro-batches of {args.batch}×{args.seq} "
         f"tokens, {args.stages} stages, {args.gpu_memory}",
         "placement": staged["placement"],
         "losses": {name: run["losses"] for name, run in found.items()},
     }
-    write_record("stages-w1", details, metrics, limit, args.out, rows)
+    name = "stages-w1" if args.layers is None else f"stages-w1-{args.layers}"
+    write_record(name, details, metrics, limit, args.out, rows)
 
 
 def main() -> None:

@@ -143,7 +143,7 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[
     part = mesh.get_local_rank("data") if "data" in case.mesh else 0
     if "expert" in case.mesh:
         part = part * case.mesh["expert"] + mesh.get_local_rank("expert")
-    failure = fail(stages, optimizer, case) if case.fails else None
+    failure = fail(stages, optimizer, case, device) if case.fails else None
     losses = []
     for step in range(STEPS):
         total = 0.0
@@ -166,14 +166,14 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[
     return {"losses": losses, "uploads": uploads, "failure": failure}
 
 
-def fail(stages: Any, optimizer: Any, case: Case) -> tuple[str, str]:
+def fail(stages: Any, optimizer: Any, case: Case, device: str) -> tuple[str, str]:
     """What a rank raises in a step whose second loss cannot be computed; the step is dropped."""
 
     def loss(number: int, output: Any) -> Tensor:
         found: Tensor = output.loss
         return found / (1 // (1 - number))
 
-    batches = [inputs(case, tokens) for tokens in make_batches(case, 0)]
+    batches = [inputs(case, tokens.to(device)) for tokens in make_batches(case, 0)]
     with pytest.raises((ZeroDivisionError, RankError)) as error:
         stages.backward(batches, optimizer, loss)
     optimizer.zero_grad()
