@@ -25,7 +25,7 @@ from tests.train.finetune import tiny as finetune
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("tiny", "tuned")  # folders that the example names
-LONG = {"steps": 26, "save_every": 2, "eval_every": 13, "gpus": 2, "layers": 1}
+LONG = {"steps": 20, "save_every": 2, "eval_every": 10, "gpus": 2, "layers": 1}
 
 
 def _words(settings: dict[str, Any]) -> list[str]:
@@ -155,9 +155,9 @@ def test_ranks_fail_together_and_resume_to_the_same_losses(
         os.kill(run.ranks[rank], signal.SIGKILL)
         assert run.end() == (1, f"error: rank {rank} was killed by SIGKILL")
 
-    run = running(**{SILENT: "4"})
+    run = running(**{SILENT: "2"})
     os.kill(run.ranks[1], signal.SIGSTOP)
-    assert run.end() == (1, "error: rank 1 has not responded for 4 s; it may be stopped")
+    assert run.end() == (1, "error: rank 1 has not responded for 2 s; it may be stopped")
 
     run = running()
     resource.prlimit(run.ranks[1], resource.RLIMIT_FSIZE, (1024, 1024))  # a full disk
@@ -189,7 +189,6 @@ def test_ranks_fail_together_and_resume_to_the_same_losses(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus": 5, "batch": 5}, "the mesh has 5 ranks for 4 experts of each layer"),
         ({"gpus": 3}, "--batch 4 must be a multiple of the 3 ranks"),
         ({"gpus": 2, "data": "/no/such"}, "--data /no/such does not exist"),
         ({"gpus": 2, "device": "cuda"}, "--device cuda: torch"),
