@@ -9,7 +9,7 @@ import pytest
 
 import overspill
 from overspill import LLM, SamplingParams, Settings
-from tests.models.huggingface.families import FAMILIES, Family, cases, make_model, tiny
+from tests.models.huggingface.families import FAMILIES, Family, different_cases, make_model, tiny
 from tests.models.huggingface.oracle import MODES
 from tests.moe.oracle import delays
 from tests.serve.models import (
@@ -34,7 +34,7 @@ DECODERS = [
 FOUR = ["mixtral", "gpt_oss", "qwen2_moe", "jamba"]
 
 
-@pytest.mark.parametrize("family", cases(DECODERS))
+@pytest.mark.parametrize("family", different_cases(DECODERS))
 def test_tokens_are_those_of_transformers(family: Family) -> None:
     model = make_model(family).eval()
     params = SamplingParams(max_tokens=3, ignore_eos=True)

@@ -22,7 +22,7 @@ from tests.models.huggingface.families import (
     FAMILIES,
     UNEVEN,
     Family,
-    cases,
+    different_cases,
     make_batch,
     make_model,
 )
@@ -134,7 +134,7 @@ def test_training_follows_gates_that_are_called_by_hand(
             mine.zero_grad()
 
 
-@pytest.mark.parametrize("family", cases(SUPPORTED))
+@pytest.mark.parametrize("family", different_cases(SUPPORTED))
 def test_every_family_follows_gates_that_are_called_by_hand(family: Family) -> None:
     model = make_model(family).train()
     batch = make_batch(family, model)
