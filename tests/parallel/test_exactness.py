@@ -13,9 +13,10 @@ ON_DISK = {"mode": "disk", "slots": 2, "host_slots": 2}
 
 CASES = {
     "experts in host memory": Case(TASK),
-    "experts on the device": Case(TASK, where={"mode": "gpu"}),
     "clipping and accumulation": Case(replace(TASK, clip=0.5, micro_batches=2)),
-    "accumulation": Case(replace(TASK, micro_batches=2), where={"mode": "gpu"}),
+    "experts on the device, accumulation": Case(
+        replace(TASK, micro_batches=2), where={"mode": "gpu"}
+    ),
     "uneven batches, clipped": Case(replace(TASK, clip=0.5), uneven=True, where={"mode": "gpu"}),
     "disk": Case(TASK, uneven=True, where=ON_DISK),
     "disk, one of each layer at home, clipped": Case(

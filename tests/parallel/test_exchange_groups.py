@@ -59,10 +59,12 @@ DYNAMIC: dict[str, Any] = {"placement": "dynamic", "inject": late}
 
 CASES = {
     "two groups in host memory, late": Case(TASK, settings=settings(2, inject=late)),
-    "a group for each expert, kept rows, late": Case(
-        TASK, settings=settings(3, "keep", inject=late)
+    "a group for each expert, kept rows, late, recomputed blocks": Case(
+        replace(TASK, starve=True, checkpoint=True), settings=settings(3, "keep", inject=late)
     ),
-    "one group, kept rows": Case(TASK, settings=settings(1, "keep")),
+    "one group, kept rows and activations": Case(
+        TASK, settings=settings(1, "keep", activations="keep")
+    ),
     "clipping and accumulation": Case(
         replace(TASK, clip=0.5, micro_batches=2),
         settings=settings(3, "keep"),
@@ -74,10 +76,9 @@ CASES = {
     "disk, one of each layer at home": Case(
         TASK, settings=settings(2), where={**ON_DISK, "gpu_experts": 2}
     ),
-    "an expert without tokens, recomputed blocks": Case(
-        replace(TASK, starve=True, checkpoint=True), settings=settings(3, "keep")
+    "kept activations, recomputed blocks": Case(
+        replace(TASK, checkpoint=True), settings=settings(2, activations="keep")
     ),
-    "kept activations": Case(TASK, settings=settings(2, activations="keep")),
     "dynamic placement, late": Case(TASK, settings=settings(3, "keep", **DYNAMIC)),
     "through host memory, late": Case(TASK, settings=settings(3, inject=late_through_host)),
     "four ranks, clipped, late": Case(
