@@ -43,7 +43,7 @@ WHERE: dict[str, dict[str, Any]] = {
 ONE_OF_EACH = ["gpu", "host with 2 slots", "disk, 5 at home"]
 HOME_OR_NOT = ["gpu", "host, 5 at home"]
 """For what does not depend on tiers: all experts are at home, or some of them are streamed."""
-STREAMED = [name for name in WHERE if name != "gpu"]
+STREAMED = [name for name in WHERE if name not in HOME_OR_NOT]
 
 
 @dataclass(frozen=True)
