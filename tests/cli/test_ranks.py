@@ -25,7 +25,7 @@ from tests.train.finetune import tiny as finetune
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("tiny", "tuned")  # folders that the example names
-LONG = {"steps": 20, "save_every": 2, "eval_every": 10, "gpus": 2, "layers": 1}
+LONG = {"steps": 26, "save_every": 2, "eval_every": 13, "gpus": 2, "layers": 1}
 
 
 def _words(settings: dict[str, Any]) -> list[str]:

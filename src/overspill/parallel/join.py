@@ -27,7 +27,7 @@ _TIMEOUT = timedelta(days=1)
 """Of calls to other ranks. The first rank may tokenize for hours; the watchdog notices failures."""
 _PR_SET_PDEATHSIG = 1
 _LAUNCHER_FIRST = 2.0
-"""Seconds in which a launcher may name a rank that was killed, and its signal, and end all ranks."""
+"""Seconds in which a launcher may name a rank that was killed, and its signal, and end all."""
 
 
 @dataclass(frozen=True)
