@@ -95,11 +95,12 @@ class Tuner:
         counts_R = HostCopy(key_counts(keys_TK, finest * n_experts))
         # queued before the host waits: the device sorts while the host computes
         rows = SortedRows.sort(keys_TK, known) if known else None
-        head = [n_tokens, int(training), DTYPES.index(dtype), *self._report()]
+        report = self._report()
+        head = [n_tokens, int(training), DTYPES.index(dtype), *report]
         found = _gather(head, counts_R.wait(), exchange)
         _check_heads(found[:, :3])
-        timer, n = None, self.partitions
-        if n is None:
+        timer, n = None, known
+        if n is None or (self.partitions is None and any(report)):
             batch, n = self._choose(found[:, :_HEAD])
             if training and self.search.settled(batch) is None:
                 timer = PassTimer(expert_ids_TK.device, batch, n, self._end)
@@ -111,9 +112,12 @@ class Tuner:
     def _known(self, n_tokens: int, exchange: Exchange) -> int | None:
         """The number of partitions if it is known before ranks have told each other their
         tokens."""
-        if self.partitions is None and exchange.size == 1 and graph_task() == -1:
-            return self.search.settled(n_tokens)
-        return self.partitions
+        if self.partitions is not None or exchange.size > 1 or graph_task() != -1:
+            return self.partitions
+        n = self.search.settled(n_tokens)
+        if n is not None:
+            self._last[n_tokens] = n
+        return n
 
     def _end(self, timer: PassTimer) -> None:
         self._measured = timer

@@ -7,6 +7,7 @@ of it.
 
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from torch import Tensor
 from overspill.core.errors import ConfigError
 from overspill.parallel.exchange.interface import Exchange, Transfer
 from overspill.trace.recorder import Recorder
-from overspill.transfer.driver import copy_on, new_event
+from overspill.transfer.driver import Duplex, copy_through, new_event
 from overspill.transfer.streams import COMPLETED, Inject, StreamEvent
 from overspill.transfer.work_stream import WorkStream
+
+if TYPE_CHECKING:
+    from overspill.parallel.exchange.link_triton import Clock
 
 _PIECES = 4  # of a transfer: while one arrives, the next one leaves
 _ONE_BY_ONE = 12.0  # GB/s: slower links do not need pieces, whose launches take time
@@ -42,56 +46,41 @@ class LoopbackExchange(Exchange):
         self._inwards = WorkStream("exchange", self.device, self.recorder, inject)
         self._last = COMPLETED  # the end of the last transfer: they share one link
         self._host = torch.empty(0, dtype=torch.uint8)
-        with torch.inference_mode(False):
-            self._clock = self._new_clock()
-        if self.device.type == "cuda":
-            self._outwards = torch.cuda.Stream(self.device)
-            self._begun = new_event(self.device, blocking=False)
-
-    def _new_clock(self) -> Tensor | None:
-        if self._rate is None or self.device.type != "cuda":
-            return None
-        from overspill.parallel.exchange import link_triton
-
-        return link_triton.new_clock(self.device)
+        self._clock: Clock | None = None
+        if self._inwards.stream is not None:
+            event = new_event(self.device, blocking=False)
+            outwards = torch.cuda.Stream(self.device)
+            self._duplex = Duplex(outwards, self._inwards.stream, event)
+            if self._rate is not None:
+                self._clock = _new_clock(self.device)
 
     def _transfer(self, transfer: Transfer) -> StreamEvent:
         rows, result, sent, received, ready, label = transfer
         assert sent == received, "one process sends all rows to itself"
-        source, target, size = rows.view(-1), result.view(-1), rows.nbytes
-        host = self._host_memory(size).view(rows.dtype)
+        size = rows.nbytes
+        host = self._host_memory(size)
         nanoseconds = 0 if self._rate is None else round(size / self._rate)
         if self.device.type != "cuda":
-            copy = partial(_copy_at_rate, target, host, source, nanoseconds)
+            copy = partial(_copy_at_rate, result, host, rows, nanoseconds)
             self._last = self._inwards.run(copy, (), label, size)
             return self._last
-        work = partial(self._copy, target, host, source, nanoseconds)
+        work = partial(self._copy, result, host, rows, nanoseconds)
         # after the transfer before, which shares the link and `host`
         self._last = self._inwards.run(work, [ready, self._last], label, size)
         return self._last
 
     def _copy(self, target: Tensor, host: Tensor, source: Tensor, nanoseconds: int) -> None:
-        """Driver calls: torch's would take longer than the pieces."""
-        stream, out = self._inwards.stream, self._outwards
-        assert stream is not None
-        if len(source) == 0:
+        if source.nbytes == 0:
             return
-        self._begin()
+        stream, clock = self._duplex.inwards, self._clock
+        if clock is not None:
+            clock.begin(stream)
         slow = self._rate is not None and self._rate <= _ONE_BY_ONE
-        if slow or source.nbytes < _SMALL:
-            copy_on(stream, host, source)
-            copy_on(stream, target, host)
-        else:
-            self._begun.record(stream)
-            self._begun.wait(out)
-            pieces = (tensor.split(-(-len(tensor) // _PIECES)) for tensor in (source, host, target))
-            for leaving, there, arriving in zip(*pieces, strict=True):
-                copy_on(out, there, leaving)
-                left = new_event(self.device, blocking=False)
-                left.record(out)
-                left.wait(stream)
-                copy_on(stream, arriving, there)
-        self._hold(nanoseconds)
+        copy_through(
+            self._duplex, host, target, source, 1 if slow or source.nbytes < _SMALL else _PIECES
+        )
+        if clock is not None:
+            clock.hold(stream, nanoseconds)
 
     def _host_memory(self, size: int) -> Tensor:
         if len(self._host) < size:
@@ -99,24 +88,20 @@ class LoopbackExchange(Exchange):
             pinned = self.device.type == "cuda"
             with torch.inference_mode(False):  # later passes may train
                 self._host = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=pinned)
-        return self._host[:size]
+        return self._host
 
-    def _begin(self) -> None:
-        if self._clock is not None:
-            from overspill.parallel.exchange import link_triton
 
-            link_triton.begin(self._clock)
+@torch.inference_mode(False)  # later passes may train
+def _new_clock(device: torch.device) -> "Clock":
+    from overspill.parallel.exchange.link_triton import Clock
 
-    def _hold(self, nanoseconds: int) -> None:
-        if self._clock is not None:
-            from overspill.parallel.exchange import link_triton
-
-            link_triton.hold(self._clock, nanoseconds)
+    return Clock(device)
 
 
 def _copy_at_rate(target: Tensor, host: Tensor, source: Tensor, nanoseconds: int) -> None:
     end = time.perf_counter_ns() + nanoseconds
-    host.copy_(source)
-    target.copy_(host)
+    there = host[: source.nbytes].view(source.dtype).view_as(source)
+    there.copy_(source)
+    target.copy_(there)
     if (rest := end - time.perf_counter_ns()) > 0:
         time.sleep(rest / 1e9)
