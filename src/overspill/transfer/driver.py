@@ -81,8 +81,8 @@ def copy_on(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> N
 
 
 class Duplex(NamedTuple):
-    """Two streams between the device and host memory, and an event for each handover from the first
-    to the second."""
+    """Two streams between the device and host memory, and an event for handovers from the first to
+    the second."""
 
     outwards: torch.cuda.Stream
     inwards: torch.cuda.Stream
@@ -90,28 +90,21 @@ class Duplex(NamedTuple):
 
 
 def copy_through(
-    duplex: Duplex, host: Tensor, destination: Tensor, source: Tensor, pieces: int
+    duplex: Duplex, host: Tensor, destination: Tensor, source: Tensor, piece: int
 ) -> None:
-    """Queues a copy from device to device through pinned host memory, all contiguous, piece by
-    piece: while one arrives, the next one leaves. It begins when `inwards` gets here and has ended
-    when that stream has got through."""
+    """Queues a copy from device to device through pinned host memory, all contiguous, in pieces of
+    so many bytes: while one arrives, the next one leaves."""
     driver = _driver()
     assert driver is not None
-    size, step = source.nbytes, -(-source.nbytes // pieces)
     to, there, start = destination.data_ptr(), host.data_ptr(), source.data_ptr()
     out, into = duplex.outwards.cuda_stream, duplex.inwards.cuda_stream
-    event = event_handle(duplex.event)
-
-    def hand_over(one: int, other: int) -> None:
-        driver.check(driver.record(event, one), "record an event")
-        driver.check(driver.stream_waits(other, event, 0), "wait for an event")
-
+    event, size = event_handle(duplex.event), source.nbytes
     with _entered(duplex.inwards.device):
-        hand_over(into, out)
-        for first in range(0, size, step):
-            length = min(step, size - first)
+        for first in range(0, size, piece):
+            length = min(piece, size - first)
             driver.check(driver.copy(there + first, start + first, length, out), "copy")
-            hand_over(out, into)
+            driver.check(driver.record(event, out), "record an event")
+            driver.check(driver.stream_waits(into, event, 0), "wait for an event")
             driver.check(driver.copy(to + first, there + first, length, into), "copy")
 
 
