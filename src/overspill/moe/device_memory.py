@@ -75,6 +75,7 @@ def allocation_calls(device: torch.device) -> int:
     takes milliseconds, and may wait for the device."""
     if device.type != "cuda":
         return 0
-    on_device = torch.cuda.memory_stats(device_index(device))
-    pinned = torch.cuda.host_memory_stats()
+    # not the flat dictionaries: making them takes longer than a small pass
+    on_device = torch.cuda.memory_stats_as_nested_dict(device_index(device))
+    pinned = torch.cuda.host_memory_stats_as_nested_dict()
     return int(on_device.get("num_device_alloc", 0) + pinned.get("num_host_alloc", 0))
