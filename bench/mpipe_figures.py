@@ -131,13 +131,14 @@ def figure_12(setup: Setup) -> None:
     table: list[Row] = []
     sizes = (2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536)
     for found in measure_all(setup, setup.layer(GPT_XL), setup.few(sizes)):
+        (adaptive,) = found.searches
         table.append(
             {
                 "tokens": found.tokens,
                 **{f"n = {n}, ms": round(found.fixed[n], 3) for n in NUMBERS},
-                "adaptive, ms": round(found.adaptive, 3),
-                "adaptive n": found.chosen,
-                "above the best, %": round(found.above, 2),
+                "adaptive, ms": round(adaptive.after, 3),
+                "adaptive n": adaptive.chosen,
+                "above the best, %": round(found.above(adaptive), 2),
             }
         )
         show(table[-1])

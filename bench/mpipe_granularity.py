@@ -1,5 +1,6 @@
 """How many partitions are chosen, and what the search for them costs."""
 
+import statistics
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,25 @@ from overspill.parallel.exchange.interface import Exchange
 
 RATE = 25
 """GB/s: a 200 Gbit/s port for each GPU, as in the paper's cluster."""
+SEARCHES = 3
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+class Search(NamedTuple):
+    """Of one adaptive layer and batch size; milliseconds of a step."""
+
+    chosen: int
+    trials: list[float]
+    """Of the steps in which the search ran, one by one."""
+    as_many: list[float]
+    """Of as many steps of a layer that has the chosen number from the beginning."""
+    after: float
+    """After the search."""
+
+    @property
+    def overhead(self) -> float:
+        """What the search has cost, in percent of 100 steps with the chosen number."""
+        return 100 * (sum(self.trials) - sum(self.as_many)) / (100 * self.after)
 
 
 class Granularity(NamedTuple):
@@ -32,82 +51,83 @@ class Granularity(NamedTuple):
     tokens: int
     fixed: dict[int, float]
     """By the number of partitions."""
-    chosen: int
-    adaptive: float
-    """After the search."""
-    trials: list[float]
-    """Of the steps in which the search ran, one by one."""
-    as_many: list[float]
-    """Of as many first steps of a new layer that has the chosen number from the beginning."""
+    searches: list[Search]
 
     @property
     def best(self) -> int:
         return min(self.fixed, key=lambda n: self.fixed[n])
 
-    @property
-    def above(self) -> float:
+    def above(self, found: Search) -> float:
         """Percent that the adaptive layer takes longer than the best fixed one."""
-        return 100 * (self.adaptive / self.fixed[self.best] - 1)
-
-    @property
-    def overhead(self) -> float:
-        """What the search has cost, in percent of 100 steps with the chosen number."""
-        return 100 * (sum(self.trials) - sum(self.as_many)) / (100 * self.adaptive)
+        return 100 * (found.after / self.fixed[self.best] - 1)
 
 
 def measure(
-    spec: Layer, tokens: int, exchange: Exchange, adaptive: overspill.MoELayer
+    spec: Layer, tokens: int, exchange: Exchange, adaptive: Sequence[overspill.MoELayer]
 ) -> Granularity:
     """All layers are timed in the same way: steps of the search one by one, as those they are
     compared with; afterwards all in turns."""
-    works: dict[Hashable, Work] = {"adaptive": spec.step(adaptive, tokens)}
+    works: dict[Hashable, Work] = {}
     for n in NUMBERS:
         works[n] = spec.step(spec.build(exchange, partitions=n, strategy="none"), tokens)
         milliseconds(works[n], spec.device)  # compiles kernels and allocates memory
-    trials = search(adaptive, works["adaptive"], tokens, spec.device)
-    chosen = adaptive.best_partitions(tokens)
-    assert chosen is not None
-    settled = spec.step(spec.build(exchange, partitions=chosen, strategy="none"), tokens)
-    as_many = [milliseconds(settled, spec.device) for _ in trials]
+    searches = []
+    for number, layer in enumerate(adaptive):
+        works[f"adaptive {number}"] = work = spec.step(layer, tokens)
+        trials = search(layer, work, tokens, spec.device)
+        chosen = layer.best_partitions(tokens)
+        assert chosen is not None
+        as_many = [milliseconds(works[chosen], spec.device) for _ in trials]
+        searches.append(Search(chosen, trials, as_many, 0.0))
     times = medians(works, spec.device, rounds=9)
-    fixed = {n: times[n] for n in NUMBERS}
-    return Granularity(tokens, fixed, chosen, times["adaptive"], trials, as_many)
+    searches = [
+        found._replace(after=times[f"adaptive {number}"]) for number, found in enumerate(searches)
+    ]
+    return Granularity(tokens, {n: times[n] for n in NUMBERS}, searches)
 
 
-def measure_all(setup: Setup, spec: Layer, sizes: Sequence[int]) -> Iterator[Granularity]:
-    """One adaptive layer, which learns from the batch sizes before."""
+def measure_all(
+    setup: Setup, spec: Layer, sizes: Sequence[int], searches: int = 1
+) -> Iterator[Granularity]:
+    """Adaptive layers, each of which learns from the batch sizes before."""
     exchange = setup.link(RATE)
-    adaptive = spec.build(exchange, strategy="none")
+    adaptive = [spec.build(exchange, strategy="none") for _ in range(searches)]
     for tokens in map(setup.batch, sizes):
         yield measure(spec, tokens, exchange, adaptive)
 
 
 def granularity_row(spec: Layer, found: Granularity) -> Row:
+    searches = found.searches
+    above = [found.above(each) for each in searches]
+    overhead = [each.overhead for each in searches]
     return {
         "layer": spec.name,
         "tokens": f"{found.tokens:,}",
         **{f"n = {n}, ms": f"{found.fixed[n]:.2f}" for n in NUMBERS},
-        "adaptive": f"n = {found.chosen}, {found.adaptive:.2f} ms",
-        "above the best": f"{found.above:.1f}%",
-        "trials": len(found.trials),
-        "search, of 100 steps": f"{found.overhead:.2f}%",
+        "chosen n": ", ".join(str(each.chosen) for each in searches),
+        "adaptive, ms": f"{statistics.median(each.after for each in searches):.2f}",
+        "above the best": f"{statistics.median(above):.1f}% (at most {max(above):.1f}%)",
+        "trials": ", ".join(str(len(each.trials)) for each in searches),
+        "search, of 100 steps": f"{statistics.median(overhead):.2f}%",
     }
 
 
 def granularity(setup: Setup) -> None:
     table, all_found = [], []
     for spec in map(setup.layer, (GPT_XL, W1)):
-        for found in measure_all(setup, spec, setup.few(TOKENS)):
+        for found in measure_all(setup, spec, setup.few(TOKENS), SEARCHES):
             table.append(granularity_row(spec, found))
             show(table[-1])
             all_found.append(found)
-    best = sum(found.chosen == found.best for found in all_found)
+    searches = [(found, each) for found in all_found for each in found.searches]
+    best = sum(each.chosen == found.best for found, each in searches)
     config = {
         "row": "adaptive number of partitions, time above the best fixed one",
-        "compare": f"{RATE} GB/s; the best is chosen in {best} of {len(table)}",
+        "compare": f"{RATE} GB/s; {SEARCHES} layers, medians of these; the best number is chosen "
+        f"in {best} of {len(searches)} searches",
     }
     metrics = {
-        "above the best": metric([found.above for found in all_found], "%"),
-        "search, of 100 steps": metric([found.overhead for found in all_found], "%"),
+        "above the best": metric([found.above(each) for found, each in searches], "%"),
+        "search, of 100 steps": metric([each.overhead for _, each in searches], "%"),
     }
     write_record("mpipe-granularity", config, metrics, None, setup.out, table)

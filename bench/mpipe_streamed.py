@@ -5,14 +5,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from mpipe_layers import NUMBERS, RATES, W1, Layer, Row, Setup, median, show
+from mpipe_layers import NUMBERS, W1, Layer, Row, Setup, median, show
 from record import metric, write_record
 from torch import Tensor, nn
 
 import overspill
 from overspill.moe.settings import Settings
 
-SPEC = replace(W1, experts=16)
+SPEC = replace(W1, experts=16, tokens=16384)
+RATES = (12, 25, 50)
+ROUNDS = 3  # a step takes some 100 ms
 LAYERS, SLOTS = 4, 32
 
 
@@ -59,7 +61,7 @@ def streamed_row(
     work, times = step(model, spec.rows(spec.tokens), spec.rows(spec.tokens)), {}
     for n in NUMBERS:
         engine.switch(replace(engine.settings, exchange_groups=n, received_rows=rows))
-        times[n] = median(work, spec.device)
+        times[n] = median(work, spec.device, ROUNDS)
     gain = times[1] / min(times.values())
     row = {
         "link, GB/s": rate,
@@ -78,7 +80,7 @@ def streamed(setup: Setup) -> None:
     model = offloaded(spec)
     optimizer = overspill.AdamW(model)
     work = step(model, spec.rows(spec.tokens), spec.rows(spec.tokens))
-    alone = median(work, spec.device)
+    alone = median(work, spec.device, ROUNDS)
     found = [
         streamed_row(model, spec, setup, rate, rows, alone)
         for rate in setup.few(RATES, 1)

@@ -7,6 +7,7 @@ PYTHONPATH=src python3 bench/stages.py --smoke              # tiny, on the CPU, 
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ def timed(step: Callable[[int], float], args: Any) -> tuple[list[float], list[fl
         if args.device == "cuda":
             torch.cuda.synchronize()
         took = time.perf_counter() - began
-        print(f"step {number}: {took:.2f} s, loss {losses[-1]:.4f}", flush=True)
+        print(f"step {number}: {took:.2f} s, loss {losses[-1]:.4f}", file=sys.stderr)
         if number >= args.warm:
             seconds.append(took)
     return seconds, losses

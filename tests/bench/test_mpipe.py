@@ -116,11 +116,12 @@ def test_baselines_compute_what_the_layer_does(scripts: None, name: str) -> None
 
 
 def test_the_overhead_of_a_search_is_what_its_steps_take_longer(scripts: None) -> None:
-    kind = importlib.import_module("mpipe_granularity").Granularity
-    found = kind(1024, {1: 4.0, 2: 5.0}, 1, 4.1, [9.0, 5.0, 4.0, 4.0], [8.0, 4.0, 4.0, 4.0])
+    module = importlib.import_module("mpipe_granularity")
+    search = module.Search(1, [9.0, 5.0, 4.0, 4.0], [8.0, 4.0, 4.0, 4.0], 4.1)
+    found = module.Granularity(1024, {1: 4.0, 2: 5.0}, [search])
     assert found.best == 1
-    assert found.above == pytest.approx(2.5)
-    assert found.overhead == pytest.approx(100 * 2 / 410)
+    assert found.above(search) == pytest.approx(2.5)
+    assert search.overhead == pytest.approx(100 * 2 / 410)
 
 
 def test_a_bad_choice_shows_as_a_gain_below_one(scripts: None) -> None:

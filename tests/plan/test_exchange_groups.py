@@ -55,7 +55,8 @@ def test_larger_batches_never_have_fewer_groups(ranks: tuple[Rows, Rows]) -> Non
 def test_small_batches_are_one_group_and_large_ones_several() -> None:
     even = np.ones((2, 8), np.int64)
     assert choose_groups(even * 100) == 1
-    assert choose_groups(even * 4096) == 4
+    assert choose_groups(even * 4096) == 2
+    assert choose_groups(even * 4096, 4096, 4) == 4
     assert choose_groups(np.array([[100_000, 0, 0]])) == 1  # one expert cannot be divided
 
 

@@ -92,7 +92,7 @@ def wave_forward(
     """
     own = _Parameters.of(weights, shape)
     activation = activation or Fused(shape.gated)
-    backend = grouped.backend_for(x_RD, own.w_in, shape)
+    backend = grouped.backend_for(x_RD, own.w_in, shape, isinstance(weights, StackedWeights))
     if backend != "loop":
         hidden = _hidden_grouped(backend, x_RD, own, ends)
         a_RH = activation.forward(hidden)
@@ -154,7 +154,7 @@ def wave_backward(
         x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation,
         overwrite_hidden or hidden is None, take_dw,
     )  # fmt: skip
-    backend = grouped.backend_for(x_RD, own.w_in, shape)
+    backend = grouped.backend_for(x_RD, own.w_in, shape, isinstance(weights, StackedWeights))
     return _backward_loop(wave) if backend == "loop" else _backward_grouped(wave, backend)
 
 

@@ -7,9 +7,12 @@ counts, `counts` the same on the host, not cumulated.
 |---------|----------------------------------------|-------------------------------------------|
 | torch   | `torch.nn.functional.grouped_mm`       | capability 9 and 10; bfloat16, aligned    |
 | triton  | `grouped_triton`                       | otherwise from 8 on; bfloat16             |
+| single  | one product, without groups            | a resident layer with one expert, any GPU |
 | loop    | no grouped kernel: a loop over experts | everywhere else, and without rows         |
 
-Below capability 9 `grouped_mm` is itself a loop over groups that first copies the ends to the host.
+Waves of streamed experts never use "single": which experts are computed together depends on
+transfers, and the results of an expert must not. Below capability 9 `grouped_mm` is itself a loop
+over groups that first copies the ends to the host.
 """
 
 import contextlib
@@ -27,7 +30,7 @@ from overspill.hardware.native import has_triton
 
 _log = logging.getLogger(__name__)
 
-Backend = Literal["torch", "triton", "loop"]
+Backend = Literal["torch", "triton", "single", "loop"]
 
 # The kernel behind grouped_mm has one thread a group in its set-up block.
 _MAX_TORCH_GROUPS = 1024
@@ -51,12 +54,16 @@ def forced(backend: Backend) -> Iterator[None]:
         _forced = before
 
 
-def backend_for(x_RD: Tensor, weights: Tensor, shape: ExpertShape) -> Backend:
+def backend_for(
+    x_RD: Tensor, weights: Tensor, shape: ExpertShape, resident: bool = False
+) -> Backend:
     """The backend of a wave with these rows and records. A loop on a GPU is logged once."""
     if _forced is not None:
         return _forced
     if not x_RD.is_cuda or x_RD.shape[0] == 0:
         return "loop"
+    if resident and weights.shape[0] == 1:
+        return "single"
     capability = _capability(x_RD.device)
     if capability in (9, 10) and _fits_torch(x_RD, weights, shape):
         return "torch"
@@ -68,6 +75,8 @@ def backend_for(x_RD: Tensor, weights: Tensor, shape: ExpertShape) -> Backend:
 
 def product(backend: Backend, a_RK: Tensor, w_nKN: Tensor, ends: Tensor) -> Tensor:
     """[R, N]: the rows of each group times its matrix."""
+    if backend == "single":
+        return torch.mm(a_RK, w_nKN[0])
     if backend == "triton":
         from overspill.compute import grouped_triton
 
@@ -79,6 +88,8 @@ def weight_grad(
     backend: Backend, a_RM: Tensor, b_RN: Tensor, ends: Tensor, counts: Sequence[int] | None
 ) -> Tensor:
     """[n, M, N]: for each group, a^T times b over its rows; zeros for a group without rows."""
+    if backend == "single":
+        return torch.mm(a_RM.t(), b_RN).unsqueeze(0)
     if backend == "triton":
         from overspill.compute import grouped_triton
 

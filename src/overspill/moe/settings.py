@@ -47,10 +47,10 @@ class Settings:
     """With several ranks, who computes an expert: its owner ("static"); whichever rank balances the
     token rows of a batch ("dynamic"), which needs all experts in host memory; or "auto": dynamic
     where that is possible, by measured costs, on GPUs of their own."""
-    exchange_groups: int | None = 1
+    exchange_groups: int | None = None
     """With several ranks, the groups of experts of a layer whose token rows travel together, while
-    another group computes; at most as many as the experts of a rank. None: by the token rows of
-    each batch."""
+    another group computes; at most as many as the experts of a rank. None: two for large batches on
+    GPUs, else one."""
     received_rows: str = "send"
     """With several ranks, how backward gets the token rows that forward has received: other ranks
     "send" them again, they "keep" memory of the device until then, or "auto": they are kept if

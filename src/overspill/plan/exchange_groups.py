@@ -14,10 +14,11 @@ from overspill.core.errors import ConfigError
 
 Rows = NDArray[np.int64]
 
-MOST_GROUPS = 4
-"""Groups that are chosen at most: two of 2n exchanges are not hidden, and waves become smaller."""
-LEAST_ROWS = 4096
-"""Token rows of a group, on the rank that has most: below, launches take longer than is hidden."""
+MOST_GROUPS = 2
+"""Groups that are chosen at most. Two were fastest for all links in the record mpipe-streamed: more
+make waves of experts smaller, and launches take longer than is hidden."""
+LEAST_ROWS = 16384
+"""Token rows of a group, on the rank that has most; smaller groups were not measured."""
 
 
 def choose_groups(rows_GE: Rows, least: int = LEAST_ROWS, most: int = MOST_GROUPS) -> int:

@@ -5,7 +5,6 @@ The best number of partitions is assumed to grow with the batch. Batch sizes the
 disjoint ranges, one for each number, and only batches between two ranges need trials.
 """
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -108,24 +107,25 @@ class GranularitySearch:
     def _wanted(self, batch: int) -> list[int]:
         """Numbers that need more passes. A larger number is tried only if the one before it is the
         fastest so far: times are assumed to fall, then to rise, and many partitions of a small
-        batch take several times as long."""
+        batch take several times as long. The shortest pass with a number counts: whatever else the
+        host does makes passes longer, never shorter."""
         seconds, wanted = self._of(batch).seconds, []
-        medians = {n: statistics.median(found) for n, found in seconds.items()}
-        best, so_far = min(medians.values(), default=float("inf")), float("inf")
+        shortest = {n: min(found) for n, found in seconds.items()}
+        best, so_far = min(shortest.values(), default=float("inf")), float("inf")
         for n in self._possible(batch):
             found = seconds.get(n, [])
             if len(found) < _PASSES and not _is_far(found, best):
                 wanted.append(n)
-            if not found or medians[n] > so_far:
+            if not found or shortest[n] > so_far:
                 break
-            so_far = medians[n]
+            so_far = shortest[n]
         return wanted
 
     def _fastest(self, batch: int) -> int:
         seconds = self._of(batch).seconds
         possible = self._possible(batch)
         measured = [n for n in possible if n in seconds] or possible
-        return min(measured, key=lambda n: (statistics.median(seconds.get(n, [0.0])), n))
+        return min(measured, key=lambda n: (min(seconds.get(n, [0.0])), n))
 
     def _settle(self, batch: int, n: int) -> int:
         found = self._ranges.setdefault(n, _Range(batch, batch))

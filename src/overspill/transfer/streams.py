@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from overspill.trace.recorder import Recorder
-from overspill.transfer.driver import Event, copy_on, new_event
+from overspill.transfer.driver import Event, copy_on, current_stream, new_event
 
 Defer = Callable[[Callable[[], None]], Event]
 """Carries out a copy later, after those it got before, and returns its end."""
@@ -139,7 +139,7 @@ def record_event(device: torch.device, spin: bool = False) -> StreamEvent:
     if device.type != "cuda":
         return COMPLETED
     event = new_event(device, blocking=not spin)
-    event.record(torch.cuda.current_stream(device))
+    event.record(current_stream(device))
     return StreamEvent(event)
 
 
@@ -149,7 +149,7 @@ def wait_event(device: torch.device, event: StreamEvent) -> None:
     if device.type != "cuda":
         event.wait()
     elif event.event is not None:
-        event.event.wait(torch.cuda.current_stream(device))
+        event.event.wait(current_stream(device))
 
 
 class HostCopy:
@@ -185,7 +185,7 @@ class Timestamp:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(device))
+            self._event.record(current_stream(device))
 
     def passed(self) -> bool:
         """Whether the stream has come so far."""

@@ -1,6 +1,7 @@
 """A stream beside the compute stream, for exchanges and copies of token rows."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -8,12 +9,7 @@ from torch import Tensor
 
 from overspill.trace.recorder import Recorder
 from overspill.transfer.driver import new_event
-from overspill.transfer.streams import (
-    COMPLETED,
-    Inject,
-    StreamEvent,
-    wait_event,
-)
+from overspill.transfer.streams import COMPLETED, Inject, StreamEvent, wait_event
 
 
 class WorkStream:
@@ -43,7 +39,8 @@ class WorkStream:
         label: str = "",
         size: int = 0,
     ) -> StreamEvent:
-        """Queues `work`, which starts when the events have completed; returns its end."""
+        """Queues `work`, which starts when the events have completed; returns its end. On a GPU the
+        work must use `stream`: entering it takes as long as a transfer's launches."""
         stream = self.stream
         if stream is None:
             for event in after:
@@ -57,12 +54,17 @@ class WorkStream:
             with self.recorder.span(self.name, label, size):
                 work()
             return COMPLETED
-        with torch.cuda.stream(stream):
-            for event in after:
-                wait_event(self.device, event)
-            if self.inject is not None:
+        for event in after:
+            if event.event is not None:
+                event.event.wait(stream)
+        if self.inject is not None:
+            with torch.cuda.stream(stream):  # it may put a delay there
                 self.inject(self.name)
-            return self._timed(stream, work, label, size)
+        return self._timed(stream, work, label, size)
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Makes the stream the current one, for work that torch queues."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _timed(
         self, stream: torch.cuda.Stream, work: Callable[[], None], label: str, size: int

@@ -33,7 +33,8 @@ class HostCopies:
 
     def _copy(self, target: Tensor, source: Tensor, label: str) -> Arrival:
         def copy() -> None:
-            target.copy_(source, non_blocking=True)
+            with self._stream.entered():
+                target.copy_(source, non_blocking=True)
 
         # after the work that computes `source`, and all that has used the memory of `target`
         end = self._stream.run(copy, [record_event(self.device)], label, source.nbytes)

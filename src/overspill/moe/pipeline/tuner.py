@@ -4,6 +4,7 @@ Ranks tell each other the token rows of every expert once for each pass. The sam
 the number of tokens and the time of the last measured pass, so that all search with equal numbers.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from overspill.core.errors import ConfigError, RankError
 from overspill.core.expert_map import ExpertMap
 from overspill.moe.autograd_state import graph_task
+from overspill.moe.device_memory import allocation_calls
 from overspill.moe.pipeline.arguments import DTYPES
 from overspill.moe.pipeline.link import waiting
 from overspill.moe.pipeline.rows import (
@@ -30,19 +32,31 @@ from overspill.transfer.streams import HostCopy, Timestamp
 _HEAD = 6
 """Numbers before the counts: tokens, training, data type; batch, partitions and nanoseconds of the
 last measured pass."""
+_ALLOCATING = 2
+"""So many passes with a number of partitions may get memory from the system and are not counted."""
 _REFUSED = -1  # instead of a number of tokens
 Numbers = NDArray[np.int64]
+Allocations = Callable[[torch.device], int]
+"""Counts the calls that have got memory from the system."""
 
 
 class PassTimer:
-    """The time of one forward and its backward on the compute stream."""
+    """The time of one forward and its backward on the compute stream. A pass that has got memory
+    from the system, which takes milliseconds, says nothing about the next ones."""
 
     def __init__(
-        self, device: torch.device, batch: int, n: int, ended: "Callable[[PassTimer], None]"
+        self,
+        device: torch.device,
+        batch: int,
+        n: int,
+        ended: "Callable[[PassTimer], None]",
+        allocations: Allocations,
     ) -> None:
         self.batch, self.n = batch, n
-        self._device, self._ended = device, ended
+        self._device, self._ended, self._count = device, ended, allocations
         self._stamps: list[Timestamp] = []
+        self._allocations = allocations(device)
+        self.allocated = False
 
     def begin_forward(self) -> None:
         self._stamps = [Timestamp(self._device)]
@@ -56,6 +70,7 @@ class PassTimer:
 
     def end_backward(self) -> None:
         self._stamps.append(Timestamp(self._device))
+        self.allocated = self._count(self._device) > self._allocations
         self._ended(self)
 
     def nanoseconds(self) -> int:
@@ -70,10 +85,12 @@ class PassTimer:
 class Tuner:
     """Chooses the number of partitions: a fixed one, or by search."""
 
-    def __init__(self, partitions: int | None) -> None:
+    def __init__(self, partitions: int | None, allocations: Allocations = allocation_calls) -> None:
         self.partitions = partitions
+        self._count_allocations = allocations
         self.search = GranularitySearch()
         self._measured: PassTimer | None = None
+        self._allocating: Counter[tuple[int, int]] = Counter()  # passes, by batch and partitions
         self._last: dict[int, int] = {}  # the number of partitions, by tokens of the largest rank
 
     def route(
@@ -95,14 +112,17 @@ class Tuner:
         counts_R = HostCopy(key_counts(keys_TK, finest * n_experts))
         # queued before the host waits: the device sorts while the host computes
         rows = SortedRows.sort(keys_TK, known) if known else None
-        head = [n_tokens, int(training), DTYPES.index(dtype), *self._report()]
-        found = _gather(head, counts_R.wait(), exchange)
+        counts = counts_R.wait()
+        report = self._report()  # now the device has come to the end of the pass before
+        head = [n_tokens, int(training), DTYPES.index(dtype), *report]
+        found = _gather(head, counts, exchange)
         _check_heads(found[:, :3])
-        timer, n = None, self.partitions
-        if n is None:
+        timer, n = None, known
+        if n is None or (self.partitions is None and any(report)):
             batch, n = self._choose(found[:, :_HEAD])
             if training and self.search.settled(batch) is None:
-                timer = PassTimer(expert_ids_TK.device, batch, n, self._end)
+                count = self._count_allocations
+                timer = PassTimer(expert_ids_TK.device, batch, n, self._end, count)
         if rows is None:
             rows = SortedRows.sort(partition_keys(expert_ids_TK, n, n_experts), n)
         counts_GPE = found[:, _HEAD:].reshape(len(found), n, finest // n, n_experts).sum(2)
@@ -111,9 +131,12 @@ class Tuner:
     def _known(self, n_tokens: int, exchange: Exchange) -> int | None:
         """The number of partitions if it is known before ranks have told each other their
         tokens."""
-        if self.partitions is None and exchange.size == 1 and graph_task() == -1:
-            return self.search.settled(n_tokens)
-        return self.partitions
+        if self.partitions is not None or exchange.size > 1 or graph_task() != -1:
+            return self.partitions
+        n = self.search.settled(n_tokens)
+        if n is not None:
+            self._last[n_tokens] = n
+        return n
 
     def _end(self, timer: PassTimer) -> None:
         self._measured = timer
@@ -129,7 +152,11 @@ class Tuner:
         if self._measured is None or graph_task() != -1:
             return 0, 0, 0
         timer, self._measured = self._measured, None
-        return timer.batch, timer.n, timer.nanoseconds()
+        place = timer.batch, timer.n
+        if timer.allocated and self._allocating[place] < _ALLOCATING:
+            self._allocating[place] += 1
+            return *place, 0
+        return *place, timer.nanoseconds()
 
     def _choose(self, heads: Numbers) -> tuple[int, int]:
         """The batch, and the number of partitions for it; from the same numbers on all ranks."""

@@ -36,7 +36,8 @@ class CollectiveExchange(Exchange):
 
         def work() -> None:
             try:
-                ranks.all_to_all_into(result, rows, sent, received)
+                with self._stream.entered():
+                    ranks.all_to_all_into(result, rows, sent, received)
             except RuntimeError as error:  # another rank has ended, or makes other calls
                 raise RankError(f"an exchange of token rows failed: {error}") from error
 

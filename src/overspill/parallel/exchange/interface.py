@@ -72,9 +72,13 @@ class Exchange(ABC):
         result = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
         assert (result.dtype, result.shape[1:]) == (rows.dtype, rows.shape[1:])
         # after the work that computes `rows`, and all that has used the memory of `result`
-        ready = record_event(self.device)
+        ready = self._mark()
         end = self._transfer(Transfer(rows, result, list(sent), list(received), ready, label))
         return Arrival(self.device, result, end, rows)
+
+    def _mark(self) -> StreamEvent:
+        """The point that the compute stream has come to."""
+        return record_event(self.device)
 
     @abstractmethod
     def _transfer(self, transfer: Transfer) -> StreamEvent:

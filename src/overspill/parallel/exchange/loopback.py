@@ -1,12 +1,13 @@
 """An exchange of one process with itself, to measure pipelines on one GPU.
 
 Token rows are copied to pinned host memory and back by the copy engines. With a rate, a transfer
-takes at least the time that its bytes need at this rate: a kernel of one thread waits for the rest
-of it.
+takes at least the time that its bytes need at this rate, from the end of the one before or from the
+time at which its rows are there: a kernel of one thread waits for the rest of it.
 """
 
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,13 +15,42 @@ from torch import Tensor
 from overspill.core.errors import ConfigError
 from overspill.parallel.exchange.interface import Exchange, Transfer
 from overspill.trace.recorder import Recorder
-from overspill.transfer.driver import copy_on, new_event
-from overspill.transfer.streams import COMPLETED, Inject, StreamEvent
+from overspill.transfer.driver import Duplex, copy_through, current_stream, new_event
+from overspill.transfer.streams import Inject, StreamEvent
 from overspill.transfer.work_stream import WorkStream
 
-_PIECES = 4  # of a transfer: while one arrives, the next one leaves
-_ONE_BY_ONE = 12.0  # GB/s: slower links do not need pieces, whose launches take time
-_SMALL = 1 << 20  # bytes: nor do transfers that take no longer than these launches
+if TYPE_CHECKING:
+    from overspill.parallel.exchange.link_triton import Clock
+
+_PIECE = 16 << 20
+"""Bytes that arrive while the next ones leave: fewer take longer to queue than to copy."""
+
+
+class _HostBuffer:
+    """Pinned memory that a transfer passes through."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = device.type == "cuda"
+        self._free = new_event(device, blocking=True) if self._pinned else None
+
+    def of(self, size: int) -> Tensor:
+        if len(self._memory) < size:
+            if self._free is not None:
+                self._free.synchronize()  # a transfer uses the memory that is replaced
+            with torch.inference_mode(False):  # later passes may train
+                grown = size + size // 4
+                self._memory = torch.empty(grown, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._memory
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        """The stream waits until the last transfer has left the memory."""
+        assert self._free is not None
+        self._free.wait(stream)
+
+    def end(self, stream: torch.cuda.Stream) -> None:
+        assert self._free is not None
+        self._free.record(stream)
 
 
 class LoopbackExchange(Exchange):
@@ -39,84 +69,70 @@ class LoopbackExchange(Exchange):
                 "the full speed of the link"
             )
         self._rate = gigabytes_per_second
-        self._inwards = WorkStream("exchange", self.device, self.recorder, inject)
-        self._last = COMPLETED  # the end of the last transfer: they share one link
-        self._host = torch.empty(0, dtype=torch.uint8)
-        with torch.inference_mode(False):
-            self._clock = self._new_clock()
-        if self.device.type == "cuda":
-            self._outwards = torch.cuda.Stream(self.device)
-            self._begun = new_event(self.device, blocking=False)
+        self._link = WorkStream("exchange", self.device, self.recorder, inject)
+        # the next transfer leaves while one arrives
+        self._buffers = _HostBuffer(self.device), _HostBuffer(self.device)
+        self._clock: Clock | None = None
+        if self._link.stream is not None:
+            event, self._ready = (new_event(self.device, blocking=False) for _ in range(2))
+            self._duplex = Duplex(torch.cuda.Stream(self.device), self._link.stream, event)
+            if self._rate is not None:
+                self._clock = _new_clock(self.device)
 
-    def _new_clock(self) -> Tensor | None:
-        if self._rate is None or self.device.type != "cuda":
-            return None
-        from overspill.parallel.exchange import link_triton
-
-        return link_triton.new_clock(self.device)
+    def _mark(self) -> StreamEvent:
+        """The same event each time: its streams wait for it before the next transfer."""
+        if self.device.type != "cuda":
+            return super()._mark()
+        self._ready.record(current_stream(self.device))
+        return StreamEvent(self._ready)
 
     def _transfer(self, transfer: Transfer) -> StreamEvent:
         rows, result, sent, received, ready, label = transfer
         assert sent == received, "one process sends all rows to itself"
-        source, target, size = rows.view(-1), result.view(-1), rows.nbytes
-        host = self._host_memory(size).view(rows.dtype)
+        size = rows.nbytes
+        buffer, other = self._buffers
+        self._buffers = other, buffer
         nanoseconds = 0 if self._rate is None else round(size / self._rate)
         if self.device.type != "cuda":
-            copy = partial(_copy_at_rate, target, host, source, nanoseconds)
-            self._last = self._inwards.run(copy, (), label, size)
-            return self._last
-        work = partial(self._copy, target, host, source, nanoseconds)
-        # after the transfer before, which shares the link and `host`
-        self._last = self._inwards.run(work, [ready, self._last], label, size)
-        return self._last
+            copy = partial(_copy_at_rate, result, buffer.of(size), rows, nanoseconds)
+            return self._link.run(copy, (), label, size)
+        work = partial(self._copy, result, buffer, rows, ready, nanoseconds)
+        return self._link.run(work, [ready], label, size)
 
-    def _copy(self, target: Tensor, host: Tensor, source: Tensor, nanoseconds: int) -> None:
-        """Driver calls: torch's would take longer than the pieces."""
-        stream, out = self._inwards.stream, self._outwards
-        assert stream is not None
-        if len(source) == 0:
+    def _copy(
+        self,
+        target: Tensor,
+        buffer: _HostBuffer,
+        source: Tensor,
+        ready: StreamEvent,
+        nanoseconds: int,
+    ) -> None:
+        if source.nbytes == 0:
             return
-        self._begin()
-        slow = self._rate is not None and self._rate <= _ONE_BY_ONE
-        if slow or source.nbytes < _SMALL:
-            copy_on(stream, host, source)
-            copy_on(stream, target, host)
-        else:
-            self._begun.record(stream)
-            self._begun.wait(out)
-            pieces = (tensor.split(-(-len(tensor) // _PIECES)) for tensor in (source, host, target))
-            for leaving, there, arriving in zip(*pieces, strict=True):
-                copy_on(out, there, leaving)
-                left = new_event(self.device, blocking=False)
-                left.record(out)
-                left.wait(stream)
-                copy_on(stream, arriving, there)
-        self._hold(nanoseconds)
-
-    def _host_memory(self, size: int) -> Tensor:
-        if len(self._host) < size:
-            self._last.wait()  # it uses the memory that is replaced
-            pinned = self.device.type == "cuda"
-            with torch.inference_mode(False):  # later passes may train
-                self._host = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=pinned)
-        return self._host[:size]
-
-    def _begin(self) -> None:
+        out, stream = self._duplex.outwards, self._duplex.inwards
+        host = buffer.of(source.nbytes)
         if self._clock is not None:
-            from overspill.parallel.exchange import link_triton
-
-            link_triton.begin(self._clock)
-
-    def _hold(self, nanoseconds: int) -> None:
+            self._clock.begin(stream)
+        assert ready.event is not None
+        ready.event.wait(out)
+        buffer.begin(out)
+        copy_through(self._duplex, host, target, source, _PIECE)
+        buffer.end(stream)
         if self._clock is not None:
-            from overspill.parallel.exchange import link_triton
+            self._clock.hold(stream, nanoseconds)
 
-            link_triton.hold(self._clock, nanoseconds)
+
+@torch.inference_mode(False)  # later passes may train
+def _new_clock(device: torch.device) -> "Clock":
+    from overspill.parallel.exchange.link_triton import Clock
+
+    return Clock(device)
 
 
 def _copy_at_rate(target: Tensor, host: Tensor, source: Tensor, nanoseconds: int) -> None:
     end = time.perf_counter_ns() + nanoseconds
-    host.copy_(source)
-    target.copy_(host)
+    there = host[: source.nbytes].view(source.dtype).view_as(source)
+    there.copy_(source)
+    target.copy_(there)
     if (rest := end - time.perf_counter_ns()) > 0:
         time.sleep(rest / 1e9)

@@ -90,10 +90,12 @@ class StagedExchange(Exchange):
 
         def job() -> StreamEvent:
             def leave() -> None:
-                outgoing.copy_(rows, non_blocking=True)
+                with out.entered():
+                    outgoing.copy_(rows, non_blocking=True)
 
             def arrive() -> None:
-                result.copy_(incoming, non_blocking=True)
+                with into.entered():
+                    result.copy_(incoming, non_blocking=True)
 
             out.run(leave, [ready], label, rows.nbytes).wait()
             with self.recorder.span("exchange", label, rows.nbytes):
