@@ -62,19 +62,14 @@ CASES = {
     "a group for each expert, kept rows, late, recomputed blocks": Case(
         replace(TASK, starve=True, checkpoint=True), settings=settings(3, "keep", inject=late)
     ),
-    "one group, kept rows and activations": Case(
-        TASK, settings=settings(1, "keep", activations="keep")
-    ),
-    "clipping and accumulation": Case(
+    "one group, kept rows": Case(TASK, settings=settings(1, "keep")),
+    "disk, one of each layer at home, clipping and accumulation": Case(
         replace(TASK, clip=0.5, micro_batches=2),
         settings=settings(3, "keep"),
-        where={"mode": "host", "slots": 2, "gpu_experts": 2},
+        where={**ON_DISK, "gpu_experts": 2},
     ),
     "experts on the device, late, uneven batches": Case(
         TASK, uneven=True, settings=settings(3, inject=late), where={"mode": "gpu"}
-    ),
-    "disk, one of each layer at home": Case(
-        TASK, settings=settings(2), where={**ON_DISK, "gpu_experts": 2}
     ),
     "kept activations, recomputed blocks": Case(
         replace(TASK, checkpoint=True), settings=settings(2, activations="keep")
