@@ -261,6 +261,8 @@ def test_the_commands_of_the_example_run(forks: Forks, folder: Path, tmp_path: P
         words = [str(EXAMPLE.parent / Path(w).name) if w.endswith(".py") else w for w in words]
         if "train" in words and "--resume" not in words:
             words += _small(folder)
+        if "finetune" in words:
+            words += ["--steps", "4"]
         log = tmp_path / "log.txt"
         if program == "torchrun":
             assert words[:2] == ["--nproc-per-node", "2"]
