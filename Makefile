@@ -27,7 +27,7 @@ pytest: $(DEV)  ## run the tests
 
 newest: $(DEV)  ## test Hugging Face models with the newest transformers
 	$(BIN)/python -m pip install --quiet --upgrade --target build/newest --no-deps transformers
-	PYTHONPATH=build/newest $(BIN)/python -m pytest $(TEST_ARGS) tests/models/huggingface \
+	PYTHONPATH=build/newest $(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS) tests/models/huggingface \
 		tests/train/finetune tests/train/test_hf_trainer.py tests/docs/test_families.py \
 		tests/docs/test_huggingface.py
 

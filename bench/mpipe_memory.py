@@ -82,7 +82,7 @@ def memory(setup: Setup) -> None:
         unshared = peak(setup, spec, tokens, 1, "none")
         for n in (4, 8):
             kept = peak(setup, spec, tokens, n, "none")
-            for name in REUSING:
+            for name in setup.few(REUSING):
                 peaks = unshared, kept, peak(setup, spec, tokens, n, name)
                 found = saving(spec, tokens, n, peaks)
                 all_found.append(found)

@@ -83,7 +83,7 @@ def streamed(setup: Setup) -> None:
     alone = median(work, spec.device, ROUNDS)
     found = [
         streamed_row(model, spec, setup, rate, rows, alone)
-        for rate in setup.few(RATES)
+        for rate in setup.few(RATES, 1)
         for rows in ("send", "keep")
     ]
     engine: Any = model.overspill

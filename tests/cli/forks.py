@@ -101,9 +101,15 @@ def _slow_batches(file: Path) -> None:
 def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     """Runs the command line, or a script."""
     os.environ.update(environment)
-    main, launcher, watchdog, loop = (
+    main, launcher, join, watchdog, loop = (
         sys.modules[f"overspill.{name}"]
-        for name in ("cli.main", "parallel.launcher", "parallel.watchdog", "train.loop")
+        for name in (
+            "cli.main",
+            "parallel.launcher",
+            "parallel.join",
+            "parallel.watchdog",
+            "train.loop",
+        )
     )
     # no pictures: they take as long as training
     loop.draw_loss = lambda *args: None  # type: ignore[attr-defined]
@@ -111,7 +117,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     main.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
     if SILENT in os.environ:
         watchdog.SILENT = int(os.environ[SILENT])  # type: ignore[attr-defined]
-        launcher._GRACE = 1.0  # type: ignore[attr-defined]
+        launcher._GRACE = join._LAUNCHER_FIRST = 0.5  # type: ignore[attr-defined]
     if HOLD in os.environ:
         _hold_steps(Path(os.environ[HOLD]))
     if SLOW in os.environ:

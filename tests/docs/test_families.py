@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.huggingface.families import FAMILIES, UNEVEN, Family, cases
+from tests.models.huggingface.families import FAMILIES, LIKE, UNEVEN, Family, cases
 from tests.models.huggingface.refused import REFUSED
 from tests.models.huggingface.test_exactness import SUPPORTED, UNSUPPORTED
 
@@ -93,6 +93,12 @@ def test_the_tables_name_every_family_of_the_tests_once() -> None:
     # a family is in both only where versions differ
     both = {family.name for family in REFUSED if family.until != "6"}
     assert set(supported) & set(refused) == both
+
+
+def test_families_that_are_tested_less_have_the_layout_of_another() -> None:
+    layouts = {family.name: _layout(family) for family in SUPPORTED}
+    assert not {*LIKE} & {*LIKE.values()}
+    assert all(layouts[name] == layouts[like] for name, like in LIKE.items())
 
 
 @pytest.mark.parametrize("family", cases(SUPPORTED))

@@ -7,6 +7,7 @@ each program.
 import argparse
 import faulthandler
 import gc
+import itertools
 import json
 import math
 import os
@@ -150,7 +151,7 @@ def read_lines(lines: Iterable[str], report: Report, lock: threading.Lock) -> in
 # -- the worker ----------------------------------------------------------------------------------
 
 
-def _work(seed: int, stride: int, seconds: float, end: float, device: str) -> None:
+def _work(seeds: Iterable[int], seconds: float, device: str) -> None:
     import torch
 
     from tests.fuzz.execute import execute
@@ -161,7 +162,9 @@ def _work(seed: int, stride: int, seconds: float, end: float, device: str) -> No
     gc.collect()
     gc.freeze()  # what was imported
     limit = 4 * LIMIT  # the first program imports and compiles
-    while seed < end and time.monotonic() < deadline:
+    for seed in seeds:
+        if time.monotonic() >= deadline:
+            break
         program = program_of(seed)
         print(json.dumps({"started": seed}), flush=True)
         faulthandler.dump_traceback_later(limit, exit=True)
@@ -185,7 +188,6 @@ def _work(seed: int, stride: int, seconds: float, end: float, device: str) -> No
             "faults": dict(outcome.faults),
         }
         print(json.dumps(told), flush=True)
-        seed += stride
 
 
 def kind_of(failure: str | None) -> str | None:
@@ -219,13 +221,15 @@ def shrink(program: Any, device: str, failure: str) -> tuple[list[int] | None, s
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="a worker of bench/fuzz.py")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--end", type=float, default=math.inf, help="the seed after the last one")
-    parser.add_argument("--stride", type=int, default=1)
+    parser.add_argument("--seed", type=int, nargs="+", required=True)
+    parser.add_argument("--stride", type=int, help="also seeds after these, so far apart")
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args(arguments)
-    _work(given.seed, given.stride, given.seconds, given.end, given.device)
+    seeds = given.seed
+    if given.stride is not None:
+        seeds = itertools.chain(seeds, itertools.count(seeds[-1] + given.stride, given.stride))
+    _work(seeds, given.seconds, given.device)
 
 
 if __name__ == "__main__":

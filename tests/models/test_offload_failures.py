@@ -152,7 +152,7 @@ def test_a_model_whose_offload_fails_is_what_it_was(
     subject, *others = [Subject(name) for _ in range(3)]
     calls = calls_of(lambda: others.pop().offload(mode, tmp_path))
     # different calls for each of the parameters of this test
-    for at in spread(calls, 6, sum(map(ord, name + failure + mode))):
+    for at in spread(calls, 4, sum(map(ord, name + failure + mode))):
         with Fault(at, fail).injected(), pytest.raises(error):
             subject.offload(mode, tmp_path)
         subject.assert_unchanged()
@@ -172,7 +172,7 @@ def test_a_failed_load_leaves_no_thread_and_no_file(
     def load() -> Any:
         return overspill.load(tmp_path / "checkpoint", **budgets(mode, spill))
 
-    for at in spread(calls_of(load), 4, 7):
+    for at in spread(calls_of(load), 3, 7):
         with Fault(at, fail).injected(), pytest.raises(error):
             load()
         assert not leftovers(spill), at
@@ -186,7 +186,7 @@ def test_a_failed_from_config_leaves_no_thread_and_no_file(failure: str, tmp_pat
     def build() -> Any:
         return overspill.from_config(config, **budgets("disk", tmp_path))
 
-    for at in spread(calls_of(build), 4, 11):
+    for at in spread(calls_of(build), 3, 11):
         with Fault(at, fail).injected(), pytest.raises(error):
             build()
         assert not leftovers(tmp_path), at

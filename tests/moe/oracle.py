@@ -29,6 +29,7 @@ WHERE: dict[str, dict[str, Any]] = {
     "host with 2 slots": {"mode": "host", "slots": 2},
     "host with 5 slots": {"mode": "host", "slots": 5},
     "host with 12 slots": {"mode": "host", "slots": 12},
+    "host, 5 at home": {"mode": "host", "slots": 2, "gpu_experts": 5},
     "host, 7 at home": {"mode": "host", "slots": 2, "gpu_experts": 7},
     "disk behind 3 host slots": {"mode": "disk", "slots": 3, "host_slots": 3},
     "disk, 5 at home": {
@@ -40,9 +41,9 @@ WHERE: dict[str, dict[str, Any]] = {
     "disk behind 9 host slots": {"mode": "disk", "slots": 8, "host_slots": 9},
 }
 ONE_OF_EACH = ["gpu", "host with 2 slots", "disk, 5 at home"]
-HOME_OR_NOT = ["gpu", "disk, 5 at home"]
+HOME_OR_NOT = ["gpu", "host, 5 at home"]
 """For what does not depend on tiers: all experts are at home, or some of them are streamed."""
-STREAMED = [name for name in WHERE if name != "gpu"]
+STREAMED = [name for name in WHERE if name not in HOME_OR_NOT]
 
 
 @dataclass(frozen=True)

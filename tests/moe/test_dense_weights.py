@@ -77,7 +77,7 @@ def dense(model: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.parametrize(
     ("where", "dtype", "clip", "micro_batches", "recompute", "kind"),
     all_pairs(
-        ["gpu", "host with 2 slots", "disk, 5 at home"],
+        ["gpu", "disk, 5 at home"],
         [torch.float32, torch.bfloat16],
         [None, 0.5],
         [1, 2],

@@ -18,7 +18,7 @@ from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
-    ONE_OF_EACH,
+    HOME_OR_NOT,
     Run,
     Task,
     adamw,
@@ -48,7 +48,7 @@ def count_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[tup
     return passes
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_a_recomputed_block_stops_before_its_experts(
     where: str, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,7 +116,7 @@ def _reentrant(model: GPTMoE) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=True)
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 @pytest.mark.parametrize(
     ("task", "activations"),
     [
@@ -137,7 +137,7 @@ def test_reentrant_checkpoints_are_exact_too(
 @pytest.mark.parametrize(
     ("where", "clip", "kind"),
     all_pairs(
-        ONE_OF_EACH, [None, 0.5], ["none", "not reentrant", "reentrant", "around all layers"]
+        HOME_OR_NOT, [None, 0.5], ["none", "not reentrant", "reentrant", "around all layers"]
     ),
 )
 def test_two_forwards_and_one_backward_are_exact_under_every_checkpoint(
@@ -165,7 +165,7 @@ def test_two_forwards_and_one_backward_are_exact_under_every_checkpoint(
     assert_follows(run, expected if clip is not None else replace(expected, norms=[]))
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", HOME_OR_NOT)
 def test_a_graph_of_reentrant_checkpoints_that_is_freed_changes_nothing(
     where: str, tmp_path: Path
 ) -> None:

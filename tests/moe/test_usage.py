@@ -218,7 +218,7 @@ def test_an_interrupt_anywhere_in_an_exchange_loses_nothing(where: str, tmp_path
         def move() -> None:
             engine.exchange_homes([Exchange(layer, 0, b) for layer in (0, 1) for b in (4, 3)])
 
-        for at in spread(calls_of(move), 40):
+        for at in spread(calls_of(move), 20):
             interrupted(move, at)
             assert loss_of(model, task.tokens).item() == expected
         engine.check_conserved()

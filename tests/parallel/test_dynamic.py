@@ -33,30 +33,24 @@ SLOW = replace(DYNAMIC, inject=delay_updates)
 PLAIN = replace(DYNAMIC, overlap_updates=False, overlap_uploads=False, waves=False)
 
 CASES = {
-    "delays": Case(TASK, settings=DELAYED),
     "clipping and accumulation, delays": Case(
         replace(TASK, clip=0.5, micro_batches=2), settings=DELAYED
     ),
     "accumulation": Case(
         replace(TASK, micro_batches=3), where={"mode": "host", "slots": 8}, settings=DYNAMIC
     ),
-    "slow updates": Case(TASK, settings=SLOW),
     "slow updates, more layers than halves of an outbox": Case(
         replace(TASK, n_layers=4), settings=SLOW
     ),
-    "kept activations": Case(TASK, settings=replace(DYNAMIC, activations="keep")),
+    "kept activations, delays": Case(TASK, settings=replace(DELAYED, activations="keep")),
     "native uploader, recomputed blocks": Case(
         replace(TASK, checkpoint=True), settings=replace(DYNAMIC, uploader="native")
     ),
-    "four ranks, one expert with most tokens": Case(HOT, hot=True, settings=DYNAMIC, n_ranks=4),
     "four ranks, one expert with most tokens, uneven batches, clipped, delays": Case(
         replace(HOT, clip=0.5, micro_batches=2), hot=True, uneven=True, settings=DELAYED, n_ranks=4
     ),
     "four ranks, no overlap, an expert without tokens, uneven batches": Case(
         replace(TASK, starve=True), uneven=True, settings=PLAIN, n_ranks=4
-    ),
-    "four ranks, an expert without tokens, clipped, delays": Case(
-        replace(TASK, starve=True, clip=0.5), settings=DELAYED, n_ranks=4
     ),
 }
 

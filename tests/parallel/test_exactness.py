@@ -12,11 +12,12 @@ TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: neither 2 nor 4 ranks
 ON_DISK = {"mode": "disk", "slots": 2, "host_slots": 2}
 
 CASES = {
-    "experts in host memory": Case(TASK),
-    "experts on the device": Case(TASK, where={"mode": "gpu"}),
-    "clipping and accumulation": Case(replace(TASK, clip=0.5, micro_batches=2)),
-    "accumulation": Case(replace(TASK, micro_batches=2), where={"mode": "gpu"}),
-    "uneven batches, clipped": Case(replace(TASK, clip=0.5), uneven=True, where={"mode": "gpu"}),
+    "experts in host memory, clipping and accumulation": Case(
+        replace(TASK, clip=0.5, micro_batches=2)
+    ),
+    "experts on the device, accumulation, uneven batches": Case(
+        replace(TASK, micro_batches=2), uneven=True, where={"mode": "gpu"}
+    ),
     "disk": Case(TASK, uneven=True, where=ON_DISK),
     "disk, one of each layer at home, clipped": Case(
         replace(TASK, clip=0.5), where={**ON_DISK, "gpu_experts": 2, "keep_gradients": True}

@@ -59,25 +59,21 @@ DYNAMIC: dict[str, Any] = {"placement": "dynamic", "inject": late}
 
 CASES = {
     "two groups in host memory, late": Case(TASK, settings=settings(2, inject=late)),
-    "a group for each expert, kept rows, late": Case(
-        TASK, settings=settings(3, "keep", inject=late)
+    "a group for each expert, kept rows, late, recomputed blocks": Case(
+        replace(TASK, starve=True, checkpoint=True), settings=settings(3, "keep", inject=late)
     ),
     "one group, kept rows": Case(TASK, settings=settings(1, "keep")),
-    "clipping and accumulation": Case(
+    "disk, one of each layer at home, clipping and accumulation": Case(
         replace(TASK, clip=0.5, micro_batches=2),
         settings=settings(3, "keep"),
-        where={"mode": "host", "slots": 2, "gpu_experts": 2},
+        where={**ON_DISK, "gpu_experts": 2},
     ),
     "experts on the device, late, uneven batches": Case(
         TASK, uneven=True, settings=settings(3, inject=late), where={"mode": "gpu"}
     ),
-    "disk, one of each layer at home": Case(
-        TASK, settings=settings(2), where={**ON_DISK, "gpu_experts": 2}
+    "kept activations, recomputed blocks": Case(
+        replace(TASK, checkpoint=True), settings=settings(2, activations="keep")
     ),
-    "an expert without tokens, recomputed blocks": Case(
-        replace(TASK, starve=True, checkpoint=True), settings=settings(3, "keep")
-    ),
-    "kept activations": Case(TASK, settings=settings(2, activations="keep")),
     "dynamic placement, late": Case(TASK, settings=settings(3, "keep", **DYNAMIC)),
     "through host memory, late": Case(TASK, settings=settings(3, inject=late_through_host)),
     "four ranks, clipped, late": Case(

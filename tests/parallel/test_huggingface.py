@@ -18,8 +18,10 @@ from tests.models.huggingface.oracle import ADAM
 from tests.parallel.processes import FAMILY_NAMES, run_ranks
 
 STEPS, RANKS, CLIP = 3, 2, 0.5
-RUNS = [
-    *((name, "static") for name in FAMILY_NAMES),
+RUNS = [  # Mixtral's experts stay on their ranks in tests of nodes and of divided dense weights
+    ("qwen3_moe", "static"),
+    ("deepseek_v3", "static"),
+    ("gpt_oss", "static"),
     ("mixtral", "dynamic"),
     ("gpt_oss", "dynamic"),
 ]

@@ -25,17 +25,16 @@ CASES = {
     "experts on the device, clipped, uneven": Case(
         replace(TASK, clip=0.5), 4, uneven=True, where={"mode": "gpu"}
     ),
-    "an expert without tokens": Case(replace(TASK, starve=True), 4),
-    "disk, clipped, accumulation, recomputed blocks": Case(
-        replace(TASK, clip=0.5, micro_batches=2, checkpoint=True), 4, uneven=True, where=ON_DISK
-    ),
-    "dense parameters that all ranks divide, clipped": Case(
-        replace(TASK, clip=0.5, checkpoint=True),
+    "dense parameters that all ranks divide, an expert without tokens": Case(
+        replace(TASK, starve=True, checkpoint=True),
         4,
         where={"mode": "host", "slots": 2, "shard_dense": True},
     ),
-    "disk, homes that change on one rank": Case(
-        replace(TASK, clip=0.5), 4, where={**ON_DISK, "host_slots": 4, "gpu_experts": 2}
+    "disk, homes that change on one rank, accumulation, recomputed blocks": Case(
+        replace(TASK, clip=0.5, micro_batches=2, checkpoint=True),
+        4,
+        uneven=True,
+        where={**ON_DISK, "host_slots": 4, "gpu_experts": 2},
     ),
 }
 

@@ -44,23 +44,21 @@ class Case:
 HOST = {"mode": "host", "slots": 4}
 DISK = {"mode": "disk", "slots": 3, "host_slots": 4}
 TWO = {
-    "2 stages": Case({"stage": 2}, 2, where=HOST),
     "4 stages, clipped, activations in host memory": Case(
         {"stage": 2}, 4, 2, clip=0.3, where=HOST, parked=True, delayed=True, fails=True
     ),
     "5 stages, balance loss, on the device": Case(
         {"stage": 2}, 5, 4, clip=0.3, where={"mode": "gpu"}, balance=True
     ),
-    "3 stages, disk, frozen dense": Case({"stage": 2}, 3, where=DISK, frozen="dense"),
-    "frozen embeddings and first block, one micro-batch": Case(
-        {"stage": 2}, 4, 1, where=HOST, frozen="first"
+    "2 stages, disk, frozen dense": Case({"stage": 2}, 2, where=DISK, frozen="dense"),
+    "3 stages, frozen embeddings and first block, one micro-batch": Case(
+        {"stage": 2}, 3, 1, where=HOST, frozen="first"
     ),
 }
 FOUR = {
-    "4 ranks, 5 stages, clipped": Case(
-        {"stage": 4}, 5, clip=0.3, where=HOST, parked=True, fails=True
+    "4 ranks, 5 stages, clipped, balance loss": Case(
+        {"stage": 4}, 5, clip=0.3, where=HOST, parked=True, balance=True, fails=True
     ),
-    "4 ranks, 4 stages, balance loss": Case({"stage": 4}, 4, where=HOST, balance=True),
     "stage and expert, 4 stages": Case(
         {"stage": 2, "expert": 2}, 4, 2, clip=0.3, where={"mode": "host", "slots": 2}
     ),
@@ -224,9 +222,9 @@ def refused() -> list[str]:
 
 
 def work(
-    _: DeviceMesh, cases: dict[str, Case], folder: Path, device: str = "cpu"
+    line: DeviceMesh, cases: dict[str, Case], folder: Path, device: str = "cpu"
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"refused": refused()}
+    found: dict[str, Any] = {"refused": refused() if line.size() == 2 else []}
     for number, (name, case) in enumerate(cases.items()):
         mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
         found[name] = train_rank(mesh, case, folder / str(number), device)

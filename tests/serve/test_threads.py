@@ -211,7 +211,7 @@ def test_an_abandoned_stream_does_not_disturb_other_threads(llm: LLM) -> None:
 
 def test_an_interrupt_in_one_thread_leaves_requests_of_another_intact(llm: LLM) -> None:
     """In a pass that computes both: the other thread computes its part again."""
-    params = SamplingParams(max_tokens=30, temperature=1.0, seed=5)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
     (expected,) = tokens_of(llm, [[1, 2, 3]], params)
     raised = threading.Event()
     mine = threading.get_ident()
@@ -221,7 +221,7 @@ def test_an_interrupt_in_one_thread_leaves_requests_of_another_intact(llm: LLM) 
             raised.set()
             raise KeyboardInterrupt
 
-    for module in (llm.model.blocks[0], llm.model.blocks[2], llm.model.norm):
+    for module in (llm.model.blocks[0], llm.model.norm):
         raised.clear()
         other = in_thread(lambda: llm.generate([1, 2, 3], params))
         wait_until(lambda: llm._loop.scheduler.running)
@@ -245,7 +245,7 @@ def test_an_interrupt_between_two_batches_of_streams_loses_no_token(
     with opened as llm:
         prompts = [[1, 2, 3], [4], [5, 6]]
         expected = tokens_of(llm, prompts, params)
-        for at in range(1, 6):
+        for at in (1, 2, 5):
             streams = [llm.stream(prompt, params) for prompt in prompts]
             got = [[next(stream).token_ids[0]] for stream in streams]
             passes = itertools.count(1)
@@ -270,7 +270,7 @@ def test_ctrl_c_at_any_time_leaves_other_requests_intact(tmp_path: Path) -> None
     with served_gpt("host", tmp_path) as llm:
         (expected,) = tokens_of(llm, [[1, 2, 3]], params)
         calls = signal_after(None, lambda: llm.generate([4, 5], SHORT))
-        for at in spread(calls, 12):
+        for at in spread(calls, 8):
             other = llm.stream([1, 2, 3], params)
             got = [next(other).token_ids[0]]
             with contextlib.suppress(KeyboardInterrupt):

@@ -298,5 +298,5 @@ class HostSlots(RuleBasedStateMachine):
             self.store.check_conserved()
 
 
-HostSlots.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+HostSlots.TestCase.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
 TestHostSlots = HostSlots.TestCase

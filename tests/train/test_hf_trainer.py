@@ -126,7 +126,7 @@ def assert_follows(name: str, mode: str, folder: Path, **changes: Any) -> Record
 
 @pytest.mark.parametrize(
     ("mode", "name", "accumulate", "clip"),
-    all_pairs(MODES, ["mixtral", "deepseek_v3"], [1, 3], [0.5, 0.0]),
+    all_pairs(["gpu", "disk"], ["mixtral", "deepseek_v3"], [1, 3], [0.5, 0.0]),
 )
 def test_it_follows_the_plain_trainer(
     mode: str, name: str, accumulate: int, clip: float, tmp_path: Path
@@ -192,9 +192,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_step
     ("name", "mode", "clip"),
     [
         ("deepseek_v3", "gpu", 0.5),
-        ("mixtral", "host", 0.0),
-        ("deepseek_v3", "disk", 0.0),
-        ("mixtral", "disk", 0.5),
+        ("mixtral", "disk", 0.0),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
@@ -349,9 +347,7 @@ def test_one_model_in_several_trainers(tmp_path: Path) -> None:
         assert again.losses[0] < before[0]  # it went on with what the first had learned
 
 
-@pytest.mark.parametrize(
-    ("mode", "clip", "accumulate"), all_pairs(["gpu", "disk"], [0.0, 0.5], [1, 2])
-)
+@pytest.mark.parametrize(("mode", "clip", "accumulate"), [("gpu", 0.5, 1), ("disk", 0.0, 2)])
 def test_a_new_trainer_after_an_interrupted_one_starts_a_new_step(
     mode: str, clip: float, accumulate: int, tmp_path: Path
 ) -> None:

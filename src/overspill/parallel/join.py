@@ -26,6 +26,8 @@ from overspill.parallel.watchdog import LATE, Page, Watchdog, report
 _TIMEOUT = timedelta(days=1)
 """Of calls to other ranks. The first rank may tokenize for hours; the watchdog notices failures."""
 _PR_SET_PDEATHSIG = 1
+_LAUNCHER_FIRST = 2.0
+"""Seconds in which a launcher may name a rank that was killed, and its signal, and end all."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,9 @@ def _reported(page: Page, rank: int) -> Iterator[None]:
         page.claim()  # no failure: the others need not say that this rank is gone
         _exit(130)
     except Exception as error:
-        # The cause may be that another rank is gone: it, the launcher or the watchdog says why.
-        _await_report(page, 3.0)
+        if isinstance(error, (RuntimeError, OSError)):  # as those of torch.distributed are
+            # The cause may be that another rank is gone: it, the launcher or the watchdog says why.
+            _await_report(page, 3.0)
         if report(page, f"rank {rank}: {type(error).__name__}: {error}"):
             traceback.print_exc()
         _exit(1)
@@ -166,7 +169,7 @@ def _await_report(page: Page, seconds: float) -> None:
 
 def _give_up(page: Page, wrong: str) -> None:
     """What the watchdog does."""
-    time.sleep(2.0)  # a launcher names a rank that was killed, and its signal, and ends all ranks
+    time.sleep(_LAUNCHER_FIRST)
     report(page, wrong)
     _exit(1)
 

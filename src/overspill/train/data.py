@@ -58,10 +58,12 @@ def find_files(source: str) -> list[Path]:
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - _STDLIB_SKIP  # most of the files are there
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
     files, size = [], 0
-    for file in sorted(root.rglob("*.py")):
-        if _STDLIB_SKIP & set(file.relative_to(root).parts):
-            continue
+    for file in sorted(found):
         size += file.stat().st_size
         if size > _STDLIB_BYTES:
             break

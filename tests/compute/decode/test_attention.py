@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.compute.decode.near import NAN, assert_near, needs_triton, random, rms_norm
-from tests.compute.test_grouped_triton import BF16, FP32, every_device, every_dtype
+from tests.compute.test_grouped_triton import BF16, FP32, every_device
 from tests.pairs import all_pairs
 
 pytestmark = needs_triton
@@ -39,9 +39,9 @@ def slot_of(blocks: Tensor, sequence: int, position: int, size: int = SIZE) -> i
 
 
 @every_device
-@every_dtype
-@pytest.mark.parametrize("width", [8, 12])
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("width", "norms", "dtype"), all_pairs([8, 12], [False, True], [FP32, BF16])
+)
 def test_queries_and_keys_are_rotated_and_stored_in_the_slots_of_their_tokens(
     attention: Any, width: int, norms: bool, dtype: torch.dtype, device: str
 ) -> None:

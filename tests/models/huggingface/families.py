@@ -94,17 +94,18 @@ class Family:
 
 def cases(families: Iterable[Family]) -> list[Any]:
     """The families as parameters of a test; those of another version are skipped."""
-    return [
-        pytest.param(
-            family,
-            id=family.name,
-            marks=pytest.mark.skipif(
-                not family.installed,
-                reason=f"{family.name} needs transformers >={family.since}, <{family.until}",
-            ),
-        )
-        for family in families
-    ]
+    return [_case(family) for family in families]
+
+
+def different_cases(families: Iterable[Family]) -> list[Any]:
+    """The same for a test of code that does the same for all families in `LIKE`: these are slow."""
+    return [_case(f, *([pytest.mark.slow] if f.name in LIKE else [])) for f in families]
+
+
+def _case(family: Family, *marks: pytest.MarkDecorator) -> Any:
+    needs = f"{family.name} needs transformers >={family.since}, <{family.until}"
+    skip = pytest.mark.skipif(not family.installed, reason=needs)
+    return pytest.param(family, id=family.name, marks=[skip, *marks])
 
 
 def tiny(model_type: str, **overrides: Any) -> "PreTrainedConfig":
@@ -410,6 +411,35 @@ FAMILIES: tuple[Family, ...] = (
         moe_token_dropout=0.0,
     ),
 )
+
+# Families with the layout of experts, the kinds of conversions and the mixers of another one
+LIKE = {
+    "olmoe": "mixtral",
+    "flex_olmo": "mixtral",
+    "mellum": "mixtral",
+    "hunyuan_v1_moe": "qwen2_moe",
+    "cohere2_moe": "qwen2_moe",
+    "laguna": "qwen2_moe",
+    "flint": "qwen2_moe",
+    "kolibri1": "qwen2_moe",
+    "minimax_m2": "deepseek_v3",
+    "solar_open": "deepseek_v3",
+    "deepseek_v2": "deepseek_v3",
+    "glm4_moe": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
+    "dots1": "deepseek_v3",
+    "ernie4_5_moe": "deepseek_v3",
+    "afmoe": "deepseek_v3",
+    "exaone_moe": "deepseek_v3",
+    "mimo_v2_flash": "deepseek_v3",
+    "hy_v3": "deepseek_v3",
+    "axk1": "deepseek_v3",
+    "axk2": "deepseek_v32",
+    "glm_moe_dsa": "deepseek_v32",
+    "qwen3_5_moe_text": "qwen3_next",
+    "granitemoeshared": "granitemoe",
+    "granitemoe_swa": "granitemoe",
+}
 
 # Layers of one model whose experts differ in shape, some without a token in a batch of text
 UNEVEN: tuple[Family, ...] = (

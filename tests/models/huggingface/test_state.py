@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import overspill
-from tests.models.huggingface.families import HIDDEN, Family, cases, make_model, tiny
+from tests.models.huggingface.families import HIDDEN, Family, different_cases, make_model, tiny
 from tests.models.huggingface.oracle import budgets
 from tests.models.huggingface.test_exactness import BY_NAME, SUPPORTED
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_in_one_piece(name: str, tmp_path: Path) -> None:
         model.overspill.close()
 
 
-@pytest.mark.parametrize("family", cases(APART))
+@pytest.mark.parametrize("family", different_cases(APART))
 def test_a_checkpoint_in_pieces_of_any_kind(family: Family, tmp_path: Path) -> None:
     plain = make_model(family, seed=1)
     model = offloaded(make_model(family, seed=2), "disk", tmp_path)

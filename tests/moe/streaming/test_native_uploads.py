@@ -72,9 +72,10 @@ def test_delays_reach_the_native_thread(tmp_path: Path) -> None:
     assert {"upload", "download", "optimizer"} <= set(seen)
 
 
-@pytest.mark.parametrize("kind", ["upload", "optimizer"])
-@pytest.mark.parametrize("after", [0, 7, 25])
-@pytest.mark.parametrize("where", ["host with 2 slots", "host with 12 slots"])
+@pytest.mark.parametrize(
+    ("kind", "after", "where"),
+    all_pairs(["upload", "optimizer"], [0, 7, 25], ["host with 2 slots", "host with 12 slots"]),
+)
 def test_a_failure_is_raised_once_and_the_engine_closes(
     kind: str, after: int, where: str, tmp_path: Path
 ) -> None:

@@ -90,7 +90,7 @@ def test_experts_are_read_ahead_in_some_modes(
     mode: str, level: int, tmp_path: Path, steps: list[int]
 ) -> None:
     late = Settings(inject=delays(seed=2, longest=1e-3, only="ssd read"))
-    prompts = small(PROMPTS[: 1 if mode == "prefetch-all" else 2])
+    prompts = small(PROMPTS[: 1 if mode in ("prefetch-all", "auto") else 2])
     with on_disk(tmp_path, prompts, late, mode=mode, level=level, host_slots=24) as made:
         before = made.model.overspill.recorder.counters()["ssd read"]
         made.step()

@@ -77,9 +77,7 @@ def _data(kind: str, folder: Path) -> Path:
     return write_labels(folder / "labels.tsv", 30)
 
 
-@pytest.mark.parametrize(
-    ("kind", "accumulate"), [("pairs", 1), ("pairs", 3), ("text", 3), ("labels", 1)]
-)
+@pytest.mark.parametrize(("kind", "accumulate"), [("pairs", 1), ("text", 3), ("labels", 1)])
 def test_training_follows_the_plain_model(
     mixtral: Path, tmp_path: Path, kind: str, accumulate: int
 ) -> None:

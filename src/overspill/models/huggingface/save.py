@@ -165,6 +165,7 @@ class _LayerExperts:
     """The experts of one layer, under their names in the checkpoint."""
 
     model: Any
+    conversions: Sequence[Any]
     path: str
     placeholder: ExpertPlaceholder | OthersPlaceholder
     places: Places
@@ -176,7 +177,7 @@ class _LayerExperts:
             f"{self.path}.{name}": torch.empty(size, dtype=dtype, device="meta")
             for name, size in stack_sizes(self.placeholder, self.places).items()
         }
-        reverted = _reverted(self.model, stacks)
+        reverted = self._reverted(stacks)
         return {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in reverted.items()}
 
     def pieces(self, index: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, int, Tensor]]:
@@ -194,32 +195,33 @@ class _LayerExperts:
     ) -> Iterator[tuple[str, int, Tensor]]:
         name = f"{self.path}.{place.name}"
         if place.expert is None:
-            for key, value in _reverted(self.model, {name: part}).items():
+            for key, value in self._reverted({name: part}).items():
                 yield key, 0, value
             return
         # converted as a stack of one expert, whose names are those of expert 0
         order = list(specs)
-        for key, value in _reverted(self.model, {name: part.unsqueeze(0)}).items():
+        for key, value in self._reverted({name: part.unsqueeze(0)}).items():
             if specs[key].numel == value.numel():  # separate experts, in consecutive order
                 yield order[order.index(key) + place.expert], 0, value
             else:
                 yield key, place.expert * value.numel(), value
 
+    def _reverted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors with the names and layout of the original checkpoint."""
+        from transformers.core_model_loading import revert_weight_conversion
 
-def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with the names and layout of the original checkpoint."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    stand_in: Any = _WithExperts(model, tensors)
-    made: dict[str, Tensor] = revert_weight_conversion(stand_in, tensors)
-    return made
+        stand_in: Any = _WithExperts(self.model, self.conversions, tensors)
+        made: dict[str, Tensor] = revert_weight_conversion(stand_in, tensors)
+        return made
 
 
 class _WithExperts:
-    """A model that has the experts' parameters, for converters that read their shapes."""
+    """A model that has its conversions, and the experts' parameters for converters that read their
+    shapes."""
 
-    def __init__(self, model: Any, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, model: Any, conversions: Sequence[Any], tensors: dict[str, Tensor]) -> None:
         self._model, self._tensors = model, tensors
+        self._weight_conversions = conversions
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -228,10 +230,24 @@ class _WithExperts:
         return self._tensors[name]
 
 
+def _conversions(model: Any) -> Sequence[Any]:
+    """What `revert_weight_conversion` reverts. For a model that was not loaded, it would collect
+    them again in each call: half of the time of saving small experts."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found: Sequence[Any] | None = getattr(model, "_weight_conversions", None)
+    if found is None:
+        default = get_model_conversion_mapping(model, add_legacy=False)
+        found = [each for each in default if not isinstance(each, PrefixChange)]
+    return found
+
+
 def _write_experts(model: Any, folder: Path, shard_bytes: int, stem: str) -> None:
     """Adds the experts to a folder that holds the dense part, and an index over both."""
     engine: Engine = model.overspill
-    layers = [_LayerExperts(model, *found) for found in all_placeholders(model)]
+    conversions = _conversions(model)
+    layers = [_LayerExperts(model, conversions, *found) for found in all_placeholders(model)]
     plans = [(layer, layer.specs()) for layer in layers]
     shards = _cut([specs for _, specs in plans], shard_bytes)
     names: list[str] = []
