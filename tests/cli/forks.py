@@ -117,7 +117,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     main.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
     if SILENT in os.environ:
         watchdog.SILENT = int(os.environ[SILENT])  # type: ignore[attr-defined]
-        launcher._GRACE = join._LAUNCHER_FIRST = 0.5  # type: ignore[attr-defined]
+        launcher._GRACE = join._LAUNCHER_FIRST = 1.0  # type: ignore[attr-defined]
     if HOLD in os.environ:
         _hold_steps(Path(os.environ[HOLD]))
     if SLOW in os.environ:

@@ -155,9 +155,9 @@ def test_ranks_fail_together_and_resume_to_the_same_losses(
         os.kill(run.ranks[rank], signal.SIGKILL)
         assert run.end() == (1, f"error: rank {rank} was killed by SIGKILL")
 
-    run = running(**{SILENT: "2"})
+    run = running(**{SILENT: "4"})
     os.kill(run.ranks[1], signal.SIGSTOP)
-    assert run.end() == (1, "error: rank 1 has not responded for 2 s; it may be stopped")
+    assert run.end() == (1, "error: rank 1 has not responded for 4 s; it may be stopped")
 
     run = running()
     resource.prlimit(run.ranks[1], resource.RLIMIT_FSIZE, (1024, 1024))  # a full disk
