@@ -83,7 +83,7 @@ def test_a_stuck_rank_is_named(calls: tuple[int, int, int], message: str) -> Non
 def test_a_rank_that_does_not_start_is_named() -> None:
     watchdog = Watchdog(Page.create(2), 0)
     assert [watchdog.look() for _ in range(LATE - 1)] == [None] * (LATE - 1)
-    assert watchdog.look() == "rank 1 has not started within 50 s"
+    assert watchdog.look() == "rank 1 has not started within 40 s"
 
 
 def test_a_node_that_waits_for_another_one_may_wait_longer() -> None:
@@ -101,7 +101,7 @@ def test_a_node_that_waits_for_another_one_may_wait_longer() -> None:
 
 def test_ranks_of_another_node_are_named_by_their_global_numbers() -> None:
     watchdog = Watchdog(Page.create(2), 0, first=4)
-    assert [watchdog.look() for _ in range(LATE)][-1] == "rank 5 has not started within 50 s"
+    assert [watchdog.look() for _ in range(LATE)][-1] == "rank 5 has not started within 40 s"
 
 
 def test_only_the_first_failure_is_claimed() -> None:

@@ -22,7 +22,7 @@ _TICK = 1.0
 """Seconds between two looks."""
 SILENT = 20
 """Ticks after which a rank that does not publish anything counts as stopped."""
-LATE = 50
+LATE = 40
 """Ticks, or seconds, after which a rank that has not joined the others counts as failed."""
 STUCK = 45
 """Ticks after which ranks count as stuck, if none has called others or moved an expert."""
