@@ -17,7 +17,10 @@ class Team:
     def __init__(self) -> None:
         self.page, self.moved = Page.create(SIZE), 0
         self.ranks: list[Any] = [SimpleNamespace(calls=0) for _ in range(SIZE)]
-        self.watchdogs = [Watchdog(self.page, rank) for rank in range(SIZE)]
+        self.cpu_time = 0
+        self.watchdogs = [
+            Watchdog(self.page, rank, cpu_time=lambda pid: self.cpu_time) for rank in range(SIZE)
+        ]
         for watchdog, ranks in zip(self.watchdogs, self.ranks, strict=True):
             watchdog.follow(ranks, lambda: self.moved)
 
@@ -48,6 +51,18 @@ def test_a_stopped_rank_is_named() -> None:
     assert team.look(1, ranks=(0, 2)) == {"rank 1 has not responded for 20 s; it may be stopped"}
 
 
+def test_a_rank_in_a_long_call_is_not_taken_for_a_stopped_one() -> None:
+    """It holds the interpreter's lock, so its watchdog does not run; but it computes."""
+    team = Team()
+    team.look(3)
+    for _ in range(2 * SILENT):
+        team.cpu_time += 1
+        assert not team.look(1, ranks=(0, 2))
+    assert team.look(SILENT, ranks=(0, 2)) == {
+        "rank 1 has not responded for 20 s; it may be stopped"
+    }
+
+
 def test_ranks_that_were_all_stopped_go_on() -> None:
     team = Team()
     team.look(3)
@@ -57,7 +72,7 @@ def test_ranks_that_were_all_stopped_go_on() -> None:
 
 def test_a_killed_rank_is_named_and_one_that_is_done_is_not() -> None:
     page = Page.create(2)
-    first, second = Watchdog(page, 0, alive=lambda pid: False), Watchdog(page, 1)
+    first, second = Watchdog(page, 0, cpu_time=lambda pid: None), Watchdog(page, 1)
     assert first.look() == "rank 1 ended unexpectedly; it may have been killed"
     second.stop()
     assert first.look() is None
