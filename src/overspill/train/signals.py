@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-
 _SAME = 2.0
 """Seconds within which another SIGTERM is the same request: job managers send one to the launcher,
 which passes it on, and to its ranks."""
