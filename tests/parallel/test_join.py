@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from overspill.core.errors import ConfigError, RankError
+from overspill.parallel import join, watchdog
 from overspill.parallel.join import joined
 from overspill.parallel.launcher import RankPlace
 from tests.fork_server import fork_server
@@ -54,6 +56,40 @@ def test_ranks_that_are_interrupted_report_no_failure(tmp_path: Path) -> None:
     codes, texts = _end(tmp_path, KeyboardInterrupt)
     assert codes == [1, 130]
     assert texts == ["", ""]
+
+
+def _start_alone(rank: int, port: int) -> None:
+    """One of two ranks; the other does not start."""
+    join.LATE = watchdog.LATE = 1  # type: ignore[attr-defined]
+    try:
+        _rank(rank, port, ZeroDivisionError, False)
+    except RankError as error:
+        print(error)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_start_is_named(tmp_path: Path, rank: int) -> None:
+    server, log = fork_server(), tmp_path / "log"
+    server.wait(server.start(_start_alone, 1 - rank, free_port(), log=log))
+    (line,) = log.read_text().splitlines()
+    assert line.removeprefix("error: ").startswith(f"rank {rank} has")
+    assert "not started within 1 s" in line
+
+
+def _without_address() -> None:
+    os.environ.pop("MASTER_ADDR", None)
+    try:
+        with joined(RankPlace(0, 2, 0, 2), "cpu"):
+            pass
+    except ConfigError as error:
+        print(error)
+
+
+def test_ranks_without_an_address_are_refused(tmp_path: Path) -> None:
+    """A process of its own: a rank ends with its parent."""
+    server, log = fork_server(), tmp_path / "log"
+    assert server.wait(server.start(_without_address, log=log)) == 0
+    assert "RANK=0 and WORLD_SIZE=2 are set, but not MASTER_ADDR" in log.read_text()
 
 
 def _orphan() -> None:

@@ -62,11 +62,21 @@ class Ended:
         ((0, 0, 0), 0, ""),
         ((0, 2, 1), 2, ""),  # the rank has said why
         ((None, -9, None), 1, "error: rank 1 was killed by SIGKILL\n"),
+        (
+            (0, 0, None),
+            1,
+            "error: rank 2 has not ended 0.1 s after another one has; it may be stopped\n",
+        ),
     ],
 )
 def test_ranks_end_together(
-    codes: tuple[int | None, ...], expected: int, said: str, capsys: pytest.CaptureFixture[str]
+    codes: tuple[int | None, ...],
+    expected: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("overspill.parallel.launcher._END", 0.1)
     before = signal.getsignal(signal.SIGINT)
     processes = [Ended(code) for code in codes]
     assert launch(3, lambda environment: processes[int(environment["RANK"])]) == expected

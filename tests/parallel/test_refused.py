@@ -82,6 +82,7 @@ def small_budget(mesh: DeviceMesh, odd: bool) -> None:
 def test_a_failure_of_one_rank_ends_offload_on_all_and_leaves_plain_models() -> None:
     ((other, own),) = raised(small_budget)
     assert isinstance(own, BudgetError)
+    assert "sizes of one rank: each of 2 has an equal part of --host-memory" in str(own)
     assert isinstance(other, RankError)
     assert "offloading the model failed on rank 1: BudgetError" in str(other)
     assert str(own) in str(other)

@@ -100,6 +100,20 @@ def test_sigterm_stops_like_ctrl_c_and_handlers_come_back(tmp_path: Path) -> Non
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_sigterm_that_a_job_manager_sends_to_launcher_and_ranks_counts_once(
+    tmp_path: Path,
+) -> None:
+    """A rank gets two then: one from its launcher."""
+
+    def terminate(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    summary = _train(tiny_settings(tmp_path), Watcher(terminate))
+    assert (summary.interrupted, summary.steps) == (True, 2)
+
+
 def test_a_second_ctrl_c_ends_at_once_and_closes_the_engine(tmp_path: Path) -> None:
     built: list[Session] = []
 

@@ -27,6 +27,7 @@ from overspill.models.ranks import (
     checksum,
     digest,
     facts,
+    of_one_rank,
     rank_budgets,
     rank_layers,
     rank_part,
@@ -191,7 +192,8 @@ def move_experts(
             return _move_experts(*args, finish, None, lambda: None)
         with ranks.together("offloading the model") as agree:
             check_supported(model, budgets.settings)
-            return _move_experts(*args, finish, ranks, agree)
+            with of_one_rank(ranks):
+                return _move_experts(*args, finish, ranks, agree)
 
 
 def _move_experts(

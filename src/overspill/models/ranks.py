@@ -2,12 +2,13 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from overspill.core.errors import ConfigError
+from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.layer_map import LayerMap
 from overspill.hardware.machine import cpu_threads
@@ -16,6 +17,18 @@ from overspill.models.expert_layers import ExpertLayer
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.tiers.layout import RecordLayout
+
+
+@contextmanager
+def of_one_rank(ranks: Ranks) -> Iterator[None]:
+    """Budgets that do not suffice are those of one rank: an error says so."""
+    try:
+        yield
+    except BudgetError as error:
+        raise BudgetError(
+            f"{error} (sizes of one rank: each of {ranks.on_machine} has an equal part of "
+            "--host-memory and --disk)"
+        ) from error
 
 
 def check_supported(model: nn.Module, settings: Settings) -> None:

@@ -5,6 +5,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overspill.core.errors import ConfigError, OverspillError, RankError
+from overspill.core.errors import BudgetError, ConfigError, OverspillError, RankError
 from overspill.hardware.machine import choose_device, usable_cores
 from overspill.parallel.launcher import RankPlace
 from overspill.parallel.ranks import Ranks
@@ -96,21 +97,61 @@ def _mesh(
 
 def _meet(place: RankPlace) -> tuple[dist.Store, Page]:
     """The store through which ranks find each other, and the page of the watchdogs of a node."""
+    key, first = f"overspill/page/{place.node}", place.rank - place.node_rank
+    late = f"or has not started within {LATE} s"
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=LATE)))
-        key = f"overspill/page/{place.node}"
-        if place.node_rank == 0:
-            page = Page.create(place.node_size)
-            store.set(key, page.path)
-        else:
-            page = Page.open(store.get(key).decode(), place.node_size)
+        address = _store_address(place)
+        if place.rank > 0:
+            _await_listener(address)
+        # The first rank does not wait for the others here ("world_size=1"), but with its watchdog,
+        # which names those that are missing.
+        store, _, _ = next(dist.rendezvous("env://?world_size=1", timeout=timedelta(seconds=LATE)))
     except (RuntimeError, OSError) as error:
         raise RankError(
-            f"rank {place.rank} cannot join the others ({error}); they may have failed, or not "
-            f"started within {LATE} s"
+            f"rank 0 has failed, {late}: rank {place.rank} cannot join it ({error})"
         ) from error
+    if place.node_rank == 0:
+        try:
+            page = Page.create(place.node_size)
+        except OSError as error:
+            raise BudgetError(
+                f"rank {place.rank}: the system refused a page of memory that ranks share (memfd): "
+                f"{error}; allow memfd_create, or train in one process"
+            ) from error
+        store.set(key, page.path)
+    else:
+        try:
+            page = Page.open(store.get(key).decode(), place.node_size)
+        except (RuntimeError, OSError) as error:
+            raise RankError(
+                f"rank {first} has failed, {late}: rank {place.rank} cannot join it ({error})"
+            ) from error
     store.set_timeout(_TIMEOUT)
     return store, page
+
+
+def _store_address(place: RankPlace) -> tuple[str, int]:
+    try:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"RANK={place.rank} and WORLD_SIZE={place.size} are set, but not MASTER_ADDR and "
+            f"MASTER_PORT ({error}); start ranks with --gpus or torchrun, or unset WORLD_SIZE"
+        ) from error
+
+
+def _await_listener(address: tuple[str, int]) -> None:
+    """Until the first rank, or torchrun, listens. The store's own client would try for LATE
+    seconds twice, and print its attempts."""
+    deadline = time.monotonic() + LATE
+    while True:
+        try:
+            socket.create_connection(address, timeout=LATE).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _is_shared(device: str | None) -> bool:

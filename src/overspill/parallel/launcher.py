@@ -19,6 +19,8 @@ from overspill.core.errors import ConfigError
 
 _GRACE = 5.0
 """Seconds in which ranks may end by themselves after one has failed, or after a second signal."""
+_END = 30.0
+"""The same after one has ended its work: ranks wait for each other before they end."""
 _POLL = 0.05
 _LAUNCHER = "OVERSPILL_LAUNCHER"
 """Tells a rank the process id of `launch`."""
@@ -99,6 +101,11 @@ def launch(size: int, start: Start) -> int:
         for rank in range(size):
             ranks.append(start(_environment(rank, size, port)))
         code = _wait(ranks, received)
+        codes = [process.poll() for process in ranks]
+        if code == 0 and None in codes:
+            stuck = f"rank {codes.index(None)} has not ended {_END:g} s after another one has"
+            print(f"error: {stuck}; it may be stopped", file=sys.stderr, flush=True)
+            return 1
         if code < 0 and received:
             return 130  # it could not handle the signal
         if code < 0:  # it could not say so itself
@@ -115,18 +122,21 @@ def launch(size: int, start: Start) -> int:
 def _wait(ranks: Sequence[Process], received: Sequence[int]) -> int:
     """The exit code of the first rank that fails, when the others have ended or had time to; 0 if
     none does. If one is killed, the others cannot go on, and are not waited for. A rank that waits
-    for a stopped one handles no signal: after the second one they have limited time too."""
+    for a stopped one handles no signal: after the second one they have limited time too, and after
+    one has ended."""
     failed, deadline = 0, math.inf
     while True:
         codes = [process.poll() for process in ranks]
         if not failed and any(codes):
             failed = next(code for code in codes if code)
-        if deadline == math.inf and (failed or len(received) > 1):
-            deadline = time.monotonic() + _GRACE
+        if failed or len(received) > 1:
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        elif 0 in codes:
+            deadline = min(deadline, time.monotonic() + _END)
         if failed < 0 or None not in codes:
             return failed
         if time.monotonic() > deadline:
-            return failed or -received[-1]
+            return failed or (-received[-1] if received else 0)
         time.sleep(_POLL)
 
 

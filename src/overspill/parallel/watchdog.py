@@ -22,7 +22,7 @@ _TICK = 1.0
 """Seconds between two looks."""
 SILENT = 20
 """Ticks after which a rank that does not publish anything counts as stopped."""
-LATE = 50
+LATE = 40
 """Ticks, or seconds, after which a rank that has not joined the others counts as failed."""
 STUCK = 45
 """Ticks after which ranks count as stuck, if none has called others or moved an expert."""
@@ -113,13 +113,13 @@ class Watchdog:
         self,
         page: Page,
         rank: int,
-        alive: Callable[[int], bool] | None = None,
+        cpu_time: Callable[[int], int | None] | None = None,
         first: int = 0,
         size: int | None = None,
     ) -> None:
         """`rank` is counted from `first`, the first rank of the node; there are `size` ranks on all
-        nodes."""
-        self._page, self._rank, self._alive = page, rank, alive or _alive
+        nodes. `cpu_time` is that of a process, None if it has ended."""
+        self._page, self._rank, self._cpu_time = page, rank, cpu_time or _cpu_time
         self._first, self._has_nodes = first, size not in (None, page.size)
         self._ticks = 0
         self._state = State.ANYTHING
@@ -176,9 +176,11 @@ class Watchdog:
             if words.pid == 0 and self._ticks >= LATE:
                 return f"{name} has not started within {LATE} s"
             if words.pid != 0 and words.state != State.DONE and rank != self._rank:
-                if not self._alive(words.pid):
+                used = self._cpu_time(words.pid)
+                if used is None:
                     return f"{name} ended unexpectedly; it may have been killed"
-                if self._unchanged((rank, "ticks"), words.ticks) >= SILENT:
+                # a long call may keep its watchdog from running, but uses the processor
+                if self._unchanged((rank, "ticks"), (words.ticks, used)) >= SILENT:
                     return f"{name} has not responded for {SILENT} s; it may be stopped"
             found.append(words)
             progress = words.calls, words.moved, words.state
@@ -212,13 +214,14 @@ class Watchdog:
         return self._ticks - since
 
 
-def _alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+def _cpu_time(pid: int) -> int | None:
+    """What a process has used of the processors; None if it has ended, or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
+        return None
+    state, *numbers = text.rpartition(")")[2].split()
+    return None if state in ("Z", "X") else int(numbers[10]) + int(numbers[11])
 
 
 def report(page: Page, line: str) -> bool:

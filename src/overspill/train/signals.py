@@ -2,9 +2,14 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
+
+_SAME = 2.0
+"""Seconds within which another SIGTERM is the same request: job managers send one to the launcher,
+which passes it on, and to its ranks."""
 
 
 class StopSignal:
@@ -12,6 +17,7 @@ class StopSignal:
 
     def __init__(self, on_request: Callable[[], None]) -> None:
         self.requested = False
+        self._since = 0.0
         self._on_request = on_request
         self._before: dict[int, Any] = {}
 
@@ -28,6 +34,8 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            if number == signal.SIGTERM and time.monotonic() - self._since < _SAME:
+                return
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self._since = True, time.monotonic()
         self._on_request()
