@@ -53,6 +53,11 @@ def template_arguments(body: ChatRequest, template: str | None) -> dict[str, Any
     that is an argument of the tokenizer, such as another template."""
     given = body.chat_template_kwargs or {}
     used = set(re.findall(r"\w+", template or ""))
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" not in used:
+            problem = "reasoning_effort is not a variable of the chat template; leave it out"
+            raise invalid(problem, "reasoning_effort")
+        given = {**given, "reasoning_effort": body.reasoning_effort}
     for name in given:
         if name not in used or name in _reserved():
             asked = f"chat_template_kwargs: {name[:40]!r}"

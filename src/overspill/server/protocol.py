@@ -1,4 +1,5 @@
-"""The bodies of requests, as OpenAI's API defines them. Unknown fields are ignored."""
+"""The bodies of requests, as OpenAI's API defines them. Unknown fields are refused, but ignored in
+messages, tools and schemas."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -6,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from overspill.server.errors import ApiError, invalid
+from overspill.server.unknown_fields import check_unknown
 
 MOST_SAMPLES = 128
 MOST_LOGPROBS = 20
@@ -38,12 +40,14 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    model_config = ConfigDict(extra="allow")  # and refused in `check`
     include_usage: bool | None = None
 
 
 class Shared(Body):
     """What chats and completions have in common."""
 
+    model_config = ConfigDict(extra="allow")  # and refused in `check`
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -63,8 +67,11 @@ class Shared(Body):
 
     def check(self) -> None:
         """What types do not say."""
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options is only for stream=true", "stream_options")
+        check_unknown(self.model_extra)
+        if self.stream_options is not None:
+            if not self.stream:
+                raise invalid("stream_options is only for stream=true", "stream_options")
+            check_unknown(self.stream_options.model_extra, "stream_options.")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS or not all(stops):
             raise invalid(f"stop takes 1 to {MOST_STOPS} texts, none empty", "stop")
@@ -138,6 +145,7 @@ class ChatRequest(Shared):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Entries[str | bool | int | float] | None = None
+    reasoning_effort: str | None = None
     functions: Any = None
     function_call: Any = None
     modalities: List[str] | None = None
