@@ -192,7 +192,10 @@ def test_a_tool_that_is_chosen_is_called(client: OpenAI) -> None:
 def test_a_conversation_with_calls_is_read_by_the_template(client: OpenAI, llm: LLM) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     chat: Any = [
-        {"role": "user", "content": [{"type": "text", "text": "How"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "ow"}],
+        },
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
@@ -200,7 +203,10 @@ def test_a_conversation_with_calls_is_read_by_the_template(client: OpenAI, llm: 
         messages=chat, tools=[WEATHER], extra_body={"chat_template_kwargs": {"shout": True}},
         **GREEDY,
     )  # fmt: skip
-    tokens = llm.chat_tokens([{"role": "user", "content": "How"}, *chat[1:]], [WEATHER], shout=True)
+    tokens = llm.chat_tokens(chat, [WEATHER], shout=True)
+    assert tokens == llm.chat_tokens(
+        [{"role": "user", "content": "How"}, *chat[1:]], [WEATHER], shout=True
+    )
     (expected,) = llm.generate([tokens], SamplingParams(max_tokens=12))
     assert made.choices[0].message.content == expected.text
 

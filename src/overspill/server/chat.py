@@ -101,7 +101,7 @@ def _content(message: Message) -> str | None:
                 "messages",
             )
         texts.append(text)
-    return "\n".join(texts)
+    return "".join(texts)
 
 
 class ChatForm(Form):
