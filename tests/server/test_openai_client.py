@@ -211,6 +211,16 @@ def test_a_conversation_with_calls_is_read_by_the_template(client: OpenAI, llm: 
     assert made.choices[0].message.content == expected.text
 
 
+def test_an_assistant_without_text_has_said_nothing_or_refused(client: OpenAI, llm: LLM) -> None:
+    given = {"role": "assistant", "content": None, "audio": None, "function_call": None}
+    for more, text in (({}, ""), ({"refusal": "No."}, "No."), ({"tool_calls": []}, "")):
+        chat: Any = [CHAT[1], {**given, **more}, CHAT[1]]
+        made = client.chat.completions.create(messages=chat, **GREEDY)
+        same = [CHAT[1], {"role": "assistant", "content": text}, CHAT[1]]
+        (expected,) = llm.generate([llm.chat_tokens(same)], SamplingParams(max_tokens=12))
+        assert made.choices[0].message.content == expected.text
+
+
 def test_the_model_is_listed_and_known_by_its_names(client: OpenAI, server: Running) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     for name in ("tiny", "models/tiny"):

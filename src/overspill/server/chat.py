@@ -77,10 +77,13 @@ def _message(message: Message) -> dict[str, Any]:
     """As chat templates expect it."""
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": _content(message)}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            made[name] = getattr(message, name)
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            problem = f"{name} of a message is not supported; give its text, or tool_calls"
+            raise invalid(problem, "messages")
     if message.tool_calls:
         made["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     elif message.content is None and message.role != "assistant":
@@ -89,7 +92,10 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _content(message: Message) -> str | None:
-    if message.content is None or isinstance(message.content, str):
+    if message.content is None:
+        # without calls there is nothing that a missing text would tell: templates print "None"
+        return message.refusal or (None if message.tool_calls else "")
+    if isinstance(message.content, str):
         return message.content
     texts = []
     for part in message.content:

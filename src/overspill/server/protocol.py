@@ -97,9 +97,13 @@ class ToolCall(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | List[TextPart] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
     name: str | None = None
     tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
+    audio: Any = None
+    function_call: Any = None
 
 
 class Function(Body):
