@@ -117,8 +117,13 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     async def http(request: Request, error: Exception) -> Response:
         """No such path, or not with this method."""
         assert isinstance(error, HTTPException)
-        message = {404: "there is no such path", 405: "this path does not take this method"}
-        told = message.get(error.status_code, error.detail)
+        path, method = request.scope["path"][:200], request.method[:20]
+        messages = {
+            404: f"there is no path {path!r}; those of the API begin with /v1, such as "
+            "/v1/chat/completions",
+            405: f"{path!r} takes {(error.headers or {}).get('Allow')}, not {method}",
+        }
+        told = messages.get(error.status_code, error.detail)
         shown = ApiError(error.status_code, told, code="unknown_url", headers=error.headers)
         return shown.response()
 
