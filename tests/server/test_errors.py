@@ -58,6 +58,7 @@ def schema(**content: Any) -> dict[str, Any]:
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice",
         ),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"chat_template_kwargs": {"unknown": False}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
@@ -183,6 +184,10 @@ def test_what_does_not_exist_is_not_found(client: OpenAI, server: Running) -> No
     answer = server.http.get("/v1/chat/completions")
     assert answer.status_code == 405
     assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "takes POST, not GET" in answer.json()["error"]["message"]
+    answer = server.http.post("/chat/completions", json=CHAT)  # of a client without /v1
+    assert answer.status_code == 404
+    assert "/v1/chat/completions" in answer.json()["error"]["message"]
 
 
 def test_a_full_queue_is_a_rate_limit_and_counts_all_samples(llm: LLM) -> None:
