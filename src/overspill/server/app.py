@@ -36,6 +36,7 @@ def create_app(service: Service) -> ASGIApp:
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id"],
+            allow_private_network=True,  # a browser asks for it before a page uses 127.0.0.1
         )  # fmt: skip
     logged = config.limits.body_bytes if config.access.log_requests else None
     return RequestLog(app, service.metrics.count_request, logged)
@@ -61,6 +62,7 @@ def _routes(service: Service) -> FastAPI:
     async def stats() -> Response:
         return JSONResponse(read_stats(service))
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return page_response()
