@@ -28,7 +28,8 @@ from overspill.server.stats import read_stats
 def create_app(service: Service) -> ASGIApp:
     """All of the server but its sockets. Middleware is plain ASGI: it does not copy streams."""
     config = service.config
-    app: ASGIApp = Failures(_routes(service), config)
+    routes = _routes(service)
+    app: ASGIApp = Failures(routes, config)
     app = Limits(app, config.limits, service.post)
     origins = config.allowed_origins
     app = Access(app, service.keys, config.address.host, origins)
@@ -39,7 +40,8 @@ def create_app(service: Service) -> ASGIApp:
             allow_private_network=True,  # a browser asks for it before a page uses 127.0.0.1
         )  # fmt: skip
     logged = config.limits.body_bytes if config.access.log_requests else None
-    return RequestLog(app, service.metrics.count_request, logged)
+    paths = frozenset(getattr(route, "path", "") for route in routes.routes)
+    return RequestLog(app, service.metrics.count_request, paths, logged)
 
 
 def _routes(service: Service) -> FastAPI:
