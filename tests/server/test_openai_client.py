@@ -152,6 +152,26 @@ def test_log_probabilities_are_those_of_the_engine(client: OpenAI, llm: LLM) -> 
     assert completion.logprobs.text_offset == list(range(12))
 
 
+def test_log_probabilities_of_parts_of_characters_have_places_in_the_text(
+    client: OpenAI, llm: LLM
+) -> None:
+    """A favoured first byte of three is followed by no second one, and is one character."""
+    (byte, *_) = llm.encode("€")
+    options: Any = {"prompt": "Hello", "logprobs": 1, "logit_bias": {str(byte): 100}, **GREEDY}
+    whole = client.completions.create(**options).choices[0]
+    parts = [
+        chunk.choices[0].logprobs for chunk in client.completions.create(stream=True, **options)
+    ]
+    assert whole.text == "\ufffd" * 12
+    for logs in (whole.logprobs, parts[0]):
+        assert logs is not None
+        assert logs.tokens[0] == "bytes:\\xe2"
+        assert len(logs.top_logprobs[0]) == 2  # the likeliest, and the one that was taken
+        assert logs.tokens[0] in logs.top_logprobs[0]
+    assert whole.logprobs.text_offset == [0, *range(11)]  # whether it goes on is not known at once
+    assert [offset for logs in parts if logs for offset in logs.text_offset] == [0, *range(11)]
+
+
 def test_an_answer_follows_a_json_schema(client: OpenAI) -> None:
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     for temperature in (0.0, 1.0):
