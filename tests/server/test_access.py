@@ -93,10 +93,12 @@ def test_a_page_of_another_origin_is_refused(server: Running, llm: LLM) -> None:
             "Origin": "https://good.example",
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "authorization,content-type",
+            "Access-Control-Request-Private-Network": "true",
         }
         answer = open_.http.options("/v1/completions", headers=ask)
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://good.example"
+        assert answer.headers["access-control-allow-private-network"] == "true"
         assert "authorization" in answer.headers["access-control-allow-headers"].lower()
         assert post(open_, "https://good.example").status_code == 401
 
@@ -105,3 +107,9 @@ def test_a_page_of_another_origin_is_refused(server: Running, llm: LLM) -> None:
 def test_an_origin_is_checked_when_the_server_starts(origin: str) -> None:
     with pytest.raises(ConfigError, match=f"--allow-origin {re.escape(origin[:5])}"):
         _ = ServerConfig.make({"allow_origin": origin}).allowed_origins
+
+
+def test_the_page_answers_head_as_monitors_ask(server: Running) -> None:
+    answer = server.http.head("/")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert int(answer.headers["content-length"]) == len(server.http.get("/").content)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from overspill.core.errors import DiskError, EngineError
 from overspill.serve.llm import LLM
+from overspill.server.chat import template_arguments
 from overspill.server.protocol import ChatRequest, CompletionRequest, Shared
 from tests.server.running import HeldLLM, Running, ScriptedLLM, running
 
@@ -31,6 +32,7 @@ def schema(**content: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -56,12 +58,19 @@ def schema(**content: Any) -> dict[str, Any]:
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice",
         ),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"chat_template_kwargs": {"unknown": False}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": "a"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"shout": [1]}}, "chat_template_kwargs['shout']"),
         ({"modalities": ["audio"]}, "modalities"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"temprature": 1}, "temprature"),
+        ({"best_of": 3}, "best_of"),
+        ({"prompt": "a"}, "prompt"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
     ],
 )
 def test_a_wrong_value_is_a_bad_request_that_names_it(
@@ -88,6 +97,8 @@ def test_a_wrong_value_is_a_bad_request_that_names_it(
         ({"suffix": "b"}, "suffix is not supported"),
         ({"echo": True, "logprobs": 1}, "leave out echo"),
         ({"prompt": ["a"] * 100}, "fewer"),
+        ({"max_completion_tokens": 3}, "'max_completion_tokens' is not supported"),
+        ({"top_logprobs": 3}, "'top_logprobs' is not supported"),
     ],
 )
 def test_a_wrong_completion_is_explained(
@@ -173,6 +184,10 @@ def test_what_does_not_exist_is_not_found(client: OpenAI, server: Running) -> No
     answer = server.http.get("/v1/chat/completions")
     assert answer.status_code == 405
     assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "takes POST, not GET" in answer.json()["error"]["message"]
+    answer = server.http.post("/chat/completions", json=CHAT)  # of a client without /v1
+    assert answer.status_code == 404
+    assert "/v1/chat/completions" in answer.json()["error"]["message"]
 
 
 def test_a_full_queue_is_a_rate_limit_and_counts_all_samples(llm: LLM) -> None:
@@ -240,11 +255,19 @@ def test_an_engine_that_has_failed_shows_in_the_health(llm: LLM) -> None:
         assert server.service.in_flight == 0
 
 
-def test_unknown_fields_are_ignored(client: OpenAI) -> None:
-    made = client.completions.create(
-        model="tiny", prompt="a", max_tokens=2, user="me", extra_body={"min_p": 0.1, "store": 1}
-    )
-    assert len(made.choices[0].text) == 2
+def test_fields_that_change_nothing_are_accepted(client: OpenAI) -> None:
+    made = client.chat.completions.create(
+        messages=CHAT["messages"], model="tiny", max_tokens=2, user="me", store=True,
+        metadata={"a": "b"}, service_tier="auto", parallel_tool_calls=True, prompt_cache_key="a",
+        extra_body={"min_p": 0.0, "repetition_penalty": 1.0, "best_of": 1, "unknown": None},
+    )  # fmt: skip
+    assert made.choices[0].finish_reason == "length"
+
+
+def test_the_effort_of_reasoning_is_a_variable_of_the_template() -> None:
+    body = ChatRequest.model_validate({**CHAT, "reasoning_effort": "low"})
+    made = template_arguments(body, "Reasoning: {{ reasoning_effort }}")
+    assert made == {"reasoning_effort": "low"}
 
 
 def test_errors_never_repeat_the_value(server: Running) -> None:

@@ -1,6 +1,7 @@
 """Bodies, headers and connections that are too large, too slow or too many."""
 
 import contextlib
+import gzip
 import json
 import logging
 import socket
@@ -64,6 +65,14 @@ def test_a_large_body_in_chunks_is_refused(small: Running) -> None:
         connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         connection.sendall((b"200\r\n" + b"x" * 512 + b"\r\n") * 4)
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+def test_an_encoded_body_is_refused(small: Running) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    packed = gzip.compress(b'{"prompt": "a"}')
+    answer = small.http.post("/v1/completions", content=packed, headers=headers)
+    assert answer.status_code == 415
+    assert "gzip" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1", HEAD, HEAD + b"Content-Length: 50\r\n\r\n{"])

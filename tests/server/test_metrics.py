@@ -13,6 +13,7 @@ def test_metrics_count_what_was_asked_and_answered(llm: LLM) -> None:
         for path in ("/v1/completions", "/v1/completions", "/made/up"):
             server.http.post(path, json=body)
         server.http.post("/v1/completions", json={**body, "n": 0})
+        server.http.post("/v1/completions", content="a", headers={"Content-Encoding": "gzip"})
         text = server.http.get("/metrics").text
     found = {
         (sample.name, *sorted(sample.labels.values())): sample.value
@@ -21,6 +22,7 @@ def test_metrics_count_what_was_asked_and_answered(llm: LLM) -> None:
     }
     assert found["overspill_http_requests_total", "/v1/completions", "200"] == 2
     assert found["overspill_http_requests_total", "/v1/completions", "400"] == 1
+    assert found["overspill_http_requests_total", "/v1/completions", "415"] == 1
     assert found["overspill_http_requests_total", "404", "other"] == 1
     assert found["overspill_time_to_first_token_seconds_count",] == 4
     assert found["overspill_time_per_token_seconds_count",] == 4

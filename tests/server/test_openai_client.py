@@ -152,6 +152,26 @@ def test_log_probabilities_are_those_of_the_engine(client: OpenAI, llm: LLM) -> 
     assert completion.logprobs.text_offset == list(range(12))
 
 
+def test_log_probabilities_of_parts_of_characters_have_places_in_the_text(
+    client: OpenAI, llm: LLM
+) -> None:
+    """A favoured first byte of three is followed by no second one, and is one character."""
+    (byte, *_) = llm.encode("€")
+    options: Any = {"prompt": "Hello", "logprobs": 1, "logit_bias": {str(byte): 100}, **GREEDY}
+    whole = client.completions.create(**options).choices[0]
+    parts = [
+        chunk.choices[0].logprobs for chunk in client.completions.create(stream=True, **options)
+    ]
+    assert whole.text == "\ufffd" * 12
+    for logs in (whole.logprobs, parts[0]):
+        assert logs is not None
+        assert logs.tokens[0] == "bytes:\\xe2"
+        assert len(logs.top_logprobs[0]) == 2  # the likeliest, and the one that was taken
+        assert logs.tokens[0] in logs.top_logprobs[0]
+    assert whole.logprobs.text_offset == [0, *range(11)]  # whether it goes on is not known at once
+    assert [offset for logs in parts if logs for offset in logs.text_offset] == [0, *range(11)]
+
+
 def test_an_answer_follows_a_json_schema(client: OpenAI) -> None:
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     for temperature in (0.0, 1.0):
@@ -192,7 +212,10 @@ def test_a_tool_that_is_chosen_is_called(client: OpenAI) -> None:
 def test_a_conversation_with_calls_is_read_by_the_template(client: OpenAI, llm: LLM) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     chat: Any = [
-        {"role": "user", "content": [{"type": "text", "text": "How"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "ow"}],
+        },
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
@@ -200,9 +223,22 @@ def test_a_conversation_with_calls_is_read_by_the_template(client: OpenAI, llm: 
         messages=chat, tools=[WEATHER], extra_body={"chat_template_kwargs": {"shout": True}},
         **GREEDY,
     )  # fmt: skip
-    tokens = llm.chat_tokens([{"role": "user", "content": "How"}, *chat[1:]], [WEATHER], shout=True)
+    tokens = llm.chat_tokens(chat, [WEATHER], shout=True)
+    assert tokens == llm.chat_tokens(
+        [{"role": "user", "content": "How"}, *chat[1:]], [WEATHER], shout=True
+    )
     (expected,) = llm.generate([tokens], SamplingParams(max_tokens=12))
     assert made.choices[0].message.content == expected.text
+
+
+def test_an_assistant_without_text_has_said_nothing_or_refused(client: OpenAI, llm: LLM) -> None:
+    given = {"role": "assistant", "content": None, "audio": None, "function_call": None}
+    for more, text in (({}, ""), ({"refusal": "No."}, "No."), ({"tool_calls": []}, "")):
+        chat: Any = [CHAT[1], {**given, **more}, CHAT[1]]
+        made = client.chat.completions.create(messages=chat, **GREEDY)
+        same = [CHAT[1], {"role": "assistant", "content": text}, CHAT[1]]
+        (expected,) = llm.generate([llm.chat_tokens(same)], SamplingParams(max_tokens=12))
+        assert made.choices[0].message.content == expected.text
 
 
 def test_the_model_is_listed_and_known_by_its_names(client: OpenAI, server: Running) -> None:

@@ -28,7 +28,8 @@ from overspill.server.stats import read_stats
 def create_app(service: Service) -> ASGIApp:
     """All of the server but its sockets. Middleware is plain ASGI: it does not copy streams."""
     config = service.config
-    app: ASGIApp = Failures(_routes(service), config)
+    routes = _routes(service)
+    app: ASGIApp = Failures(routes, config)
     app = Limits(app, config.limits, service.post)
     origins = config.allowed_origins
     app = Access(app, service.keys, config.address.host, origins)
@@ -36,9 +37,11 @@ def create_app(service: Service) -> ASGIApp:
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id"],
+            allow_private_network=True,  # a browser asks for it before a page uses 127.0.0.1
         )  # fmt: skip
     logged = config.limits.body_bytes if config.access.log_requests else None
-    return RequestLog(app, service.metrics.count_request, logged)
+    paths = frozenset(getattr(route, "path", "") for route in routes.routes)
+    return RequestLog(app, service.metrics.count_request, paths, logged)
 
 
 def _routes(service: Service) -> FastAPI:
@@ -61,6 +64,7 @@ def _routes(service: Service) -> FastAPI:
     async def stats() -> Response:
         return JSONResponse(read_stats(service))
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return page_response()
@@ -117,8 +121,13 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     async def http(request: Request, error: Exception) -> Response:
         """No such path, or not with this method."""
         assert isinstance(error, HTTPException)
-        message = {404: "there is no such path", 405: "this path does not take this method"}
-        told = message.get(error.status_code, error.detail)
+        path, method = request.scope["path"][:200], request.method[:20]
+        messages = {
+            404: f"there is no path {path!r}; those of the API begin with /v1, such as "
+            "/v1/chat/completions",
+            405: f"{path!r} takes {(error.headers or {}).get('Allow')}, not {method}",
+        }
+        told = messages.get(error.status_code, error.detail)
         shown = ApiError(error.status_code, told, code="unknown_url", headers=error.headers)
         return shown.response()
 

@@ -53,6 +53,11 @@ def template_arguments(body: ChatRequest, template: str | None) -> dict[str, Any
     that is an argument of the tokenizer, such as another template."""
     given = body.chat_template_kwargs or {}
     used = set(re.findall(r"\w+", template or ""))
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" not in used:
+            problem = "reasoning_effort is not a variable of the chat template; leave it out"
+            raise invalid(problem, "reasoning_effort")
+        given = {**given, "reasoning_effort": body.reasoning_effort}
     for name in given:
         if name not in used or name in _reserved():
             asked = f"chat_template_kwargs: {name[:40]!r}"
@@ -72,10 +77,13 @@ def _message(message: Message) -> dict[str, Any]:
     """As chat templates expect it."""
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": _content(message)}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            made[name] = getattr(message, name)
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            problem = f"{name} of a message is not supported; give its text, or tool_calls"
+            raise invalid(problem, "messages")
     if message.tool_calls:
         made["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     elif message.content is None and message.role != "assistant":
@@ -84,7 +92,10 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _content(message: Message) -> str | None:
-    if message.content is None or isinstance(message.content, str):
+    if message.content is None:
+        # without calls there is nothing that a missing text would tell: templates print "None"
+        return message.refusal or (None if message.tool_calls else "")
+    if isinstance(message.content, str):
         return message.content
     texts = []
     for part in message.content:
@@ -96,7 +107,7 @@ def _content(message: Message) -> str | None:
                 "messages",
             )
         texts.append(text)
-    return "\n".join(texts)
+    return "".join(texts)
 
 
 class ChatForm(Form):

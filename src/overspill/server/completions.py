@@ -8,7 +8,7 @@ from overspill.serve.params import Piece, Result
 from overspill.server.answers import Job
 from overspill.server.errors import invalid
 from overspill.server.forms import Form
-from overspill.server.logprobs import TokenTexts
+from overspill.server.logprobs import Offsets, TokenTexts
 from overspill.server.plan import Plan, check_length
 from overspill.server.protocol import CompletionRequest
 from overspill.server.sampling import samples_of, sampling_params, schema_of
@@ -65,7 +65,7 @@ class CompletionForm(Form):
         self._echoes = echoes
         self._texts = texts
         self._top = top
-        self._length = [0] * len(echoes)  # of the text of each answer so far
+        self._offsets = [Offsets() for _ in echoes]
 
     def opening(self) -> bytes:
         return b"".join(self._text(index, echo) for index, echo in enumerate(self._echoes) if echo)
@@ -74,7 +74,6 @@ class CompletionForm(Form):
         logs = "null"
         if self._texts is not None and piece.logprobs:
             logs = json.dumps(self._logs(index, piece.token_ids, piece.logprobs))
-        self._length[index] += len(piece.text)
         if not piece.text and logs == "null" and piece.finish_reason is None:
             return b""
         return self._text(index, piece.text, logs, json.dumps(piece.finish_reason))
@@ -85,7 +84,7 @@ class CompletionForm(Form):
 
     def _logs(self, index: int, tokens: Sequence[int], logprobs: Any) -> dict[str, Any]:
         assert self._texts is not None
-        return self._texts.completion(tokens, logprobs, self._top, self._length[index])
+        return self._texts.completion(tokens, logprobs, self._top, self._offsets[index])
 
     def choice(self, index: int, result: Result) -> dict[str, Any]:
         logs = None

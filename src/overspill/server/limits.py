@@ -44,7 +44,10 @@ class Limits:
             pass  # nobody waits for an answer
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        given = dict(scope["headers"]).get(b"content-length", b"0")  # h11 has checked its form
+        headers = dict(scope["headers"])
+        if headers.get(b"content-encoding", b"identity").lower() not in (b"identity", b""):
+            raise _encoded()
+        given = headers.get(b"content-length", b"0")  # h11 has checked its form
         if len(given) > _DIGITS or int(given) > self._most:
             raise self._too_large()
         body = bytearray()
@@ -73,6 +76,16 @@ class Limits:
             "limits it",
             code="request_too_large",
         )
+
+
+def _encoded() -> ApiError:
+    """A small body could become a large one, so none is decoded."""
+    return ApiError(
+        415,
+        "a body with a Content-Encoding, such as gzip, is not supported; send it as it is",
+        code="unsupported_encoding",
+        headers={"Accept-Encoding": "identity"},
+    )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -1,5 +1,6 @@
 """Log probabilities in the two forms of OpenAI's API."""
 
+import codecs
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,20 +28,19 @@ class TokenTexts:
         ]
 
     def completion(
-        self, tokens: Sequence[int], logprobs: Logprobs, top: int, offset: int
+        self, tokens: Sequence[int], logprobs: Logprobs, top: int, offsets: "Offsets"
     ) -> dict[str, Any]:
-        """The `logprobs` of a completion; `offset` is the length of the text before."""
-        texts = [self._text(token) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        tops = [{self._text(t): _finite(log) for t, log in _likeliest(f, top)} for f in logprobs]
+        """The `logprobs` of a completion. As in OpenAI's API, the token itself is always among the
+        likeliest."""
+        tops = []
+        for token, found in zip(tokens, logprobs, strict=True):
+            listed = {**dict(_likeliest(found, top)), token: found[token]}
+            tops.append({self._text(t): _finite(logprob) for t, logprob in listed.items()})
         return {
-            "tokens": texts,
+            "tokens": [self._text(token) for token in tokens],
             "token_logprobs": [_finite(f[t]) for t, f in zip(tokens, logprobs, strict=True)],
             "top_logprobs": tops if top else None,
-            "text_offset": offsets,
+            "text_offset": [offsets.next(self._token_bytes(token)) for token in tokens],
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
@@ -55,6 +55,20 @@ class TokenTexts:
             return found.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+class Offsets:
+    """Where the tokens of an answer begin in its text. A token that is part of a character begins
+    where the character does."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def next(self, token: bytes) -> int:
+        begin = self._length
+        self._length += len(self._decoder.decode(token))
+        return begin
 
 
 def _likeliest(found: Mapping[int, float], top: int) -> list[tuple[int, float]]:

@@ -20,8 +20,8 @@ class Plan:
 def check_length(tokens: Sequence[int], context: int, param: str) -> None:
     if len(tokens) >= context:
         raise invalid(
-            f"this model's context is {context} tokens, and the {param} have {len(tokens)}, which "
-            "leaves no room for an answer; shorten them",
+            f"this model's context is {context} tokens, and the prompt has {len(tokens)}, which "
+            "leaves no room for an answer; shorten it",
             param,
             "context_length_exceeded",
         )

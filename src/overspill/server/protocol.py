@@ -1,5 +1,10 @@
-"""The bodies of requests, as OpenAI's API defines them. Unknown fields are ignored."""
+"""The bodies of requests, as OpenAI's API defines them. Unknown fields are refused, but ignored in
+messages, tools and schemas.
 
+A setting that is ignored, or misspelt, would go unnoticed. Fields that cannot change an answer, and
+values that ask for what is done anyway, are accepted."""
+
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -12,6 +17,32 @@ MOST_LOGPROBS = 20
 MOST_STOPS = 4
 MOST_ENTRIES = 10_000
 """Of an object whose keys are free."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "include_obfuscation", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
+    }
+)  # fmt: skip
+"""Of OpenAI's API: they concern its accounts, its storage and its speed."""
+
+_USUAL: Mapping[str, Any] = {
+    "add_generation_prompt": True, "best_of": 1, "continue_final_message": False, "echo": False,
+    "include_stop_str_in_output": False, "length_penalty": 1, "min_p": 0, "repetition_penalty": 1,
+    "skip_special_tokens": True, "stop_token_ids": [], "use_beam_search": False,
+}  # fmt: skip
+"""Fields of other servers, which clients often send with the value that changes nothing."""
+
+
+def _check_unknown(given: Mapping[str, Any] | None, inside: str = "") -> None:
+    """Raises an error for the first field that could change the answer. `inside` is the field that
+    has them."""
+    for name, value in (given or {}).items():
+        usual = name in _USUAL and value == _USUAL[name]
+        if value is None or name in _WITHOUT_EFFECT or usual:
+            continue
+        param = f"{inside}{name[:80]}"
+        raise invalid(f"{param!r} is not supported here; leave it out", param, "unknown_parameter")
 
 
 def _few_entries(value: Any) -> Any:
@@ -38,12 +69,14 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    model_config = ConfigDict(extra="allow")  # and refused in `check`
     include_usage: bool | None = None
 
 
 class Shared(Body):
     """What chats and completions have in common."""
 
+    model_config = ConfigDict(extra="allow")  # and refused in `check`
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -63,8 +96,11 @@ class Shared(Body):
 
     def check(self) -> None:
         """What types do not say."""
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options is only for stream=true", "stream_options")
+        _check_unknown(self.model_extra)
+        if self.stream_options is not None:
+            if not self.stream:
+                raise invalid("stream_options is only for stream=true", "stream_options")
+            _check_unknown(self.stream_options.model_extra, "stream_options.")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS or not all(stops):
             raise invalid(f"stop takes 1 to {MOST_STOPS} texts, none empty", "stop")
@@ -90,9 +126,13 @@ class ToolCall(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | List[TextPart] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
     name: str | None = None
     tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
+    audio: Any = None
+    function_call: Any = None
 
 
 class Function(Body):
@@ -138,6 +178,7 @@ class ChatRequest(Shared):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Entries[str | bool | int | float] | None = None
+    reasoning_effort: str | None = None
     functions: Any = None
     function_call: Any = None
     modalities: List[str] | None = None

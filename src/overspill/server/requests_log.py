@@ -4,7 +4,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,9 +15,17 @@ class RequestLog:
     """Middleware that gives each request an id and counts its status. With `logged` it also
     logs so many bytes of the body of each request; headers never are, since they have keys."""
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None], logged: int | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        count: Callable[[str, int], None],
+        paths: Collection[str],
+        logged: int | None,
+    ) -> None:
+        """`paths` are those that may be counted and logged: a client can ask for any text."""
         self._app = app
         self._count = count
+        self._paths = paths
         self._logged = logged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,8 +51,7 @@ class RequestLog:
         try:
             await self._app(scope, receive if self._logged is None else received, sent)
         finally:
-            route = scope.get("route")  # of the application: a path may have any text
-            path = getattr(route, "path", "other")
+            path = self._path(scope)
             self._count(path, status)
             if self._logged is not None:
                 entry = {
@@ -53,3 +60,9 @@ class RequestLog:
                     "body": body.decode("utf-8", errors="replace"),
                 }  # fmt: skip
                 log.info("%s", json.dumps(entry))
+
+    def _path(self, scope: Scope) -> str:
+        # a request that was refused before it reached the application has no route
+        route = getattr(scope.get("route"), "path", None)
+        asked: str = scope["path"]
+        return route or (asked if asked in self._paths else "other")

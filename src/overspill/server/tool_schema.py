@@ -22,10 +22,13 @@ def check_tools(request: ChatRequest, template: str | None) -> None:
             asked = f"tool_choice names {reprlib.repr(choice.function.name)}"
             there = reprlib.repr(names)  # both may be megabytes
             raise invalid(f"{asked}, which is not one of the tools {there}", "tool_choice")
-    forced = choice == "required" or isinstance(choice, NamedTool)
     format_ = request.response_format
-    if forced and format_ is not None and format_.type != "text":
-        raise invalid("an answer cannot be a call of a tool and JSON", "response_format")
+    if choice != "none" and format_ is not None and format_.type != "text":
+        raise invalid(
+            "an answer that must be JSON cannot call tools; leave out response_format, or set "
+            "tool_choice to none",
+            "response_format",
+        )
 
 
 def tool_schema(request: ChatRequest) -> dict[str, Any] | None:
