@@ -19,8 +19,9 @@ from overspill.core.errors import ConfigError
 
 _GRACE = 5.0
 """Seconds in which ranks may end by themselves after one has failed, or after a second signal."""
-_END = 30.0
-"""The same after one has ended its work: ranks wait for each other before they end."""
+_END = 50.0
+"""The same after one has ended its work: ranks wait for each other before, and then release their
+memory, which may take some time."""
 _POLL = 0.05
 _LAUNCHER = "OVERSPILL_LAUNCHER"
 """Tells a rank the process id of `launch`."""
