@@ -16,6 +16,7 @@ from overspill.server.events import COMMENT, DONE, EventStream, watch_disconnect
 from overspill.server.failures import explain
 from overspill.server.plan import Plan
 from overspill.server.service import Service
+from overspill.server.starts import Coming
 from overspill.server.usage import Usage
 
 KEEP_ALIVE = 15.0
@@ -59,8 +60,9 @@ class Exchange:
         """The answer, or the beginning of it. `plan` is called in another thread."""
         try:
             async with asyncio.timeout_at(self._deadline):
-                planned = await self._service.in_thread(plan)
-                answers = await self._start(planned, stream)
+                with self._service.starts.coming() as coming:
+                    planned = await self._service.in_thread(plan)
+                    answers = await self._start(planned, stream, coming)
                 if not stream:
                     return await self._whole(request, planned, answers)
         except BaseException as error:
@@ -76,12 +78,12 @@ class Exchange:
             self.end,
         )
 
-    async def _start(self, planned: Plan, stream: bool) -> Answers:
+    async def _start(self, planned: Plan, stream: bool, coming: Coming) -> Answers:
         service = self._service
         self._answers = answers = Answers(service.bridge, planned.jobs, stream, service.rate.add)
         service.answers.add(answers)
         try:
-            await service.in_thread(partial(answers.start, service.llm))
+            await coming.start(partial(answers.start, service.llm))
         except (EngineError, OrderError) as error:  # the thread that computes has ended
             service.failed = True
             raise engine_gone() from error

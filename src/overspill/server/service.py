@@ -15,6 +15,7 @@ from overspill.server.errors import ApiError, draining, invalid, too_busy
 from overspill.server.metrics import Metrics
 from overspill.server.rate import TokenRate
 from overspill.server.settings import ServerConfig
+from overspill.server.starts import Starts
 
 if TYPE_CHECKING:
     from overspill.serve.llm import LLM
@@ -55,6 +56,7 @@ class Service:
         """Those that are computed or wait."""
         self._bridge: Bridge | None = None
         self._threads = ThreadPoolExecutor(_THREADS, "overspill-tokenize")
+        self.starts = Starts(self._threads)
 
     @property
     def bridge(self) -> Bridge:

@@ -1,0 +1,108 @@
+"""Which requests begin together."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from overspill.server.starts import Starts
+
+LONG = 60.0
+
+
+def run(work: Callable[[Starts], Awaitable[None]], most: float = LONG) -> None:
+    async def inside() -> None:
+        with ThreadPoolExecutor(2) as threads:
+            await work(Starts(threads, most))
+
+    asyncio.run(asyncio.wait_for(inside(), LONG))
+
+
+def test_a_request_waits_for_those_that_are_coming() -> None:
+    order: list[str] = []
+
+    async def first(starts: Starts) -> None:
+        with starts.coming() as coming:
+            await coming.start(lambda: order.append(f"first in {threading.get_ident()}"))
+
+    async def second(starts: Starts) -> None:
+        with starts.coming() as coming:
+            for _ in range(20):  # is tokenized
+                await asyncio.sleep(0)
+            order.append("tokenized")
+            await coming.start(lambda: order.append(f"second in {threading.get_ident()}"))
+
+    async def both(starts: Starts) -> None:
+        await asyncio.gather(second(starts), first(starts))
+
+    run(both)
+    tokenized, one, other = order
+    assert tokenized == "tokenized"
+    assert one.removeprefix("first") == other.removeprefix("second")
+
+
+def test_a_request_alone_does_not_wait() -> None:
+    async def alone(starts: Starts) -> None:
+        for _ in range(3):
+            with starts.coming() as coming:
+                await coming.start(lambda: None)
+
+    run(alone)  # a wait would take LONG
+
+
+def test_a_request_that_takes_long_holds_nobody_up() -> None:
+    async def beside(starts: Starts) -> None:
+        # one is tokenized all the time
+        with starts.coming(), starts.coming() as coming:
+            await coming.start(lambda: None)
+
+    run(beside, most=0.01)
+
+
+@pytest.mark.parametrize("how", [ValueError, asyncio.CancelledError])
+def test_a_request_that_fails_before_its_start_is_not_waited_for(how: type[BaseException]) -> None:
+    async def fails(starts: Starts) -> None:
+        with starts.coming():
+            await asyncio.sleep(0)
+            raise how
+
+    async def both(starts: Starts) -> None:
+        async def good() -> None:
+            with starts.coming() as coming:
+                await coming.start(lambda: None)
+
+        found = await asyncio.gather(fails(starts), good(), return_exceptions=True)
+        assert isinstance(found[0], how)
+        assert found[1] is None
+
+    run(both)
+
+
+def test_a_start_that_fails_fails_its_own_request() -> None:
+    def broken() -> None:
+        raise ValueError("refused")
+
+    async def request(starts: Starts, function: Callable[[], None]) -> None:
+        with starts.coming() as coming:
+            await asyncio.sleep(0)
+            await coming.start(function)
+
+    async def three(starts: Starts) -> None:
+        functions = (lambda: None, broken, lambda: None)
+        work = (request(starts, function) for function in functions)
+        found = await asyncio.gather(*work, return_exceptions=True)
+        assert [type(each) for each in found] == [type(None), ValueError, type(None)]
+
+    run(three)
+
+
+def test_threads_that_have_ended_fail_a_request() -> None:
+    async def closed() -> None:
+        threads = ThreadPoolExecutor(1)
+        threads.shutdown()
+        with Starts(threads).coming() as coming, pytest.raises(RuntimeError):
+            await coming.start(lambda: None)
+
+    asyncio.run(closed())
