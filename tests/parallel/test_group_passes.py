@@ -50,6 +50,7 @@ def gradients_of_layer(mesh: DeviceMesh, case: layers.Case, rows: str) -> layers
     drouter = layer.router.weight.grad.clone()
     optimizer.step()
     assert engine is not None
+    engine.flush()  # updates may still run
     moments = torch.empty(len(layer.expert_map.local_ids), engine.shape.numel)
     for moment, expert in zip(moments, engine.records.ids(), strict=True):
         engine.records.read_state(expert, "exp_avg", moment)
