@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -44,21 +45,28 @@ def test_a_request_waits_for_those_that_are_coming() -> None:
 
 
 def test_a_request_alone_does_not_wait() -> None:
-    async def alone(starts: Starts) -> None:
-        for _ in range(3):
-            with starts.coming() as coming:
-                await coming.start(lambda: None)
+    started: list[int] = []
 
-    run(alone)  # a wait would take LONG
+    async def alone(starts: Starts) -> None:
+        for number in range(3):
+            with starts.coming() as coming:
+                await coming.start(partial(started.append, number))
+
+    run(alone)  # a wait would take LONG, and end in a TimeoutError
+    assert started == [0, 1, 2]
 
 
 def test_a_request_that_takes_long_holds_nobody_up() -> None:
+    started: list[str] = []
+
     async def beside(starts: Starts) -> None:
-        # one is tokenized all the time
-        with starts.coming(), starts.coming() as coming:
-            await coming.start(lambda: None)
+        with starts.coming(), starts.coming() as coming:  # the first is tokenized all the time
+            await coming.start(lambda: started.append("second"))
+            assert started == ["second"]
+            started.append("first is tokenized")
 
     run(beside, most=0.01)
+    assert started == ["second", "first is tokenized"]
 
 
 @pytest.mark.parametrize("how", [ValueError, asyncio.CancelledError])
