@@ -37,10 +37,8 @@ from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
-from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
-from overspill.parallel.sharded import local
 from overspill.plan.budget import ModelSizes, place
 from overspill.plan.exchange_groups import check_groups
 from overspill.tiers.layout import RecordLayout
@@ -258,7 +256,7 @@ def _move_experts(
                         layer.give_away(engine, layer_map.own.index(number))
                     else:
                         cast(Any, layer).leave_to_others(engine)
-                engine.hold_dense(model)  # first: the device may not hold them all
+                engine.dense.hold(model)  # first: the device may not hold them all
                 model.to(device)
                 _close_with(engine, layers)
                 model.overspill = engine  # type: ignore[assignment]
@@ -276,22 +274,8 @@ def _move_experts(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         budget = None if budgets.gpu_memory is None else request.gpu_memory
-        engine.limit_memory(budget, _dense_bytes(weakref.ref(model)))
+        engine.limit_memory(budget)
     return model
-
-
-def _dense_bytes(model: weakref.ref[nn.Module]) -> Callable[[], int]:
-    """Counts the GPU memory of weights and gradients of the dense part."""
-
-    def count() -> int:
-        found = model()
-        if found is None:
-            return 0
-        dense = [p for p in found.parameters() if not isinstance(p, ExpertPlaceholder)]
-        tensors = [*dense, *(p.grad for p in dense if p.grad is not None)]
-        return sum(local(tensor.detach()).nbytes for tensor in tensors if tensor.is_cuda)
-
-    return count
 
 
 def _sizes(

@@ -6,13 +6,13 @@ others are streamed from host memory and disk.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.expert_map import ExpertMap
@@ -22,8 +22,7 @@ from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.addresses import Addresses
 from overspill.moe.compute import ExpertCompute
-from overspill.moe.dense_memory import DenseMemory
-from overspill.moe.dense_weights import DenseWeights
+from overspill.moe.dense_part import DensePart
 from overspill.moe.device_memory import CudaMemory, DeviceMemory
 from overspill.moe.dispatch import LocalDispatcher
 from overspill.moe.expert_moves import ExpertMoves
@@ -50,7 +49,6 @@ from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
-from overspill.transfer.streams import CopyStream
 
 
 class Engine:
@@ -90,7 +88,6 @@ class Engine:
         self._progress = progress
         self._costs = costs
         self._memory: ModelMemory | None = None
-        self._dense_bytes: Callable[[], int] = lambda: 0
         self._training: TrainingStep | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
         with ExitStack() as undo:  # a failure leaves no thread and no file
@@ -113,8 +110,7 @@ class Engine:
             self.lifetime = store.lifetime
             self.records = ExpertRecords(store, homes)
             self.addresses = Addresses(store, homes, recorder, settings.inject)
-            self._dense_memory = DenseMemory(device, store.lifetime)
-            self._dense_weights: DenseWeights | None = None
+            self.dense = DensePart(device, store.lifetime, placement, recorder, settings.inject)
             if placement.training:
                 threads = settings.threads or usable_cores()
                 gradients = ExpertGradients(
@@ -173,17 +169,6 @@ class Engine:
                 "model of from_pretrained() is in evaluation mode) to plan memory for an optimizer"
             )
         return self._training
-
-    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Zeros for an optimizer state of a dense parameter, where the placement puts them."""
-        return self._dense_memory.zeros(parameter, dtype, self.placement.dense_states > 0)
-
-    def hold_dense(self, model: nn.Module) -> None:
-        """Keeps the dense parameters in host memory, if the placement puts them there."""
-        if self.placement.dense_weights:
-            copies = CopyStream("upload", self.device, self.recorder, self._settings.inject)
-            self._dense_weights = DenseWeights(self.device, self._dense_memory, copies)
-            self._dense_weights.hold(model)
 
     @property
     def can_train(self) -> bool:
@@ -318,7 +303,7 @@ class Engine:
         outbox = 0 if self._shared is None else self._shared.own.sizes.outbox
         return {
             "gpu": self._homes.nbytes + self._slot_bytes,
-            "host": self._moves.host_bytes + self._dense_memory.host_bytes + outbox,
+            "host": self._moves.host_bytes + self.dense.host_bytes + outbox,
             "disk": self._store.memory.disk_bytes,
         }
 
@@ -374,14 +359,11 @@ class Engine:
             line += f"; {balance}"
         return line + dense
 
-    def limit_memory(
-        self, budget: int | None, dense_bytes: Callable[[], int] | None = None
-    ) -> None:
+    def limit_memory(self, budget: int | None) -> None:
         """Limits what torch allocates on the GPU to the budgets of all models; without one, the
-        model shares what is free. `dense_bytes` counts what the dense part holds there."""
+        model shares what is free."""
         if self.device.type != "cuda":
             return
-        self._dense_bytes = dense_bytes or self._dense_bytes
         memory = MEMORY_LIMITS.set(self, self.device, budget, CudaMemory(self.device))
         self._memory = memory
         if self.placement.fills:
@@ -389,10 +371,7 @@ class Engine:
 
     def device_bytes(self) -> int:
         """What this model holds on the compute device between two passes."""
-        dense = self._dense_memory.device_bytes
-        if not self.placement.dense_weights:
-            dense += self._dense_bytes()
-        return self.bytes_by_tier()["gpu"] + dense
+        return self.bytes_by_tier()["gpu"] + self.dense.device_bytes()
 
     def give_way(self) -> None:
         """Another model gets memory: experts that are too many leave the device, if not in the
@@ -472,7 +451,5 @@ class Engine:
             self._homes.wait()
             self._store.close()
             self._homes.close()
-            if self._dense_weights is not None:
-                self._dense_weights.close()
-            self._dense_memory.close()
+            self.dense.close()
             MEMORY_LIMITS.lift(self)

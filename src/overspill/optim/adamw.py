@@ -279,7 +279,7 @@ class AdamW(torch.optim.Optimizer):
             if self._engine is None:
                 state[name] = torch.zeros(own.shape, dtype=dtype, device=own.device)
             else:
-                state[name] = self._engine.new_state(own, dtype)
+                state[name] = self._engine.dense.new_state(own, dtype)
             if name in given:
                 state[name].copy_(part_of(given[name], parameter))
         return state
