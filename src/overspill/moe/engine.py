@@ -5,6 +5,7 @@ and writes weights and optimizer states. Some experts have their home on the com
 others are streamed from host memory and disk.
 """
 
+import functools
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -36,7 +37,7 @@ from overspill.moe.records import ExpertRecords
 from overspill.moe.row_placer import Balance, RowPlacer, Sharing
 from overspill.moe.settings import Settings
 from overspill.moe.stage_order import StageOrder
-from overspill.moe.streaming.gradients import StreamingGradients
+from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.parallel.exchange.choice import exchange_among
@@ -85,8 +86,6 @@ class Engine:
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
-        self._progress = progress
-        self._costs = costs
         self._memory: ModelMemory | None = None
         self._training: TrainingStep | None = None
         counts = spread_homes(placement.homes, n_layers, experts.n_local)
@@ -111,10 +110,23 @@ class Engine:
             self.records = ExpertRecords(store, homes)
             self.addresses = Addresses(store, homes, recorder, settings.inject)
             self.dense = DensePart(device, store.lifetime, placement, recorder, settings.inject)
+            new = functools.partial(
+                Streaming,
+                store,
+                homes,
+                placement,
+                recorder=recorder,
+                updates_at_once=self._updates_at_once,
+                progress=progress,
+                costs=costs,
+                shared=self._shared,
+            )
+            streaming = self._streaming = LazyStreaming(new, settings)
+            undo.callback(streaming.close)
             if placement.training:
                 threads = settings.threads or usable_cores()
                 gradients = ExpertGradients(
-                    homes, store, threads, self._streamed_gradients, self._make_room
+                    homes, store, threads, lambda: streaming.gradients, self._make_room
                 )
                 self._training = TrainingStep(
                     n_layers, gradients, self.records, 1 if ranks is None else ranks.size
@@ -126,24 +138,14 @@ class Engine:
                 homes, store.lifetime, dispatcher, max_rows, settings.waves
             )
             self._moves = ExpertMoves(
-                store, homes, self.records, placement, self._training, self._new_streaming, self
+                store, homes, self.records, placement, self._training, streaming, self
             )
-            if self._moves.streaming is not None:
-                undo.callback(self._moves.streaming.close)
-            self.stage_order = StageOrder(self._moves, store, self._lock)
+            self.stage_order = StageOrder(self._moves, streaming, store, self._lock)
             if ranks is not None and ranks.node.size > 1:
                 costs_of_rows = None if sharing is None else sharing.costs
                 exchange = exchange_among(ranks.node, device, recorder, settings.inject)
                 self._exchange_through(exchange, RowPlacer(ranks.node.size, costs_of_rows))
             undo.pop_all()
-
-    def _new_streaming(self) -> Streaming:
-        args = self._store, self._homes, self.placement, self._settings, self.recorder
-        return Streaming(*args, self._updates_at_once, self._progress, self._costs, self._shared)
-
-    def _streamed_gradients(self) -> StreamingGradients | None:
-        streaming = self._moves.streaming
-        return None if streaming is None else streaming.gradients
 
     def _make_room(self, keep: bool) -> None:
         self._moves.make_room(keep)
@@ -155,7 +157,7 @@ class Engine:
 
     @property
     def compute(self) -> ExpertCompute:
-        streaming = self._moves.streaming
+        streaming = self._streaming.started
         if streaming is None or sum(self._store.homes) == len(self._store.entries):
             return self._home_compute
         return streaming.compute
@@ -206,7 +208,7 @@ class Engine:
         """A pre-gate has chosen these experts for the next forward through a layer: they are
         uploaded, and read from disk, with those of the layers before it. Not with several ranks:
         they do not know yet which tokens of others they get."""
-        streaming = self._moves.streaming if self.rank_rows is None else None
+        streaming = self._streaming.started if self.rank_rows is None else None
         if streaming is not None and sum(self._store.homes) < len(self._store.entries):
             with self.exclusive():
                 streaming.compute.announce(layer, expert_ids_TK)
@@ -257,8 +259,7 @@ class Engine:
         if self.rank_rows is not None:
             self.rank_rows.check(settings)
         self.flush()
-        if (streaming := self._moves.streaming) is not None:
-            streaming.set_settings(settings)  # first: it may refuse them
+        self._streaming.set_settings(settings)  # first: it may refuse them
         self._settings = settings
         self._home_compute.set_grouped(settings.waves)
 
@@ -294,24 +295,17 @@ class Engine:
         """When idle: every slot and buffer is accounted for."""
         self.flush()
         self._store.check_conserved()
-        if (streaming := self._moves.streaming) is not None:
-            streaming.check_conserved()
+        self._streaming.check_conserved()
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the experts on the compute device, in host memory and on disk; in host memory
         with those of the dense part, and of gradients for other ranks."""
         outbox = 0 if self._shared is None else self._shared.own.sizes.outbox
         return {
-            "gpu": self._homes.nbytes + self._slot_bytes,
+            "gpu": self._homes.nbytes + self._streaming.device_bytes,
             "host": self._moves.host_bytes + self.dense.host_bytes + outbox,
             "disk": self._store.memory.disk_bytes,
         }
-
-    @property
-    def _slot_bytes(self) -> int:
-        """Memory of the device for slots and gradients of streamed experts."""
-        streaming = self._moves.streaming
-        return 0 if streaming is None else streaming.device_bytes
 
     def gpu_use(self) -> dict[str, int] | None:
         """Bytes of the GPU's budget, of what this process has reserved, and what it is for: experts
@@ -324,8 +318,8 @@ class Engine:
             "budget": min(self._memory.budget, self._memory.available()),
             "reserved": reserved,
             "experts": self._homes.nbytes,
-            "slots": self._slot_bytes,
-            "rest": reserved - self._homes.nbytes - self._slot_bytes,
+            "slots": self._streaming.device_bytes,
+            "rest": reserved - self._homes.nbytes - self._streaming.device_bytes,
         }
 
     def describe(self) -> str:
@@ -338,7 +332,7 @@ class Engine:
         dense = "".join(
             f"; dense {what} in host memory ({format_size(size)})" for size, what in parts if size
         )
-        if self._moves.streaming is None:
+        if self._streaming.started is None:
             return (
                 f"{rank}mode gpu: all {at_home} experts and their states on {self.device} "
                 f"({sizes['gpu']}){dense}"
@@ -401,8 +395,7 @@ class Engine:
 
     def recover(self) -> None:
         """Before a pass or a decoding step: a failure of transfers in an earlier one is over."""
-        if (streaming := self._moves.streaming) is not None:
-            streaming.recover()
+        self._streaming.recover()
 
     def loop_back(self, exchange: Exchange) -> None:
         """From the next pass on, token rows of one process travel through `exchange`, a
@@ -439,15 +432,13 @@ class Engine:
         ends first, with an error where it waits. No-op in a forked child."""
         if self.lifetime.forked:
             return
-        if (streaming := self._moves.streaming) is not None:
-            streaming.interrupt()
+        self._streaming.interrupt()
         with self._lock:
             if self.lifetime.closed:
                 return
             self.lifetime.closed = True
             self.rank_rows = None  # ends the thread of the exchange
-            if (streaming := self._moves.streaming) is not None:
-                streaming.close()
+            self._streaming.close()
             self._homes.wait()
             self._store.close()
             self._homes.close()

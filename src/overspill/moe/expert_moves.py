@@ -2,7 +2,7 @@
 make room there, and as experts are used."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
 
@@ -17,7 +17,7 @@ from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryUser
 from overspill.moe.records import ExpertRecords
 from overspill.moe.residency import BytesEach, Residency
-from overspill.moe.streaming.streaming import Streaming
+from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
 from overspill.plan.homes import DeviceShare, spread_homes
@@ -40,7 +40,7 @@ class ExpertMoves:
         records: ExpertRecords,
         placement: Placement,
         training: TrainingStep | None,
-        new_streaming: Callable[[], Streaming],
+        streaming: LazyStreaming,
         user: MemoryUser,
     ) -> None:
         """`user` is the model among those that share the device."""
@@ -51,7 +51,7 @@ class ExpertMoves:
         self._placement = placement
         self._training = training
         self._gradients = None if training is None else training.gradients
-        self._new_streaming = new_streaming
+        self._streaming = streaming
         self._user = user
         self._residency: Residency | None = None
         self.holders: WeakSet[object] = WeakSet()
@@ -61,28 +61,16 @@ class ExpertMoves:
         self._most_sums = self.total
         self.count = 0
         """How often experts have moved."""
-        self.streaming: Streaming | None = None
-        """None if all experts have been at home on the device from the beginning."""
         self._stream_if_needed(sum(store.homes))
 
     def _stream_if_needed(self, at_home: int) -> None:
         """Experts that are not at home on the device need slots and threads."""
-        if self.streaming is not None or at_home == self.total:
-            return
-        streaming = self._new_streaming()
-        try:
-            keep = None if self._gradients is None else self._gradients.keep
-            if keep is not None and streaming.gradients is not None:
-                streaming.gradients.attach(keep)
-        except BaseException:
-            streaming.close()
-            raise
-        self.streaming = streaming
+        if at_home < self.total:
+            self._streaming.start(None if self._gradients is None else self._gradients.keep)
 
     def wait(self) -> None:
         """Waits until every transfer and update has ended."""
-        if self.streaming is not None:
-            self.streaming.wait()
+        self._streaming.wait()
         self._homes.wait()
 
     # -- as the user asks -----------------------------------------------------------------------
@@ -118,11 +106,12 @@ class ExpertMoves:
             return
         with self._change():
             self._check_exchanges(exchanges)
-            assert self.streaming is not None
+            streaming = self._streaming.started
+            assert streaming is not None
             for exchange in exchanges:
                 self._records.exchange(*exchange)
                 with self._store.lock:
-                    self.streaming.compute.cursor.exchange(*exchange)
+                    streaming.compute.cursor.exchange(*exchange)
 
     def _check_exchanges(self, exchanges: Sequence[Exchange]) -> None:
         if self._homes.has_states:
@@ -142,9 +131,9 @@ class ExpertMoves:
         with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if self._training is not None:
                 self._training.check_no_gradients("the homes of experts cannot be changed")
-            if self.streaming is not None:
-                self.streaming.recover()
-                self.streaming.stop_uploads()
+            if (streaming := self._streaming.started) is not None:
+                streaming.recover()
+                streaming.stop_uploads()
             self.wait()
             try:
                 yield
@@ -152,8 +141,8 @@ class ExpertMoves:
                 self.count += 1
                 self._store.recount_slots()
                 self._homes.wait()  # the next pass may use another stream
-                if self.streaming is not None:
-                    self.streaming.homes_changed()
+                if (streaming := self._streaming.started) is not None:
+                    streaming.homes_changed()
 
     def _extend_host(self, missing: int) -> None:
         if missing == 0:
@@ -171,7 +160,7 @@ class ExpertMoves:
     @property
     def host_bytes(self) -> int:
         """Host memory of the experts and of what streams them."""
-        streaming = self.streaming
+        streaming = self._streaming.started
         return self._store.memory.host_bytes if streaming is None else streaming.host_bytes
 
     # -- to use the memory of the device ----------------------------------------------------------
@@ -277,10 +266,10 @@ class ExpertMoves:
 
     def _follow_usage(self) -> None:
         """Lets the most used experts live on the device."""
-        if self.streaming is None:
+        if (streaming := self._streaming.started) is None:
             return
         with self._store.lock:
-            usage = self.streaming.compute.cursor.usage
+            usage = streaming.compute.cursor.usage
             most = max(1, _EXCHANGED_BYTES // self._store.layout.weight_bytes)
             exchanges = usage.decide(self._store.homes, most)
         if not exchanges:
