@@ -37,6 +37,7 @@ from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
+from overspill.moe.model_part import ModelPart
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.plan.budget import ModelSizes, place
@@ -245,8 +246,8 @@ def _move_experts(
                 _log.info("all experts compute on %s: they fit there", device)
             with DeferredInterrupt() as interrupt:
                 engine = Engine(
-                    len(layers), experts, layout, device, placement, settings,
-                    Recorder(device=device), budgets.folder, show, costs, ranks, sharing, layer_map,
+                    ModelPart(layer_map, experts, ranks, sharing), layout, device, placement,
+                    settings, Recorder(device=device), budgets.folder, show, costs,
                 )  # fmt: skip
                 undo.callback(engine.close)
                 _fill(engine, layers, source, show, interrupt)
@@ -274,7 +275,7 @@ def _move_experts(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         budget = None if budgets.gpu_memory is None else request.gpu_memory
-        engine.limit_memory(budget)
+        engine.memory.limit(budget)
     return model
 
 

@@ -41,9 +41,7 @@ class ExpertMoves:
         placement: Placement,
         training: TrainingStep | None,
         streaming: LazyStreaming,
-        user: MemoryUser,
     ) -> None:
-        """`user` is the model among those that share the device."""
         self._store = store
         self._homes = homes
         self._changes = HomeChanges(store)
@@ -52,7 +50,7 @@ class ExpertMoves:
         self._training = training
         self._gradients = None if training is None else training.gradients
         self._streaming = streaming
-        self._user = user
+        self._user: MemoryUser | None = None
         self._residency: Residency | None = None
         self.holders: WeakSet[object] = WeakSet()
         """While there are some, no experts move by themselves, neither to use memory nor to follow
@@ -165,12 +163,14 @@ class ExpertMoves:
 
     # -- to use the memory of the device ----------------------------------------------------------
 
-    def fill_memory(self, memory: DeviceMemory, budget: int) -> None:
-        """From now on lets as many experts live on the device as `budget` allows."""
+    def fill_memory(self, memory: DeviceMemory, budget: int, user: MemoryUser) -> None:
+        """From now on lets as many experts live on the device as `budget` allows. `user` is the
+        model among those that share the device."""
         planned = sum(self._store.homes) == self._placement.homes  # with their states
         if self._gradients is not None:
             self._gradients.allow_host()
         size = self._home_bytes(self._placement.training, False) if planned else 0
+        self._user = user
         self._residency = Residency(memory, budget, self, size)
 
     @property
@@ -202,6 +202,7 @@ class ExpertMoves:
         return DeviceShare(sum(self._store.homes), gradients)
 
     def set_share(self, share: DeviceShare) -> None:
+        assert self._user is not None, "the residency that calls this was made for a user"
         with MEMORY_LIMITS.moving(self._user), torch.inference_mode(False):  # memory outlives it
             if self._gradients is not None and self._gradients.on_device != share.gradients:
                 self._gradients.set_on_device(0)  # first: it makes room
