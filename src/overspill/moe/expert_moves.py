@@ -128,7 +128,7 @@ class ExpertMoves:
         # what is allocated here outlives an inference mode of the caller
         with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if self._training is not None:
-                self._training.check_no_gradients("the homes of experts cannot be changed")
+                self._training.states.check_empty("the homes of experts cannot be changed")
             if (streaming := self._streaming.started) is not None:
                 streaming.recover()
                 streaming.stop_uploads()
@@ -180,13 +180,13 @@ class ExpertMoves:
     def give_way(self) -> None:
         """Another model gets memory: experts that are too many leave the device, if not in the
         middle of a step."""
-        in_step = self._training is not None and self._training.has_gradients
+        in_step = self._training is not None and self._training.states.has_gradients
         if self._residency is not None and not in_step:
             self._residency.give_way()
 
     def make_room(self, keep: bool) -> None:
         """Experts at home will need memory for states, and with `keep` for kept gradients."""
-        if self._residency is None or self._training is None or self._training.has_gradients:
+        if self._residency is None or self._training is None or self._training.states.has_gradients:
             return
         gradients = self._training.gradients
         if gradients.keep is not None and gradients.keep != keep and not gradients.accumulates:
@@ -251,7 +251,7 @@ class ExpertMoves:
         if training is not None:
             # the memory of the optimizer is not allocated yet
             expected = layer_pass.trained and not training.has_states
-            if expected or training.has_gradients:
+            if expected or training.states.has_gradients:
                 return
         try:
             if self._residency is not None:
