@@ -103,12 +103,12 @@ def main() -> None:
     run = steps(model, optimizer, args.batch)
     for _ in range(2):
         next(run)
-    base = torch.cuda.max_memory_reserved() - engine.device_share.experts * record
+    base = torch.cuda.max_memory_reserved() - engine.memory.share.experts * record
     metrics: dict[str, Metric] = {}
     for share in shares:
-        engine.limit_memory(int((base + share * total * record) / 0.97))
+        engine.memory.limit(int((base + share * total * record) / 0.97))
         found = measure_steps(engine, run, tokens, args.warm, args.steps)
-        experts = engine.device_share.experts
+        experts = engine.memory.share.experts
         show(f"lora, {experts} of {total} experts on the GPU", found)
         metrics[label(share)] = metric(found.speed, "tokens/s")
         metrics[f"{label(share)}_experts"] = metric([experts], "experts")

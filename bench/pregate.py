@@ -290,7 +290,7 @@ def run_ssd(args: argparse.Namespace) -> None:
     }
     table = rows(found, engine.n_layers)
     total = engine.n_layers * engine.n_experts
-    nbytes = engine.n_layers * engine.layout.weight_bytes * (1 - engine.cache_slots / total)
+    nbytes = engine.n_layers * engine.layout.weight_bytes * (1 - engine.memory.cache_slots / total)
     limit = Limit(bandwidth / nbytes, "tokens/s", "reading experts from disk")
     engine.close()
     write_record("pregate-ssd", details, metrics, limit, args.out, table)

@@ -86,7 +86,7 @@ def measure_case(
     model: GPTMoE, optimizer: overspill.AdamW, case: Case, args: argparse.Namespace
 ) -> Measured:
     engine = model.overspill
-    engine.limit_memory(int(case.budget * 2**30))
+    engine.memory.limit(int(case.budget * 2**30))
     run = steps(model, optimizer, Work(case.batch))
     settled = settle(engine, run, args.warm)
     if not settled:

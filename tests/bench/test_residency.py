@@ -90,7 +90,7 @@ def test_a_budget_that_runs_out_of_memory_does_not_stop_the_others(
     engine, calls = model.overspill, 0
     failing_call = {1.0: 1, 1.5: 2}  # by budget: in forward; in backward, which recomputes
 
-    def limit_memory(size: int) -> None:
+    def limit(size: int) -> None:
         nonlocal calls, budget
         calls, budget = 0, size / 2**30
         engine.set_homes([int(2 * budget)] * engine.n_layers)
@@ -102,7 +102,7 @@ def test_a_budget_that_runs_out_of_memory_does_not_stop_the_others(
             raise torch.OutOfMemoryError("no memory left")
 
     budget = 0.0
-    monkeypatch.setattr(engine, "limit_memory", limit_memory)
+    monkeypatch.setattr(engine.memory, "limit", limit)
     model.blocks[1].attention.register_forward_pre_hook(run_out)
     cases = [residency.Case("toy", None, 2, budget, True) for budget in (0.5, 1.0, 1.5, 2.0)]
     found = {

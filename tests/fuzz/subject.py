@@ -72,7 +72,7 @@ class Subject(Side):
             records = self.engine.layout.weight_bytes + self.engine.layout.state_bytes
             room = int(case.room * case.n_layers * case.n_experts * records)
             memory = RestlessMemory(self.engine, room)
-            self.engine.fill_memory(memory, memory.allocated() + room)
+            self.engine.memory.fill(memory, memory.allocated() + room)
         self._places = _expert_places(model, case)
         self.exchange(Op("exchange"))  # before experts have states
         self.optimizer = self._new_optimizer()

@@ -120,9 +120,9 @@ class Bench:
             self.sink.log.clear()
 
     def forward(self, layer: int = 0) -> LayerPass:
-        self.training.check_forward(layer)
+        self.training.states.check_forward(layer)
         layer_pass = LayerPass(layer, training=True, order=RowOrder(2, False, COUNTS))
-        self.training.open_pass(layer_pass)
+        self.training.passes.open(layer_pass)
         return layer_pass
 
     def deliver(self, layer_pass: LayerPass) -> None:

@@ -90,7 +90,7 @@ def test_experts_that_fill_the_device_make_room_for_states_when_they_are_unfroze
         set_frozen(model, True)
         memory = FakeMemory(engine, other=1 << 16)
         budget = int((memory.peak() + 12.5 * engine.layout.weight_bytes) / 0.98)
-        engine.fill_memory(memory, budget)
+        engine.memory.fill(memory, budget)
         observe_passes(model, next(task.batches())[0])
         homes = []
 

@@ -113,7 +113,7 @@ def accumulated(clip: float | None, room: float) -> tuple[list[float], int]:
     overspill.offload(model, quiet=True, mode="host", slots=6)
     memory = FakeMemory(model.overspill, other=1 << 16)
     size = int(room * model.overspill.layout.weight_bytes)
-    model.overspill.fill_memory(memory, int((memory.peak() + size) / 0.98))
+    model.overspill.memory.fill(memory, int((memory.peak() + size) / 0.98))
     optimizer = overspill.AdamW(model, lr=3e-3, max_grad_norm=clip)
     losses = []
     try:
@@ -126,7 +126,7 @@ def accumulated(clip: float | None, room: float) -> tuple[list[float], int]:
             optimizer.zero_grad()
             losses.append(loss.item())
         model.overspill.check_conserved()
-        return losses, model.overspill.device_share.gradients
+        return losses, model.overspill.memory.share.gradients
     finally:
         model.overspill.close()
 
@@ -158,7 +158,7 @@ def test_clipped_gradients_that_wait_in_host_memory_follow_plain_training(
     record = engine.layout.weight_bytes + engine.layout.state_bytes
     memory = FakeMemory(engine, other=1 << 16)
     room = CONFIG.n_layers * CONFIG.n_experts * record // 2
-    engine.fill_memory(memory, int((memory.peak() + room) / 0.98))
+    engine.memory.fill(memory, int((memory.peak() + room) / 0.98))
     optimizer = overspill.AdamW(model, lr=3e-3, max_grad_norm=0.5)
     losses = []
     try:
@@ -168,7 +168,7 @@ def test_clipped_gradients_that_wait_in_host_memory_follow_plain_training(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        assert engine.device_share.experts > engine.device_share.gradients
+        assert engine.memory.share.experts > engine.memory.share.gradients
         engine.check_conserved()
     finally:
         engine.close()

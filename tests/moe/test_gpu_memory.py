@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_roughly")]
 
 def fill(engine: Engine, budget: int | None, gpu: type[CudaMemory] = CudaMemory) -> None:
     """As with mode "auto", which would keep all experts of so small a model on the GPU."""
-    memory = MEMORY_LIMITS.set(engine, engine.device, budget, gpu(engine.device))
-    engine.fill_memory(memory, memory.budget)
+    memory = MEMORY_LIMITS.set(engine.memory, engine.device, budget, gpu(engine.device))
+    engine.memory.fill(memory, memory.budget)
 
 
 def test_memory_is_filled_with_experts_and_they_leave_it_before_a_larger_batch() -> None:
@@ -77,7 +77,7 @@ def test_two_models_fill_memory_within_their_own_budgets() -> None:
             train_steps(1, first, second)
             assert torch.cuda.memory_reserved() <= sum(budgets)
             for engine, budget in zip(engines, budgets, strict=True):
-                assert engine.device_bytes() <= budget
+                assert engine.memory.device_bytes() <= budget
         assert sum(engines[0].homes) > 0
         assert sum(engines[1].homes) == count
         engines[1].close()
@@ -146,7 +146,7 @@ def unfrozen(offloaded: bool, clip: float | None) -> list[float]:
         engine = model.overspill
         count, record = CONFIG.n_layers * CONFIG.n_experts, 4 * engine.layout.weight_bytes
         memory = FakeMemory(engine, other=1 << 16)
-        engine.fill_memory(memory, int((memory.peak() + count * record // 2) / 0.98))
+        engine.memory.fill(memory, int((memory.peak() + count * record // 2) / 0.98))
     experts = [
         parameter
         for moe in model.moe_layers()

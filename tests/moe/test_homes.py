@@ -239,7 +239,7 @@ def test_memory_is_filled_after_the_first_steps(where: str, most: int, tmp_path:
         record = engine.layout.shape.numel * 16  # fp32: weight, two moments, kept gradient
         memory = FakeMemory(engine, other=1 << 16)
         budget = int((memory.peak() + 9.5 * record) / 0.98)
-        engine.fill_memory(memory, budget)
+        engine.memory.fill(memory, budget)
         for batches in task.batches():
             run.losses.append(train_step(model, optimizer, batches))
             run.norms.append(optimizer.total_norm or 0.0)
@@ -258,20 +258,20 @@ def test_experts_give_way_to_another_model_but_not_within_a_step(tmp_path: Path)
         optimizer = adamw(model, task)
         memory = FakeMemory(engine, other=1 << 16)
         record = engine.layout.shape.numel * 16
-        engine.fill_memory(memory, int((memory.peak() + 9.5 * record) / 0.98))
+        engine.memory.fill(memory, int((memory.peak() + 9.5 * record) / 0.98))
         train_step(model, optimizer, [tokens])
         observe_passes(model, tokens)
         loss_of(model, tokens).backward()
         before = sum(engine.homes)
         left = memory.peak() - 3 * record
         memory.available = lambda: left  # type: ignore[method-assign]
-        engine.give_way()
+        engine.memory.give_way()
         assert sum(engine.homes) == before
         optimizer.step()
         optimizer.zero_grad()
-        engine.give_way()
+        engine.memory.give_way()
         assert 0 < sum(engine.homes) < before
-    engine.give_way()  # closed
+    engine.memory.give_way()  # closed
 
 
 def test_experts_leave_the_device_until_passes_with_clipping_were_observed(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_experts_leave_the_device_until_passes_with_clipping_were_observed(tmp_p
         optimizer = adamw(model, task)
         memory = FakeMemory(engine, other=1 << 16)
         record = engine.layout.shape.numel * 16
-        engine.fill_memory(memory, int((memory.peak() + 9.5 * record) / 0.98))
+        engine.memory.fill(memory, int((memory.peak() + 9.5 * record) / 0.98))
         for each, leave in ((task, False), (task, False), (clipped, True)):
             before, optimizer = sum(engine.homes), None
             optimizer = adamw(model, each)
@@ -299,7 +299,7 @@ def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_p
         weights = engine.layout.weight_bytes
         memory = FakeMemory(engine, other=1 << 16)
         budget = int((memory.peak() + 14.5 * weights) / 0.98)
-        engine.fill_memory(memory, budget)
+        engine.memory.fill(memory, budget)
         for layer in model.moe_layers():
             layer.requires_grad_(False)
         observe_passes(model, tokens)
@@ -316,7 +316,7 @@ def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_p
                 train_step(model, optimizer, [tokens] * micro)
                 assert memory.peak() <= budget
                 observe_passes(model, tokens)
-            assert sum(engine.device_share) >= 3
+            assert sum(engine.memory.share) >= 3
 
 
 @pytest.mark.parametrize("where", ["gpu", "disk behind 3 host slots"])
@@ -532,7 +532,7 @@ def test_micro_batches_that_begin_when_all_experts_are_at_home_follow_plain_trai
                 memory = FakeMemory(engine, other=1 << 16)
                 record = engine.layout.weight_bytes + engine.layout.state_bytes
                 room = int(1.45 * len(engine.homes) * engine.experts.n_local * record)
-                engine.fill_memory(memory, int((memory.peak() + room) / 0.98))
+                engine.memory.fill(memory, int((memory.peak() + room) / 0.98))
             for number, batches in enumerate(task.batches()):
                 if fill and number == 2:
                     assert set(engine.homes) == {engine.experts.n_local}

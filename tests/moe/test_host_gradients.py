@@ -40,12 +40,12 @@ def give_room(engine: Engine, experts: float) -> None:
     memory = FakeMemory(engine, other=1 << 16)
     record = engine.layout.weight_bytes + engine.layout.state_bytes
     each = record + -(-2 * engine.layout.weight_bytes // engine.n_layers)
-    engine.fill_memory(memory, int((memory.peak() + experts * each) / 0.98))
+    engine.memory.fill(memory, int((memory.peak() + experts * each) / 0.98))
 
 
 def unaccounted(engine: Engine) -> int:
-    """Bytes of fp32 training on the device beside those that `device_share` tells."""
-    share = engine.device_share
+    """Bytes of fp32 training on the device beside those that `memory.share` tells."""
+    share = engine.memory.share
     numbers = 3 * share.experts + share.gradients  # weights, two moments; a gradient
     return engine.bytes_by_tier()["gpu"] - 4 * numbers * engine.layout.shape.numel
 
@@ -60,7 +60,7 @@ def clipped_run(task: Task, disk: Path, room: float, settings: Settings | None =
             run.norms.append(optimizer.total_norm or 0.0)
             if number == 0:
                 observe_passes(model, batches[0])
-        share = engine.device_share
+        share = engine.memory.share
         assert share.experts >= 0.8 * int(room)
         assert share.gradients < share.experts, "some gradients are in host memory"
         engine.check_conserved()
@@ -178,11 +178,11 @@ def test_gradients_on_the_device_are_counted_after_homes_were_set(tmp_path: Path
         for batches in task.batches():
             observe_passes(model, batches[0])
             train_step(model, optimizer, batches)
-        assert engine.device_share.gradients > 0
+        assert engine.memory.share.gradients > 0
         others = unaccounted(engine)
         engine.set_homes([1] * engine.n_layers)
         for batches in task.batches():
-            assert unaccounted(engine) == others, engine.device_share
+            assert unaccounted(engine) == others, engine.memory.share
             train_step(model, optimizer, batches)
 
 
@@ -195,7 +195,7 @@ def test_a_closed_engine_holds_no_memory_of_kept_gradients(tmp_path: Path) -> No
         batches = next(task.batches())
         observe_passes(model, batches[0])
         train_step(model, optimizer, batches)
-        assert engine.device_share.experts > engine.device_share.gradients
+        assert engine.memory.share.experts > engine.memory.share.gradients
         loss_of(model, batches[0]).backward()
         optimizer.zero_grad()
     assert engine.bytes_by_tier()["gpu"] == 0

@@ -296,13 +296,13 @@ def test_two_trained_models_fill_their_budgets_and_give_way_to_a_third(
         overspill.offload(model, settings=overspill.Settings(threads=1), **options)
     first, second = (model.overspill for model in models)
     try:
-        device.models += [first, second]
+        device.models += [first.memory, second.memory]
         record = first.layout.weight_bytes + first.layout.state_bytes
         device.size = device.allocated() + 20 * record
         optimizers = [adamw(model, task) for model in models]
-        for engine, budget in ((first, None), (second, first.device_bytes() + 9 * record)):
-            memory = MEMORY_LIMITS.set(engine, GPU, budget, Window(device))
-            engine.fill_memory(memory, memory.budget)
+        for engine, budget in ((first, None), (second, first.memory.device_bytes() + 9 * record)):
+            memory = MEMORY_LIMITS.set(engine.memory, GPU, budget, Window(device))
+            engine.memory.fill(memory, memory.budget)
         for batches in itertools.islice(itertools.cycle(task.batches()), 10):
             pairs = zip(models, optimizers, strict=True)
             one, two = [train_step(model, optimizer, batches) for model, optimizer in pairs]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 def model(tmp_path: Path) -> Iterator[Any]:
     """Its experts are in host memory, and the device has room for all of them."""
     with offloaded(copy.deepcopy(plain_gpt()), "host", tmp_path) as twin:
-        twin.overspill.fill_memory(FakeMemory(twin.overspill, other=1 << 16), 1 << 30)
+        twin.overspill.memory.fill(FakeMemory(twin.overspill, other=1 << 16), 1 << 30)
         yield twin
 
 

@@ -1,50 +1,33 @@
 """`overspill.offload`: moves the experts of a model to an engine, in place."""
 
-import dataclasses
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from overspill.core.errors import ConfigError
-from overspill.core.expert_map import ExpertMap
-from overspill.core.experts import ExpertId
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.lifetime import outside_engine_threads
+from overspill.hardware.profile import ExpertCosts
 from overspill.models.budgets import Budgets, Size
 from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
+from overspill.models.fill import ExpertSource, fill_experts
+from overspill.models.offload_plan import OffloadPlan, plan_offload
 from overspill.models.progress_bar import TerminalProgress
-from overspill.models.ranks import (
-    check_supported,
-    checksum,
-    digest,
-    facts,
-    of_one_rank,
-    rank_budgets,
-    rank_layers,
-    rank_part,
-)
-from overspill.models.shard_dense import check_shardable, device_bytes, shard_dense
-from overspill.models.sharing import may_share, place_shared, share_experts
+from overspill.models.ranks import check_supported, of_one_rank
+from overspill.models.shard_dense import shard_dense
 from overspill.models.snapshot import ModelSnapshot
-from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
-from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
-from overspill.parallel.sharded import local
-from overspill.plan.budget import ModelSizes, place
-from overspill.plan.exchange_groups import check_groups
-from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.trace.recorder import Recorder
 
@@ -52,10 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("overspill")
-_READERS = 8
-"""Reader threads: enough to keep an NVMe disk busy."""
-_BUFFERS = 3 << 29
-"""Maximum bytes of experts in buffers at once, where they cannot be read into place."""
 
 
 def offload(
@@ -161,16 +140,6 @@ def _layer_types() -> tuple[Any, ...]:
     return (MoE,) if module is None else (MoE, module.MoELayer)
 
 
-class ExpertSource(Protocol):
-    """Where weights of experts come from, if not from the model."""
-
-    @property
-    def copies(self) -> bool:
-        """Whether `fill` needs buffers of its own."""
-
-    def fill(self, expert: ExpertId, record: Tensor) -> None: ...
-
-
 def move_experts(
     model: nn.Module,
     layers: Sequence[ExpertLayer],
@@ -208,61 +177,25 @@ def _move_experts(
     agree: Callable[[], None],
 ) -> nn.Module:
     """`agree` raises on all ranks if one of them has failed."""
+    plan = plan_offload(model, layers, budgets, ranks, agree)
     device = budgets.compute_device
-    layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
-    experts, every_layer = ExpertMap.whole(layers[0].n_experts), layers
-    layer_map = rank_layers(model, layers, budgets, ranks)
-    layers = [every_layer[number] for number in layer_map.own]
-    if ranks is not None:
-        experts, budgets = rank_part(experts.n_global, ranks.node), rank_budgets(budgets, ranks)
-        check_groups(budgets.settings.exchange_groups, experts.n_global, ranks.node.size)
-    request = budgets.request(device, 1 if ranks is None else ranks.on_machine)
-    if ranks is not None:
-        # after all have seen how much memory is free, and before one allocates it
-        ranks.check_same(facts(model, every_layer, layout, budgets))
-    parameters = [p for layer in every_layer for p in layer.expert_parameters()]
-    sizes = _sizes(model, parameters, layout, len(layers), experts.n_local)
-    settings = budgets.settings
-    if budgets.shard_dense:
-        check_shardable(model, parameters, ranks, device)
-        assert ranks is not None
-        sizes = dataclasses.replace(
-            sizes,
-            dense=device_bytes(model, parameters, ranks.size),
-            dense_states=-(-sizes.dense_states // ranks.size),
-        )
-    sharing = None
-    if ranks is not None and may_share(settings, device, ranks):
-        n_experts = experts.n_global
-        placement, why_not = place_shared(sizes, request, settings, layout, n_experts, ranks.size)
-        sharing = share_experts(
-            ranks, agree, settings, why_not, layout, len(layers), n_experts, device
-        )
-    else:
-        placement = place(sizes, request)
+    held = [layers[number] for number in plan.part.layers.own]
+    parameters = [p for layer in layers for p in layer.expert_parameters()]
     with ExitStack() as undo:
         with _shown(progress) as show:
-            costs = None
-            if placement.mode != "gpu":
-                costs = cpu_expert_costs(layout, device, budgets.settings, show)
-            if placement.mode == "gpu":
-                _log.info("all experts compute on %s: they fit there", device)
+            costs = _cpu_costs(plan, device, show)
             with DeferredInterrupt() as interrupt:
                 engine = Engine(
-                    len(layers), experts, layout, device, placement, settings,
-                    Recorder(device=device), budgets.folder, show, costs, ranks, sharing, layer_map,
+                    plan.part, plan.layout, device, plan.placement, plan.settings,
+                    Recorder(device=device), budgets.folder, show, costs,
                 )  # fmt: skip
                 undo.callback(engine.close)
-                _fill(engine, layers, source, show, interrupt)
+                fill_experts(engine, held, source, show, interrupt)
                 undo.callback(ModelSnapshot(model).restore)
-                for number, layer in enumerate(every_layer):
-                    if number in layer_map.own:
-                        layer.give_away(engine, layer_map.own.index(number))
-                    else:
-                        cast(Any, layer).leave_to_others(engine)
-                engine.hold_dense(model)  # first: the device may not hold them all
+                _replace_experts(engine, layers)
+                engine.dense.hold(model)  # first: the device may not hold them all
                 model.to(device)
-                _close_with(engine, layers)
+                _close_with(engine, held)
                 model.overspill = engine  # type: ignore[assignment]
                 finish()
                 agree()
@@ -277,97 +210,28 @@ def _move_experts(
         parameter.data = parameter.data.new_empty(0)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        budget = None if budgets.gpu_memory is None else request.gpu_memory
-        engine.limit_memory(budget, _dense_bytes(weakref.ref(model)))
+        engine.memory.limit(plan.gpu_memory)
     return model
 
 
-def _dense_bytes(model: weakref.ref[nn.Module]) -> Callable[[], int]:
-    """Counts the GPU memory of weights and gradients of the dense part."""
-
-    def count() -> int:
-        found = model()
-        if found is None:
-            return 0
-        dense = [p for p in found.parameters() if not isinstance(p, ExpertPlaceholder)]
-        tensors = [*dense, *(p.grad for p in dense if p.grad is not None)]
-        return sum(local(tensor.detach()).nbytes for tensor in tensors if tensor.is_cuda)
-
-    return count
+def _cpu_costs(
+    plan: OffloadPlan, device: torch.device, progress: Progress | None
+) -> ExpertCosts | None:
+    """Measured costs of CPU experts; None if all experts are on the device."""
+    if plan.placement.mode == "gpu":
+        _log.info("all experts compute on %s: they fit there", device)
+        return None
+    return cpu_expert_costs(plan.layout, device, plan.settings, progress)
 
 
-def _sizes(
-    model: nn.Module,
-    experts: Sequence[nn.Parameter],
-    layout: RecordLayout,
-    n_layers: int,
-    n_local: int,
-) -> ModelSizes:
-    training = model.training
-    blocks = dense_blocks(model, set(map(id, experts)))
-    dense = dense_states = 0
-    for parameter in (p for block in blocks for p in block.parameters):
-        dense += parameter.nbytes * (2 if training else 1)  # weight and gradient
-        # both moments, and the low bits of a bf16 master
-        low = 2 if parameter.dtype == torch.bfloat16 else 0
-        each = 2 * layout.state_dtype.itemsize + low if training else 0
-        dense_states += parameter.numel() * each
-    shape = layout.shape
-    row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * shape.d_model) * layout.dtype.itemsize
-    return ModelSizes(
-        n_layers,
-        n_local,
-        layout.weight_bytes,
-        layout.state_bytes,
-        dense,
-        dense_states,
-        row,
-        training,
-        buffer_bytes(blocks, training),
-    )
-
-
-def _fill(
-    engine: Engine,
-    layers: Sequence[ExpertLayer],
-    source: ExpertSource | None,
-    progress: Progress | None,
-    interrupt: DeferredInterrupt,
-) -> None:
-    """Fills the records of all experts, from the layers or from `source`."""
-    done, lock = 0, threading.Lock()
-    replicas = None if engine.ranks is None else engine.ranks.replicas
-    checksums: dict[ExpertId, int] = {}
-
-    def fill(expert: ExpertId, record: Tensor) -> None:
-        nonlocal done
-        interrupt.check()
-        if source is not None:
-            source.fill(ExpertId(engine.layer_map.own[expert.layer], expert.index), record)
+def _replace_experts(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
+    """Puts placeholders in the place of the experts of all layers, also of other ranks' ones."""
+    own = engine.layer_map.own
+    for number, layer in enumerate(layers):
+        if number in own:
+            layer.give_away(engine, own.index(number))
         else:
-            layers[expert.layer].fill(expert.index, record, engine.device)
-        if replicas is not None:
-            checksums[expert] = checksum(record)
-        with lock:
-            done += engine.layout.weight_bytes
-            if progress is not None:
-                progress("filling the store", done, engine.records.weights_bytes)
-
-    if source is None:
-        engine.records.fill(fill)
-    else:
-        placement = engine.placement  # a buffer on the way to the disk or the device
-        staged = placement.mode != "host" or placement.homes > 0
-        buffers = engine.layout.weight_bytes * (int(staged) + 2 * int(source.copies))
-        engine.records.fill(fill, reader_threads(buffers), on_host=True)
-    if replicas is not None:
-        weights = digest(sorted(checksums.items()))
-        replicas.check_same({"a digest of the experts that several nodes hold": weights})
-
-
-def reader_threads(buffers: int, most: int = _BUFFERS) -> int:
-    """Threads that read experts, where each needs `buffers` bytes and all together `most`."""
-    return _READERS if buffers == 0 else max(1, min(_READERS, most // buffers))
+            cast(Any, layer).leave_to_others(engine)
 
 
 class _Keeper:

@@ -69,7 +69,7 @@ def _routed(
         return y
     with engine.exclusive():
         if layer_pass.trained and engine.can_train and in_function():
-            engine.training.expect_recomputation(layer_pass.layer)
+            engine.training.passes.expect_recomputation(layer_pass.layer)
         return _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep=False)
 
 
@@ -128,7 +128,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         with engine.exclusive():
             if layer_pass.trained and engine.can_train:
-                engine.training.open_pass(layer_pass, recomputed=_recomputing())
+                engine.training.passes.open(layer_pass, recomputed=_recomputing())
             keep = engine.settings.activations == "keep"
             y_TD = _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep)
         if layer_pass.kept is not None:
@@ -156,7 +156,7 @@ def _forward(
     keep: bool,
 ) -> Tensor:
     if engine.can_train:
-        engine.training.check_forward(layer_pass.layer)
+        engine.training.states.check_forward(layer_pass.layer)
     # in a recomputation the layers that come next are those below
     phase = Phase.BACKWARD if _recomputing() else Phase.FORWARD
     if phase is Phase.FORWARD:

@@ -2,7 +2,7 @@
 make room there, and as experts are used."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
 
@@ -17,7 +17,7 @@ from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryUser
 from overspill.moe.records import ExpertRecords
 from overspill.moe.residency import BytesEach, Residency
-from overspill.moe.streaming.streaming import Streaming
+from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
 from overspill.plan.homes import DeviceShare, spread_homes
@@ -40,10 +40,8 @@ class ExpertMoves:
         records: ExpertRecords,
         placement: Placement,
         training: TrainingStep | None,
-        new_streaming: Callable[[], Streaming],
-        user: MemoryUser,
+        streaming: LazyStreaming,
     ) -> None:
-        """`user` is the model among those that share the device."""
         self._store = store
         self._homes = homes
         self._changes = HomeChanges(store)
@@ -51,8 +49,8 @@ class ExpertMoves:
         self._placement = placement
         self._training = training
         self._gradients = None if training is None else training.gradients
-        self._new_streaming = new_streaming
-        self._user = user
+        self._streaming = streaming
+        self._user: MemoryUser | None = None
         self._residency: Residency | None = None
         self.holders: WeakSet[object] = WeakSet()
         """While there are some, no experts move by themselves, neither to use memory nor to follow
@@ -61,28 +59,16 @@ class ExpertMoves:
         self._most_sums = self.total
         self.count = 0
         """How often experts have moved."""
-        self.streaming: Streaming | None = None
-        """None if all experts have been at home on the device from the beginning."""
         self._stream_if_needed(sum(store.homes))
 
     def _stream_if_needed(self, at_home: int) -> None:
         """Experts that are not at home on the device need slots and threads."""
-        if self.streaming is not None or at_home == self.total:
-            return
-        streaming = self._new_streaming()
-        try:
-            keep = None if self._gradients is None else self._gradients.keep
-            if keep is not None and streaming.gradients is not None:
-                streaming.gradients.attach(keep)
-        except BaseException:
-            streaming.close()
-            raise
-        self.streaming = streaming
+        if at_home < self.total:
+            self._streaming.start(None if self._gradients is None else self._gradients.keep)
 
     def wait(self) -> None:
         """Waits until every transfer and update has ended."""
-        if self.streaming is not None:
-            self.streaming.wait()
+        self._streaming.wait()
         self._homes.wait()
 
     # -- as the user asks -----------------------------------------------------------------------
@@ -118,11 +104,12 @@ class ExpertMoves:
             return
         with self._change():
             self._check_exchanges(exchanges)
-            assert self.streaming is not None
+            streaming = self._streaming.started
+            assert streaming is not None
             for exchange in exchanges:
                 self._records.exchange(*exchange)
                 with self._store.lock:
-                    self.streaming.compute.cursor.exchange(*exchange)
+                    streaming.compute.cursor.exchange(*exchange)
 
     def _check_exchanges(self, exchanges: Sequence[Exchange]) -> None:
         if self._homes.has_states:
@@ -141,10 +128,10 @@ class ExpertMoves:
         # what is allocated here outlives an inference mode of the caller
         with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if self._training is not None:
-                self._training.check_no_gradients("the homes of experts cannot be changed")
-            if self.streaming is not None:
-                self.streaming.recover()
-                self.streaming.stop_uploads()
+                self._training.states.check_empty("the homes of experts cannot be changed")
+            if (streaming := self._streaming.started) is not None:
+                streaming.recover()
+                streaming.stop_uploads()
             self.wait()
             try:
                 yield
@@ -152,8 +139,8 @@ class ExpertMoves:
                 self.count += 1
                 self._store.recount_slots()
                 self._homes.wait()  # the next pass may use another stream
-                if self.streaming is not None:
-                    self.streaming.homes_changed()
+                if (streaming := self._streaming.started) is not None:
+                    streaming.homes_changed()
 
     def _extend_host(self, missing: int) -> None:
         if missing == 0:
@@ -171,17 +158,19 @@ class ExpertMoves:
     @property
     def host_bytes(self) -> int:
         """Host memory of the experts and of what streams them."""
-        streaming = self.streaming
+        streaming = self._streaming.started
         return self._store.memory.host_bytes if streaming is None else streaming.host_bytes
 
     # -- to use the memory of the device ----------------------------------------------------------
 
-    def fill_memory(self, memory: DeviceMemory, budget: int) -> None:
-        """From now on lets as many experts live on the device as `budget` allows."""
+    def fill_memory(self, memory: DeviceMemory, budget: int, user: MemoryUser) -> None:
+        """From now on lets as many experts live on the device as `budget` allows. `user` is the
+        model among those that share the device."""
         planned = sum(self._store.homes) == self._placement.homes  # with their states
         if self._gradients is not None:
             self._gradients.allow_host()
         size = self._home_bytes(self._placement.training, False) if planned else 0
+        self._user = user
         self._residency = Residency(memory, budget, self, size)
 
     @property
@@ -191,13 +180,13 @@ class ExpertMoves:
     def give_way(self) -> None:
         """Another model gets memory: experts that are too many leave the device, if not in the
         middle of a step."""
-        in_step = self._training is not None and self._training.has_gradients
+        in_step = self._training is not None and self._training.states.has_gradients
         if self._residency is not None and not in_step:
             self._residency.give_way()
 
     def make_room(self, keep: bool) -> None:
         """Experts at home will need memory for states, and with `keep` for kept gradients."""
-        if self._residency is None or self._training is None or self._training.has_gradients:
+        if self._residency is None or self._training is None or self._training.states.has_gradients:
             return
         gradients = self._training.gradients
         if gradients.keep is not None and gradients.keep != keep and not gradients.accumulates:
@@ -213,6 +202,7 @@ class ExpertMoves:
         return DeviceShare(sum(self._store.homes), gradients)
 
     def set_share(self, share: DeviceShare) -> None:
+        assert self._user is not None, "the residency that calls this was made for a user"
         with MEMORY_LIMITS.moving(self._user), torch.inference_mode(False):  # memory outlives it
             if self._gradients is not None and self._gradients.on_device != share.gradients:
                 self._gradients.set_on_device(0)  # first: it makes room
@@ -261,7 +251,7 @@ class ExpertMoves:
         if training is not None:
             # the memory of the optimizer is not allocated yet
             expected = layer_pass.trained and not training.has_states
-            if expected or training.has_gradients:
+            if expected or training.states.has_gradients:
                 return
         try:
             if self._residency is not None:
@@ -277,10 +267,10 @@ class ExpertMoves:
 
     def _follow_usage(self) -> None:
         """Lets the most used experts live on the device."""
-        if self.streaming is None:
+        if (streaming := self._streaming.started) is None:
             return
         with self._store.lock:
-            usage = self.streaming.compute.cursor.usage
+            usage = streaming.compute.cursor.usage
             most = max(1, _EXCHANGED_BYTES // self._store.layout.weight_bytes)
             exchanges = usage.decide(self._store.homes, most)
         if not exchanges:

@@ -40,6 +40,28 @@ class MoELayer(nn.Module):
 
     The parameters are those of this rank's experts, `w_in` [experts, H or 2H, D] and `w_out`
     [experts, D, H], and `router.weight`, which all ranks have.
+
+    Args:
+        d_model: the size of a token.
+        d_hidden: the hidden size of an expert.
+        num_experts: experts of the layer, on all ranks together.
+        top_k: experts for each token.
+        pipeline: divide the tokens into partitions, so that exchange and compute overlap. In
+            one process nothing is exchanged: there is one partition unless `partitions` says
+            otherwise.
+        memory_reuse: let partitions share the memory of activations, which are restored in
+            backward by the strategy that is fastest by measured speeds.
+        mesh: ranks that divide the experts, of one dimension. Each rank passes its own tokens.
+            Gradients of experts are those of the mean of the ranks' losses.
+        activation: "gelu", "silu" or "relu". GELU, and SiLU with `gated`, have fused kernels.
+        gated: multiply the activation of one half of the first matrix's rows by the other half.
+        partitions: a fixed number of partitions; None: found by timing passes of the training.
+        strategy: "none", "S1", "S2", "S3" or "S4"; None: chosen as `memory_reuse` says.
+        exchange: how token rows travel; None: chosen for the mesh.
+        dtype: data type of the parameters.
+        device: their device.
+        seed: of the initial weights, which are then the same for any number of ranks; None: a
+            random one, the same on all ranks.
     """
 
     def __init__(
@@ -61,29 +83,6 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
         seed: int | None = None,
     ) -> None:
-        """
-        Args:
-            d_model: the size of a token.
-            d_hidden: the hidden size of an expert.
-            num_experts: experts of the layer, on all ranks together.
-            top_k: experts for each token.
-            pipeline: divide the tokens into partitions, so that exchange and compute overlap. In
-                one process nothing is exchanged: there is one partition unless `partitions` says
-                otherwise.
-            memory_reuse: let partitions share the memory of activations, which are restored in
-                backward by the strategy that is fastest by measured speeds.
-            mesh: ranks that divide the experts, of one dimension. Each rank passes its own tokens.
-                Gradients of experts are those of the mean of the ranks' losses.
-            activation: "gelu", "silu" or "relu". GELU, and SiLU with `gated`, have fused kernels.
-            gated: multiply the activation of one half of the first matrix's rows by the other half.
-            partitions: a fixed number of partitions; None: found by timing passes of the training.
-            strategy: "none", "S1", "S2", "S3" or "S4"; None: chosen as `memory_reuse` says.
-            exchange: how token rows travel; None: chosen for the mesh.
-            dtype: data type of the parameters.
-            device: their device.
-            seed: of the initial weights, which are then the same for any number of ranks; None: a
-                random one, the same on all ranks.
-        """
         super().__init__()
         arguments = Arguments(
             d_model, d_hidden, num_experts, top_k, pipeline, memory_reuse, activation, gated,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from overspill.moe.expert_moves import ExpertMoves
+from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.plan.order import StageVisit
 from overspill.tiers.store import ExpertStore
 
@@ -12,10 +13,15 @@ class StageOrder:
     """Uploads follow the order of stages."""
 
     def __init__(
-        self, moves: ExpertMoves, store: ExpertStore, lock: AbstractContextManager[object]
+        self,
+        moves: ExpertMoves,
+        streaming: LazyStreaming,
+        store: ExpertStore,
+        lock: AbstractContextManager[object],
     ) -> None:
         """`lock` is that of the engine."""
         self._moves = moves
+        self._streaming = streaming
         self._store = store
         self._lock = lock
         self._visit: StageVisit | None = None
@@ -31,7 +37,7 @@ class StageOrder:
         """The next passes are those of a micro-batch in a stage; None: of a whole model."""
         with self._lock:
             self._visit = visit
-            if (streaming := self._moves.streaming) is not None:
+            if (streaming := self._streaming.started) is not None:
                 with self._store.lock:
                     streaming.compute.cursor.follow_stage(visit)
 
@@ -42,7 +48,7 @@ class StageOrder:
 
     def fits(self, layers: range) -> bool:
         """Whether the device holds all experts of these layers at once, at home or in slots."""
-        streaming = self._moves.streaming
+        streaming = self._streaming.started
         if streaming is None:
             return True
         with self._store.lock:

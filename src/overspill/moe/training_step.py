@@ -15,7 +15,6 @@ A gradient is complete when its backward runs outside of `accumulate()` and no o
 layer waits for its backward. It is kept with clipping, or updates the experts at once.
 """
 
-import enum
 import functools
 import threading
 import weakref
@@ -28,28 +27,18 @@ from torch import Tensor
 from overspill.core.errors import NonFiniteError, OrderError
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.moe.gradients import ExpertGradients
-from overspill.moe.layer_pass import LayerPass, PendingBackward, Wave
+from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.moe.layer_states import AFTER_BACKWARD, LayerState, LayerStates
+from overspill.moe.pending_passes import PendingPasses
 from overspill.moe.records import ExpertRecords
 from overspill.optim.gradient_norm import gradient_norm
 from overspill.optim.interfaces import UpdateRule
 from overspill.optim.kernel import AdamHyper
 from overspill.parallel.ranks import Ranks
 
-
-class LayerState(enum.Enum):
-    EMPTY = "no gradient"
-    RUNNING = "in its backward"
-    PARTIAL = "part of the gradient"
-    COMPLETE = "the whole gradient, kept until step()"
-    UPDATED = "updated during backward"
-    STEPPING = "in step()"
-
-
 ALMOST_ZERO = 1e-30
 """A norm that adds nothing to others in float32, and that shows whether it was scaled."""
 
-_AFTER_BACKWARD = (LayerState.COMPLETE, LayerState.UPDATED)
-_FAILED = (LayerState.RUNNING, LayerState.STEPPING)
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
@@ -80,16 +69,13 @@ class TrainingStep:
         self.lock = threading.RLock()  # held during a pass and during a step
         self._rule: weakref.ref[UpdateRule] | None = None
         self._has_memory = False  # for the states of this optimizer
-        self._states = [LayerState.EMPTY] * n_layers
+        self.states = LayerStates(n_layers, gradients)
+        self.passes = PendingPasses(n_layers)
         self._steps = [0] * n_layers
-        # sets, because adding and removing is atomic and a graph may be freed in any thread
-        self._pending: list[set[PendingBackward]] = [set() for _ in range(n_layers)]
-        self._expected = [0] * n_layers  # forwards that a reentrant checkpoint will repeat
         self._keeps = False  # whether this step's gradients are kept until step()
         self._completing = False  # whether the running backward completes its layer's gradient
         self._updated_with: dict[int, AdamHyper] = {}  # layers updated during backward
         self._overwritten = False  # whether weights were loaded over those updates
-        self._ahead: set[int] = set()  # layers that a step may have updated which was given up
         self._without_rule: set[int] = set()  # layers of this step that the optimizer did not have
         self._fresh = set(range(n_layers))  # layers whose optimizer states are all zero
         self._used: set[int] = set()  # layers whose gradients step() has used: zero_grad() is due
@@ -114,10 +100,10 @@ class TrainingStep:
         self._rule, self._has_memory = weakref.ref(rule), False
         if trained:
             self.allocate_states()
-        dropped = self.has_gradients
+        dropped = self.states.has_gradients
         if replaces:
             self._give_up()
-            self._expected = [0] * len(self._steps)
+            self.passes.forget_expected()
             self.gradients.reset_states()
             self._steps = [0] * len(self._steps)
             self._fresh = set(range(len(self._steps)))
@@ -169,40 +155,16 @@ class TrainingStep:
 
     # -- passes -----------------------------------------------------------------------------
 
-    def expect_recomputation(self, layer: int) -> None:
-        """A forward of trained experts without a graph: a reentrant checkpoint will repeat it, with
-        a graph, during backward."""
-        self._expected[layer] += 1
-
-    def open_pass(self, layer_pass: LayerPass, recomputed: bool = False) -> None:
-        """A forward of trained experts whose backward will come, unless its graph is freed."""
-        layer = layer_pass.layer
-        if recomputed:
-            self._expected[layer] = max(0, self._expected[layer] - 1)
-        pending = self._pending[layer]
-        pending.add(layer_pass.pending)
-        weakref.finalize(layer_pass, pending.discard, layer_pass.pending)
-
-    def check_forward(self, layer: int) -> None:
-        """A forward between a layer's backward and step() would use weights of neither step."""
-        self._check_finished(layer)
-        if self._states[layer] in _AFTER_BACKWARD:
-            raise OrderError(
-                "forward after backward without step(): call opt.step() after each backward (or, "
-                "with clipping, opt.zero_grad() to drop the gradients), or wrap the backward of "
-                "all micro-batches but the last in `with opt.accumulate():`"
-            )
-
     def check_backward(self, layer_pass: LayerPass) -> None:
         """A backward needs the weights of its forward, also one without weight gradients."""
         layer = layer_pass.layer
-        if self._states[layer] in _AFTER_BACKWARD or layer_pass.pending not in self._pending[layer]:
+        if self.states[layer] in AFTER_BACKWARD or layer_pass not in self.passes:
             raise OrderError(
                 f"MoE layer {layer} got a second backward before step(), or one of a graph from "
                 "before step(); call opt.step() after each backward, or wrap all but the last in "
                 "`with opt.accumulate():`"
             )
-        self._check_finished(layer)
+        self.states.check_finished(layer)
 
     def begin_backward(self, layer_pass: LayerPass) -> bool:
         """Before the first wave of a layer's backward; whether weight gradients are needed."""
@@ -222,17 +184,16 @@ class TrainingStep:
                     "opt.zero_grad() after each step()"
                 )
         finally:
-            self._pending[layer].discard(layer_pass.pending)
+            self.passes.close(layer_pass)
         hyper = rule.hyper(layer)
         if hyper is None:
             self._without_rule.add(layer)
             return False
         self.allocate_states()
-        others = self._pending[layer] or self._expected[layer]
-        self._completing = not rule.accumulating and not others
-        if not self._completing and not self.has_gradients:
+        self._completing = not rule.accumulating and not self.passes.of_layer(layer)
+        if not self._completing and not self.states.has_gradients:
             self.gradients.expect_more()
-        self._states[layer] = LayerState.RUNNING
+        self.states[layer] = LayerState.RUNNING
         self._keeps = rule.keep_gradients
         if self._completing and not self._keeps:
             self._updated_with[layer] = hyper
@@ -244,7 +205,7 @@ class TrainingStep:
     def deliver(self, layer_pass: LayerPass, wave: Wave, dw: Sequence[Tensor]) -> None:
         """Takes the gradients of a wave."""
         layer = layer_pass.layer
-        assert self._states[layer] is LayerState.RUNNING
+        assert self.states[layer] is LayerState.RUNNING
         with self._forgotten_if_not_finite():
             hyper = self._updated_with.get(layer)
             self.gradients.add(layer, wave, dw, hyper, more=not self._completing)
@@ -252,19 +213,19 @@ class TrainingStep:
     def end_backward(self, layer_pass: LayerPass) -> None:
         """After the last wave of a layer's backward."""
         layer = layer_pass.layer
-        if self._states[layer] is not LayerState.RUNNING:
+        if self.states[layer] is not LayerState.RUNNING:
             return
         if layer_pass.sent is not None:
             self.gradients.collect(layer, self._updated_with.get(layer))
         if self._completing:
             self._complete(layer, layer_pass.rows.counts, self._updated_with.get(layer))
         else:
-            self._states[layer] = LayerState.PARTIAL
+            self.states[layer] = LayerState.PARTIAL
 
     def _complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
         with self._forgotten_if_not_finite():
             self.gradients.complete_layer(layer, counts, hyper)
-        self._states[layer] = LayerState.COMPLETE if hyper is None else LayerState.UPDATED
+        self.states[layer] = LayerState.COMPLETE if hyper is None else LayerState.UPDATED
 
     @contextmanager
     def _forgotten_if_not_finite(self) -> Iterator[None]:
@@ -281,7 +242,7 @@ class TrainingStep:
     def prepare_step(self) -> None:
         """Before ranks meet in a step. Owners may update experts then of which no backward of this
         step has told them that it is over: a forward without gradients may still read them."""
-        if LayerState.PARTIAL in self._states:
+        if LayerState.PARTIAL in self.states:
             self.gradients.wait_readers()
 
     @_exclusive
@@ -289,18 +250,15 @@ class TrainingStep:
         """Ends a step: kept gradients update the experts."""
         rule = self.rule
         assert rule is not None
-        for layer in range(len(self._states)):
-            self._check_finished(layer)
+        self.states.check_all_finished()
         self._check_unchanged(rule)
         self._records.mark_changed()
-        for pending in self._pending:
-            pending.clear()  # a graph from before the step must not train after it
-        self._expected = [0] * len(self._expected)
-        states = {n: state for n, state in enumerate(self._states) if state is not LayerState.EMPTY}
+        self.passes.forget()
+        states = self.states.with_gradients()
         self._fresh.difference_update(states)
         kept: dict[int, AdamHyper] = {}
         for layer in states:
-            self._states[layer] = LayerState.STEPPING
+            self.states[layer] = LayerState.STEPPING
         with self._forgotten_if_not_finite():
             for layer, state in states.items():
                 hyper = rule.hyper(layer)
@@ -318,34 +276,11 @@ class TrainingStep:
     def keep_updates(self) -> None:
         """Continues with experts that a step has updated which was given up. The rest of the model
         does not have that update."""
-        self._ahead.clear()
-
-    def _check_ahead(self) -> None:
-        if self._ahead:
-            raise OrderError(
-                "a step that was never finished has updated experts, but not the rest of the "
-                "model; load the last checkpoint, or call model.overspill.training.keep_updates() "
-                "to continue with these weights"
-            )
-
-    def _check_finished(self, layer: int) -> None:
-        self._check_ahead()
-        if self._states[layer] is LayerState.STEPPING:
-            raise OrderError(
-                "step() was interrupted or failed, when it had updated some of the experts; load "
-                "the last checkpoint"
-            )
-        if self._states[layer] is LayerState.RUNNING:
-            remedy = (
-                "some experts were updated during backward already: load the last checkpoint"
-                if self.gradients.has_updated
-                else "call opt.zero_grad() to drop the gradients"
-            )
-            raise OrderError(f"a backward failed inside MoE layer {layer}; {remedy}")
+        self.states.catch_up()
 
     def _check_unchanged(self, rule: UpdateRule) -> None:
         """Dense parameters use the numbers at step(), experts those at backward."""
-        if self.has_gradients and self._keeps != rule.keep_gradients:
+        if self.states.has_gradients and self._keeps != rule.keep_gradients:
             raise OrderError(
                 "clipping (or overlap_updates) was switched between backward and step(); switch it "
                 "after step()"
@@ -367,7 +302,8 @@ class TrainingStep:
     def add_replicas(self, replicas: Ranks) -> None:
         """Adds to the kept gradients those of the same experts in other nodes, which have computed
         them for other tokens. Entered by all ranks, once in a step."""
-        has = [state is not LayerState.EMPTY for state in self._states]
+        having = self.states.with_gradients()
+        has = [layer in having for layer in range(len(self.states))]
         found = replicas.largest([*has, *(not each for each in has)])
         for layer, (some, others) in enumerate(zip(found, found[len(has) :], strict=False)):
             if some and others:
@@ -386,9 +322,9 @@ class TrainingStep:
         """None for a layer without a gradient. The lowest of the others has the norm of all
         gradients that are kept until step(), the rest have almost none. As in torch, there is a
         gradient until zero_grad()."""
-        if self._states[layer] is LayerState.EMPTY:
+        if self.states[layer] is LayerState.EMPTY:
             return ALMOST_ZERO if layer in self._used else None
-        lowest = all(state is LayerState.EMPTY for state in self._states[:layer])
+        lowest = layer == min(self.states.with_gradients())
         return gradient_norm((), self.gradient_squares()) if self._keeps and lowest else ALMOST_ZERO
 
     @_exclusive
@@ -399,24 +335,20 @@ class TrainingStep:
 
     def weights_loaded(self, layer: int) -> None:
         """The weights of a layer's experts were loaded: an update of this step is lost."""
-        self._overwritten = self._is_ahead()
-        self._ahead.discard(layer)
-
-    def _is_ahead(self) -> bool:
-        """Whether this step has updated experts, but not the rest of the model."""
-        return self.gradients.has_updated or LayerState.STEPPING in self._states
+        self._overwritten = self.states.has_updated
+        self.states.catch_up(layer)
 
     def _give_up(self) -> None:
         """Drops this step, also if it has updated experts: then their weights must be loaded."""
-        if self._is_ahead() and not self._overwritten:
-            self._ahead.update(range(len(self._states)))
+        if self.states.has_updated and not self._overwritten:
+            self.states.give_up()
         self.discard()
 
     @_exclusive
     def restart(self) -> bool:
         """Optimizer states were loaded: a step that failed, or that has updated experts, is given
         up; whether there was one."""
-        started = self.gradients.has_updated or any(state in _FAILED for state in self._states)
+        started = self.states.has_begun
         if started:
             self._give_up()
         return started
@@ -424,10 +356,10 @@ class TrainingStep:
     @_exclusive
     def zero_grad(self) -> None:
         """Drops kept gradients that were not used."""
-        self._check_droppable()
+        self.states.check_droppable()
         self._without_rule.clear()
         self._used.clear()
-        if self.has_gradients:
+        if self.states.has_gradients:
             self.discard()
 
     @_exclusive
@@ -435,53 +367,23 @@ class TrainingStep:
         """Drops the gradient of one layer, as `model.zero_grad()` does for each."""
         self._without_rule.discard(layer)
         self._used.discard(layer)
-        if self._states[layer] is not LayerState.EMPTY:
+        if self.states[layer] is not LayerState.EMPTY:
             try:
-                self._check_droppable()
+                self.states.check_droppable()
             except OrderError:
                 # model.zero_grad() has dropped other gradients before: there is no way back
                 if self.gradients.has_updated:
-                    self._ahead.update(range(len(self._states)))
+                    self.states.give_up()
                 raise
             self.gradients.discard(layer)
-            self._states[layer] = LayerState.EMPTY
-
-    def _check_droppable(self) -> None:
-        if LayerState.STEPPING in self._states or self.gradients.has_updated:
-            for layer in range(len(self._states)):
-                self._check_finished(layer)
-            raise OrderError(
-                "zero_grad() after backward without step(): the experts were updated during "
-                "backward already; call step() first, or set max_grad_norm (or overlap_updates="
-                "False), which keeps gradients until step()"
-            )
-
-    def check_no_gradients(self, refused: str) -> None:
-        """Raises if this step has gradients or updates already."""
-        self._check_ahead()
-        for layer, state in enumerate(self._states):
-            self._check_finished(layer)
-            if state is not LayerState.EMPTY:
-                raise OrderError(f"{refused} between backward and step(); call opt.step() first")
+            self.states[layer] = LayerState.EMPTY
 
     def check_between_steps(self, what: str) -> None:
         """Between backward and step() experts may be one update ahead of the dense parameters."""
-        self._check_ahead()
-        if LayerState.STEPPING in self._states:
-            self._check_finished(self._states.index(LayerState.STEPPING))
-        if self.gradients.has_updated:
-            raise OrderError(
-                f"the model cannot be {what} between backward and step(): its experts were updated "
-                "during backward, the rest was not; call opt.step() first"
-            )
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether this step has gradients or updates already."""
-        return any(state is not LayerState.EMPTY for state in self._states)
+        self.states.check_between_steps(what)
 
     def _forget(self) -> None:
-        self._states = [LayerState.EMPTY] * len(self._states)
+        self.states.forget()
         self._updated_with.clear()
         self._overwritten = False
         self._without_rule.clear()

@@ -13,18 +13,30 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, NonFiniteError
 from overspill.core.experts import ExpertId
-from overspill.hardware.machine import usable_cores
+from overspill.optim.dense import new_dense_state, new_zeros, update_dense
+from overspill.optim.expert_states import (
+    layer_steps,
+    load_layer,
+    read_layer,
+    state_sections,
+    steps_of_all_layers,
+)
 from overspill.optim.gradient_norm import gradient_norm, sum_of_squares
 from overspill.optim.interfaces import ExpertEngine
-from overspill.optim.kernel import AdamHyper, RecordState, adamw_
-from overspill.optim.parameters import check_dense, check_group, has_experts, is_placeholder
+from overspill.optim.kernel import AdamHyper
+from overspill.optim.parameters import (
+    check_dense,
+    check_entries,
+    check_group,
+    has_experts,
+    is_placeholder,
+)
 from overspill.parallel.dense import average_gradients
 from overspill.parallel.ranks import Ranks
-from overspill.parallel.sharded import as_sharded, is_sharded, local, part_of
+from overspill.parallel.sharded import as_sharded, is_sharded, local
 
 EXPERTS_ELSEWHERE = "overspill_experts"
 """Key of a state dict that refers to a file with the states of the experts."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(torch.optim.Optimizer):
@@ -90,7 +102,10 @@ class AdamW(torch.optim.Optimizer):
     def _find_experts(self) -> None:
         """Finds the groups of expert layers, and attaches to the engine of the first experts."""
         placeholders = [(p, group) for p, group in self._parameters() if has_experts(p)]
-        engine = self._find_engine([p.engine for p, _ in placeholders])
+        engines: list[ExpertEngine] = [p.engine for p, _ in placeholders]
+        if any(engine is not engines[0] for engine in engines):
+            raise ConfigError("one AdamW supports one offloaded model; create one AdamW per model")
+        engine = engines[0] if engines else None
         layer_groups = {p.layer: group for p, group in placeholders}
         if engine is not None and self._engine is None:
             self.state_dtype = self._given_state_dtype or engine.layout.state_dtype
@@ -106,12 +121,6 @@ class AdamW(torch.optim.Optimizer):
         elif engine is not None:
             engine.training.check_joins(layer_groups.keys() - self._layer_groups.keys())
         self._layer_groups = layer_groups
-
-    @staticmethod
-    def _find_engine(engines: list[ExpertEngine]) -> ExpertEngine | None:
-        if any(engine is not engines[0] for engine in engines):
-            raise ConfigError("one AdamW supports one offloaded model; create one AdamW per model")
-        return engines[0] if engines else None
 
     # -- interface for the training step (UpdateRule) --------------------------------------
 
@@ -198,7 +207,9 @@ class AdamW(torch.optim.Optimizer):
                 with nullcontext() if self._ranks is None else self._ranks.together("step()"):
                     self._engine.training.step()
             for parameter, group in dense:
-                self._step_dense(parameter, group)
+                state = self.state[parameter]
+                state["step"] += 1
+                update_dense(parameter, state, self._hyper(group, state["step"], self._scale))
         finally:
             self._scale = 1.0
         return loss
@@ -246,43 +257,9 @@ class AdamW(torch.optim.Optimizer):
             )
         return min(1.0, self.max_grad_norm / (self.total_norm + 1e-6))
 
-    def _step_dense(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        state["step"] += 1
-        low = state.get("low")
-        own = local(parameter)
-        weight = own.contiguous()  # itself, or a copy: the kernel updates flat memory
-        record = RecordState(
-            weight.view(-1),
-            None if low is None else low.view(-1),
-            state["exp_avg"].view(-1),
-            state["exp_avg_sq"].view(-1),
-        )
-        assert parameter.grad is not None
-        grad = local(parameter.grad).to(parameter.dtype).reshape(-1)
-        adamw_(record, grad, self._hyper(group, state["step"], self._scale), _threads())
-        if weight is not own:
-            own.copy_(weight)
-        # the kernel writes through a pointer: autograd must refuse graphs from before this step
-        torch.autograd.graph.increment_version(parameter)
-
-    @torch.no_grad()
     def _dense_state(self, parameter: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a dense parameter: copies of what is given, else zeros. Of a parameter that
-        ranks divide it is that of a part; `given` is whole."""
-        own = local(parameter)
-        state: dict[str, Any] = {"step": int(given.get("step", 0))}
-        dtypes = dict.fromkeys(_MOMENTS, self.state_dtype)
-        if parameter.dtype == torch.bfloat16:
-            dtypes["low"] = torch.int16
-        for name, dtype in dtypes.items():
-            if self._engine is None:
-                state[name] = torch.zeros(own.shape, dtype=dtype, device=own.device)
-            else:
-                state[name] = self._engine.new_state(own, dtype)
-            if name in given:
-                state[name].copy_(part_of(given[name], parameter))
-        return state
+        zeros = new_zeros if self._engine is None else self._engine.dense.new_state
+        return new_dense_state(parameter, given, self.state_dtype, zeros)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch, but experts never have gradients of zeros: theirs are dropped."""
@@ -295,18 +272,12 @@ class AdamW(torch.optim.Optimizer):
     @property
     def steps_taken(self) -> int:
         dense = [state["step"] for state in self.state.values() if "step" in state]
-        return int(max([0, *dense, *self._layer_steps()]))
-
-    def _layer_steps(self) -> list[int]:
-        if self._engine is None:
-            return []
-        return [self._engine.training.steps(layer) for layer in range(self._engine.n_layers)]
+        experts = [] if self._engine is None else layer_steps(self._engine)
+        return int(max([0, *dense, *experts]))
 
     def expert_sections(self) -> list[tuple[str, torch.dtype]]:
         """Name and dtype of each optimizer state of an expert; frozen experts have none."""
-        if self._engine is None or not self._engine.training.has_states:
-            return []
-        return [(section.name, section.dtype) for section in self._engine.layout.sections]
+        return [] if self._engine is None else state_sections(self._engine)
 
     def allocate_expert_states(self) -> None:
         """Before they are loaded, also for frozen experts."""
@@ -327,7 +298,7 @@ class AdamW(torch.optim.Optimizer):
         packed, engine = super().state_dict(), self._engine
         if engine is None:
             return packed
-        if any(self._layer_steps()):
+        if any(layer_steps(engine)):
             engine.check_whole("the optimizer's state_dict()")
         engine.training.check_between_steps("saved")
         engine.flush()
@@ -339,15 +310,9 @@ class AdamW(torch.optim.Optimizer):
             for number, entry in packed["state"].items()
         }
         for number, (parameter, _) in enumerate(self._parameters()):
-            if not has_experts(parameter) or engine.training.steps(parameter.layer) == 0:
-                continue  # as in torch, there are no states before the first update
-            entry: dict[str, Any] = {"step": engine.training.steps(parameter.layer)}
-            for name, dtype in self.expert_sections():
-                stack = torch.empty(engine.n_experts, engine.layout.shape.numel, dtype=dtype)
-                for index in range(engine.n_experts):
-                    engine.records.read_state(ExpertId(parameter.layer, index), name, stack[index])
-                entry[name] = stack
-            packed["state"][number] = entry
+            # as in torch, there are no states before the first update
+            if has_experts(parameter) and engine.training.steps(parameter.layer) > 0:
+                packed["state"][number] = read_layer(engine, parameter.layer)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -361,7 +326,7 @@ class AdamW(torch.optim.Optimizer):
             )
         numbers = [number for group in saved for number in group["params"]]
         entries = [state_dict["state"].get(number) for number in numbers]
-        self._check_entries(entries)
+        check_entries([parameter for parameter, _ in self._parameters()], entries)
         for other in saved:
             check_group({**self.defaults, **other})
         self._restart()
@@ -372,22 +337,6 @@ class AdamW(torch.optim.Optimizer):
             group.update(self.defaults | kept | copy.deepcopy(values))
         self._set_dense_states(entries)
         self._load_experts(state_dict, entries)
-
-    def _check_entries(self, entries: list[Any]) -> None:
-        """Raises if an entry is not an AdamW state of its parameter, before anything changes."""
-        for number, (parameter, _) in enumerate(self._parameters()):
-            size = tuple(parameter.shape)
-            if is_placeholder(parameter):
-                size = (parameter.engine.n_experts, parameter.engine.layout.shape.numel)
-            entry = entries[number]
-            for name in () if entry is None else _MOMENTS:
-                found = tuple(entry[name].shape) if name in entry else "none"
-                if found != size or "step" not in entry:
-                    raise ConfigError(
-                        f"the optimizer state of parameter {number} should have a step and {name} "
-                        f"of shape {size}, found {found}; load a state that overspill.AdamW saved "
-                        "for this model with the same parameter groups"
-                    )
 
     def _restart(self) -> None:
         """A step that failed, or that has updated experts, is dropped as a whole."""
@@ -411,20 +360,7 @@ class AdamW(torch.optim.Optimizer):
         self._engine.flush()
         for (parameter, _), entry in zip(self._parameters(), entries, strict=True):
             if has_experts(parameter):
-                self._load_layer(parameter.layer, entry or {"step": 0})
-
-    def _load_layer(self, layer: int, entry: dict[str, Any]) -> None:
-        """Sets the states of a layer's experts; those that are not in `entry` become zero."""
-        assert self._engine is not None
-        training, records = self._engine.training, self._engine.records
-        if entry["step"] == 0 and training.is_fresh(layer):
-            return
-        training.allocate_states()
-        training.set_steps(layer, int(entry["step"]))
-        for name, _ in self.expert_sections():
-            stack = entry.get(name, torch.zeros(()).expand(self._engine.n_experts))
-            for index in self._engine.experts.local_ids:
-                records.write_state(ExpertId(layer, index), name, stack[index])
+                load_layer(self._engine, parameter.layer, entry or {"step": 0})
 
     def dense_state_dict(self) -> dict[str, Tensor]:
         """The dense states under flat names `number.key`, and the steps of each expert layer."""
@@ -436,19 +372,8 @@ class AdamW(torch.optim.Optimizer):
                     as_sharded(value, parameter) if is_part else torch.as_tensor(value)
                 )
         if self._engine is not None:
-            flat["layer_steps"] = torch.tensor(self._steps_of_all_layers(self._engine))
+            flat["layer_steps"] = torch.tensor(steps_of_all_layers(self._engine))
         return flat
-
-    def _steps_of_all_layers(self, engine: ExpertEngine) -> list[int]:
-        """Also of layers that other ranks have; all ranks call this."""
-        layers, own = (
-            engine.layer_map,
-            dict(zip(engine.layer_map.own, self._layer_steps(), strict=True)),
-        )
-        if not layers.is_whole:
-            assert self._ranks is not None
-            own = {layer: n for found in self._ranks.gather(own) for layer, n in found.items()}
-        return [own[layer] for layer in range(layers.n_layers)]
 
     def load_dense_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Restores the result of `dense_state_dict`."""
@@ -463,11 +388,6 @@ class AdamW(torch.optim.Optimizer):
             number, key = name.split(".", 1)
             entries[int(number)][key] = value
         self._set_dense_states(entries)
-
-
-def _threads() -> int:
-    """Threads of dense updates on the CPU; ranks of a machine share its cores."""
-    return min(usable_cores(), torch.get_num_threads())
 
 
 def _accelerate_accumulates() -> bool:

@@ -1,12 +1,13 @@
 """Parameters and parameter groups that `overspill.AdamW` accepts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from overspill.core.errors import ConfigError
+from overspill.optim.dense import MOMENTS
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -45,3 +46,20 @@ def is_placeholder(parameter: Tensor) -> bool:
 def has_experts(parameter: Tensor) -> bool:
     """Whether it is the placeholder of a layer whose experts this process has."""
     return is_placeholder(parameter) and getattr(parameter, "layer", None) is not None
+
+
+def check_entries(parameters: Sequence[Any], entries: Sequence[Any]) -> None:
+    """Raises if an entry of a state dict is not an AdamW state of its parameter. None: it has no
+    state."""
+    for number, (parameter, entry) in enumerate(zip(parameters, entries, strict=True)):
+        size = tuple(parameter.shape)
+        if is_placeholder(parameter):
+            size = (parameter.engine.n_experts, parameter.engine.layout.shape.numel)
+        for name in () if entry is None else MOMENTS:
+            found = tuple(entry[name].shape) if name in entry else "none"
+            if found != size or "step" not in entry:
+                raise ConfigError(
+                    f"the optimizer state of parameter {number} should have a step and {name} "
+                    f"of shape {size}, found {found}; load a state that overspill.AdamW saved "
+                    "for this model with the same parameter groups"
+                )

@@ -151,7 +151,7 @@ def _use_all(model: Any, budgets: Budgets, cache_bytes: int) -> None:
     """Keys and values are allocated with the first pass: from now on they are in the budget."""
     if budgets.compute_device.type == "cuda":
         assert isinstance(budgets.gpu_memory, int)
-        model.overspill.limit_memory(budgets.gpu_memory + cache_bytes)
+        model.overspill.memory.limit(budgets.gpu_memory + cache_bytes)
 
 
 def _within(asked: CacheRequest, positions: int | None) -> CacheRequest:

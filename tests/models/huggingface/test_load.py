@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import overspill
-from overspill.models.offload import reader_threads
+from overspill.models.fill import reader_threads
 from tests.models.huggingface.families import Family, different_cases, make_batch, make_model
 from tests.models.huggingface.oracle import MODES, budgets
 from tests.models.huggingface.test_exactness import BY_NAME, SUPPORTED

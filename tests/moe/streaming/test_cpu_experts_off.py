@@ -10,8 +10,10 @@ from overspill.compute.activation import Differentiated
 from overspill.compute.cpu_kernel import cpu_isa
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
+from overspill.core.layer_map import LayerMap
 from overspill.moe.autograd import routed_experts
 from overspill.moe.engine import Engine
+from overspill.moe.model_part import ModelPart
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
 from overspill.plan.budget import Placement
@@ -97,8 +99,7 @@ def test_experts_that_the_kernel_cannot_compute_turn_cpu_experts_off_with_a_warn
     layout = RecordLayout(shape, torch.float32, torch.float32)
     placement = Placement("host", 0, 2, N_EXPERTS, 0, 0, 0, 256, 1 << 30, training=False)
     engine = Engine(
-        1,
-        ExpertMap.whole(N_EXPERTS),
+        ModelPart(LayerMap.whole(1), ExpertMap.whole(N_EXPERTS)),
         layout,
         torch.device("cpu"),
         placement,

@@ -37,7 +37,7 @@ def give_room(engine: Engine, sums: float) -> None:
     """Room for the sums of gradients of so many experts."""
     memory = FakeMemory(engine, other=1 << 16)
     size = engine.layout.weight_bytes
-    engine.fill_memory(memory, int((memory.peak() + sums * size) / 0.98))
+    engine.memory.fill(memory, int((memory.peak() + sums * size) / 0.98))
 
 
 def accumulated_run(
@@ -52,9 +52,9 @@ def accumulated_run(
             if optimizer.total_norm is not None:
                 run.norms.append(optimizer.total_norm)
             if number == 0:
-                assert engine.device_share.gradients == 0
+                assert engine.memory.share.gradients == 0
                 observe_passes(model, batches[0])
-        assert engine.device_share.gradients > 0
+        assert engine.memory.share.gradients > 0
         engine.check_conserved()
         run.weights = weights_of(model)
     return run
@@ -102,7 +102,7 @@ def test_a_step_may_end_with_an_accumulated_backward_or_drop_it(tmp_path: Path) 
                     found.append(loss_of(model, second).item())
                 if len(found) == 1:
                     observe_passes(model, second)
-            assert (engine.device_share.gradients > 0) == (room > 0)
+            assert (engine.memory.share.gradients > 0) == (room > 0)
             engine.check_conserved()
             losses.append(found)
     assert losses[0] == losses[1]
@@ -124,5 +124,5 @@ def test_another_optimizer_drops_sums_of_an_unfinished_step(tmp_path: Path) -> N
         optimizer = adamw(model, task)
         engine.check_conserved()
         train_step(model, optimizer, last)
-        assert engine.device_share.gradients > 0
-    assert engine.device_share.gradients == 0, "closing releases the memory"
+        assert engine.memory.share.gradients > 0
+    assert engine.memory.share.gradients == 0, "closing releases the memory"

@@ -65,7 +65,7 @@ def on_disk(
 
 def test_logits_are_those_of_the_plain_model(tmp_path: Path, steps: list[int]) -> None:
     with on_disk(tmp_path) as made:
-        assert made.model.overspill.uses_disk
+        assert made.model.overspill.memory.uses_disk
         for _ in range(2):
             made.two_steps()
         read = made.model.overspill.recorder.counters()["ssd read"]
@@ -149,11 +149,11 @@ def test_modules_compute_when_experts_that_left_the_device_have_taken_host_slots
     with on_disk(tmp_path, host_slots=14, slots=6, trained=True) as made:
         engine = made.model.overspill
         engine.set_homes([11] * 3)
-        assert engine.cache_slots >= 10
+        assert engine.memory.cache_slots >= 10
         step(made)
         assert steps == [1]
         engine.set_homes([0] * 3)
-        assert engine.cache_slots < 10
+        assert engine.memory.cache_slots < 10
         step(made)
         assert steps == [1]
         engine.set_homes([11] * 3)

@@ -3,42 +3,32 @@ update, or into the expert's own host slot, where they wait for more or for the 
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from overspill.core.errors import BudgetError, NonFiniteError
+from overspill.core.errors import BudgetError
 from overspill.core.sizes import format_size
 from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.homes.host_gradients import HostGradients
 from overspill.moe.layer_pass import Wave
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.device_gradients import DeviceGradients
+from overspill.moe.streaming.gradient_copies import Gradient, GradientCopies
 from overspill.moe.streaming.shared_gradients import SharedGradients
 from overspill.moe.streaming.step_cursor import StepCursor
 from overspill.optim.gradient_norm import expert_squares
 from overspill.optim.kernel import AdamHyper
-from overspill.optim.updates import Update, Updates
+from overspill.optim.updates import Update
 from overspill.plan.budget import Placement
 from overspill.tiers.entry import Entry, Part
-from overspill.tiers.slab import HostSlab, Progress
+from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
-from overspill.transfer.downloads import Downloads, GradientRing
 from overspill.transfer.outboxes import GradientPart, Outboxes
 from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent, record_event
 
 _ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slots, more with many
 _RING_WHEN_KEPT = 8  # where gradients are kept, ring buffers only serve to accumulate
-
-
-class _Gradient(NamedTuple):
-    """The gradient of an expert on the device."""
-
-    entry: Entry
-    parts: Sequence[Tensor]
-    square: Tensor  # the sum of its squares
-    made: StreamEvent  # when it is complete
 
 
 class StreamingGradients:
@@ -67,27 +57,19 @@ class StreamingGradients:
         self._placement = placement
         self._settings = settings
         self._trace = trace
-        self._threads = threads
         self._device = device
-        self._progress = progress
-        self._recorder, self._inject = stream.recorder, stream.inject
         # those of a layer are downloaded while the next one computes
         on_device = max(min(_ON_DEVICE, placement.slots), placement.slots // 2)
-        self._downloads = Downloads(stream, on_device * store.layout.weight_bytes)
+        limit = on_device * store.layout.weight_bytes
+        self._copies = GradientCopies(store, stream, limit, threads, progress)
         self.of_homes = HostGradients(
             store.layout,
             device,
             lambda: store.unused_memory(Part.GRADS),
-            self._downloads,
-            self._inject,
+            self._copies.downloads,
+            stream.inject,
         )
-        count = len(store.entries)
-        # of each expert's gradient, and of one that is added to a kept one
-        self._squares = torch.zeros(count, pin_memory=device.type == "cuda")
-        self._added_squares = torch.zeros(count, pin_memory=device.type == "cuda")
         self.on_device = DeviceGradients(store.layout, device)
-        self._updates: Updates | None = None
-        self._awaited: Entry | None = None  # its gradient waits for a host slot
         # experts whose host slot holds part of this step's gradient, and when it has arrived
         self._kept: dict[int, StreamEvent] = {}
         # whether a gradient was not finite that was or will be added to others, if there was one
@@ -101,16 +83,8 @@ class StreamingGradients:
     def attach(self, keep: bool) -> None:
         if keep:
             self._allocate_kept()
-        if self._updates is None:
-            count = self._placement.ring
-            count = min(_RING_WHEN_KEPT, count) if keep else count
-            size = self._store.layout.weight_bytes
-            pinned = self._store.memory.pinned
-            slab = HostSlab("gradient buffers", count, size, pinned, self._progress)
-            ring, squares = GradientRing(self._store, slab), (self._squares, self._added_squares)
-            self._updates = Updates(
-                self._store, *squares, ring, self._threads, self._recorder, self._inject
-            )
+        ring = self._placement.ring
+        self._copies.start_updates(min(_RING_WHEN_KEPT, ring) if keep else ring)
 
     def _allocate_kept(self) -> None:
         """Allocates memory for kept gradients, once."""
@@ -135,19 +109,12 @@ class StreamingGradients:
 
     def host_bytes(self) -> int:
         """Host memory of all slabs."""
-        ring = 0 if self._updates is None else self._updates.ring.buffers.nbytes
-        return self._store.memory.host_bytes + ring
-
-    @property
-    def updates(self) -> Updates:
-        assert self._updates is not None, "no optimizer is attached"
-        return self._updates
+        return self._store.memory.host_bytes + self._copies.host_bytes
 
     def waiting(self) -> list[tuple[Entry, Part]]:
         """Under the lock: the expert whose gradient waits for a host slot, then experts whose
         update waits for parts on disk."""
-        awaited = [] if self._awaited is None else [(self._awaited, Part.WEIGHTS)]
-        return awaited + ([] if self._updates is None else list(self._updates.waiting()))
+        return self._copies.waiting()
 
     # -- gradients --------------------------------------------------------------------------
 
@@ -176,7 +143,7 @@ class StreamingGradients:
         finished: list[int] = []
         for offset, entry in offsets.items():
             parts = [part[offset] for part in dw]
-            gradient = _Gradient(entry, parts, squares[offset], made)
+            gradient = Gradient(entry, parts, squares[offset], made)
             in_host = entry.number in self._kept
             if (slot := outbox.get(offset)) is not None:
                 self._to_outbox(gradient, slot)
@@ -190,9 +157,9 @@ class StreamingGradients:
     def begin_backward(self, shared: Mapping[int, tuple[int, ...]]) -> None:
         self._shared.begin(shared)
 
-    def _to_outbox(self, gradient: _Gradient, slot: GradientPart) -> None:
-        arrived = self._download(gradient, slot.gradient, slot.square)
-        self.updates.submit(self._shared.announcement(gradient.entry, slot, arrived))
+    def _to_outbox(self, gradient: Gradient, slot: GradientPart) -> None:
+        arrived = self._copies.to_outbox(gradient, slot)
+        self._copies.updates.submit(self._shared.announcement(gradient.entry, slot, arrived))
 
     def collect(self, layer: int, hyper: AdamHyper | None) -> None:
         for update in self._shared.updates(layer, hyper, self._take_kept):
@@ -201,7 +168,7 @@ class StreamingGradients:
             else:
                 self._allocate_kept()
                 self._kept[update.entry.number] = update.arrived
-                self.updates.submit(update)
+                self._copies.updates.submit(update)
 
     def _take_kept(self, entry: Entry) -> StreamEvent | None:
         self._leave_device({entry.number})
@@ -219,71 +186,23 @@ class StreamingGradients:
             parts = self.on_device.take(number)
             (square,) = expert_squares([part[None] for part in parts])
             made = record_event(self._device)
-            self._send(_Gradient(self._store.entries[number], parts, square, made), None)
+            self._send(Gradient(self._store.entries[number], parts, square, made), None)
 
-    def _send(self, gradient: _Gradient, hyper: AdamHyper | None) -> None:
+    def _send(self, gradient: Gradient, hyper: AdamHyper | None) -> None:
         entry = gradient.entry
         kept = entry.number in self._kept
         if hyper is not None:
-            buffer, arrived = self._to_ring(gradient, kept)
+            buffer, arrived = self._copies.to_ring(gradient, kept)
             self._submit(Update(entry, arrived, buffer, accumulate=kept, hyper=hyper))
             self._kept.pop(entry.number, None)  # it is used now
             return
         self._allocate_kept()
         if kept:
-            buffer, arrived = self._to_ring(gradient, kept)
-            self.updates.submit(Update(entry, arrived, buffer, accumulate=True))
-        elif entry.disk_slot is None:  # its host slot is its own
-            flat = self._store.layout.weights(self._store.host(entry, Part.GRADS))
-            arrived = self._download(gradient, flat, self._squares[entry.number])
+            buffer, arrived = self._copies.to_ring(gradient, kept)
+            self._copies.updates.submit(Update(entry, arrived, buffer, accumulate=True))
         else:
-            arrived = self._to_host_slot(gradient)
+            arrived = self._copies.to_host_slot(gradient)
         self._kept[entry.number] = arrived
-
-    def _to_ring(self, gradient: _Gradient, is_added: bool) -> tuple[int, StreamEvent]:
-        """`is_added`: to the gradient in the expert's host slot."""
-        ring = self.updates.ring
-        buffer = ring.take()
-        try:
-            squares = self._added_squares if is_added else self._squares
-            flat = self._store.layout.weights(ring.buffers[buffer])
-            return buffer, self._download(gradient, flat, squares[gradient.entry.number])
-        except BaseException:
-            ring.give(buffer)
-            raise
-
-    def _to_host_slot(self, gradient: _Gradient) -> StreamEvent:
-        store, entry = self._store, gradient.entry
-        with store.lock:
-            # first: the GPU may hold more experts than the host, and those of this wave that were
-            # delivered before must make room
-            self._awaited = entry
-            try:
-                store.request_transfers()
-                store.wait(lambda: entry.host_slot is not None, "a host slot (disk transfers)")
-            finally:
-                self._awaited = None
-            store.hold(entry)
-            flat = store.layout.weights(store.host(entry, Part.GRADS))
-            store.keep_gradient(entry)
-        try:
-            arrived = self._download(gradient, flat, self._squares[entry.number])
-            self.updates.submit(Update(entry, arrived))  # holds the slot until it has arrived
-            return arrived
-        finally:
-            store.release(entry)
-
-    def _download(self, gradient: _Gradient, flat: Tensor, square: Tensor) -> StreamEvent:
-        """Copies a gradient and its sum of squares to host memory."""
-        entry = gradient.entry
-        starts = self._store.layout.shape.starts
-        pairs = [
-            (flat[start : start + part.numel()], part.reshape(-1))
-            for start, part in zip(starts, gradient.parts, strict=True)
-        ]
-        pairs.append((square, gradient.square))
-        label = f"expert {entry.id.layer}.{entry.id.index}"
-        return self._downloads.send(pairs, label, gradient.made)
 
     # -- a layer, a step --------------------------------------------------------------------
 
@@ -311,7 +230,7 @@ class StreamingGradients:
     def _submit(self, update: Update) -> None:
         self._has_updated = True
         self._store.begin_update(update.entry)
-        self.updates.submit(update)
+        self._copies.updates.submit(update)
 
     @property
     def has_updated(self) -> bool:
@@ -322,7 +241,7 @@ class StreamingGradients:
         self._leave_device(range(len(self._store.entries)))
         self._settle()
         kept = sorted(self._kept)
-        return dict(zip(kept, self._squares[kept].tolist(), strict=True))
+        return dict(zip(kept, self._copies.squares[kept].tolist(), strict=True))
 
     def kept(self) -> Collection[int]:
         self._leave_device(range(len(self._store.entries)))
@@ -344,19 +263,20 @@ class StreamingGradients:
 
         store.write_part(entry, Part.GRADS, fill)
         sizes = [math.prod(size) for size in store.layout.shape.sizes]
-        self._squares[number] = expert_squares(grad[None].split(sizes, dim=1))[0]
+        self._copies.squares[number] = expert_squares(grad[None].split(sizes, dim=1))[0]
         self._kept.setdefault(number, COMPLETED)
 
     def _settle(self) -> None:
         """Waits until the step's gradients have left the device and are accumulated."""
-        self._downloads.wait()
-        if self._kept and self._updates is not None:
-            self._updates.wait_idle()
+        if self._kept:
+            self._copies.wait()
+        else:
+            self._copies.downloads.wait()
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
-        self._downloads.wait()
+        self._copies.downloads.wait()
         if not self._shared.are_finite() or (self._has_added and self._not_finite.item()):
-            self.updates.wait_idle()  # which sums are not finite is known then
+            self._copies.updates.wait_idle()  # which sums are not finite is known then
         self._shared.forget()
         for layer, hyper in sorted(kept.items()):
             with self._store.lock:  # once, although update threads want it
@@ -367,21 +287,7 @@ class StreamingGradients:
         self._has_updated = False
         if not self._settings.overlap_updates:
             self.wait()
-        self._check_finite()
-
-    def _check_finite(self) -> None:
-        """Updates have refused gradients that are not finite; this reports them."""
-        if torch.isfinite(self._squares).all():
-            return
-        self.updates.wait_idle()  # it reads the same numbers
-        bad = (~torch.isfinite(self._squares)).nonzero().flatten().tolist()
-        self._squares[bad] = 0.0
-        first = self._store.entries[bad[0]].id
-        raise NonFiniteError(
-            f"the gradient of {len(bad)} experts (first: layer {first.layer}, expert "
-            f"{first.index}) is NaN or infinite; they were not updated. Lower the learning "
-            "rate or set max_grad_norm, and go on from the last checkpoint"
-        )
+        self._copies.check_finite()
 
     def discard(self, layer: int | None = None) -> None:
         store = self._store
@@ -395,7 +301,7 @@ class StreamingGradients:
             for entry in pending:  # the gradients of other layers still wait for step()
                 store.begin_update(entry)
         # an expert without tokens in the next step would keep a NaN
-        self._squares[sorted(numbers)] = 0.0
+        self._copies.squares[sorted(numbers)] = 0.0
         for number in self._kept.keys() & numbers:
             del self._kept[number]
         self.on_device.discard(numbers)
@@ -404,8 +310,7 @@ class StreamingGradients:
         if not self._kept:
             self._forget_added()
         if layer is None:
-            if self._updates is not None:
-                self._updates.ring.reset()  # an interrupted backward may have left buffers
+            self._copies.free_ring()
             self._has_updated = False
 
     def _forget_added(self) -> None:
@@ -420,27 +325,22 @@ class StreamingGradients:
 
     def wait(self) -> None:
         """Waits until all gradients have arrived and all updates are done."""
-        self._downloads.wait()
-        if self._updates is not None:
-            self._updates.wait_idle()
+        self._copies.wait()
 
     def idle(self) -> bool:
         """Under the lock: whether all updates are done."""
-        return self._updates is None or self._updates.idle()
+        return self._copies.idle()
 
     def check_conserved(self) -> None:
         self.on_device.check_conserved()
-        if self._updates is not None:
-            self._updates.ring.check_conserved()
+        self._copies.check_conserved()
         self._shared.check_conserved()
 
     def close(self) -> None:
         self.on_device.close()
         self.of_homes.close()
         self._shared.stop()
-        if self._updates is not None:
-            self._updates.close()
-            self._updates.ring.buffers.close()
+        self._copies.close()
         self._shared.close()
 
 

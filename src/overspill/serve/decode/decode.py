@@ -80,10 +80,10 @@ class Decode:
             )
         # the model cannot be a graph
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
-        self._on_cpu = self._mode.on_cpu or engine.uses_disk
+        self._on_cpu = self._mode.on_cpu or engine.memory.uses_disk
         self._held = not (self._refused or (self._on_cpu and reason is not None))
         if self._held:  # copies use the memory better: any expert may have one
-            engine.hold_homes(self)
+            engine.memory.hold_homes(self)
         self._n_moves = -1  # of experts, as the table has them
         self._n_written = 0  # as copies have them
         self._missing: MissingExperts | None = None
@@ -229,7 +229,7 @@ class Decode:
     def wait(self) -> None:
         """Until no step needs host slots that experts on disk share: a pass of the modules would
         lose experts that it has read ahead."""
-        if self._missing is None or not self._engine.uses_disk:
+        if self._missing is None or not self._engine.memory.uses_disk:
             return
         if self._engine.device.type == "cuda":
             torch.cuda.current_stream(self._engine.device).synchronize()
@@ -244,7 +244,7 @@ class Decode:
     def _release_homes(self) -> bool:
         held, self._held = self._held, False
         if held:
-            self._engine.release_homes(self)
+            self._engine.memory.release_homes(self)
         return held
 
     def stats(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class HostExperts:
         self._end = torch.cuda.Event() if self._on_gpu else None
         self._all = torch.arange(engine.n_experts, dtype=torch.int32, device=engine.device)
         self._most = min(engine.n_experts, max_batch * top_k)  # experts of a step
-        self._reads = engine.addresses.new_disk_reads() if engine.uses_disk else None
+        self._reads = engine.addresses.new_disk_reads() if engine.memory.uses_disk else None
         if not self.fits:
             raise ConfigError(f"{self._most} experts of a step do not fit into host memory at once")
         self._runner = MissRunner(
@@ -79,7 +79,7 @@ class HostExperts:
     def free_slots(self) -> int | None:
         """Host slots that experts on disk share and no step needs, until experts move; None: no
         expert is there."""
-        return None if self._reads is None else self._engine.cache_slots - self._most - _FREE
+        return None if self._reads is None else self._engine.memory.cache_slots - self._most - _FREE
 
     @property
     def fits(self) -> bool:

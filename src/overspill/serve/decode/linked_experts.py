@@ -30,7 +30,7 @@ class LinkedExperts:
     ) -> None:
         """`sizes` are the numbers of experts of a layer that steps copy at once: there are slots
         for each."""
-        assert not engine.uses_disk
+        assert not engine.memory.uses_disk
         self.most_bytes = (layers_ahead + 1) * sum(sizes) * engine.layout.weight_bytes
         self._engine = engine
         self._table = table

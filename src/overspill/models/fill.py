@@ -1,0 +1,72 @@
+"""Fills the records of an engine with the weights of experts."""
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from overspill.core.experts import ExpertId
+from overspill.core.interrupt import DeferredInterrupt
+from overspill.models.expert_layers import ExpertLayer
+from overspill.models.ranks import checksum, digest
+from overspill.moe.engine import Engine
+from overspill.tiers.slab import Progress
+
+_READERS = 8
+"""Reader threads: enough to keep an NVMe disk busy."""
+_BUFFERS = 3 << 29
+"""Maximum bytes of experts in buffers at once, where they cannot be read into place."""
+
+
+class ExpertSource(Protocol):
+    """Where weights of experts come from, if not from the model."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether `fill` needs buffers of its own."""
+
+    def fill(self, expert: ExpertId, record: Tensor) -> None: ...
+
+
+def fill_experts(
+    engine: Engine,
+    layers: Sequence[ExpertLayer],
+    source: ExpertSource | None,
+    progress: Progress | None,
+    interrupt: DeferredInterrupt,
+) -> None:
+    """Fills the records of all experts, from the layers or from `source`."""
+    done, lock = 0, threading.Lock()
+    replicas = None if engine.ranks is None else engine.ranks.replicas
+    checksums: dict[ExpertId, int] = {}
+
+    def fill(expert: ExpertId, record: Tensor) -> None:
+        nonlocal done
+        interrupt.check()
+        if source is not None:
+            source.fill(ExpertId(engine.layer_map.own[expert.layer], expert.index), record)
+        else:
+            layers[expert.layer].fill(expert.index, record, engine.device)
+        if replicas is not None:
+            checksums[expert] = checksum(record)
+        with lock:
+            done += engine.layout.weight_bytes
+            if progress is not None:
+                progress("filling the store", done, engine.records.weights_bytes)
+
+    if source is None:
+        engine.records.fill(fill)
+    else:
+        placement = engine.placement  # a buffer on the way to the disk or the device
+        staged = placement.mode != "host" or placement.homes > 0
+        buffers = engine.layout.weight_bytes * (int(staged) + 2 * int(source.copies))
+        engine.records.fill(fill, reader_threads(buffers), on_host=True)
+    if replicas is not None:
+        weights = digest(sorted(checksums.items()))
+        replicas.check_same({"a digest of the experts that several nodes hold": weights})
+
+
+def reader_threads(buffers: int, most: int = _BUFFERS) -> int:
+    """Threads that read experts, where each needs `buffers` bytes and all together `most`."""
+    return _READERS if buffers == 0 else max(1, min(_READERS, most // buffers))

@@ -1,0 +1,176 @@
+"""The memory of an offloaded model: how much it holds in each tier, what limits it on the GPU, and
+the line that describes it."""
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from overspill.core.sizes import format_size
+from overspill.moe.dense_part import DensePart
+from overspill.moe.device_memory import CudaMemory, DeviceMemory
+from overspill.moe.expert_moves import ExpertMoves
+from overspill.moe.homes.memory import DeviceHomes
+from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
+from overspill.moe.model_part import ModelPart
+from overspill.moe.row_placer import Balance
+from overspill.moe.streaming.lazy import LazyStreaming
+from overspill.plan.budget import Placement
+from overspill.plan.homes import DeviceShare
+from overspill.tiers.store import ExpertStore
+
+
+class EngineMemory:
+    """Counts and limits the memory of one model. It is the model among those that share the device
+    (`MemoryUser`)."""
+
+    def __init__(
+        self,
+        part: ModelPart,
+        store: ExpertStore,
+        homes: DeviceHomes,
+        streaming: LazyStreaming,
+        dense: DensePart,
+        moves: ExpertMoves,
+        placement: Placement,
+        lock: AbstractContextManager[object],
+    ) -> None:
+        """`lock` is that of the engine."""
+        self._part = part
+        self._store = store
+        self._homes = homes
+        self._streaming = streaming
+        self._dense = dense
+        self._moves = moves
+        self._placement = placement
+        self._lock = lock
+        self._gpu: ModelMemory | None = None  # None without a GPU, and before `limit`
+
+    # -- what is used -------------------------------------------------------------------------
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Bytes of the experts on the compute device, in host memory and on disk; in host memory
+        with those of the dense part, and of gradients for other ranks."""
+        shared = self._part.shared
+        outbox = 0 if shared is None else shared.own.sizes.outbox
+        return {
+            "gpu": self._homes.nbytes + self._streaming.device_bytes,
+            "host": self._moves.host_bytes + self._dense.host_bytes + outbox,
+            "disk": self._store.memory.disk_bytes,
+        }
+
+    def device_bytes(self) -> int:
+        """What this model holds on the compute device between two passes."""
+        return self.bytes_by_tier()["gpu"] + self._dense.device_bytes()
+
+    def gpu_use(self) -> dict[str, int] | None:
+        """Bytes of the GPU's budget, of what this process has reserved, and what it is for: experts
+        at home, slots and gradients of streamed ones, and the rest (dense part, activations).
+        None without a GPU."""
+        if self._gpu is None:
+            return None
+        reserved = torch.cuda.memory_reserved(self._homes.device) - self._gpu.held_by_others()
+        experts, slots = self._homes.nbytes, self._streaming.device_bytes
+        return {
+            "budget": min(self._gpu.budget, self._gpu.available()),
+            "reserved": reserved,
+            "experts": experts,
+            "slots": slots,
+            "rest": reserved - experts - slots,
+        }
+
+    def free_bytes(self) -> int:
+        """What of the GPU's budget is not allocated; 0 without a GPU."""
+        if self._gpu is None:
+            return 0
+        return min(self._gpu.budget, self._gpu.available()) - self._gpu.allocated()
+
+    @property
+    def uses_disk(self) -> bool:
+        return self._store.disk_slots > 0
+
+    @property
+    def cache_slots(self) -> int:
+        """Host slots that experts on disk share."""
+        with self._store.lock:  # none is on its way to another expert
+            return self._store.cache_slots
+
+    @property
+    def share(self) -> DeviceShare:
+        """Experts at home on the compute device, and gradients there."""
+        return self._moves.share
+
+    # -- its limit on the GPU -----------------------------------------------------------------
+
+    def limit(self, budget: int | None) -> None:
+        """Limits what torch allocates on the GPU to the budgets of all models; without one, the
+        model shares what is free. No-op without a GPU."""
+        device = self._homes.device
+        if device.type != "cuda":
+            return
+        self._gpu = MEMORY_LIMITS.set(self, device, budget, CudaMemory(device))
+        if self._placement.fills:
+            self.fill(self._gpu, self._gpu.budget)
+
+    def fill(self, memory: DeviceMemory, budget: int) -> None:
+        """From now on lets as many experts live on the device as `budget` allows."""
+        self._moves.fill_memory(memory, budget, self)
+
+    def give_way(self) -> None:
+        """Another model gets memory: experts that are too many leave the device, if not in the
+        middle of a step."""
+        lifetime = self._store.lifetime
+        if lifetime.forked or not self._moves.fills_memory:
+            return
+        with self._lock:
+            if not lifetime.closed:
+                self._moves.give_way()
+
+    def hold_homes(self, holder: object) -> None:
+        """As long as `holder` lives, or until it releases them, no experts move by themselves:
+        its copies of experts use the memory."""
+        self._moves.holders.add(holder)
+
+    def release_homes(self, holder: object) -> None:
+        self._moves.holders.discard(holder)
+
+    def close(self) -> None:
+        """The engine was closed: the others get this model's budget."""
+        MEMORY_LIMITS.lift(self)
+
+    # -- in words -----------------------------------------------------------------------------
+
+    def describe(self, balance: Balance | None) -> str:
+        """One line: the mode and where everything is."""
+        placement, store, at_home = self._placement, self._store, sum(self._store.homes)
+        sizes = {tier: format_size(size) for tier, size in self.bytes_by_tier().items()}
+        ranks = self._part.ranks
+        rank = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}, "
+        device = self._homes.device
+        if self._streaming.started is None:
+            return (
+                f"{rank}mode gpu: all {at_home} experts and their states on {device} "
+                f"({sizes['gpu']}){self._describe_dense()}"
+            )
+        homes = f"{at_home} experts and " if at_home else ""
+        line = (
+            f"{rank}mode {placement.mode}: {len(store.entries)} experts of "
+            f"{format_size(store.layout.weight_bytes)}; {homes}{placement.slots} slots on "
+            f"{device} ({sizes['gpu']}), {store.in_host} in host memory "
+            f"({format_size(self._moves.host_bytes)})"
+        )
+        if store.on_disk:
+            slots = f"{store.cache_slots} host slots"
+            line += f", {store.on_disk} on disk ({sizes['disk']}) through {slots}"
+        if self._part.shared is not None:
+            line += f", those of all {store.experts.n_global} of a layer shared by ranks"
+        if balance is not None:
+            line += f"; {balance}"
+        return line + self._describe_dense()
+
+    def _describe_dense(self) -> str:
+        placement = self._placement
+        weights = "weights and gradients" if placement.training else "weights"
+        parts = (placement.dense_weights, weights), (placement.dense_states, "optimizer states")
+        return "".join(
+            f"; dense {what} in host memory ({format_size(size)})" for size, what in parts if size
+        )

@@ -1,0 +1,168 @@
+"""Gradients of streamed experts on their way to host memory, and the threads that use them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import NonFiniteError
+from overspill.optim.updates import Update, Updates
+from overspill.tiers.entry import Entry, Part
+from overspill.tiers.slab import HostSlab, Progress
+from overspill.tiers.store import ExpertStore
+from overspill.transfer.downloads import Downloads, GradientRing
+from overspill.transfer.outboxes import GradientPart
+from overspill.transfer.streams import CopyStream, StreamEvent
+
+
+class Gradient(NamedTuple):
+    """The gradient of an expert on the device."""
+
+    entry: Entry
+    parts: Sequence[Tensor]
+    square: Tensor  # the sum of its squares
+    made: StreamEvent  # when it is complete
+
+
+class GradientCopies:
+    """Copies gradients into a ring buffer, into the expert's host slot or into an outbox, each with
+    its sum of squares. A part of `StreamingGradients`, which decides where each one goes."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        stream: CopyStream,
+        limit: int,
+        threads: int,
+        progress: Progress | None,
+    ) -> None:
+        """At most `limit` bytes of gradients wait on the device for their copy."""
+        self._store = store
+        self._threads = threads
+        self._progress = progress
+        self._recorder, self._inject = stream.recorder, stream.inject
+        self.downloads = Downloads(stream, limit)
+        pinned = store.memory.pinned
+        self.squares = torch.zeros(len(store.entries), pin_memory=pinned)
+        """Of each expert's gradient, by its number."""
+        self._added_squares = torch.zeros(len(store.entries), pin_memory=pinned)  # to a kept one
+        self._updates: Updates | None = None
+        self._awaited: Entry | None = None  # its gradient waits for a host slot
+
+    def start_updates(self, buffers: int) -> None:
+        """Allocates a ring of `buffers` and starts the update threads, once."""
+        if self._updates is not None:
+            return
+        store, size = self._store, self._store.layout.weight_bytes
+        slab = HostSlab("gradient buffers", buffers, size, store.memory.pinned, self._progress)
+        ring, squares = GradientRing(store, slab), (self.squares, self._added_squares)
+        self._updates = Updates(store, *squares, ring, self._threads, self._recorder, self._inject)
+
+    @property
+    def updates(self) -> Updates:
+        assert self._updates is not None, "no optimizer is attached"
+        return self._updates
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._updates is None else self._updates.ring.buffers.nbytes
+
+    def waiting(self) -> list[tuple[Entry, Part]]:
+        """Under the lock: the expert whose gradient waits for a host slot, then experts whose
+        update waits for parts on disk."""
+        awaited = [] if self._awaited is None else [(self._awaited, Part.WEIGHTS)]
+        return awaited + ([] if self._updates is None else list(self._updates.waiting()))
+
+    # -- copies -----------------------------------------------------------------------------
+
+    def to_ring(self, gradient: Gradient, is_added: bool) -> tuple[int, StreamEvent]:
+        """Returns the buffer. `is_added`: to the gradient in the expert's host slot."""
+        ring = self.updates.ring
+        buffer = ring.take()
+        try:
+            squares = self._added_squares if is_added else self.squares
+            flat = self._store.layout.weights(ring.buffers[buffer])
+            return buffer, self._copy(gradient, flat, squares[gradient.entry.number])
+        except BaseException:
+            ring.give(buffer)
+            raise
+
+    def to_host_slot(self, gradient: Gradient) -> StreamEvent:
+        """To the memory for the expert's kept gradient."""
+        store, entry = self._store, gradient.entry
+        square = self.squares[entry.number]
+        if entry.disk_slot is None:  # its host slot is its own
+            return self._copy(gradient, store.layout.weights(store.host(entry, Part.GRADS)), square)
+        with store.lock:
+            # first: the GPU may hold more experts than the host, and those of this wave that were
+            # delivered before must make room
+            self._awaited = entry
+            try:
+                store.request_transfers()
+                store.wait(lambda: entry.host_slot is not None, "a host slot (disk transfers)")
+            finally:
+                self._awaited = None
+            store.hold(entry)
+            flat = store.layout.weights(store.host(entry, Part.GRADS))
+            store.keep_gradient(entry)
+        try:
+            arrived = self._copy(gradient, flat, square)
+            self.updates.submit(Update(entry, arrived))  # holds the slot until it has arrived
+            return arrived
+        finally:
+            store.release(entry)
+
+    def to_outbox(self, gradient: Gradient, slot: GradientPart) -> StreamEvent:
+        return self._copy(gradient, slot.gradient, slot.square)
+
+    def _copy(self, gradient: Gradient, flat: Tensor, square: Tensor) -> StreamEvent:
+        entry = gradient.entry
+        starts = self._store.layout.shape.starts
+        pairs = [
+            (flat[start : start + part.numel()], part.reshape(-1))
+            for start, part in zip(starts, gradient.parts, strict=True)
+        ]
+        pairs.append((square, gradient.square))
+        label = f"expert {entry.id.layer}.{entry.id.index}"
+        return self.downloads.send(pairs, label, gradient.made)
+
+    def check_finite(self) -> None:
+        """Updates have refused gradients that are not finite; this reports them."""
+        if torch.isfinite(self.squares).all():
+            return
+        self.updates.wait_idle()  # it reads the same numbers
+        bad = (~torch.isfinite(self.squares)).nonzero().flatten().tolist()
+        self.squares[bad] = 0.0
+        first = self._store.entries[bad[0]].id
+        raise NonFiniteError(
+            f"the gradient of {len(bad)} experts (first: layer {first.layer}, expert "
+            f"{first.index}) is NaN or infinite; they were not updated. Lower the learning "
+            "rate or set max_grad_norm, and go on from the last checkpoint"
+        )
+
+    # -- lifetime ---------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Waits until all gradients have arrived and all updates are done."""
+        self.downloads.wait()
+        if self._updates is not None:
+            self._updates.wait_idle()
+
+    def idle(self) -> bool:
+        """Under the lock: whether all updates are done."""
+        return self._updates is None or self._updates.idle()
+
+    def free_ring(self) -> None:
+        """When idle: an interrupted backward may have left buffers."""
+        if self._updates is not None:
+            self._updates.ring.reset()
+
+    def check_conserved(self) -> None:
+        if self._updates is not None:
+            self._updates.ring.check_conserved()
+
+    def close(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
+            self._updates.ring.buffers.close()
