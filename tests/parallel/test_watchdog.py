@@ -122,6 +122,8 @@ def test_ranks_of_another_node_are_named_by_their_global_numbers() -> None:
 def test_only_the_first_failure_is_claimed() -> None:
     page = Page.create(2)
     other = Page.open(page.path, 2)
-    assert page.claim()
-    assert not page.claim()
-    assert not other.claim()
+    assert not other.claimed
+    assert page.claim(2)
+    assert not page.claim(1)
+    assert not other.claim(1)
+    assert (page.exit_code, other.exit_code) == (2, 2), "all ranks end with the same code"

@@ -186,19 +186,19 @@ def _reported(page: Page, rank: int) -> Iterator[None]:
     except OverspillError as error:
         if isinstance(error, RankError):  # the rank that has failed says more
             _await_report(page, 5.0)
-        report(page, f"rank {rank}: {error}")
+        report(page, f"rank {rank}: {error}", 2)
         time.sleep(0.3)  # the first rank may hold the store that others still read
-        _exit(2)
     except KeyboardInterrupt:
-        page.claim()  # no failure: the others need not say that this rank is gone
-        _exit(130)
+        page.claim(130)  # no failure: the others need not say that this rank is gone
     except Exception as error:
         if isinstance(error, (RuntimeError, OSError)):  # as those of torch.distributed are
             # The cause may be that another rank is gone: it, the launcher or the watchdog says why.
             _await_report(page, 3.0)
-        if report(page, f"rank {rank}: {type(error).__name__}: {error}"):
+        if report(page, f"rank {rank}: {type(error).__name__}: {error}", 1):
             traceback.print_exc()
-        _exit(1)
+    else:
+        return
+    _exit(page.exit_code)
 
 
 def _await_report(page: Page, seconds: float) -> None:
@@ -211,8 +211,8 @@ def _await_report(page: Page, seconds: float) -> None:
 def _give_up(page: Page, wrong: str) -> None:
     """What the watchdog does."""
     time.sleep(_LAUNCHER_FIRST)
-    report(page, wrong)
-    _exit(1)
+    report(page, wrong, 1)
+    _exit(page.exit_code)
 
 
 def _exit(code: int) -> None:

@@ -94,13 +94,19 @@ class Page:
         """Whether a failure was reported."""
         return self._words[0] != 0
 
-    def claim(self) -> bool:
+    @property
+    def exit_code(self) -> int:
+        """That of the first failure: all ranks end with it, and any of them may be the first to."""
+        return self._words[0]
+
+    def claim(self, exit_code: int) -> bool:
         """Whether this is the first call in all ranks: only the first failure is reported, the
-        others follow from it."""
+        others follow from it. The code is not 0."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX)
         try:
-            first = self._words[0] == 0
-            self._words[0] = 1
+            first = not self.claimed
+            if first:
+                self._words[0] = exit_code
             return first
         finally:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
@@ -224,9 +230,9 @@ def _cpu_time(pid: int) -> int | None:
     return None if state in ("Z", "X") else int(numbers[10]) + int(numbers[11])
 
 
-def report(page: Page, line: str) -> bool:
+def report(page: Page, line: str, exit_code: int) -> bool:
     """Prints the line unless a failure was reported already; returns whether it did."""
-    first = page.claim()
+    first = page.claim(exit_code)
     if first:
         print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
     return first
