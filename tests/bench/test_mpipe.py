@@ -126,7 +126,7 @@ def test_the_overhead_of_a_search_is_what_its_steps_take_longer(scripts: None) -
 
 def test_a_bad_choice_shows_as_a_gain_below_one(scripts: None) -> None:
     kind = importlib.import_module("mpipe_overlap").Overlap
-    found = kind(sending=10.0, computing=8.0, one=20.0, best=13.6, adaptive=25.0)
+    found = kind(sending=10.0, computing=8.0, local=10.0, one=20.0, best=13.6, adaptive=25.0)
     assert found.gain == pytest.approx(0.8)
     assert found.hidden == pytest.approx(0.8)
     assert found.similar

@@ -88,3 +88,14 @@ def test_fused_gradient_is_finite_where_exp_overflows() -> None:
         grads = Fused(gated).backward(h, da, torch.ones(1, device="cuda"), overwrite_h=False)
         assert grads.dh.isfinite().all()
         assert Fused(gated).forward(h).isfinite().all()
+
+
+@pytest.mark.gpu
+def test_fused_kernels_take_rows_that_are_not_aligned() -> None:
+    pytest.importorskip("triton")
+    memory = torch.randn(3 * 48 + 1, device="cuda").bfloat16()
+    for start in (0, 1):  # the second one needs another kernel than the first one
+        h = memory[start : start + 3 * 48].view(3, 48)
+        torch.testing.assert_close(
+            Fused(True).forward(h), activate_torch(h, True), rtol=2e-2, atol=2e-2
+        )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overspill.core.errors import ConfigError
-from overspill.plan.granularity import CANDIDATES, GranularitySearch
+from overspill.plan.granularity import CANDIDATES, GranularitySearch, PassTime
 
 BATCHES = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
 TIMES = st.fixed_dictionaries({n: st.floats(1e-3, 1.0) for n in CANDIDATES})
@@ -18,7 +18,7 @@ def train(search: GranularitySearch, batch: int, seconds: dict[int, float]) -> l
     tried = []
     while search.settled(batch) is None:
         tried.append(search.choose(batch))
-        search.report(batch, tried[-1], seconds[tried[-1]])
+        search.report(batch, tried[-1], PassTime(seconds[tried[-1]]))
         assert len(tried) < 20, "the search does not end"
     return tried
 
@@ -47,7 +47,7 @@ def test_ranks_with_the_same_times_choose_the_same(
         assert len(chosen) == 1
         (n,) = chosen
         for rank in ranks:
-            rank.report(batch, n, seconds[n])
+            rank.report(batch, n, PassTime(seconds[n]))
 
 
 @given(TIMES, st.sampled_from(CANDIDATES), st.integers(8, 3000))
@@ -85,19 +85,31 @@ def test_a_slow_number_is_tried_once_and_larger_ones_never() -> None:
     assert {*tried} == {1, 2}
 
 
+def test_a_number_that_the_host_cannot_queue_in_time_is_never_tried() -> None:
+    search, tried = GranularitySearch(), []
+    while search.settled(1000) is None:
+        tried.append(n := search.choose(1000))
+        # the device takes 4 ms with one partition, and less with more; the host 1 ms and more
+        device, partitions = 3e-3 + 1e-3 / n, n * 1e-3
+        host = 0.5e-3 + partitions
+        search.report(1000, n, PassTime(max(device, host), host, partitions))
+    assert {*tried} == {1, 2}, "with 4 partitions the host needs 4.5 ms"
+    assert search.choose(1000) == 2
+
+
 def test_one_slow_pass_does_not_end_the_search() -> None:
     search = GranularitySearch()
     seconds = {1: 1.0, 2: 0.9, 4: 0.8, 8: 2.0}
-    search.report(1000, 1, 1.0)
-    search.report(1000, 1, 1.0)
-    search.report(1000, 2, 1.1)  # disturbed
+    search.report(1000, 1, PassTime(1.0))
+    search.report(1000, 1, PassTime(1.0))
+    search.report(1000, 2, PassTime(1.1))  # disturbed
     train(search, 1000, seconds)
     assert search.choose(1000) == 4
 
 
 def test_the_first_pass_is_not_counted() -> None:
     search = GranularitySearch()
-    search.report(64, search.choose(64), 100.0)  # compiles kernels
+    search.report(64, search.choose(64), PassTime(100.0))  # compiles kernels
     train(search, 64, {1: 4.0, 2: 4.0, 4: 4.0, 8: 1.0})
     assert search.choose(64) == 8
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.launch_triton import Launch
+
 _BLOCK = 1024
 _WARPS = 4
 
@@ -22,10 +24,8 @@ def activate(h: Tensor, gated: bool) -> Tensor:
     h = h.contiguous()
     n_rows, n_hidden = h.shape[0], h.shape[1] // (2 if gated else 1)
     a_RH = h.new_empty(n_rows, n_hidden)
-    with torch.cuda.device(h.device):
-        _forward[(n_rows, triton.cdiv(n_hidden, _BLOCK))](
-            h, a_RH, N_HIDDEN=n_hidden, GATED=gated, BLOCK=_BLOCK, num_warps=_WARPS
-        )
+    grid = n_rows, triton.cdiv(n_hidden, _BLOCK)
+    _launch_forward(grid, (h, a_RH), (n_hidden, gated, _BLOCK))
     return a_RH
 
 
@@ -41,19 +41,8 @@ def activate_backward(
     n_rows, n_hidden = da_RH.shape
     dh = h if overwrite_h else torch.empty_like(h)
     drow_weight_R = row_weight_R.new_empty(n_rows)
-    with torch.cuda.device(h.device):
-        _backward[(n_rows,)](
-            h,
-            da_RH,
-            row_weight_R,
-            da_RH,
-            dh,
-            drow_weight_R,
-            N_HIDDEN=n_hidden,
-            GATED=gated,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-        )
+    tensors = h, da_RH, row_weight_R, da_RH, dh, drow_weight_R
+    _launch_backward((n_rows, 1), tensors, (n_hidden, gated, _BLOCK))
     return da_RH, dh, drow_weight_R
 
 
@@ -123,3 +112,6 @@ def _backward(
         weighted = (a * weight).to(weighted_ptr.dtype.element_ty)
         tl.store(weighted_ptr + row * N_HIDDEN + cols, weighted, mask=mask)
     tl.store(drow_weight_ptr + row, tl.sum(total, axis=0))
+
+
+_launch_forward, _launch_backward = Launch(_forward, _WARPS), Launch(_backward, _WARPS)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from overspill.compute import grouped
 from overspill.compute.activation import Activation, Fused
+from overspill.compute.weight_grad import Computed, Product, WeightGrad
 from overspill.core.experts import ExpertShape
 
 
@@ -32,7 +33,8 @@ class WaveGrads:
     drow_weight_R: Tensor
 
 
-TakeGrad = Callable[[int, Tensor], None]
+TakeRows = Callable[[Tensor], None]
+TakeGrad = Callable[[int, WeightGrad], None]
 """Gets the position of a tensor in a record and its gradient, [n, ...]. Without biases."""
 
 
@@ -122,6 +124,7 @@ class _Backward:
     need_dw: bool
     activation: Activation
     overwrite_hidden: bool
+    take_dx: TakeRows | None
     take_dw: TakeGrad | None
 
 
@@ -138,11 +141,13 @@ def wave_backward(
     need_dw: bool = True,
     activation: Activation | None = None,
     overwrite_hidden: bool = False,
+    take_dx: TakeRows | None = None,
     take_dw: TakeGrad | None = None,
 ) -> WaveGrads:
     """Gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of the *weighted* y.
 
-    With `take_dw`, each dw is passed on as soon as it is computed, instead of being returned.
+    With `take_dx`, dx is computed before dw and passed on at once: it can travel meanwhile. With
+    `take_dw`, each dw is passed on instead of being returned.
     `hidden` is recomputed if it is None; it may be changed with `overwrite_hidden`. y is never
     recomputed: the gradient of a routing weight, y·dy, equals a·(dy @ w_out) plus b_out·dy, and
     dy @ w_out is needed anyway. The routing weight multiplies the activation and its gradient, so
@@ -152,7 +157,7 @@ def wave_backward(
     activation = activation or Fused(shape.gated)
     wave = _Backward(
         x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation,
-        overwrite_hidden or hidden is None, take_dw,
+        overwrite_hidden or hidden is None, take_dx, take_dw,
     )  # fmt: skip
     backend = grouped.backend_for(x_RD, own.w_in, shape, isinstance(weights, StackedWeights))
     return _backward_loop(wave) if backend == "loop" else _backward_grouped(wave, backend)
@@ -170,6 +175,10 @@ def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
     drow_weight_R = act.drow_weight_R
     if own.b_out is not None:
         drow_weight_R = drow_weight_R + (_of_rows(own.b_out, ends, dy_RD) * dy_RD).sum(-1)
+    dx_RD = None
+    if wave.take_dx is not None:
+        dx_RD = grouped.product(backend, act.dh, own.w_in, ends)
+        wave.take_dx(dx_RD)
     dw: tuple[Tensor, ...] = ()
     if wave.need_dw:
         pairs = [(act.dh, x_RD), (dy_RD, act.weighted_RH)]  # w_in, w_out: rows, then columns
@@ -182,12 +191,13 @@ def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
             pairs += [(ones, act.dh), (ones, weighted)]
         if wave.take_dw is not None:
             for number, (a, b) in enumerate(pairs):
-                wave.take_dw(number, grouped.weight_grad(backend, a, b, ends, wave.counts))
+                wave.take_dw(number, Product(backend, a, b, ends, wave.counts))
             pairs = []
         dw = tuple(grouped.weight_grad(backend, a, b, ends, wave.counts) for a, b in pairs)
         if dw and wave.shape.bias:
             dw = (*dw[:2], *(total[:, 0] for total in dw[2:]))
-    dx_RD = grouped.product(backend, act.dh, own.w_in, ends)
+    if dx_RD is None:
+        dx_RD = grouped.product(backend, act.dh, own.w_in, ends)
     return WaveGrads(dx_RD, dw, drow_weight_R)
 
 
@@ -218,9 +228,11 @@ def _backward_loop(wave: _Backward) -> WaveGrads:
                 dw[2][expert] = act.dh.sum(0)
                 dw[3][expert] = (dy * row_weight.unsqueeze(-1)).sum(0)
         torch.mm(act.dh, own.w_in[expert], out=dx_RD[rows])
+    if wave.take_dx is not None:
+        wave.take_dx(dx_RD)
     if wave.take_dw is not None:
         for number, grad in enumerate(dw):
-            wave.take_dw(number, grad)
+            wave.take_dw(number, Computed(grad))
         dw = ()
     return WaveGrads(dx_RD, dw, drow_weight_R)
 

@@ -15,6 +15,8 @@ _PASSES = 3
 """Passes with each number of partitions that remains a candidate."""
 _FAR = (1.25, 1.05)
 """A number is dropped after one or two passes that take this many times as long as the fastest."""
+_LEAST = 0.6
+"""A further partition takes the host at least this share of what the first one has taken."""
 
 
 @dataclass
@@ -25,12 +27,38 @@ class _Range:
     upper: int
 
 
+@dataclass(frozen=True)
+class PassTime:
+    """What a forward and backward took; over ranks, the longest of each."""
+
+    seconds: float
+    """On the device, or of the host to queue the work if that is longer: the rest of a model does
+    not wait for a host that is ahead."""
+    host: float = 0.0
+    """Of these, what the host needed; 0 if it computes itself."""
+    partitions: float = 0.0
+    """Of these, what it needed for all partitions."""
+
+
 @dataclass
 class _Trials:
     """Measured passes of one batch size."""
 
     warm: bool = False
-    seconds: dict[int, list[float]] = field(default_factory=dict)
+    passes: dict[int, list[PassTime]] = field(default_factory=dict)
+
+    def seconds(self, n: int) -> list[float]:
+        return [each.seconds for each in self.passes.get(n, ())]
+
+    def least(self, n: int) -> float:
+        """What a pass with `n` partitions takes at least, by the passes with fewer."""
+        bounds = [
+            found.host + _LEAST * (n - fewer) * found.partitions / fewer
+            for fewer, passes in self.passes.items()
+            if fewer < n
+            for found in [min(passes, key=lambda each: each.host)]
+        ]
+        return max(bounds, default=0.0)
 
 
 class GranularitySearch:
@@ -74,23 +102,23 @@ class GranularitySearch:
         wanted = self._wanted(batch)
         if not wanted:  # ranges have grown meanwhile: what was measured is enough
             return self._settle(batch, self._fastest(batch))
-        seconds = self._of(batch).seconds
-        return min(wanted, key=lambda n: len(seconds.get(n, ())))
+        passes = self._of(batch).passes
+        return min(wanted, key=lambda n: len(passes.get(n, ())))
 
     def guess(self, batch: int) -> int:
         """A number of partitions for a pass that is not measured."""
         possible = self._possible(batch)
         return self.settled(batch) or possible[len(possible) // 2]
 
-    def report(self, batch: int, n: int, seconds: float) -> None:
-        """A forward and backward with `n` partitions took `seconds`: the longest over ranks."""
+    def report(self, batch: int, n: int, found: PassTime) -> None:
+        """A forward and backward with `n` partitions took so long."""
         if batch in self._cache or n not in self.candidates:
             return
         trials = self._of(batch)
         if not trials.warm:  # the first pass also compiles kernels and allocates memory
             trials.warm = True
             return
-        trials.seconds.setdefault(n, []).append(seconds)
+        trials.passes.setdefault(n, []).append(found)
         if not self._wanted(batch):
             self._settle(batch, self._fastest(batch))
 
@@ -107,13 +135,16 @@ class GranularitySearch:
     def _wanted(self, batch: int) -> list[int]:
         """Numbers that need more passes. A larger number is tried only if the one before it is the
         fastest so far: times are assumed to fall, then to rise, and many partitions of a small
-        batch take several times as long. The shortest pass with a number counts: whatever else the
-        host does makes passes longer, never shorter."""
-        seconds, wanted = self._of(batch).seconds, []
-        shortest = {n: min(found) for n, found in seconds.items()}
+        batch take several times as long. It is not tried if the host alone would need longer to
+        queue it. The shortest pass with a number counts: whatever else the host does makes passes
+        longer, never shorter."""
+        trials, wanted = self._of(batch), []
+        shortest = {n: min(trials.seconds(n)) for n in trials.passes}
         best, so_far = min(shortest.values(), default=float("inf")), float("inf")
         for n in self._possible(batch):
-            found = seconds.get(n, [])
+            found = trials.seconds(n)
+            if not found and trials.least(n) > best:
+                break
             if len(found) < _PASSES and not _is_far(found, best):
                 wanted.append(n)
             if not found or shortest[n] > so_far:
@@ -122,10 +153,9 @@ class GranularitySearch:
         return wanted
 
     def _fastest(self, batch: int) -> int:
-        seconds = self._of(batch).seconds
-        possible = self._possible(batch)
-        measured = [n for n in possible if n in seconds] or possible
-        return min(measured, key=lambda n: (min(seconds.get(n, [0.0])), n))
+        trials, possible = self._of(batch), self._possible(batch)
+        measured = [n for n in possible if n in trials.passes]
+        return min(measured, key=lambda n: (min(trials.seconds(n)), n), default=possible[0])
 
     def _settle(self, batch: int, n: int) -> int:
         found = self._ranges.setdefault(n, _Range(batch, batch))

@@ -195,4 +195,8 @@ class Timestamp:
         """Seconds between two timestamps that the stream has passed."""
         if self._event is not None and later._event is not None:
             return float(self._event.elapsed_time(later._event)) / 1e3
+        return self.host_seconds_until(later)
+
+    def host_seconds_until(self, later: "Timestamp") -> float:
+        """Seconds between the calls that have made two timestamps."""
         return later._seconds - self._seconds

@@ -12,6 +12,7 @@ from torch import Tensor
 from overspill.compute.activation import Activation
 from overspill.compute.experts import StackedWeights, wave_backward, wave_forward
 from overspill.compute.permute import combine, gather_rows, sum_rows
+from overspill.compute.weight_grad import WeightGrad
 from overspill.core.experts import ExpertShape
 from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.pipeline.activations import HostCopies, Saved
@@ -145,6 +146,7 @@ class _Backward(_Pass):
             x_ND = _taken(rows, part.to_experts)
         hidden = saved.middle.take(number)
         need_dw = self._need_dw and (part.n_computed > 0 or self._is_last_without_dw(number))
+        returned: list[Arrival] = []
         grads = wave_backward(
             x_ND,
             _taken(rows, part.to_experts),
@@ -157,11 +159,13 @@ class _Backward(_Pass):
             need_dw,
             own.activation,
             overwrite_hidden=hidden is not saved.middle.tensors[number],
+            # R begins before the gradients of weights are computed
+            take_dx=lambda dx_ND: returned.append(self._return(dx_ND, part, f"R{number}")),
             take_dw=self._add,
         )
         self.drow_weights.append(grads.drow_weight_R)
         self._trace.end_wave()
-        return [self._return(grads.dx_RD, part, f"R{number}")]
+        return returned
 
     def finish(self, number: int, rows: list[Tensor]) -> None:
         part = self._rows.partitions[number]
@@ -171,14 +175,14 @@ class _Backward(_Pass):
         """Whether no partition has token rows: the gradients are then the zeros of this one."""
         return not self.dw and number == len(self._rows.partitions) - 1
 
-    def _add(self, position: int, grad: Tensor) -> None:
+    def _add(self, position: int, grad: WeightGrad) -> None:
         """Sums over several partitions are float32 (or wider)."""
         if position in self.dw:
-            self.dw[position].add_(grad)
+            grad.add_to(self.dw[position])
         elif len(self._rows.partitions) == 1:
-            self.dw[position] = grad
+            self.dw[position] = grad.value()
         else:
-            self.dw[position] = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            self.dw[position] = grad.widened()
 
 
 def forward(

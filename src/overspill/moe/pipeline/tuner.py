@@ -4,6 +4,7 @@ Ranks tell each other the token rows of every expert once for each pass. The sam
 the number of tokens and the time of the last measured pass, so that all search with equal numbers.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -26,12 +27,12 @@ from overspill.moe.pipeline.rows import (
     partition_keys,
 )
 from overspill.parallel.exchange.interface import Exchange
-from overspill.plan.granularity import GranularitySearch
+from overspill.plan.granularity import GranularitySearch, PassTime
 from overspill.transfer.streams import HostCopy, Timestamp
 
-_HEAD = 6
-"""Numbers before the counts: tokens, training, data type; batch, partitions and nanoseconds of the
-last measured pass."""
+_HEAD = 8
+"""Numbers before the counts: tokens, training, data type; batch and partitions of the last measured
+pass, and its times in nanoseconds, in the order of `PassTime`."""
 _ALLOCATING = 2
 """So many passes with a number of partitions may get memory from the system and are not counted."""
 _REFUSED = -1  # instead of a number of tokens
@@ -41,19 +42,22 @@ Allocations = Callable[[torch.device], int]
 
 
 class PassTimer:
-    """The time of one forward and its backward on the compute stream. A pass that has got memory
-    from the system, which takes milliseconds, says nothing about the next ones."""
+    """The time of one forward and its backward, on the compute stream and of the host. A pass that
+    has got memory from the system, which takes milliseconds, says nothing about the next ones."""
 
     def __init__(
         self,
         device: torch.device,
         batch: int,
         n: int,
+        routing: float,
         ended: "Callable[[PassTimer], None]",
         allocations: Allocations,
     ) -> None:
+        """`routing`: seconds of the host before the pass, without those in which it has waited."""
         self.batch, self.n = batch, n
         self._device, self._ended, self._count = device, ended, allocations
+        self._routing = routing
         self._stamps: list[Timestamp] = []
         self._allocations = allocations(device)
         self.allocated = False
@@ -73,13 +77,21 @@ class PassTimer:
         self.allocated = self._count(self._device) > self._allocations
         self._ended(self)
 
-    def nanoseconds(self) -> int:
-        """0 if the device has not come so far."""
-        if not self._stamps[-1].passed():
-            return 0
+    def passed(self) -> bool:
+        """Whether the device has come to the end of the pass."""
+        return self._stamps[-1].passed()
+
+    def found(self) -> PassTime | None:
+        """None if the device has not come so far."""
+        if not self.passed():
+            return None
         begin, end, begin_backward, end_backward = self._stamps
         seconds = begin.seconds_until(end) + begin_backward.seconds_until(end_backward)
-        return max(1, round(seconds * 1e9))
+        if self._device.type == "cpu":
+            return PassTime(seconds)
+        queueing = begin.host_seconds_until(end) + begin_backward.host_seconds_until(end_backward)
+        host = self._routing + queueing
+        return PassTime(max(seconds, host), host, queueing)
 
 
 class Tuner:
@@ -104,39 +116,50 @@ class Tuner:
         """The partitions of a pass, and what measures it. Must be called on all ranks; waits for
         the device. Raises on all if one has refused its input, or if ranks would wait for each
         other later."""
+        start = time.perf_counter()
         n_tokens, n_experts = len(expert_ids_TK), experts.n_global
-        known = self._known(n_tokens, exchange)
+        known = self._known(n_tokens, exchange, training)
         # rows are counted in the partitions of all candidates, if the number is not known
         finest = known or self.search.candidates[-1]
         keys_TK = partition_keys(expert_ids_TK, finest, n_experts)
         counts_R = HostCopy(key_counts(keys_TK, finest * n_experts))
         # queued before the host waits: the device sorts while the host computes
         rows = SortedRows.sort(keys_TK, known) if known else None
+        before = time.perf_counter() - start
         counts = counts_R.wait()
         report = self._report()  # now the device has come to the end of the pass before
         head = [n_tokens, int(training), DTYPES.index(dtype), *report]
         found = _gather(head, counts, exchange)
+        start = time.perf_counter()
         _check_heads(found[:, :3])
-        timer, n = None, known
+        batch, n = n_tokens, known
         if n is None or (self.partitions is None and any(report)):
             batch, n = self._choose(found[:, :_HEAD])
-            if training and self.search.settled(batch) is None:
-                count = self._count_allocations
-                timer = PassTimer(expert_ids_TK.device, batch, n, self._end, count)
         if rows is None:
             rows = SortedRows.sort(partition_keys(expert_ids_TK, n, n_experts), n)
         counts_GPE = found[:, _HEAD:].reshape(len(found), n, finest // n, n_experts).sum(2)
-        return divide_rows(rows, counts_GPE, experts, exchange), timer
+        routed = divide_rows(rows, counts_GPE, experts, exchange)
+        if self.partitions is not None or not training or self.search.settled(batch) is not None:
+            return routed, None
+        host, device = before + time.perf_counter() - start, expert_ids_TK.device
+        return routed, PassTimer(device, batch, n, host, self._end, self._count_allocations)
 
-    def _known(self, n_tokens: int, exchange: Exchange) -> int | None:
-        """The number of partitions if it is known before ranks have told each other their
-        tokens."""
+    def _known(self, n_tokens: int, exchange: Exchange, training: bool) -> int | None:
+        """The number of partitions if it is known before the rows are counted and, with several
+        ranks, before these have told each other their tokens."""
         if self.partitions is not None or exchange.size > 1 or graph_task() != -1:
             return self.partitions
         n = self.search.settled(n_tokens)
+        if n is None and training and (self._measured is None or self._measured.passed()):
+            self._learn(*self._report())
+            n = self.search.choose(n_tokens)
         if n is not None:
             self._last[n_tokens] = n
         return n
+
+    def _learn(self, batch: int, n: int, *nanoseconds: int) -> None:
+        if all(nanoseconds[:1]):
+            self.search.report(batch, n, PassTime(*(each / 1e9 for each in nanoseconds)))
 
     def _end(self, timer: PassTimer) -> None:
         self._measured = timer
@@ -147,22 +170,26 @@ class Tuner:
         head = [_REFUSED, *[0] * (_HEAD - 1)]
         _gather(head, torch.zeros(finest * n_experts, dtype=torch.int64), exchange)
 
-    def _report(self) -> tuple[int, int, int]:
-        """The last measured pass, once."""
+    def _report(self) -> tuple[int, ...]:
+        """The last measured pass, once: its batch, its partitions and its times, or zeros."""
         if self._measured is None or graph_task() != -1:
-            return 0, 0, 0
+            return 0, 0, 0, 0, 0
         timer, self._measured = self._measured, None
         place = timer.batch, timer.n
         if timer.allocated and self._allocating[place] < _ALLOCATING:
             self._allocating[place] += 1
-            return *place, 0
-        return *place, timer.nanoseconds()
+            return *place, 0, 0, 0
+        found = timer.found()
+        if found is None:
+            return *place, 0, 0, 0
+        times = found.seconds, found.host, found.partitions
+        return *place, *(round(seconds * 1e9) for seconds in times)
 
     def _choose(self, heads: Numbers) -> tuple[int, int]:
         """The batch, and the number of partitions for it; from the same numbers on all ranks."""
-        batch, _, _, measured, n, nanoseconds = heads.max(0).tolist()
+        batch, _, _, measured, n, *nanoseconds = heads.max(0).tolist()
         if (heads[:, 3:5] == (measured, n)).all() and (heads[:, 5] > 0).all():
-            self.search.report(measured, n, nanoseconds / 1e9)
+            self._learn(measured, n, *nanoseconds)
         if graph_task() != -1 and batch in self._last:  # a checkpoint repeats its forward
             return batch, self._last[batch]
         training = (heads[:, 1] > 0).all()

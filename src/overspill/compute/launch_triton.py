@@ -1,0 +1,45 @@
+# Triton is optional and untyped.
+# mypy: disable-error-code="import-not-found,import-untyped"
+"""Launches Triton kernels without Triton's look-up of the compiled one, which takes several times
+as long as the launch: small batches wait for the host."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+_ALIGNED = 16
+"""Bytes. Triton compiles kernels for pointers that are aligned so, and others for the rest."""
+
+
+class Launch:
+    """A kernel whose arguments are tensors on one GPU, then constants of its compilation."""
+
+    def __init__(self, kernel: Any, warps: int) -> None:
+        self._kernel, self._warps = kernel, warps
+        self._interpreted = not isinstance(kernel, triton.JITFunction)
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def __call__(
+        self, grid: tuple[int, int], tensors: tuple[Tensor, ...], constants: tuple[int, ...]
+    ) -> None:
+        device = tensors[0].device
+        with _on(device):
+            if self._interpreted or any(tensor.data_ptr() % _ALIGNED for tensor in tensors):
+                self._kernel[grid](*tensors, *constants, num_warps=self._warps)
+                return
+            key = device, constants, *(tensor.dtype for tensor in tensors)
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                compiled = self._kernel.warmup(
+                    *tensors, *constants, grid=grid, num_warps=self._warps
+                )
+                self._compiled[key] = compiled
+            compiled[*grid, 1](*tensors, *constants)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    here = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
+    return nullcontext() if here else torch.cuda.device(device)
