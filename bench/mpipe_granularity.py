@@ -77,9 +77,11 @@ def measure(
         trials = search(layer, work, tokens, spec.device)
         chosen = layer.best_partitions(tokens)
         assert chosen is not None
-        as_many = [milliseconds(works[chosen], spec.device) for _ in trials]
+        fixed = spec.step(spec.build(exchange, partitions=chosen, strategy="none"), tokens)
+        as_many = [milliseconds(fixed, spec.device) for _ in trials]
         searches.append(Search(chosen, trials, as_many, 0.0))
-    times = medians(works, spec.device, rounds=9)
+    # steps of small batches wait for the host, which other processes disturb
+    times = medians(works, spec.device, rounds=9 if tokens > 4096 else 41)
     searches = [
         found._replace(after=times[f"adaptive {number}"]) for number, found in enumerate(searches)
     ]

@@ -89,12 +89,20 @@ def test_a_number_that_the_host_cannot_queue_in_time_is_never_tried() -> None:
     search, tried = GranularitySearch(), []
     while search.settled(1000) is None:
         tried.append(n := search.choose(1000))
-        # the device takes 4 ms with one partition, and less with more; the host 1 ms and more
-        device, partitions = 3e-3 + 1e-3 / n, n * 1e-3
-        host = 0.5e-3 + partitions
-        search.report(1000, n, PassTime(max(device, host), host, partitions))
-    assert {*tried} == {1, 2}, "with 4 partitions the host needs 4.5 ms"
+        # the device takes 4 ms with one partition, and less with more; the host 1 ms for each
+        host = n * 1e-3
+        search.report(1000, n, PassTime(max(1e-3 + 3e-3 / n, host), host, host))
+    assert {*tried} == {1, 2}, "with 4 partitions the device waits for the host"
     assert search.choose(1000) == 2
+
+
+def test_the_time_of_the_host_counts_half() -> None:
+    search, tried = GranularitySearch(), []
+    while search.settled(1000) is None:
+        tried.append(n := search.choose(1000))
+        search.report(1000, n, PassTime({1: 4e-3, 2: 3.8e-3}[n], 1e-3 * n, 0.5e-3 * n))
+    assert {*tried} == {1, 2}
+    assert search.choose(1000) == 1
 
 
 def test_one_slow_pass_does_not_end_the_search() -> None:

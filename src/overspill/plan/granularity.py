@@ -29,15 +29,20 @@ class _Range:
 
 @dataclass(frozen=True)
 class PassTime:
-    """What a forward and backward took; over ranks, the longest of each."""
+    """Seconds of a forward and backward; over ranks, the longest of each."""
 
-    seconds: float
-    """On the device, or of the host to queue the work if that is longer: the rest of a model does
-    not wait for a host that is ahead."""
+    device: float
     host: float = 0.0
-    """Of these, what the host needed; 0 if it computes itself."""
+    """What the host needed to queue it; 0 if it computes itself."""
     partitions: float = 0.0
     """Of these, what it needed for all partitions."""
+
+    @property
+    def cost(self) -> float:
+        """What passes are compared by. Whether a step waits for the device or for the host depends
+        on the rest of the model. So time of the host counts too, but less: with large batches, for
+        which partitions matter most, steps wait for the device."""
+        return self.device + self.host / 2
 
 
 @dataclass
@@ -47,18 +52,20 @@ class _Trials:
     warm: bool = False
     passes: dict[int, list[PassTime]] = field(default_factory=dict)
 
-    def seconds(self, n: int) -> list[float]:
-        return [each.seconds for each in self.passes.get(n, ())]
+    def costs(self, n: int) -> list[float]:
+        return [each.cost for each in self.passes.get(n, ())]
 
     def least(self, n: int) -> float:
-        """What a pass with `n` partitions takes at least, by the passes with fewer."""
+        """What a pass with `n` partitions costs at least, by the passes with fewer: the device
+        waits for what the host has not queued."""
         bounds = [
             found.host + _LEAST * (n - fewer) * found.partitions / fewer
             for fewer, passes in self.passes.items()
             if fewer < n
             for found in [min(passes, key=lambda each: each.host)]
         ]
-        return max(bounds, default=0.0)
+        host = max(bounds, default=0.0)
+        return PassTime(host, host).cost
 
 
 class GranularitySearch:
@@ -135,27 +142,27 @@ class GranularitySearch:
     def _wanted(self, batch: int) -> list[int]:
         """Numbers that need more passes. A larger number is tried only if the one before it is the
         fastest so far: times are assumed to fall, then to rise, and many partitions of a small
-        batch take several times as long. It is not tried if the host alone would need longer to
-        queue it. The shortest pass with a number counts: whatever else the host does makes passes
-        longer, never shorter."""
+        batch take several times as long. It is not tried if the time of the host alone costs more.
+        The cheapest pass with a number counts: whatever else the host does makes passes longer,
+        never shorter."""
         trials, wanted = self._of(batch), []
-        shortest = {n: min(trials.seconds(n)) for n in trials.passes}
-        best, so_far = min(shortest.values(), default=float("inf")), float("inf")
+        cheapest = {n: min(trials.costs(n)) for n in trials.passes}
+        best, so_far = min(cheapest.values(), default=float("inf")), float("inf")
         for n in self._possible(batch):
-            found = trials.seconds(n)
+            found = trials.costs(n)
             if not found and trials.least(n) > best:
                 break
             if len(found) < _PASSES and not _is_far(found, best):
                 wanted.append(n)
-            if not found or shortest[n] > so_far:
+            if not found or cheapest[n] > so_far:
                 break
-            so_far = shortest[n]
+            so_far = cheapest[n]
         return wanted
 
     def _fastest(self, batch: int) -> int:
         trials, possible = self._of(batch), self._possible(batch)
         measured = [n for n in possible if n in trials.passes]
-        return min(measured, key=lambda n: (min(trials.seconds(n)), n), default=possible[0])
+        return min(measured, key=lambda n: (min(trials.costs(n)), n), default=possible[0])
 
     def _settle(self, batch: int, n: int) -> int:
         found = self._ranges.setdefault(n, _Range(batch, batch))
@@ -165,5 +172,5 @@ class GranularitySearch:
         return n
 
 
-def _is_far(seconds: Sequence[float], best: float) -> bool:
-    return bool(seconds) and min(seconds) > best * _FAR[min(len(seconds), len(_FAR)) - 1]
+def _is_far(costs: Sequence[float], best: float) -> bool:
+    return bool(costs) and min(costs) > best * _FAR[min(len(costs), len(_FAR)) - 1]

@@ -90,8 +90,7 @@ class PassTimer:
         if self._device.type == "cpu":
             return PassTime(seconds)
         queueing = begin.host_seconds_until(end) + begin_backward.host_seconds_until(end_backward)
-        host = self._routing + queueing
-        return PassTime(max(seconds, host), host, queueing)
+        return PassTime(seconds, self._routing + queueing, queueing)
 
 
 class Tuner:
@@ -182,7 +181,7 @@ class Tuner:
         found = timer.found()
         if found is None:
             return *place, 0, 0, 0
-        times = found.seconds, found.host, found.partitions
+        times = found.device, found.host, found.partitions
         return *place, *(round(seconds * 1e9) for seconds in times)
 
     def _choose(self, heads: Numbers) -> tuple[int, int]:
