@@ -96,13 +96,19 @@ def test_a_number_that_the_host_cannot_queue_in_time_is_never_tried() -> None:
     assert search.choose(1000) == 2
 
 
-def test_the_time_of_the_host_counts_half() -> None:
-    search, tried = GranularitySearch(), []
+def chosen(device: dict[int, float], step: dict[int, float]) -> int:
+    search = GranularitySearch(sorted(device))
     while search.settled(1000) is None:
-        tried.append(n := search.choose(1000))
-        search.report(1000, n, PassTime({1: 4e-3, 2: 3.8e-3}[n], 1e-3 * n, 0.5e-3 * n))
-    assert {*tried} == {1, 2}
-    assert search.choose(1000) == 1
+        n = search.choose(1000)
+        search.report(1000, n, PassTime(device[n], step=step[n]))
+    return search.choose(1000)
+
+
+def test_the_time_of_steps_decides_where_it_depends_on_the_number() -> None:
+    faster = {1: 4.0, 2: 3.0}
+    assert chosen(faster, {1: 5.0, 2: 6.0}) == 1, "steps wait for the host"
+    assert chosen(faster, {1: 5.0, 2: 4.0}) == 2
+    assert chosen(faster, {1: 50.0, 2: 50.5}) == 2, "a small part of the model"
 
 
 def test_one_slow_pass_does_not_end_the_search() -> None:

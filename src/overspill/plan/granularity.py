@@ -15,6 +15,8 @@ _PASSES = 3
 """Passes with each number of partitions that remains a candidate."""
 _FAR = (1.25, 1.05)
 """A number is dropped after one or two passes that take this many times as long as the fastest."""
+_SEEN = 1.03
+"""Times of steps that differ by more are not equal by chance."""
 _LEAST = 0.6
 """A further partition takes the host at least this share of what the first one has taken."""
 
@@ -36,13 +38,9 @@ class PassTime:
     """What the host needed to queue it; 0 if it computes itself."""
     partitions: float = 0.0
     """Of these, what it needed for all partitions."""
-
-    @property
-    def cost(self) -> float:
-        """What passes are compared by. Whether a step waits for the device or for the host depends
-        on the rest of the model. So time of the host counts too, but less: with large batches, for
-        which partitions matter most, steps wait for the device."""
-        return self.device + self.host / 2
+    step: float = 0.0
+    """From the begin of the forward to the next pass through the layer, or to the end of the
+    backward on the device; 0 if it is not known."""
 
 
 @dataclass
@@ -53,10 +51,15 @@ class _Trials:
     passes: dict[int, list[PassTime]] = field(default_factory=dict)
 
     def costs(self, n: int) -> list[float]:
-        return [each.cost for each in self.passes.get(n, ())]
+        """What passes are compared by: the time of their steps, if a number changes that. It does
+        where the layer is a large part of a model, and shows what a step waits for, the device or
+        the host. Else the time on the device."""
+        steps = [min(each.step for each in found) for found in self.passes.values()]
+        by_step = bool(steps) and max(steps) > _SEEN * min(steps) > 0
+        return [each.step if by_step else each.device for each in self.passes.get(n, ())]
 
     def least(self, n: int) -> float:
-        """What a pass with `n` partitions costs at least, by the passes with fewer: the device
+        """What a pass with `n` partitions takes at least, by the passes with fewer: the device
         waits for what the host has not queued."""
         bounds = [
             found.host + _LEAST * (n - fewer) * found.partitions / fewer
@@ -64,8 +67,7 @@ class _Trials:
             if fewer < n
             for found in [min(passes, key=lambda each: each.host)]
         ]
-        host = max(bounds, default=0.0)
-        return PassTime(host, host).cost
+        return max(bounds, default=0.0)
 
 
 class GranularitySearch:
@@ -142,7 +144,7 @@ class GranularitySearch:
     def _wanted(self, batch: int) -> list[int]:
         """Numbers that need more passes. A larger number is tried only if the one before it is the
         fastest so far: times are assumed to fall, then to rise, and many partitions of a small
-        batch take several times as long. It is not tried if the time of the host alone costs more.
+        batch take several times as long. It is not tried if the host alone needs longer.
         The cheapest pass with a number counts: whatever else the host does makes passes longer,
         never shorter."""
         trials, wanted = self._of(batch), []

@@ -178,10 +178,10 @@ def to_host(tensor: Tensor) -> Tensor:
 class Timestamp:
     """The time at which the current compute stream reaches this point; on a CPU, now."""
 
-    __slots__ = ("_event", "_seconds")
+    __slots__ = ("_event", "made")
 
     def __init__(self, device: torch.device) -> None:
-        self._seconds = time.perf_counter()
+        self.made = time.perf_counter()
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
@@ -195,8 +195,4 @@ class Timestamp:
         """Seconds between two timestamps that the stream has passed."""
         if self._event is not None and later._event is not None:
             return float(self._event.elapsed_time(later._event)) / 1e3
-        return self.host_seconds_until(later)
-
-    def host_seconds_until(self, later: "Timestamp") -> float:
-        """Seconds between the calls that have made two timestamps."""
-        return later._seconds - self._seconds
+        return later.made - self.made

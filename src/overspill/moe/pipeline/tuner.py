@@ -30,7 +30,7 @@ from overspill.parallel.exchange.interface import Exchange
 from overspill.plan.granularity import GranularitySearch, PassTime
 from overspill.transfer.streams import HostCopy, Timestamp
 
-_HEAD = 8
+_HEAD = 9
 """Numbers before the counts: tokens, training, data type; batch and partitions of the last measured
 pass, and its times in nanoseconds, in the order of `PassTime`."""
 _ALLOCATING = 2
@@ -81,16 +81,17 @@ class PassTimer:
         """Whether the device has come to the end of the pass."""
         return self._stamps[-1].passed()
 
-    def found(self) -> PassTime | None:
-        """None if the device has not come so far."""
+    def found(self, now: float) -> PassTime | None:
+        """None if the device has not come so far; `now` is the time of the next pass."""
         if not self.passed():
             return None
         begin, end, begin_backward, end_backward = self._stamps
         seconds = begin.seconds_until(end) + begin_backward.seconds_until(end_backward)
         if self._device.type == "cpu":
             return PassTime(seconds)
-        queueing = begin.host_seconds_until(end) + begin_backward.host_seconds_until(end_backward)
-        return PassTime(seconds, self._routing + queueing, queueing)
+        queueing = end.made - begin.made + end_backward.made - begin_backward.made
+        step = max(begin.seconds_until(end_backward), now - begin.made)
+        return PassTime(seconds, self._routing + queueing, queueing, step)
 
 
 class Tuner:
@@ -117,7 +118,7 @@ class Tuner:
         other later."""
         start = time.perf_counter()
         n_tokens, n_experts = len(expert_ids_TK), experts.n_global
-        known = self._known(n_tokens, exchange, training)
+        known = self._known(n_tokens, exchange, training, start)
         # rows are counted in the partitions of all candidates, if the number is not known
         finest = known or self.search.candidates[-1]
         keys_TK = partition_keys(expert_ids_TK, finest, n_experts)
@@ -126,10 +127,10 @@ class Tuner:
         rows = SortedRows.sort(keys_TK, known) if known else None
         before = time.perf_counter() - start
         counts = counts_R.wait()
-        report = self._report()  # now the device has come to the end of the pass before
+        report = self._report(start)  # now the device has come to the end of the pass before
         head = [n_tokens, int(training), DTYPES.index(dtype), *report]
         found = _gather(head, counts, exchange)
-        start = time.perf_counter()
+        told = time.perf_counter()
         _check_heads(found[:, :3])
         batch, n = n_tokens, known
         if n is None or (self.partitions is None and any(report)):
@@ -140,17 +141,17 @@ class Tuner:
         routed = divide_rows(rows, counts_GPE, experts, exchange)
         if self.partitions is not None or not training or self.search.settled(batch) is not None:
             return routed, None
-        host, device = before + time.perf_counter() - start, expert_ids_TK.device
+        host, device = before + time.perf_counter() - told, expert_ids_TK.device
         return routed, PassTimer(device, batch, n, host, self._end, self._count_allocations)
 
-    def _known(self, n_tokens: int, exchange: Exchange, training: bool) -> int | None:
+    def _known(self, n_tokens: int, exchange: Exchange, training: bool, now: float) -> int | None:
         """The number of partitions if it is known before the rows are counted and, with several
         ranks, before these have told each other their tokens."""
         if self.partitions is not None or exchange.size > 1 or graph_task() != -1:
             return self.partitions
         n = self.search.settled(n_tokens)
         if n is None and training and (self._measured is None or self._measured.passed()):
-            self._learn(*self._report())
+            self._learn(*self._report(now))
             n = self.search.choose(n_tokens)
         if n is not None:
             self._last[n_tokens] = n
@@ -169,19 +170,20 @@ class Tuner:
         head = [_REFUSED, *[0] * (_HEAD - 1)]
         _gather(head, torch.zeros(finest * n_experts, dtype=torch.int64), exchange)
 
-    def _report(self) -> tuple[int, ...]:
+    def _report(self, now: float) -> tuple[int, ...]:
         """The last measured pass, once: its batch, its partitions and its times, or zeros."""
+        nothing = 0, 0, 0, 0
         if self._measured is None or graph_task() != -1:
-            return 0, 0, 0, 0, 0
+            return 0, 0, *nothing
         timer, self._measured = self._measured, None
         place = timer.batch, timer.n
         if timer.allocated and self._allocating[place] < _ALLOCATING:
             self._allocating[place] += 1
-            return *place, 0, 0, 0
-        found = timer.found()
+            return *place, *nothing
+        found = timer.found(now)
         if found is None:
-            return *place, 0, 0, 0
-        times = found.device, found.host, found.partitions
+            return *place, *nothing
+        times = found.device, found.host, found.partitions, found.step
         return *place, *(round(seconds * 1e9) for seconds in times)
 
     def _choose(self, heads: Numbers) -> tuple[int, int]:
