@@ -53,3 +53,23 @@ def test_sums_of_one_expert_round_no_product_to_16_bits(dtype: torch.dtype) -> N
     found = total([*grads])
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected(grads).float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [[4096, 0, 9000], [10, 5, 0]])
+def test_experts_with_many_rows_round_no_product_to_16_bits(counts: list[int]) -> None:
+    n_rows, ends = sum(counts), torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+    pairs = [
+        [torch.randn(n_rows, width, device="cuda").bfloat16() for width in (24, 16)]
+        for _ in range(2)
+    ]
+    grads = [Product("torch", a, b, ends, counts) for a, b in pairs]
+    found, exact = total([*grads]), torch.zeros(3, 24, 16, dtype=torch.float64, device="cuda")
+    for grad in grads:
+        parts = zip(grad.a_RM.split(counts), grad.b_RN.split(counts), strict=True)
+        exact += torch.stack([a.double().t() @ b.double() for a, b in parts])
+    sums = sum(counts) >= 2048 * len(counts)  # else each product has the precision of bfloat16
+    torch.testing.assert_close(
+        found.double(), exact, rtol=1e-4 if sums else 1e-2, atol=1e-2 if sums else 0.5
+    )
+    assert not found[counts.index(0)].any()

@@ -2,13 +2,16 @@
 tensors, or added to sums over several waves without a tensor in between.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from overspill.compute import grouped
+
+_MANY = 2048
+"""Token rows of an expert, on average."""
 
 
 class WeightGrad(Protocol):
@@ -54,19 +57,43 @@ class Product(NamedTuple):
     def widened(self) -> Tensor:
         if not self._sums_itself:
             return Computed(self.value()).widened()
-        return torch.mm(self.a_RM.t(), self.b_RN, out_dtype=torch.float32).unsqueeze(0)
+        shape = len(self._counts), self.a_RM.shape[1], self.b_RN.shape[1]
+        total = self.a_RM.new_empty(shape, dtype=torch.float32)
+        for out, a_MR, b_RN in self._experts(total):
+            if len(b_RN):
+                torch.mm(a_MR, b_RN, out_dtype=torch.float32, out=out)
+            else:
+                out.zero_()
+        return total
 
     def add_to(self, total: Tensor) -> None:
         if not self._sums_itself:
             Computed(self.value()).add_to(total)
             return
-        pair = self.a_RM.t(), self.b_RN
-        torch.addmm(total[0], *pair, out_dtype=torch.float32, out=total[0])
+        for out, a_MR, b_RN in self._experts(total):
+            if len(b_RN):
+                torch.addmm(out, a_MR, b_RN, out_dtype=torch.float32, out=out)
+
+    def _experts(self, total: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each expert: its part of the sum, and the factors of the product."""
+        a_MR, counts = self.a_RM.t(), self._counts
+        if len(counts) == 1:
+            yield total[0], a_MR, self.b_RN
+            return
+        yield from zip(total, a_MR.split(counts, 1), self.b_RN.split(counts), strict=True)
+
+    @property
+    def _counts(self) -> list[int]:
+        return [len(self.a_RM)] if self.counts is None else [*self.counts]
 
     @property
     def _sums_itself(self) -> bool:
-        """Whether the product of a single expert can write float32 sums of 16-bit rows."""
-        return self.backend == "single" and self.a_RM.is_cuda and self.a_RM.itemsize == 2
+        """Whether products of single experts write float32 sums of 16-bit rows: with many rows, one
+        product after the other is as fast as a grouped one, which cannot add."""
+        if not self.a_RM.is_cuda or self.a_RM.itemsize != 2:
+            return False
+        many = self.counts is not None and len(self.a_RM) >= _MANY * len(self.counts)
+        return self.backend == "single" or (self.backend == "torch" and many)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -10,8 +10,9 @@ import ctypes
 import functools
 import logging
 import threading
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -78,34 +79,6 @@ def copy_on(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> N
     pointers = destination.data_ptr(), source.data_ptr()
     with _entered(stream.device):
         driver.check(driver.copy(*pointers, source.nbytes, stream.cuda_stream), "copy")
-
-
-class Duplex(NamedTuple):
-    """Two streams between the device and host memory, and an event for handovers from the first to
-    the second."""
-
-    outwards: torch.cuda.Stream
-    inwards: torch.cuda.Stream
-    event: Event
-
-
-def copy_through(
-    duplex: Duplex, host: Tensor, destination: Tensor, source: Tensor, piece: int
-) -> None:
-    """Queues a copy from device to device through pinned host memory, all contiguous, in pieces of
-    so many bytes: while one arrives, the next one leaves."""
-    driver = _driver()
-    assert driver is not None
-    to, there, start = destination.data_ptr(), host.data_ptr(), source.data_ptr()
-    out, into = duplex.outwards.cuda_stream, duplex.inwards.cuda_stream
-    event, size = event_handle(duplex.event), source.nbytes
-    with _entered(duplex.inwards.device):
-        for first in range(0, size, piece):
-            length = min(piece, size - first)
-            driver.check(driver.copy(there + first, start + first, length, out), "copy")
-            driver.check(driver.record(event, out), "record an event")
-            driver.check(driver.stream_waits(into, event, 0), "wait for an event")
-            driver.check(driver.copy(to + first, there + first, length, into), "copy")
 
 
 def can_signal(stream: torch.cuda.Stream, address: int) -> bool:
@@ -193,6 +166,21 @@ def cuda_upload_calls(stream: torch.cuda.Stream) -> CudaUploadCalls | None:
     return CudaUploadCalls(driver, stream)
 
 
+class _PieceCalls(ctypes.Structure):
+    """The driver's functions as pieces.cpp calls them."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("copy", "record", "wait"))
+
+
+@contextmanager
+def piece_calls(device: torch.device) -> Iterator[int]:
+    """The address of the driver's functions for pieces.cpp, with the device's context."""
+    driver = _driver()
+    assert driver is not None
+    with _entered(device):
+        yield driver.piece_calls
+
+
 def event_handle(event: Event | None) -> int | None:
     """The driver's handle of an event, for the upload thread."""
     assert event is None or isinstance(event, _DriverEvent)
@@ -272,6 +260,9 @@ class _Driver:
         # this one waits, so it releases the lock
         self.synchronize = ctypes.CDLL("libcuda.so.1").cuEventSynchronize
         self.synchronize.argtypes = [pointer]
+        functions = self.copy, self.record, self.stream_waits
+        self._pieces = _PieceCalls(*(ctypes.cast(call, pointer).value for call in functions))
+        self.piece_calls = ctypes.addressof(self._pieces)
 
     def check(self, code: int, what: str) -> None:
         if code != 0:

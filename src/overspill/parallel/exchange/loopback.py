@@ -15,15 +15,17 @@ from torch import Tensor
 from overspill.core.errors import ConfigError
 from overspill.parallel.exchange.interface import Exchange, Transfer
 from overspill.trace.recorder import Recorder
-from overspill.transfer.driver import Duplex, copy_through, current_stream, new_event
+from overspill.transfer.driver import current_stream, new_event
+from overspill.transfer.pieces import Duplex, copy_through
 from overspill.transfer.streams import Inject, StreamEvent
 from overspill.transfer.work_stream import WorkStream
 
 if TYPE_CHECKING:
     from overspill.parallel.exchange.link_triton import Clock
 
-_PIECE = 16 << 20
-"""Bytes that arrive while the next ones leave: fewer take longer to queue than to copy."""
+_PIECE = 4 << 20
+"""Bytes that arrive while the next ones leave: rows begin to arrive so much later than on a link
+between two GPUs."""
 
 
 class _HostBuffer:
