@@ -81,7 +81,7 @@ def measure(
         as_many = [milliseconds(fixed, spec.device) for _ in trials]
         searches.append(Search(chosen, trials, as_many, 0.0))
     # steps of small batches wait for the host, which other processes disturb
-    times = medians(works, spec.device, rounds=9 if tokens > 4096 else 41)
+    times = medians(works, spec.device, rounds=9 if tokens > 4096 else 21)
     searches = [
         found._replace(after=times[f"adaptive {number}"]) for number, found in enumerate(searches)
     ]
