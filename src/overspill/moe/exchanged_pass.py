@@ -9,7 +9,6 @@ Memory: received rows and results of all groups lie in tensors of this pass. Wha
 group by group, and held until its exchange has ended.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 
 from torch import Tensor
@@ -61,14 +60,14 @@ class _Forward(_Exchanged):
         args = self._rows.expert_ids_N1, self._engine, self._pass, self._phase, self._keep
         return ForwardPass(self.x_ND, *args)
 
-    def send(self, number: int) -> Sequence[Arrival]:
-        return [self._exchange.send(self._rows, number, self._x_TD, self.x_ND)]
+    def send(self, number: int, sent: list[Arrival]) -> None:
+        sent.append(self._exchange.send(self._rows, number, self._x_TD, self.x_ND))
 
-    def compute(self, number: int, rows: list[Tensor]) -> Sequence[Arrival]:
+    def compute(self, number: int, rows: list[Tensor], returned: list[Arrival]) -> None:
         experts = self._experts
         experts.compute(self._pass.group_positions(number))
         y_ND = experts.combine(None, self._rows.groups[number].computed)
-        return [self._exchange.send_back(self._rows, number, y_ND, self.y_RD)]
+        returned.append(self._exchange.send_back(self._rows, number, y_ND, self.y_RD))
 
 
 class _Backward(_Exchanged):
@@ -103,20 +102,19 @@ class _Backward(_Exchanged):
         received = self._x_ND, self._weights_N1, self._dy_ND
         return BackwardPass(*received, self._engine, self._pass, self._need_dw)
 
-    def send(self, number: int) -> Sequence[Arrival]:
+    def send(self, number: int, sent: list[Arrival]) -> None:
         rows, exchange = self._rows, self._exchange
-        sent = [exchange.send(rows, number, self._dy_TD, self._dy_ND)]
+        sent.append(exchange.send(rows, number, self._dy_TD, self._dy_ND))
         if self._kept_ND is None:
             sent.append(exchange.send(rows, number, self._x_TD, self._x_ND))
-        return [*sent, exchange.send_weights(rows, number, self._weights_TK, self._weights_N1)]
+        sent.append(exchange.send_weights(rows, number, self._weights_TK, self._weights_N1))
 
-    def compute(self, number: int, rows: list[Tensor]) -> Sequence[Arrival]:
+    def compute(self, number: int, rows: list[Tensor], returned: list[Arrival]) -> None:
         self.experts.compute(self._pass.group_positions(number))
         dx_ND, dweights_N1 = self.experts.combine(self._rows.groups[number].computed)
-        return [
-            self._exchange.send_back(self._rows, number, dx_ND, self.dx_RD),
-            self._exchange.send_back(self._rows, number, dweights_N1, self.dweights_R1),
-        ]
+        back = self._exchange.send_back
+        returned.append(back(self._rows, number, dx_ND, self.dx_RD))
+        returned.append(back(self._rows, number, dweights_N1, self.dweights_R1))
 
 
 def exchanged_forward(

@@ -3,7 +3,6 @@
 Shapes: T tokens, D model, K top-k, N token rows that this rank computes, L experts of this rank.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,10 +87,10 @@ class _Forward(_Pass):
         self._x_TD, self._weights_TK, self._saved = x_TD, weights_TK, saved
         self.y_TD = torch.empty_like(x_TD)
 
-    def send(self, number: int) -> Sequence[Arrival]:
-        return [self._dispatch(self._x_TD, number, "S")]
+    def send(self, number: int, sent: list[Arrival]) -> None:
+        sent.append(self._dispatch(self._x_TD, number, "S"))
 
-    def compute(self, number: int, rows: list[Tensor]) -> Sequence[Arrival]:
+    def compute(self, number: int, rows: list[Tensor], returned: list[Arrival]) -> None:
         part, own = self._rows.partitions[number], self._experts
         self._trace.begin_wave(f"C{number}")
         x_ND = _taken(rows, part.to_experts)
@@ -102,7 +101,7 @@ class _Forward(_Pass):
             self._saved.dispatched.save(x_ND)
             self._saved.middle.save(hidden)
         self._trace.end_wave()
-        return [self._return(y_ND, part, f"R{number}")]
+        returned.append(self._return(y_ND, part, f"R{number}"))
 
     def finish(self, number: int, rows: list[Tensor]) -> None:
         part = self._rows.partitions[number]
@@ -131,13 +130,12 @@ class _Backward(_Pass):
         self.dw: dict[int, Tensor] = {}  # 0: of w_in, 1: of w_out
         saved.prefetch(0)
 
-    def send(self, number: int) -> Sequence[Arrival]:
-        sent = [self._dispatch(self._dy_TD, number, "S")]
+    def send(self, number: int, sent: list[Arrival]) -> None:
+        sent.append(self._dispatch(self._dy_TD, number, "S"))
         if self._saved.dispatched.tensors[number] is None:
             sent.append(self._dispatch(self._x_TD, number, "S of x "))
-        return sent
 
-    def compute(self, number: int, rows: list[Tensor]) -> Sequence[Arrival]:
+    def compute(self, number: int, rows: list[Tensor], returned: list[Arrival]) -> None:
         part, own, saved = self._rows.partitions[number], self._experts, self._saved
         saved.prefetch(number + 1)  # is copied while this partition computes
         self._trace.begin_wave(f"C{number}")
@@ -146,7 +144,6 @@ class _Backward(_Pass):
             x_ND = _taken(rows, part.to_experts)
         hidden = saved.middle.take(number)
         need_dw = self._need_dw and (part.n_computed > 0 or self._is_last_without_dw(number))
-        returned: list[Arrival] = []
         grads = wave_backward(
             x_ND,
             _taken(rows, part.to_experts),
@@ -165,7 +162,6 @@ class _Backward(_Pass):
         )
         self.drow_weights.append(grads.drow_weight_R)
         self._trace.end_wave()
-        return returned
 
     def finish(self, number: int, rows: list[Tensor]) -> None:
         part = self._rows.partitions[number]

@@ -22,7 +22,6 @@ The memory is that of torch's allocator: a tensor returns to it when the compute
 for the streams that use it (`Arrival`), so layers and partitions share it.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -34,14 +33,15 @@ AHEAD = 2
 
 
 class Steps(Protocol):
-    """What a pass does with one partition."""
+    """What a pass does with one partition. What is on its way is added to a list at once: if the
+    next call fails, it is waited for."""
 
-    def send(self, number: int) -> Sequence[Arrival]:
-        """Queues S; returns the rows that it brings."""
+    def send(self, number: int, sent: list[Arrival]) -> None:
+        """Queues S; adds the rows that it brings to `sent`."""
 
-    def compute(self, number: int, rows: list[Tensor]) -> Sequence[Arrival]:
-        """Queues C and R; returns the rows that R brings. `rows` are those of S; the list is
-        emptied, so that their memory is free as early as possible."""
+    def compute(self, number: int, rows: list[Tensor], returned: list[Arrival]) -> None:
+        """Queues C and R; adds the rows that R brings to `returned`. `rows` are those of S; the
+        list is emptied, so that their memory is free as early as possible."""
 
     def finish(self, number: int, rows: list[Tensor]) -> None:
         """Uses the rows of R."""
@@ -49,28 +49,30 @@ class Steps(Protocol):
 
 def run_pipeline(n: int, steps: Steps) -> None:
     """After a failure, the compute stream waits for what is under way."""
-    sent: dict[int, Sequence[Arrival]] = {}
-    returned: dict[int, Sequence[Arrival]] = {}
+    sent: list[list[Arrival]] = [[] for _ in range(n)]
+    returned: list[list[Arrival]] = [[] for _ in range(n)]
 
     def finish(number: int) -> None:
-        rows = [arrival.wait() for arrival in returned[number]]
-        del returned[number]
-        steps.finish(number, rows)
+        steps.finish(number, _waited(returned[number]))
 
     try:
         for number in range(min(AHEAD, n)):
-            sent[number] = steps.send(number)
+            steps.send(number, sent[number])
         for number in range(n):
             if number >= AHEAD:
                 finish(number - AHEAD)
-            rows = [arrival.wait() for arrival in sent[number]]
-            del sent[number]
-            returned[number] = steps.compute(number, rows)
+            steps.compute(number, _waited(sent[number]), returned[number])
             if number + AHEAD < n:
-                sent[number + AHEAD] = steps.send(number + AHEAD)
-        for number in sorted(returned):
+                steps.send(number + AHEAD, sent[number + AHEAD])
+        for number in range(max(0, n - AHEAD), n):
             finish(number)
     finally:
-        for arrivals in (*sent.values(), *returned.values()):
-            for arrival in arrivals:
-                arrival.wait()
+        for arrivals in (*sent, *returned):
+            _waited(arrivals)
+
+
+def _waited(arrivals: list[Arrival]) -> list[Tensor]:
+    """What has arrived, for the compute stream. Empties the list: the memory is not held here."""
+    rows = [arrival.wait() for arrival in arrivals]
+    arrivals.clear()
+    return rows
