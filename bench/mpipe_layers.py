@@ -5,6 +5,7 @@ with 16 experts on 4 GPUs, four.
 """
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,12 +164,25 @@ def median(work: Work, device: torch.device, rounds: int = 5) -> float:
 
 def search(layer: overspill.MoELayer, work: Work, tokens: int, device: torch.device) -> list[float]:
     """Milliseconds of the steps until the layer has chosen its number of partitions."""
-    found: list[float] = []
-    while layer.best_partitions(tokens) is None:
-        if len(found) == MOST_TRIALS:
+
+    def goes_on(steps: int) -> bool:
+        if steps == MOST_TRIALS:
             raise RuntimeError(f"no number of partitions for {tokens} after {MOST_TRIALS} steps")
-        found.append(milliseconds(work, device))
-    return found
+        return layer.best_partitions(tokens) is None
+
+    return one_by_one(work, device, goes_on)
+
+
+def one_by_one(work: Work, device: torch.device, goes_on: Callable[[int], bool]) -> list[float]:
+    """Milliseconds of each call, on the compute stream; as in `milliseconds`, nothing waits for the
+    device between them. `goes_on` gets the number of calls so far."""
+    stamps = [Timestamp(device)]
+    while goes_on(len(stamps) - 1):
+        work()
+        stamps.append(Timestamp(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return [1e3 * begin.seconds_until(end) for begin, end in itertools.pairwise(stamps)]
 
 
 def show(row: Row) -> None:

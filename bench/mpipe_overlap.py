@@ -12,7 +12,6 @@ from mpipe_layers import (
     Row,
     Setup,
     Work,
-    median,
     medians,
     search,
     show,
@@ -23,8 +22,8 @@ from overspill.compute.experts import StackedWeights, wave_backward, wave_forwar
 from overspill.parallel.exchange.interface import Exchange
 
 
-def computing(spec: Layer) -> float:
-    """C: milliseconds of the experts alone, forward and backward."""
+def computing(spec: Layer) -> Work:
+    """C: the experts alone, forward and backward."""
     layer = spec.build(None)
     weights = StackedWeights(layer.w_in.detach(), layer.w_out.detach())
     each = spec.tokens * spec.top_k // spec.experts
@@ -37,19 +36,19 @@ def computing(spec: Layer) -> float:
         _, hidden = wave_forward(x, weights, layer.shape, ends, counts)
         wave_backward(x, dy, row_weights, weights, layer.shape, ends, counts, hidden)
 
-    return median(work, spec.device)
+    return work
 
 
-def exchanging(spec: Layer, exchange: Exchange) -> float:
-    """S + R: milliseconds of the exchanges alone, forward and backward; each begins when the one
-    before has arrived."""
+def exchanging(spec: Layer, exchange: Exchange) -> Work:
+    """S + R: the exchanges alone, forward and backward; each begins when the one before has
+    arrived."""
     rows = spec.rows(spec.tokens * spec.top_k)
 
     def work() -> None:
         for _ in range(4):
             exchange.send(rows, [len(rows)], [len(rows)]).wait()
 
-    return median(work, spec.device)
+    return work
 
 
 class Overlap(NamedTuple):
@@ -85,13 +84,15 @@ class Overlap(NamedTuple):
         return 0.5 <= self.sending / self.computing <= 2
 
 
-def overlap_row(setup: Setup, spec: Layer, rate: float, computing: float) -> tuple[Row, Overlap]:
+def overlap_row(setup: Setup, spec: Layer, rate: float) -> tuple[Row, Overlap]:
+    """All are timed in turns: a GPU that does nothing but compute lowers its clock."""
     exchange = setup.link(rate)
-    sending = exchanging(spec, exchange)
     adaptive, local = (spec.build(link, strategy="none") for link in (exchange, None))
     works: dict[Hashable, Work] = {
-        name: spec.step(layer, spec.tokens)
-        for name, layer in (("adaptive", adaptive), ("local", local))
+        "adaptive": spec.step(adaptive, spec.tokens),
+        "local": spec.step(local, spec.tokens),
+        "C": computing(spec),
+        "S + R": exchanging(spec, exchange),
     }
     search(adaptive, works["adaptive"], spec.tokens, spec.device)
     for n in NUMBERS:
@@ -99,13 +100,14 @@ def overlap_row(setup: Setup, spec: Layer, rate: float, computing: float) -> tup
         works[n] = spec.step(fixed, spec.tokens)
     times = medians(works, spec.device)
     best = min(times[n] for n in NUMBERS)
-    found = Overlap(sending, computing, times["local"], times[1], best, times["adaptive"])
+    alone = times["S + R"], times["C"], times["local"]
+    found = Overlap(*alone, times[1], best, times["adaptive"])
     row = {
         "layer": f"{spec.name}, {spec.tokens:,} tokens",
         "link, GB/s": rate,
-        "S + R, ms": f"{sending:.2f}",
-        "C, ms": f"{computing:.2f}",
-        "no exchange, ms": f"{times['local']:.2f}",
+        "S + R, ms": f"{found.sending:.2f}",
+        "C, ms": f"{found.computing:.2f}",
+        "no exchange, ms": f"{found.local:.2f}",
         **{f"n = {n}, ms": f"{times[n]:.2f}" for n in NUMBERS},
         "adaptive": f"n = {adaptive.best_partitions(spec.tokens)}, {times['adaptive']:.2f} ms",
         "gain of adaptive": f"{found.gain:.2f}" + (" (similar)" if found.similar else ""),
@@ -117,9 +119,8 @@ def overlap_row(setup: Setup, spec: Layer, rate: float, computing: float) -> tup
 def overlap(setup: Setup) -> None:
     table, all_found = [], []
     for spec in map(setup.layer, setup.few(LAYERS, 1)):
-        compute = computing(spec)
         for rate in setup.few(RATES):
-            row, found = overlap_row(setup, spec, rate, compute)
+            row, found = overlap_row(setup, spec, rate)
             show(row)
             table.append(row)
             all_found.append(found)

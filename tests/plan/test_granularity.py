@@ -78,11 +78,23 @@ def test_batches_beyond_a_range_try_only_larger_numbers() -> None:
     assert search.choose(1000) == 4
 
 
-def test_a_slow_number_is_tried_once_and_larger_ones_never() -> None:
+@pytest.mark.parametrize(("slow", "times"), [(1.5, 2), (2.5, 1)])
+def test_a_slow_number_is_tried_once_or_twice_and_larger_ones_never(
+    slow: float, times: int
+) -> None:
     search = GranularitySearch()
-    tried = train(search, 1000, {1: 1.0, 2: 1.5, 4: 3.0, 8: 6.0})
-    assert tried.count(2) == 1
+    tried = train(search, 1000, {1: 1.0, 2: slow, 4: 3.0, 8: 6.0})
+    assert tried.count(2) == times
     assert {*tried} == {1, 2}
+
+
+def test_a_first_pass_that_loads_kernels_does_not_end_the_search() -> None:
+    search = GranularitySearch()
+    for _ in range(2):
+        search.report(1000, 1, PassTime(1.0))
+    search.report(1000, 2, PassTime(1.9))
+    train(search, 1000, {1: 1.0, 2: 0.8, 4: 2.0, 8: 3.0})
+    assert search.choose(1000) == 2
 
 
 def test_a_number_that_the_host_cannot_queue_in_time_is_never_tried() -> None:

@@ -13,8 +13,9 @@ from overspill.core.errors import ConfigError
 CANDIDATES = (1, 2, 4, 8)
 _PASSES = 3
 """Passes with each number of partitions that remains a candidate."""
-_FAR = (1.25, 1.05)
-"""A number is dropped after one or two passes that take this many times as long as the fastest."""
+_FAR = (2.0, 1.15)
+"""A number is dropped after one or two passes that take this many times as long as the fastest. The
+first one may load kernels."""
 _SEEN = 1.03
 """Times of steps that differ by more are not equal by chance."""
 _LEAST = 0.6
