@@ -50,7 +50,7 @@ STREAMED = [name for name in WHERE if name not in HOME_OR_NOT]
 class Task:
     """A model, its data and its hyperparameters, wherever the experts are."""
 
-    n_layers: int = 3
+    n_layers: int = 2
     top_k: int = 2
     gated: bool = True
     moe_every: int = 1

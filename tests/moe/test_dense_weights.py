@@ -44,6 +44,8 @@ from tests.pairs import all_pairs
 
 WHERE = "host with 5 slots"
 TASK = Task(steps=3, checkpoint=True)
+DEEP = dataclasses.replace(TASK, n_layers=3)
+"""The device holds two blocks: when the third is copied, the first one has left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ def test_no_bit_depends_on_where_dense_weights_are(
 
 
 def test_training_follows_plain_training_if_copies_are_late(tmp_path: Path) -> None:
-    task = Task(checkpoint=True, moe_every=2, clip=0.5)
+    task = Task(n_layers=3, checkpoint=True, moe_every=2, clip=0.5)
     run = run_with("host", task, WHERE, tmp_path, Settings(inject=delays(3, only="upload")))
     assert_follows(run, plain_run(task))
 
@@ -281,13 +283,13 @@ def test_a_pass_computes_with_copies_and_leaves_none(tmp_path: Path) -> None:
 
 
 def test_the_next_block_is_copied_while_one_computes(tmp_path: Path) -> None:
-    model = TASK.model()
+    model = DEEP.model()
     order: list[str] = []
     settings = Settings(inject=lambda kind: order.append(kind))
     with spilled(model, "gpu", tmp_path, settings, dense_weights="host"):
         for number, block in enumerate(model.blocks):
             block.register_forward_pre_hook(lambda *_, n=number: order.append(str(n)))
-        tokens = next(TASK.batches())[0]
+        tokens = next(DEEP.batches())[0]
         with torch.no_grad():
             loss_of(model, tokens)
             order.clear()
@@ -349,7 +351,7 @@ def test_blocks_are_layers_head_and_embeddings() -> None:
             for block in dense_blocks(model, experts)
         }
 
-    tied, untied = names(TASK), names(UntiedTask(moe_every=2))
+    tied, untied = names(DEEP), names(UntiedTask(moe_every=2))
     assert list(tied) == ["the head", "blocks.0", "blocks.1", "blocks.2"]
     assert tied["the head"] == {"norm.weight", "embedding.weight"}
     assert untied["embeddings"] == {"embedding.weight"}
@@ -457,19 +459,19 @@ def test_a_copy_that_fails_raises_and_the_model_goes_on(at: int, tmp_path: Path)
         if left == 0:
             raise OSError("the copy failed")
 
-    model = TASK.model()
+    model = DEEP.model()
     with spilled(model, "gpu", tmp_path, Settings(inject=fail), dense_weights="host"):
         homes = [p.data_ptr() for p in dense(model)]
-        optimizer = adamw(model, TASK)
-        train_step(model, optimizer, next(TASK.batches()))
+        optimizer = adamw(model, DEEP)
+        train_step(model, optimizer, next(DEEP.batches()))
         left = at
         with pytest.raises(OSError, match="the copy failed"):
-            train(model, optimizer, TASK, first=1)
+            train(model, optimizer, DEEP, first=1)
         gc.collect()
         assert [p.data_ptr() for p in dense(model)] == homes
         optimizer.zero_grad()
         noted, _ = copies_of(model)
-        train_step(model, optimizer, next(TASK.batches(1)))
+        train_step(model, optimizer, next(DEEP.batches(1)))
         assert noted
         assert all(noted)
 

@@ -28,7 +28,7 @@ from tests.moe.oracle import (
 )
 
 TASKS = {
-    "top-2 gated": Task(steps=2),
+    "top-2 gated": Task(n_layers=3, steps=2),
     "clipped": Task(n_layers=2, clip=0.5, steps=2),
     "accumulated": Task(n_layers=2, top_k=1, gated=False, micro_batches=3, steps=2),
     "accumulated, clipped, checkpointed": Task(
@@ -131,7 +131,7 @@ def test_an_expert_whose_rows_are_cut_into_pieces_learns_the_same(
 
 @pytest.mark.parametrize("where", STREAMED)
 def test_where_an_expert_is_changes_no_bit(where: str, tmp_path: Path) -> None:
-    task = Task(micro_batches=2, clip=0.5, steps=2)
+    task = Task(n_layers=3, micro_batches=2, clip=0.5, steps=2)
     run = spilled_run(task, where, tmp_path)
     assert_same_bits(run, streamed_run(task))
     assert_follows(run, plain_run(task))

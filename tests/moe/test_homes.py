@@ -124,7 +124,7 @@ def states_of(optimizer: overspill.AdamW) -> dict[int, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moving_keeps_weights_and_states_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    task = Task(steps=2, dtype=dtype)
+    task = Task(n_layers=3, steps=2, dtype=dtype)
     model = task.model()
     with spilled(model, "disk behind 9 host slots", tmp_path, host_memory="2GiB") as engine:
         optimizer = adamw(model, task)
@@ -140,7 +140,7 @@ def test_moving_keeps_weights_and_states_to_the_bit(dtype: torch.dtype, tmp_path
 
 
 def test_memory_follows_the_homes(tmp_path: Path) -> None:
-    task = Task()
+    task = Task(n_layers=3)
     model = task.model()
     with spilled(model, "host with 2 slots", tmp_path, host_memory="2GiB") as engine:
         adamw(model, task)
@@ -153,7 +153,7 @@ def test_memory_follows_the_homes(tmp_path: Path) -> None:
 
 
 def test_a_model_that_was_loaded_for_inference_moves_its_weights(tmp_path: Path) -> None:
-    task = Task()
+    task = Task(n_layers=3)
     (tokens,) = next(task.batches())
     model = task.model().eval()
     expected = loss_of(model, tokens).item()
@@ -164,7 +164,7 @@ def test_a_model_that_was_loaded_for_inference_moves_its_weights(tmp_path: Path)
 
 
 def test_homes_cannot_change_while_gradients_wait(tmp_path: Path) -> None:
-    task = Task(clip=0.5)
+    task = Task(n_layers=3, clip=0.5)
     model, (tokens,) = task.model(), next(task.batches())
     with spilled(model, "host with 2 slots", tmp_path) as engine:
         optimizer = adamw(model, task)
@@ -177,7 +177,7 @@ def test_homes_cannot_change_while_gradients_wait(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("counts", [[1, 1], [6, 0, 0], [-1, 0, 0]])
 def test_impossible_homes_are_refused(counts: list[int], tmp_path: Path) -> None:
-    model = Task().model()
+    model = Task(n_layers=3).model()
     with (
         spilled(model, "host with 2 slots", tmp_path) as engine,
         pytest.raises(ConfigError, match="must be 3 numbers from 0 to 5"),
@@ -186,7 +186,7 @@ def test_impossible_homes_are_refused(counts: list[int], tmp_path: Path) -> None
 
 
 def test_experts_stay_where_they_are_if_nothing_else_has_room(tmp_path: Path) -> None:
-    task = Task()
+    task = Task(n_layers=3)
     model, run = task.model(), Run()
     with spilled(model, "gpu", tmp_path, host_memory=1 << 20) as engine:
         optimizer = adamw(model, task)
@@ -232,7 +232,7 @@ def test_settings_can_be_switched_with_experts_in_every_tier(tmp_path: Path) -> 
 )
 def test_memory_is_filled_after_the_first_steps(where: str, most: int, tmp_path: Path) -> None:
     """In host mode more experts have room, because their gradients may wait in host memory."""
-    task = Task(steps=14, clip=0.5)
+    task = Task(n_layers=3, steps=14, clip=0.5)
     model, run, homes = task.model(), Run(), []
     with spilled(model, where, tmp_path, host_memory="2GiB") as engine:
         optimizer = adamw(model, task)
@@ -275,7 +275,7 @@ def test_experts_give_way_to_another_model_but_not_within_a_step(tmp_path: Path)
 
 
 def test_experts_leave_the_device_until_passes_with_clipping_were_observed(tmp_path: Path) -> None:
-    task, clipped = Task(), Task(clip=0.5)
+    task, clipped = Task(n_layers=3), Task(n_layers=3, clip=0.5)
     model, (tokens,) = task.model(), next(task.batches())
     with spilled(model, "host with 2 slots", tmp_path, host_memory="2GiB") as engine:
         optimizer = adamw(model, task)
@@ -293,7 +293,7 @@ def test_experts_leave_the_device_until_passes_with_clipping_were_observed(tmp_p
 
 def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_path: Path) -> None:
     """Without states, with states, with kept gradients too, and when micro-batches begin."""
-    task, clipped = Task(), Task(clip=0.5)
+    task, clipped = Task(n_layers=3), Task(n_layers=3, clip=0.5)
     model, (tokens,) = task.model(), next(task.batches())
     with spilled(model, "host with 2 slots", tmp_path, host_memory="2GiB") as engine:
         weights = engine.layout.weight_bytes
@@ -350,7 +350,7 @@ def test_an_interrupt_anywhere_in_a_move_loses_nothing(where: str, tmp_path: Pat
 
 
 def test_cpu_experts_follow_experts_to_other_host_slots(tmp_path: Path) -> None:
-    task = Task()
+    task = Task(n_layers=3)
     model, (tokens,) = task.model().eval(), next(task.batches())
     expected = loss_of(model, tokens).item()
     settings = Settings(cpu_experts=True, cpu_policy=lambda counts, phase: frozenset({2, 4}))
@@ -362,7 +362,7 @@ def test_cpu_experts_follow_experts_to_other_host_slots(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["gpu", "host with 5 slots"])
 def test_experts_that_moved_in_inference_mode_can_be_trained(where: str, tmp_path: Path) -> None:
-    task = Task(steps=3, clip=0.5)
+    task = Task(n_layers=3, steps=3, clip=0.5)
     model, run = task.model(), Run()
     with spilled(model, where, tmp_path, host_memory="2GiB") as engine:
         optimizer = adamw(model, task)
@@ -379,7 +379,7 @@ def test_experts_that_moved_in_inference_mode_can_be_trained(where: str, tmp_pat
 
 @pytest.mark.parametrize("counts", [[2, 2, 0], [0, 1, 5]])
 def test_a_nan_loss_changes_no_expert_wherever_it_lives(counts: list[int], tmp_path: Path) -> None:
-    task = Task()
+    task = Task(n_layers=3)
     model, (tokens,) = task.model(), next(task.batches())
     with spilled(model, "host with 5 slots", tmp_path) as engine:
         optimizer = adamw(model, task)
@@ -402,7 +402,7 @@ def test_a_nan_loss_changes_no_expert_wherever_it_lives(counts: list[int], tmp_p
 def test_step_reports_a_nan_once_and_training_goes_on(
     counts: list[int], micro_batches: int, tmp_path: Path
 ) -> None:
-    task = Task(steps=3, micro_batches=micro_batches)
+    task = Task(n_layers=3, steps=3, micro_batches=micro_batches)
     first, bad, *others = task.batches()
     model, losses = task.model(), []
     with spilled(model, "host with 5 slots", tmp_path) as engine:
@@ -463,7 +463,7 @@ def test_norms_of_kept_gradients_follow_every_micro_batch(where: str, tmp_path: 
 
 
 def test_experts_return_to_the_disk_within_the_host_memory_they_came_from(tmp_path: Path) -> None:
-    task = Task()
+    task = Task(n_layers=3)
     model, (tokens,) = task.model(), next(task.batches())
     with spilled(model, "disk behind 9 host slots", tmp_path) as engine:
         optimizer = adamw(model, task)
@@ -479,7 +479,7 @@ def test_experts_return_to_the_disk_within_the_host_memory_they_came_from(tmp_pa
 def test_a_device_without_memory_for_a_move_keeps_its_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = Task(clip=0.5, steps=6)
+    task = Task(n_layers=3, clip=0.5, steps=6)
     model, run = task.model(), Run()
     zeros = torch.zeros
     with spilled(model, "host with 5 slots", tmp_path) as engine:
@@ -505,7 +505,7 @@ def test_a_device_without_memory_for_a_move_keeps_its_experts(
 
 def test_homes_that_were_refused_leave_the_engine_as_it_was(tmp_path: Path) -> None:
     """The first experts that leave the device need threads and buffers."""
-    task = Task(clip=0.5)
+    task = Task(n_layers=3, clip=0.5)
     model, run = task.model(), Run()
     with spilled(model, "gpu", tmp_path, host_memory=(1 << 30) + (1 << 16)) as engine:
         optimizer = adamw(model, task)

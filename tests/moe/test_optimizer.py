@@ -28,7 +28,7 @@ from tests.moe.oracle import (
 
 
 def test_an_expert_without_tokens_only_decays(tmp_path: Path) -> None:
-    task = Task(starve=True, weight_decay=3.0, steps=3)
+    task = Task(n_layers=3, starve=True, weight_decay=3.0, steps=3)
     before = weights_of(task.model())
     run = spilled_run(task, "host with 2 slots", tmp_path)
     left = (1 - task.lr * task.weight_decay) ** task.steps
@@ -166,7 +166,7 @@ def test_loading_does_not_change_the_given_state_dicts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ONE_OF_EACH)
 def test_frozen_experts_do_not_change_and_the_rest_learns(where: str, tmp_path: Path) -> None:
-    task = Task(steps=2, clip=0.5)
+    task = Task(n_layers=3, steps=2, clip=0.5)
     plain = task.model()
     for moe in plain.moe_layers()[1:]:
         moe.w_in.requires_grad_(False)

@@ -103,7 +103,7 @@ def test_experts_that_are_unfrozen_later_learn_from_then_on(
 
 def test_experts_cannot_be_added_between_their_backward_and_step(tmp_path: Path) -> None:
     """Their gradients were not computed, since no optimizer wanted them."""
-    task = Task(steps=2)
+    task = Task(n_layers=3, steps=2)
     model = task.model()
     with spilled(model, "host with 2 slots", tmp_path):
         above = model.moe_layers()[2]

@@ -53,7 +53,7 @@ def count_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[tup
 def test_a_recomputed_block_stops_before_its_experts(
     where: str, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = Task(checkpoint=True)
+    task = Task(n_layers=3, checkpoint=True)
     model = task.model()
     computed = 0
 
@@ -80,7 +80,7 @@ def test_a_recomputed_block_stops_before_its_experts(
 def test_kept_activations_are_dropped_by_a_checkpoint_and_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = Task(checkpoint=True)
+    task = Task(n_layers=3, checkpoint=True)
     model = task.model()
     with spilled(model, "host with 2 slots", tmp_path, Settings(activations="keep")) as engine:
         optimizer = adamw(model, task)

@@ -130,7 +130,7 @@ def test_state_dicts_and_loaded_weights_keep_their_names(where: str, tmp_path: P
 def test_experts_that_have_exchanged_places_can_be_trained(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
-    task, rng = Task(clip=clip, steps=3), random.Random(0)
+    task, rng = Task(n_layers=3, clip=clip, steps=3), random.Random(0)
     runs = []
     for exchanged in (True, False):
         model, run = task.model(), Run()
@@ -201,7 +201,7 @@ def test_cpu_experts_follow_exchanges(tmp_path: Path) -> None:
 @pytest.mark.parametrize("exchange", [(0, 2, 3), (0, 0, 1), (0, 0, 5), (1, -1, 4), (3, 0, 4)])
 def test_impossible_exchanges_are_refused(exchange: tuple[int, int, int], tmp_path: Path) -> None:
     with (
-        spilled(Task().model(), "host, 7 at home", tmp_path) as engine,
+        spilled(Task(n_layers=3).model(), "host, 7 at home", tmp_path) as engine,
         pytest.raises(ConfigError, match=r"of 5 positions the first \[2, 2, 3\] of each layer"),
     ):
         engine.exchange_homes([Exchange(*exchange)])

@@ -15,8 +15,7 @@
 
 namespace {
 
-constexpr int64_t ACTIVE_NS = 2000000;    // after a request: until then threads spin for the next
-constexpr int64_t NAP_NS = 40000;         // between two looks at the flags after that
+constexpr int64_t NAP_NS = 40000;         // between two looks at the flags, after spinning
 constexpr int64_t PAUSED_NS = 10000000;   // the same while paused
 constexpr int64_t MIN_PARALLEL_ROWS = 8;  // copied or summed; one thread is as fast below
 constexpr size_t SPANS = 4096;            // the latest ones are kept
@@ -44,6 +43,7 @@ struct Pair {
 
 struct MissSizes {
     int64_t layers, experts, rows, top_k, record_bytes;
+    int64_t spin_ns;  // after a request: until then threads spin for the next
 };
 
 struct MissSpan {
@@ -188,7 +188,7 @@ class MissRunner {
                 seen = resumes;
                 guarded([&] { executor.pool.run(int(args.threads), [] {}); });
                 idle_since = now_ns();
-            } else if (now_ns() < idle_since + ACTIVE_NS) {
+            } else if (now_ns() < idle_since + sizes.spin_ns) {
                 // Also while paused: a step may not have ended yet. No yield, which may cost
                 // milliseconds while the GPU waits.
                 pause_core();
@@ -517,7 +517,7 @@ class MissRunner {
     std::vector<std::atomic<const void*>> records;  // [layers, experts]
     int64_t row_bytes;
     Request request;
-    Executor executor{ACTIVE_NS};
+    Executor executor{sizes.spin_ns};
     RecordReads reads;
     Request load_request;
     int64_t loaded_layer = -1;  // that it is for, -1 for none

@@ -44,6 +44,9 @@ _FETCH = ctypes.CFUNCTYPE(
 _HOLD, _LEARN, _END_READS, _EXPECT, _RELEASE, _END_AHEAD = range(6)  # as in cpu_misses.h
 _CACHE_LINE = 64
 _MAX_SPANS = 4096  # as in cpu_misses.h
+SPIN_NS = 2_000_000
+"""How long threads spin for the next request after one. Layers of a step on a GPU follow each other
+sooner."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ class MissRunner:
         tensors = [getattr(self.host, field.name) for field in fields(MissBuffers)]
         addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
         record = RecordLayout(shape, dtype).weight_bytes
-        sizes = (ctypes.c_int64 * 5)(n_layers, n_experts, max_rows, top_k, record)
+        sizes = (ctypes.c_int64 * 6)(n_layers, n_experts, max_rows, top_k, record, SPIN_NS)
         clamped = is_clamped(activation)
         args = group_args(self.host.x_RD, self.host.x_RD, [], shape, threads, clamped=clamped)
         callbacks = self._callback, self._fetch

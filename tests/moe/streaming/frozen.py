@@ -25,6 +25,7 @@ class SmallTask(Task):
     """Its batches have 8 tokens, so no expert has more token rows than the CPU kernel takes. The
     experts of the layers `frozen` are not trained."""
 
+    n_layers: int = 3
     frozen: tuple[int, ...] = (0, 1, 2)
 
     def model(self) -> GPTMoE:

@@ -23,12 +23,15 @@ def count(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the batches of fused steps. Few programs: the interpreter is slow."""
+    """The sizes of the batches of fused steps. Few programs: the interpreter is slow. Requests to
+    the CPU are then milliseconds apart, in which threads that spin would use the cores."""
+    from overspill.compute import misses
     from overspill.compute.decode import constants
     from overspill.serve.decode.step import DecodeStep
     from tests.triton_interpreter import without_overflow_checks
 
     without_overflow_checks(monkeypatch)
+    monkeypatch.setattr(misses, "SPIN_NS", 20_000)
     for name in ("LARGE_TILE", "SMALL_TILE", "EXPERT_IN_TILE", "EXPERT_OUT_TILE"):
         monkeypatch.setattr(constants, name, constants.Tile(64, 64, 4))
     return count(DecodeStep, monkeypatch)

@@ -26,7 +26,7 @@ from tests.serve.test_failures import FailingJob, cut_weights
 pytestmark = INTERPRETED
 PROMPT = small(PROMPTS[:1])
 CONFIG = GPTConfig(
-    vocab=48, n_layers=3, d_model=16, d_hidden=24, n_heads=2, n_experts=12, top_k=2, max_seq=64
+    vocab=48, n_layers=3, d_model=16, d_hidden=24, n_heads=1, n_experts=12, top_k=2, max_seq=64
 )
 
 

@@ -24,7 +24,7 @@ from tests.serve.models import PROMPTS, plain_gpt, plain_model
 
 pytestmark = INTERPRETED
 DEEP = GPTConfig(
-    vocab=48, n_layers=5, d_model=16, d_hidden=24, n_heads=2, n_experts=6, top_k=2, max_seq=64
+    vocab=48, n_layers=5, d_model=16, d_hidden=24, n_heads=1, n_experts=6, top_k=2, max_seq=64
 )
 COPYING = ["on-demand", "prefetch-all", "lookahead"]
 ALL = ["auto", *COPYING, "pre-gated"]
