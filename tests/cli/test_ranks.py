@@ -77,6 +77,7 @@ def test_any_number_of_ranks_and_nodes_resumes_to_the_losses_of_one_process(
         assert _numbers(out) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_divide_each_micro_batch(forks: Forks, folder: Path) -> None:
     log, changes = folder / "log.txt", {"accumulate": 2, "steps": 3}
     for out, more in (("alone", {}), ("grouped", {"gpus": 2})):
@@ -190,8 +191,12 @@ def test_ranks_fail_together_and_resume_to_the_same_losses(
     ("changes", "message"),
     [
         ({"gpus": 3}, "--batch 4 must be a multiple of the 3 ranks"),
-        ({"gpus": 2, "data": "/no/such"}, "--data /no/such does not exist"),
-        ({"gpus": 2, "device": "cuda"}, "--device cuda: torch"),
+        pytest.param(
+            {"gpus": 2, "data": "/no/such"},
+            "--data /no/such does not exist",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"gpus": 2, "device": "cuda"}, "--device cuda: torch", marks=pytest.mark.slow),
     ],
 )
 def test_what_all_ranks_refuse_is_said_once(
@@ -253,6 +258,7 @@ def _small(folder: Path) -> list[str]:
     return _words({name: value for name, value in settings.items() if name not in given})
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_example_run(forks: Forks, folder: Path, tmp_path: Path) -> None:
     """Each in forked processes, which start sooner."""
     for program, *words in COMMANDS:

@@ -19,7 +19,7 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
-    HOME_OR_NOT,
+    SOME_AT_HOME,
     Run,
     Task,
     adamw,
@@ -119,7 +119,7 @@ def test_one_optimizer_at_a_time(where: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_a_backward_that_failed_is_not_added_to_the_next(
     where: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +169,7 @@ def test_a_closed_engine_says_so(where: str, tmp_path: Path) -> None:
                 call()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_loaded_weights_are_the_fp32_masters_too(where: str, tmp_path: Path) -> None:
     task = Task(dtype=torch.bfloat16)
     model = task.model()
@@ -262,7 +262,7 @@ def test_a_model_that_is_freed_in_a_thread_of_its_engine_is_closed_by_another(
     assert not threads_left()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_training_goes_on_from_states_loaded_after_a_failed_backward(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ def llm(tmp_path: Path) -> Iterator[LLM]:
         yield made
 
 
-@pytest.mark.parametrize("mode", ["auto", "gpu-only"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("gpu-only", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_served_with_its_tokenizer(checkpoint: Path, mode: str) -> None:
     model: Any = make_model(WITH_TEXT).eval()
     codec = byte_level()

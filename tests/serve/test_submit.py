@@ -200,6 +200,7 @@ def test_an_abandoned_llm_ends_its_thread(tmp_path: Path) -> None:
         wait_until(lambda: threads_left().count("overspill-serve") == threads - 1)
 
 
+@pytest.mark.slow
 def test_requests_in_a_small_cache_get_the_tokens_of_a_large_one(tmp_path: Path) -> None:
     """Some give their blocks back and are computed again."""
     prompts = [[number + 1] * (12 + number) for number in range(4)]

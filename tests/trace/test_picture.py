@@ -32,7 +32,9 @@ def test_three_thousand_spans_are_drawn_in_a_moment(tmp_path: Path) -> None:
     assert height > 500
 
 
-@pytest.mark.parametrize("length_ns", [0, 40_000, 9_000_000_000])
+@pytest.mark.parametrize(
+    "length_ns", [0, pytest.param(40_000, marks=pytest.mark.slow), 9_000_000_000]
+)
 def test_any_length_of_time_is_drawn(tmp_path: Path, length_ns: int) -> None:
     draw_timeline([Span("main", "one", 7, 7 + length_ns)], tmp_path / "t.png", "short or long")
     assert png_size(tmp_path / "t.png")[0] > 1000
