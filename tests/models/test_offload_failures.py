@@ -145,7 +145,7 @@ def spread(calls: int, count: int, offset: int) -> range:
 
 @pytest.mark.parametrize(
     ("name", "failure", "mode"),
-    all_pairs(["gpt", "mixtral", "switch_transformers"], list(FAILURES), list(MODES)),
+    slow_rows(all_pairs(["gpt", "mixtral", "switch_transformers"], list(FAILURES), list(MODES)), 6),
 )
 def test_a_model_whose_offload_fails_is_what_it_was(
     name: str, failure: str, mode: str, tmp_path: Path

@@ -188,10 +188,10 @@ def test_one_expert_with_a_nan_gradient_is_named(tmp_path: Path) -> None:
     ("kind", "where"),
     [
         ("upload", "host with 2 slots"),
-        ("upload", "disk behind 3 host slots"),
+        pytest.param("upload", "disk behind 3 host slots", marks=pytest.mark.slow),
         ("download", "host with 5 slots"),
         ("optimizer", "host with 12 slots"),
-        ("optimizer", "disk behind 9 host slots"),
+        pytest.param("optimizer", "disk behind 9 host slots", marks=pytest.mark.slow),
         ("ssd read", "disk behind 3 host slots"),
         ("ssd write", "disk behind 3 host slots"),
     ],

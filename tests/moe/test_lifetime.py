@@ -33,6 +33,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 CONFIG = GPTConfig(
     vocab=32, n_layers=2, d_model=16, d_hidden=16, n_heads=2, n_experts=8, top_k=2, max_seq=16
@@ -43,7 +44,9 @@ def batch() -> torch.Tensor:
     return torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(("slots", "host_slots", "clip"), all_pairs([2, 16], [2, 4], [None, 0.5]))
+@pytest.mark.parametrize(
+    ("slots", "host_slots", "clip"), slow_rows(all_pairs([2, 16], [2, 4], [None, 0.5]), 1, 2)
+)
 def test_a_bank_may_be_longer_than_the_cache_of_host_slots(
     slots: int, host_slots: int, clip: float | None, tmp_path: Path
 ) -> None:

@@ -35,7 +35,11 @@ CASES = {
     ),
 }
 
-SLOW = ("disk", "an expert without tokens, recomputed blocks")
+SLOW = (
+    "experts on the device, accumulation, uneven batches",
+    "disk",
+    "an expert without tokens, recomputed blocks",
+)
 
 
 @pytest.fixture(scope="module")

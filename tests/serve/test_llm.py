@@ -418,6 +418,7 @@ def test_streams_may_be_read_in_turn(llm: LLM) -> None:
     assert columns == [gpt_tokens(prompt, 6) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_many_prompts_are_more_than_a_batch(llm: LLM) -> None:
     prompts = [[number % 40 + 1, number % 7] for number in range(10)]
     assert tokens_of(llm, prompts, GREEDY) == [gpt_tokens(prompt, N_NEW) for prompt in prompts]

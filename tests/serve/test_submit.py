@@ -62,6 +62,7 @@ def test_usage_tells_what_was_in_the_cache(llm: LLM) -> None:
     assert later.usage == Usage(prompt_tokens=40, new_tokens=4, cached_tokens=32)
 
 
+@pytest.mark.slow
 def test_requests_of_32_threads_get_their_own_tokens(llm: LLM) -> None:
     """Beside `generate` and `stream`."""
     prompts = [[number + 1, number % 5] for number in range(32)]

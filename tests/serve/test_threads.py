@@ -210,6 +210,7 @@ def test_an_abandoned_stream_does_not_disturb_other_threads(llm: LLM) -> None:
     assert scheduler.pool.n_free == scheduler.pool.n_blocks
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_one_thread_leaves_requests_of_another_intact(llm: LLM) -> None:
     """In a pass that computes both: the other thread computes its part again."""
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=5)

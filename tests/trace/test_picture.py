@@ -40,6 +40,7 @@ def test_any_length_of_time_is_drawn(tmp_path: Path, length_ns: int) -> None:
     assert png_size(tmp_path / "t.png")[0] > 1000
 
 
+@pytest.mark.slow
 def test_more_rows_make_a_higher_picture(tmp_path: Path) -> None:
     draw_timeline([Span("main", "a", 0, 9)], tmp_path / "one.png", "one row")
     draw_timeline([Span(row, "a", 0, 9) for row in ROWS], tmp_path / "all.png", "all rows")

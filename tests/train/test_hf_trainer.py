@@ -324,6 +324,7 @@ def test_the_best_model_comes_back_and_old_checkpoints_go(tmp_path: Path) -> Non
         assert not list(folder.glob("*optimizer*"))
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     changes = {"gradient_accumulation_steps": 2, "max_steps": 2}
     losses = []

@@ -68,6 +68,7 @@ def test_no_thread_outlives_a_run(tmp_path: Path) -> None:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.slow
 @BUILDERS
 def test_a_stopped_run_resumes_to_the_same_numbers(tmp_path: Path, build: Builder) -> None:
     straight = Watcher()

@@ -63,6 +63,7 @@ def on_disk(
         model.overspill.close()
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_plain_model(tmp_path: Path, steps: list[int]) -> None:
     with on_disk(tmp_path) as made:
         assert made.model.overspill.memory.uses_disk

@@ -128,7 +128,8 @@ def test_auto_does_not_use_the_cpu_where_the_link_is_faster(
     assert steps == [1, 1]
 
 
-@pytest.mark.parametrize("copied", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("copied", [False, True])
 def test_several_requests_of_a_model_with_pre_gates(
     copied: bool, tmp_path: Path, steps: list[int], request: pytest.FixtureRequest
 ) -> None:

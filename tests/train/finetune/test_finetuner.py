@@ -332,6 +332,7 @@ def test_the_balance_loss_is_the_models_own(mixtral: Path, tmp_path: Path) -> No
     assert line["ce"] == pytest.approx(out.loss.item() - balance, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_chats_are_trained_on_with_the_template(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
