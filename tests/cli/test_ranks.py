@@ -20,6 +20,7 @@ from overspill.parallel.launcher import rank_command
 from overspill.train.metrics import read_lines
 from tests.cli.forks import HOLD, SILENT, Forks
 from tests.ports import free_port
+from tests.slow import slow_names
 from tests.train.fakes import tiny_settings
 from tests.train.finetune import tiny as finetune
 
@@ -133,10 +134,9 @@ class Running:
 @pytest.fixture
 def running(forks: Forks, folder: Path) -> Iterator[Callable[..., Running]]:
     """Starts the run, or resumes it."""
-    found: list[Running] = []
+    out, found = folder / "failing", list[Running]()
 
     def start(**environment: str) -> Running:
-        out = folder / "failing"
         again = _resume(out) if found else _arguments(folder, "failing", **LONG)
         found.append(Running(forks, again, out, environment))
         return found[-1]
@@ -146,6 +146,7 @@ def running(forks: Forks, folder: Path) -> Iterator[Callable[..., Running]]:
         for pid in run.ranks:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(out)  # the next test starts a new run
 
 
 def test_ranks_fail_together_and_resume_to_the_same_losses(
@@ -334,7 +335,7 @@ FINETUNE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FINETUNE)
+@pytest.mark.parametrize("name", slow_names(FINETUNE, "pairs"))
 def test_ranks_finetune_as_one_process(
     forks: Forks, checkpoint: Path, tmp_path: Path, name: str
 ) -> None:

@@ -125,6 +125,7 @@ def make_and_save(mesh: DeviceMesh | None, out: Path, **more: Any) -> None:
     model.overspill.close()
 
 
+@pytest.mark.slow
 def test_from_config_and_save_give_the_same_files_on_any_number_of_ranks(tmp_path: Path) -> None:
     make_and_save(None, tmp_path / "one")
     files = {file.name: file.read_bytes() for file in (tmp_path / "one").iterdir()}

@@ -85,7 +85,7 @@ LEVELS = {
     "gpt_oss": [2],
     "switch_transformers": [2],
 }
-SLOW_LEVELS = [("mixtral", 1), ("mixtral", 3), ("gpt_oss", 2)]  # other families have these levels
+SLOW_LEVELS = [("mixtral", 1), ("mixtral", 3), ("qwen3_moe", 1), ("gpt_oss", 2)]  # as others
 
 
 @pytest.mark.parametrize(

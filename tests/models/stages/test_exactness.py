@@ -48,6 +48,7 @@ def mixtral() -> Any:
         2,
         3,
         5,
+        6,
     ),
 )
 def test_stages_follow_plain_training(

@@ -93,6 +93,7 @@ def test_a_stage_that_does_not_fit_is_told_once(
     assert "give more stages, or more GPU memory" in warning
 
 
+@pytest.mark.slow
 def test_stages_upload_less_than_micro_batches_one_after_another(mixtral: Any) -> None:
     """Also where experts are updated during backward, which changes what is on the device."""
     batches = micro_batches(COUNT)
