@@ -161,7 +161,8 @@ def test_ranks_fail_together_and_resume_to_the_same_losses(
     assert run.end() == (1, "error: rank 1 has not responded for 4 s; it may be stopped")
 
     run = running()
-    resource.prlimit(run.ranks[1], resource.RLIMIT_FSIZE, (1024, 1024))  # a full disk
+    # a full disk: the log is smaller than this, a file of the checkpoint is larger
+    resource.prlimit(run.ranks[1], resource.RLIMIT_FSIZE, (2048, 2048))
     run.go_on()
     code, line = run.end()
     assert code == 2
