@@ -9,6 +9,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "stages.py"
 
 
+@pytest.mark.slow
 def test_stages_and_baselines_have_the_same_losses(
     scripts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

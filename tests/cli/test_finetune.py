@@ -67,6 +67,7 @@ def test_pregate_has_the_settings_of_finetune_and_a_level(
     assert json.loads(capsys.readouterr().out)["final"] == str(tmp_path / "run" / "final")
 
 
+@pytest.mark.slow
 def test_a_run_prints_accuracy_before_and_after(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

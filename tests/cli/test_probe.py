@@ -52,6 +52,7 @@ def test_tables_are_printed_and_the_second_time_it_is_known(
     assert "cached" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_the_picture_lies_beside_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert app([*TINY, "--json"]) == 0
@@ -66,6 +67,7 @@ def test_a_preset_gives_the_shape_and_flags_win(capsys: pytest.CaptureFixture[st
     assert (shape["d_model"], shape["d_hidden"], shape["gated"]) == (128, 64, True)
 
 
+@pytest.mark.slow
 def test_a_disk_is_measured_when_it_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

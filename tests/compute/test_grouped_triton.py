@@ -10,6 +10,7 @@ from torch import Tensor
 
 from overspill.compute import grouped
 from tests.compute.waves import LAYOUTS, N_EXPERTS, Case, by_autograd, by_waves
+from tests.slow import slow_rows
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -131,7 +132,9 @@ def test_groups_without_rows_are_set_to_zero_and_others_are_kept(
 
 
 @every_device
-@pytest.mark.parametrize("layout", [{"gated": False}, *LAYOUTS.values()], ids=["gelu", *LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", slow_rows([{"gated": False}, *LAYOUTS.values()], 1, 2), ids=["gelu", *LAYOUTS]
+)
 def test_waves_follow_autograd(layout: dict, device: str) -> None:
     case = Case.make("some without tokens", device=device, n_tokens=23, **layout)
     with grouped.forced("triton"):

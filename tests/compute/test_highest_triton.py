@@ -60,7 +60,7 @@ def test_the_only_possible_token_is_drawn_with_the_largest_noise(
 
 
 @every_device
-@pytest.mark.parametrize("temperature", [0.5, 1e-20, 1e30])
+@pytest.mark.parametrize("temperature", [0.5, 1e-20, pytest.param(1e30, marks=pytest.mark.slow)])
 def test_tokens_are_drawn_with_the_probabilities_of_a_softmax(
     highest: Any, device: str, temperature: float
 ) -> None:

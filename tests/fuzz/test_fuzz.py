@@ -15,6 +15,7 @@ from tests.fuzz import subject
 from tests.fuzz.execute import execute
 from tests.fuzz.program import Case, Op, Program, program_of
 from tests.fuzz.run import Report, main, read_lines, shrink
+from tests.slow import slow_rows
 
 # The first are chosen: of 4,000 they have the most different pairs of settings, of settings and
 # operations, of operations one after the other in each mode, and of faults and operations; as many
@@ -29,7 +30,7 @@ SEEDS = {
 IMPORTS = ["torch._dynamo", "transformers.models.mixtral.modeling_mixtral"]
 
 
-@pytest.mark.parametrize("seeds", [*SEEDS.values()], ids=SEEDS)
+@pytest.mark.parametrize("seeds", slow_rows(SEEDS.values(), 1), ids=SEEDS)
 def test_random_programs_give_the_results_of_plain_pytorch(
     seeds: list[int], tmp_path: Path
 ) -> None:
@@ -57,7 +58,7 @@ STEP = Program(
 )
 
 
-@pytest.mark.parametrize("mode", ["gpu", "host"])
+@pytest.mark.parametrize("mode", slow_rows(["gpu", "host"], 1))
 def test_a_wrong_update_is_found_and_its_program_shortened(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def test_a_backward_after_autograd_grad_finds_host_slots() -> None:
     assert execute(program).failure is None
 
 
-@pytest.mark.parametrize(("n_layers", "batches"), [(2, (1, 3)), (3, (2, 1))])
+@pytest.mark.parametrize(("n_layers", "batches"), slow_rows([(2, (1, 3)), (3, (2, 1))], 1))
 def test_a_first_gradient_finds_a_host_slot_when_copies_end_late(
     n_layers: int, batches: tuple[int, int]
 ) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +26,7 @@ from tests.models.huggingface.families import make_batch, make_model
 from tests.models.huggingface.oracle import MODES, budgets
 from tests.models.huggingface.test_exactness import BY_NAME
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 CONFIG = GPTConfig(
     vocab=32, n_layers=2, d_model=16, d_hidden=16, n_heads=2, n_experts=4, top_k=2, max_seq=16
@@ -143,7 +145,7 @@ def spread(calls: int, count: int, offset: int) -> range:
 
 @pytest.mark.parametrize(
     ("name", "failure", "mode"),
-    all_pairs(["gpt", "mixtral", "switch_transformers"], list(FAILURES), list(MODES)),
+    slow_rows(all_pairs(["gpt", "mixtral", "switch_transformers"], list(FAILURES), list(MODES)), 6),
 )
 def test_a_model_whose_offload_fails_is_what_it_was(
     name: str, failure: str, mode: str, tmp_path: Path
@@ -160,8 +162,7 @@ def test_a_model_whose_offload_fails_is_what_it_was(
     subject.assert_offloads(mode, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["host", "disk"])
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("failure", "mode"), slow_rows(product(FAILURES, ["host", "disk"]), 0, 3))
 def test_a_failed_load_leaves_no_thread_and_no_file(
     failure: str, mode: str, tmp_path: Path
 ) -> None:
@@ -178,7 +179,7 @@ def test_a_failed_load_leaves_no_thread_and_no_file(
         assert not leftovers(spill), at
 
 
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("failure", slow_rows(FAILURES, 1))
 def test_a_failed_from_config_leaves_no_thread_and_no_file(failure: str, tmp_path: Path) -> None:
     fail, error = FAILURES[failure]
     config = make_model(BY_NAME["mixtral"]).config

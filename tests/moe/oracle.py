@@ -20,6 +20,7 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
+from tests.slow import slow_rows
 
 N_EXPERTS = 5
 STARVED = 2  # the expert that gets no token, if one is starved
@@ -43,6 +44,8 @@ WHERE: dict[str, dict[str, Any]] = {
 ONE_OF_EACH = ["gpu", "host with 2 slots", "disk, 5 at home"]
 HOME_OR_NOT = ["gpu", "host, 5 at home"]
 """For what does not depend on tiers: all experts are at home, or some of them are streamed."""
+SOME_AT_HOME = slow_rows(HOME_OR_NOT, 0)
+"""The same for tests in which the engine does the same for all experts at home as for some."""
 STREAMED = [name for name in WHERE if name not in HOME_OR_NOT]
 
 

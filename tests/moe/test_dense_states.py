@@ -29,6 +29,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 TASK = Task(n_layers=2, steps=3)
 CPU = torch.device("cpu")
@@ -64,7 +65,9 @@ def first_steps(model: GPTMoE, optimizer: Any, count: int = 2) -> None:
         train_step(model, optimizer, batches)
 
 
-@pytest.mark.parametrize(("before", "after"), [("host", "gpu"), ("gpu", "host"), ("host", "host")])
+@pytest.mark.parametrize(
+    ("before", "after"), slow_rows([("host", "gpu"), ("gpu", "host"), ("host", "host")], 0, 2)
+)
 def test_a_run_continues_wherever_its_dense_states_were(
     before: str, after: str, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 WHERE = "host with 5 slots"
 TASK = Task(steps=3, checkpoint=True)
@@ -130,7 +131,7 @@ def test_gradients_are_those_of_the_plain_model(pieces: int, tmp_path: Path) -> 
         optimizer.step()
 
 
-@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("set_to_none", slow_rows([False, True], 1))
 def test_gradients_can_be_set_to_zero_or_none(set_to_none: bool, tmp_path: Path) -> None:
     def losses(dense_weights: str) -> list[float]:
         model, found = TASK.model(), []
@@ -401,7 +402,7 @@ def test_later_steps_allocate_no_host_memory(tmp_path: Path) -> None:
 # -- checkpoints ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("before", "after"), [("host", "gpu"), ("gpu", "host")])
+@pytest.mark.parametrize(("before", "after"), slow_rows([("host", "gpu"), ("gpu", "host")], 1))
 def test_a_run_continues_wherever_its_dense_weights_were(
     before: str, after: str, tmp_path: Path
 ) -> None:
@@ -477,7 +478,7 @@ def test_a_copy_that_fails_raises_and_the_model_goes_on(at: int, tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip", slow_rows([None, 0.5], 0))
 def test_after_an_interrupt_anywhere_in_a_step_training_goes_on(
     clip: float | None, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from tests.moe.oracle import (
     train,
     weights_of,
 )
+from tests.slow import slow_names, slow_rows
 
 TASKS = {
     "top-2 gated": Task(n_layers=3, steps=2),
@@ -59,7 +60,7 @@ def test_training_follows_plain_pytorch(name: str, where: str, tmp_path: Path) -
     assert_follows(spilled_run(task, where, tmp_path), plain_run(task))
 
 
-@pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 host slots"])
+@pytest.mark.parametrize("where", slow_rows(["host with 2 slots", "disk behind 3 host slots"], 1))
 def test_a_long_run_follows_plain_pytorch(where: str, tmp_path: Path) -> None:
     task = Task(n_layers=2, steps=6)
     assert_follows(spilled_run(task, where, tmp_path), plain_run(task))
@@ -78,13 +79,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
     ("switch", "where"),
     [
         ("activations kept", "host with 5 slots"),
-        ("activations kept", "disk behind 9 host slots"),
+        pytest.param("activations kept", "disk behind 9 host slots", marks=pytest.mark.slow),
         ("waves off", "host with 5 slots"),
         ("updates not overlapped", "host with 5 slots"),
-        ("updates not overlapped", "disk behind 9 host slots"),
+        pytest.param("updates not overlapped", "disk behind 9 host slots", marks=pytest.mark.slow),
         ("uploads not overlapped", "disk behind 9 host slots"),
         ("all off", "host with 5 slots"),
-        ("all off", "disk behind 9 host slots"),
+        pytest.param("all off", "disk behind 9 host slots", marks=pytest.mark.slow),
     ],
 )
 def test_no_switch_changes_the_results(switch: str, where: str, tmp_path: Path) -> None:
@@ -129,7 +130,9 @@ def test_an_expert_whose_rows_are_cut_into_pieces_learns_the_same(
     assert_follows(run, plain_run(task))
 
 
-@pytest.mark.parametrize("where", STREAMED)
+@pytest.mark.parametrize(
+    "where", slow_names(STREAMED, "host with 12 slots", "disk behind 9 host slots")
+)
 def test_where_an_expert_is_changes_no_bit(where: str, tmp_path: Path) -> None:
     task = Task(n_layers=3, micro_batches=2, clip=0.5, steps=2)
     run = spilled_run(task, where, tmp_path)
@@ -141,10 +144,15 @@ def test_where_an_expert_is_changes_no_bit(where: str, tmp_path: Path) -> None:
     ("where", "task", "threads"),
     [
         ("host with 2 slots", Task(steps=2), 1),
-        ("disk behind 3 host slots", Task(steps=2), 3),
+        pytest.param("disk behind 3 host slots", Task(steps=2), 3, marks=pytest.mark.slow),
         ("host with 5 slots", Task(clip=0.5, top_k=1, steps=3), 1),
-        ("host with 12 slots", Task(steps=2), 3),
-        ("disk behind 9 host slots", Task(micro_batches=2, checkpoint=True, steps=2), 1),
+        pytest.param("host with 12 slots", Task(steps=2), 3, marks=pytest.mark.slow),
+        pytest.param(
+            "disk behind 9 host slots",
+            Task(micro_batches=2, checkpoint=True, steps=2),
+            1,
+            marks=pytest.mark.slow,
+        ),
         ("disk behind 3 host slots", Task(micro_batches=2, clip=0.5, starve=True, steps=2), 3),
     ],
 )
@@ -157,7 +165,9 @@ def test_delayed_transfers_and_updates_change_no_bit(
     assert_same_bits(run, streamed_run(task))
 
 
-@pytest.mark.parametrize("kind", ["upload", "download", "optimizer", "ssd read", "ssd write"])
+@pytest.mark.parametrize(
+    "kind", slow_rows(["upload", "download", "optimizer", "ssd read", "ssd write"], 0, 3)
+)
 def test_one_kind_of_job_with_long_delays_changes_no_bit(kind: str, tmp_path: Path) -> None:
     task = Task(micro_batches=2, n_layers=2, steps=2)
     settings = Settings(inject=delays(seed=1, longest=0.01, only=kind))
@@ -195,7 +205,7 @@ def plain_bf16(task: Task) -> Run:
     ("where", "clip", "state_dtype"),
     [
         ("gpu", 0.5, torch.bfloat16),
-        ("host with 2 slots", None, torch.bfloat16),
+        pytest.param("host with 2 slots", None, torch.bfloat16, marks=pytest.mark.slow),
         ("host, 5 at home", 0.5, torch.float32),
     ],
     ids=str,

@@ -18,7 +18,7 @@ from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
-    HOME_OR_NOT,
+    SOME_AT_HOME,
     Run,
     Task,
     adamw,
@@ -43,7 +43,7 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     assert not list(tmp_path.glob("overspill-*")), "files were left on the disk"
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_nan_with_clipping_updates_nothing_and_the_batch_can_be_skipped(
     where: str, tmp_path: Path
 ) -> None:
@@ -64,7 +64,7 @@ def test_nan_with_clipping_updates_nothing_and_the_batch_can_be_skipped(
     assert losses == expected
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_nan_in_a_skipped_batch_is_not_raised_for_the_next(
     where: str, stepped: bool, tmp_path: Path
@@ -85,7 +85,7 @@ def test_nan_in_a_skipped_batch_is_not_raised_for_the_next(
         assert math.isfinite(optimizer.total_norm)
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_without_clipping_updates_nothing_with_it(
     where: str, value: float, tmp_path: Path
@@ -122,7 +122,7 @@ def _backward_and_step(loss: Tensor, optimizer: overspill.AdamW) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize("bad", [0, 1])
 def test_nan_in_one_micro_batch_is_raised_before_the_dense_weights_change(
     where: str, bad: int, tmp_path: Path
@@ -147,7 +147,7 @@ def _accumulate_with_nan(
     optimizer.step()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_nan_in_a_lower_layer_is_raised_after_upper_layers_were_updated(
     where: str, tmp_path: Path
 ) -> None:
@@ -188,10 +188,10 @@ def test_one_expert_with_a_nan_gradient_is_named(tmp_path: Path) -> None:
     ("kind", "where"),
     [
         ("upload", "host with 2 slots"),
-        ("upload", "disk behind 3 host slots"),
+        pytest.param("upload", "disk behind 3 host slots", marks=pytest.mark.slow),
         ("download", "host with 5 slots"),
         ("optimizer", "host with 12 slots"),
-        ("optimizer", "disk behind 9 host slots"),
+        pytest.param("optimizer", "disk behind 9 host slots", marks=pytest.mark.slow),
         ("ssd read", "disk behind 3 host slots"),
         ("ssd write", "disk behind 3 host slots"),
     ],

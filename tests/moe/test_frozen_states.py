@@ -13,6 +13,7 @@ from overspill.train.checkpoint_tensors import read_optimizer, write_optimizer
 from tests.moe.fake_memory import FakeMemory
 from tests.moe.oracle import (
     HOME_OR_NOT,
+    SOME_AT_HOME,
     Run,
     Task,
     adamw,
@@ -24,6 +25,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 
 def set_frozen(model: GPTMoE, frozen: bool) -> None:
@@ -80,7 +82,7 @@ def test_states_are_allocated_when_experts_are_unfrozen(
     assert_follows(run, plain_unfreezing_run(task, trained_from=1))
 
 
-@pytest.mark.parametrize("where", ["host with 2 slots", "disk behind 3 host slots"])
+@pytest.mark.parametrize("where", slow_rows(["host with 2 slots", "disk behind 3 host slots"], 1))
 def test_experts_that_fill_the_device_make_room_for_states_when_they_are_unfrozen(
     where: str, tmp_path: Path
 ) -> None:
@@ -120,7 +122,7 @@ def test_homes_follow_usage_while_an_optimizer_has_frozen_experts(tmp_path: Path
         assert engine.addresses.at_home == [(3, 4)]
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_states_of_frozen_experts_are_loaded_if_there_are_some(where: str, tmp_path: Path) -> None:
     """As in torch: those of a state dict, and those of a checkpoint."""
     task = Task(n_layers=2, steps=2)
@@ -145,7 +147,7 @@ def test_states_of_frozen_experts_are_loaded_if_there_are_some(where: str, tmp_p
             assert all(torch.equal(entry[n], loaded[number][n]) for n in ("exp_avg", "exp_avg_sq"))
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_frozen_experts_are_saved_and_loaded_without_states(where: str, tmp_path: Path) -> None:
     task = Task(n_layers=2, steps=2)
     file = tmp_path / "optimizer"

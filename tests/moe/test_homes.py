@@ -34,6 +34,7 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.slow import slow_rows
 
 TASKS = [
     Task(n_layers=3),
@@ -75,7 +76,9 @@ def moving_run(
 
 
 # where experts were before the first change does not matter to every task
-@pytest.mark.parametrize(("task", "where"), [*zip(TASKS, START, strict=True)], ids=str)
+@pytest.mark.parametrize(
+    ("task", "where"), slow_rows(zip(TASKS, START, strict=True), 0, 3), ids=str
+)
 def test_homes_that_change_before_every_step_change_no_bit(
     task: Task, where: str, tmp_path: Path
 ) -> None:
@@ -111,7 +114,7 @@ def test_experts_in_every_tier_train_as_in_one(task: Task, where: str, tmp_path:
     assert_same_bits(run, streamed_run(task))
 
 
-@pytest.mark.parametrize("where", ["host with 5 slots", "disk behind 3 host slots"])
+@pytest.mark.parametrize("where", slow_rows(["host with 5 slots", "disk behind 3 host slots"], 0))
 def test_delayed_transfers_do_not_disturb_a_change_of_homes(where: str, tmp_path: Path) -> None:
     task = Task(steps=4)
     settings = Settings(inject=delays(seed=3, longest=2e-3))
@@ -122,7 +125,7 @@ def states_of(optimizer: overspill.AdamW) -> dict[int, dict[str, torch.Tensor]]:
     return optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_rows([torch.float32, torch.bfloat16], 0))
 def test_moving_keeps_weights_and_states_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     task = Task(n_layers=3, steps=2, dtype=dtype)
     model = task.model()
@@ -228,7 +231,7 @@ def test_settings_can_be_switched_with_experts_in_every_tier(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("where", "most"), [("host with 2 slots", 11), ("disk behind 3 host slots", 9)]
+    ("where", "most"), slow_rows([("host with 2 slots", 11), ("disk behind 3 host slots", 9)], 1)
 )
 def test_memory_is_filled_after_the_first_steps(where: str, most: int, tmp_path: Path) -> None:
     """In host mode more experts have room, because their gradients may wait in host memory."""
@@ -319,7 +322,7 @@ def test_experts_leave_before_an_optimizer_that_needs_more_memory_for_them(tmp_p
             assert sum(engine.memory.share) >= 3
 
 
-@pytest.mark.parametrize("where", ["gpu", "disk behind 3 host slots"])
+@pytest.mark.parametrize("where", slow_rows(["gpu", "disk behind 3 host slots"], 1))
 def test_an_interrupt_anywhere_in_a_move_loses_nothing(where: str, tmp_path: Path) -> None:
     task = Task(n_layers=2, steps=1)
     model, (tokens,) = task.model(), next(task.batches())
@@ -360,7 +363,7 @@ def test_cpu_experts_follow_experts_to_other_host_slots(tmp_path: Path) -> None:
             assert loss_of(model, tokens).item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("where", ["gpu", "host with 5 slots"])
+@pytest.mark.parametrize("where", slow_rows(["gpu", "host with 5 slots"], 0))
 def test_experts_that_moved_in_inference_mode_can_be_trained(where: str, tmp_path: Path) -> None:
     task = Task(n_layers=3, steps=3, clip=0.5)
     model, run = task.model(), Run()

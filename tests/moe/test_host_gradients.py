@@ -26,6 +26,7 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.slow import slow_rows
 
 WHERE = "host with 5 slots"
 TASKS = [
@@ -69,7 +70,9 @@ def clipped_run(task: Task, disk: Path, room: float, settings: Settings | None =
 
 
 @pytest.mark.parametrize(
-    ("task", "room"), [(TASKS[0], 4.5), (TASKS[0], 8.5), (TASKS[1], 9.5), (TASKS[2], 4.5)], ids=str
+    ("task", "room"),
+    slow_rows([(TASKS[0], 4.5), (TASKS[0], 8.5), (TASKS[1], 9.5), (TASKS[2], 4.5)], 0),
+    ids=str,
 )
 def test_clipping_follows_plain_training(task: Task, room: float, tmp_path: Path) -> None:
     run = clipped_run(task, tmp_path, room)

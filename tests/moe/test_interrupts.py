@@ -21,8 +21,8 @@ from overspill.moe.settings import Settings
 from overspill.moe.streaming import gradients as streaming_gradients
 from tests.interrupts import calls_of, interrupted, spread
 from tests.moe.oracle import (
-    HOME_OR_NOT,
     ONE_OF_EACH,
+    SOME_AT_HOME,
     Run,
     Task,
     adamw,
@@ -35,6 +35,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 # of generators and finalizers that were interrupted
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -45,7 +46,9 @@ CLIPPED = Task(n_layers=2, steps=2, clip=0.5)
 
 @pytest.mark.parametrize(
     ("where", "uploader"),
-    [("gpu", "thread"), ("host with 2 slots", "native"), ("disk, 5 at home", "thread")],
+    slow_rows(
+        [("gpu", "thread"), ("host with 2 slots", "native"), ("disk, 5 at home", "thread")], 2
+    ),
 )
 def test_an_interrupt_in_forward_leaves_nothing_behind(
     where: str, uploader: str, tmp_path: Path
@@ -61,8 +64,8 @@ def test_an_interrupt_in_forward_leaves_nothing_behind(
         engine.check_conserved()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("where", SOME_AT_HOME)
+@pytest.mark.parametrize("accumulate", slow_rows([False, True], 0))
 def test_a_batch_whose_backward_was_interrupted_can_be_skipped(
     where: str, accumulate: bool, tmp_path: Path
 ) -> None:
@@ -97,8 +100,15 @@ def test_a_batch_whose_backward_was_interrupted_can_be_skipped(
 @pytest.mark.parametrize(
     "count", [pytest.param(4, id="few"), pytest.param(700, id="many", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("where", ONE_OF_EACH)
-@pytest.mark.parametrize(("clip", "reload"), [(None, "states"), (0.5, "optimizer")])
+@pytest.mark.parametrize(
+    ("where", "clip", "reload"),
+    slow_rows(
+        [(where, *how) for where in ONE_OF_EACH for how in ((None, "states"), (0.5, "optimizer"))],
+        0,
+        2,
+        5,
+    ),
+)
 def test_after_an_interrupt_anywhere_in_a_step_training_goes_on_from_a_checkpoint(
     where: str, clip: float | None, reload: str, count: int, tmp_path: Path
 ) -> None:
@@ -140,7 +150,7 @@ def test_after_an_interrupt_anywhere_in_a_step_training_goes_on_from_a_checkpoin
             restore()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_whatever_follows_an_interrupted_step_says_what_to_do(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,10 +201,14 @@ def _after(
 
 @pytest.mark.parametrize(
     ("where", "error", "clip"),
-    all_pairs(
-        ["host with 2 slots", "disk behind 3 host slots"],
-        [KeyboardInterrupt, OSError],
-        [None, 0.5],
+    slow_rows(
+        all_pairs(
+            ["host with 2 slots", "disk behind 3 host slots"],
+            [KeyboardInterrupt, OSError],
+            [None, 0.5],
+        ),
+        1,
+        2,
     ),
 )
 def test_a_failed_download_leaks_no_buffer(
@@ -248,7 +262,7 @@ class _Failure(torch.autograd.Function):
         return grad
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_step_after_dense_code_failed_is_that_of_plain_pytorch(
     where: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -288,7 +302,7 @@ def _with_failure(out: Any) -> Any:
     return tuple(map(_Failure.apply, out)) if isinstance(out, tuple) else _Failure.apply(out)
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_a_backward_that_failed_before_its_first_update_can_be_dropped(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

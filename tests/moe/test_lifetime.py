@@ -19,7 +19,7 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
-    HOME_OR_NOT,
+    SOME_AT_HOME,
     Run,
     Task,
     adamw,
@@ -33,6 +33,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 CONFIG = GPTConfig(
     vocab=32, n_layers=2, d_model=16, d_hidden=16, n_heads=2, n_experts=8, top_k=2, max_seq=16
@@ -43,7 +44,9 @@ def batch() -> torch.Tensor:
     return torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(("slots", "host_slots", "clip"), all_pairs([2, 16], [2, 4], [None, 0.5]))
+@pytest.mark.parametrize(
+    ("slots", "host_slots", "clip"), slow_rows(all_pairs([2, 16], [2, 4], [None, 0.5]), 1, 2)
+)
 def test_a_bank_may_be_longer_than_the_cache_of_host_slots(
     slots: int, host_slots: int, clip: float | None, tmp_path: Path
 ) -> None:
@@ -119,7 +122,7 @@ def test_one_optimizer_at_a_time(where: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_a_backward_that_failed_is_not_added_to_the_next(
     where: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +172,7 @@ def test_a_closed_engine_says_so(where: str, tmp_path: Path) -> None:
                 call()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_loaded_weights_are_the_fp32_masters_too(where: str, tmp_path: Path) -> None:
     task = Task(dtype=torch.bfloat16)
     model = task.model()
@@ -262,7 +265,7 @@ def test_a_model_that_is_freed_in_a_thread_of_its_engine_is_closed_by_another(
     assert not threads_left()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_training_goes_on_from_states_loaded_after_a_failed_backward(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,7 @@ def batch(number: int, rank: int) -> Tensor:
     return torch.randn(12, D, generator=generator)
 
 
+@pytest.mark.slow
 def test_offloaded_layers_of_ranks_train_as_one_process() -> None:
     (losses, refused), (other_losses, _) = run_ranks(2, offload_on_rank)
     assert "give the same mesh to overspill.offload" in refused

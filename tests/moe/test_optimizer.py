@@ -25,6 +25,7 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.slow import slow_rows
 
 
 def test_an_expert_without_tokens_only_decays(tmp_path: Path) -> None:
@@ -38,11 +39,13 @@ def test_an_expert_without_tokens_only_decays(tmp_path: Path) -> None:
 
 everywhere = pytest.mark.parametrize(
     ("where", "clip"),
-    [("gpu", 0.5), ("host with 2 slots", None), *product(["disk, 5 at home"], [None, 0.5])],
+    slow_rows(
+        [("gpu", 0.5), ("host with 2 slots", None), *product(["disk, 5 at home"], [None, 0.5])], 2
+    ),
 )
 
 
-@pytest.mark.parametrize("where", ONE_OF_EACH)
+@pytest.mark.parametrize("where", slow_rows(ONE_OF_EACH, 1))
 def test_the_norm_is_that_of_all_gradients_dense_and_experts(where: str, tmp_path: Path) -> None:
     task = Task(clip=1e-3, steps=2, micro_batches=2)  # every gradient is clipped
     run = spilled_run(task, where, tmp_path)

@@ -12,6 +12,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
     HOME_OR_NOT,
+    SOME_AT_HOME,
     Run,
     Task,
     adamw,
@@ -26,13 +27,14 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 STREAMED = ["host with 2 slots", "host with 12 slots", "disk behind 3 host slots"]
 TASK = Task(n_layers=2, steps=3)
 CLIPPED = Task(n_layers=2, steps=3, clip=0.5)
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_a_second_backward_without_step_names_accumulate(where: str, tmp_path: Path) -> None:
     one, two, *rest = replace(TASK, steps=4).batches()
     model = TASK.model()
@@ -48,7 +50,7 @@ def test_a_second_backward_without_step_names_accumulate(where: str, tmp_path: P
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_the_same_graph_twice_is_a_second_backward_too(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path):
@@ -60,7 +62,7 @@ def test_the_same_graph_twice_is_a_second_backward_too(where: str, tmp_path: Pat
         optimizer.step()
 
 
-@pytest.mark.parametrize("where", STREAMED)
+@pytest.mark.parametrize("where", slow_rows(STREAMED, 0, 1))
 def test_a_forward_before_step_with_clipping_says_so(where: str, tmp_path: Path) -> None:
     one, two, *_ = CLIPPED.batches()
     model = CLIPPED.model()
@@ -74,7 +76,7 @@ def test_a_forward_before_step_with_clipping_says_so(where: str, tmp_path: Path)
         assert torch.isfinite(loss_of(model, two[0]))
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_a_backward_without_optimizer_names_it(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path):
@@ -83,7 +85,7 @@ def test_a_backward_without_optimizer_names_it(where: str, tmp_path: Path) -> No
             loss.backward()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_zero_grad_after_an_update_during_backward_says_so(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path):
@@ -95,7 +97,7 @@ def test_zero_grad_after_an_update_during_backward_says_so(where: str, tmp_path:
         optimizer.step()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_zero_grad_with_clipping_drops_the_batch(where: str, tmp_path: Path) -> None:
     expected = losses_without(CLIPPED, where, tmp_path, skip=1)
     model, losses = CLIPPED.model(), []
@@ -110,7 +112,9 @@ def test_zero_grad_with_clipping_drops_the_batch(where: str, tmp_path: Path) -> 
     assert losses == expected
 
 
-@pytest.mark.parametrize("where", ["gpu", "host with 5 slots", "disk behind 3 host slots"])
+@pytest.mark.parametrize(
+    "where", slow_rows(["gpu", "host with 5 slots", "disk behind 3 host slots"], 0, 2)
+)
 def test_zero_grad_drops_what_was_accumulated(where: str, tmp_path: Path) -> None:
     task = Task(n_layers=2, steps=3, micro_batches=2)
     expected = losses_without(task, where, tmp_path, skip=1)
@@ -129,7 +133,7 @@ def test_zero_grad_drops_what_was_accumulated(where: str, tmp_path: Path) -> Non
     assert losses == expected
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_a_learning_rate_set_between_backward_and_step_is_not_ignored(
     where: str, tmp_path: Path
 ) -> None:
@@ -160,7 +164,7 @@ def test_accumulate_ends_with_its_block_also_on_an_error(tmp_path: Path) -> None
         assert not optimizer.accumulating
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_an_offloaded_model_can_be_neither_copied_nor_pickled(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path) as engine:
@@ -179,7 +183,7 @@ def test_an_offloaded_model_can_be_neither_copied_nor_pickled(where: str, tmp_pa
         model.load_state_dict(torch.load(file))
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_state_dicts_between_updates_during_backward_and_step_are_refused(
     where: str, tmp_path: Path
 ) -> None:
@@ -195,7 +199,7 @@ def test_state_dicts_between_updates_during_backward_and_step_are_refused(
         assert optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_state_dicts_between_backward_and_step_with_clipping_are_those_before(
     where: str, tmp_path: Path
 ) -> None:
@@ -213,7 +217,7 @@ def test_state_dicts_between_backward_and_step_with_clipping_are_those_before(
         optimizer.step()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_weights_loaded_over_updates_during_backward_need_a_new_step(
     where: str, tmp_path: Path
 ) -> None:
@@ -262,7 +266,7 @@ def test_a_gradient_scaler_that_is_not_enabled_changes_nothing(tmp_path: Path) -
     assert losses == pytest.approx(plain_run(TASK).losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("where", STREAMED)
+@pytest.mark.parametrize("where", slow_rows(STREAMED, 0, 1))
 def test_a_forward_after_close_says_so(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path, idle=False) as engine:
@@ -295,7 +299,7 @@ def test_gradients_of_other_tensors_after_the_update_are_refused(
             optimizer.step()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_a_graph_from_before_step_is_refused_also_with_frozen_experts(
     where: str, tmp_path: Path
 ) -> None:
@@ -311,7 +315,7 @@ def test_a_graph_from_before_step_is_refused_also_with_frozen_experts(
             before.backward()
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_graph_from_before_step_is_refused_and_changes_nothing(
     where: str, clip: float | None, tmp_path: Path
@@ -341,7 +345,7 @@ def test_a_graph_from_before_step_is_refused_and_changes_nothing(
         train_step(model, optimizer, [tokens])
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_retained_graph_used_twice_is_refused_and_the_first_backward_counts(
     where: str, clip: float | None, tmp_path: Path
@@ -367,7 +371,7 @@ def test_a_retained_graph_used_twice_is_refused_and_the_first_backward_counts(
     assert_follows(found, replace(plain_run(task), norms=[]))
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_autograd_grad_of_experts_is_refused(where: str, tmp_path: Path) -> None:
     task = Task()
     model = task.model()
@@ -378,7 +382,7 @@ def test_autograd_grad_of_experts_is_refused(where: str, tmp_path: Path) -> None
             torch.autograd.grad(loss_of(model, tokens), list(model.parameters()))
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_clipping_by_torch_is_refused(where: str, clip: float | None, tmp_path: Path) -> None:
     """It cannot scale the gradients of experts, and would scale the others alone."""

@@ -13,6 +13,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.models.gpt import GPTMoE
 from tests.moe.oracle import (
     HOME_OR_NOT,
+    SOME_AT_HOME,
     Run,
     Task,
     assert_follows,
@@ -51,7 +52,7 @@ def train(
     return run
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_groups_by_dimension_decay_experts_as_in_the_plain_model(
     where: str, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ import functools
 import gc
 import threading
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.moe.pregated import naive_loss
+from tests.slow import slow_rows
 
 TASK = Task(n_layers=4, steps=2)
 ADAM: dict[str, Any] = {"lr": TASK.lr, "weight_decay": TASK.weight_decay, "eps": 1e-4}
@@ -66,8 +68,9 @@ def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         )
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("recompute", "level"), slow_rows(product([False, True], [1, 2, 3]), 0, 2, 4)
+)
 def test_training_follows_the_naive_model(level: int, recompute: bool) -> None:
     losses, first, last = naive_run(level)
     model = TASK.model()
@@ -89,7 +92,12 @@ def test_training_follows_the_naive_model(level: int, recompute: bool) -> None:
 
 @pytest.mark.parametrize(
     ("level", "where"),
-    [*zip([1, 2, 3], ONE_OF_EACH, strict=True), *zip([3, 1, 2], ONE_OF_EACH, strict=True)],
+    slow_rows(
+        [*zip([1, 2, 3], ONE_OF_EACH, strict=True), *zip([3, 1, 2], ONE_OF_EACH, strict=True)],
+        3,
+        4,
+        5,
+    ),
 )
 def test_offloaded_training_follows_the_naive_model(level: int, where: str, tmp_path: Path) -> None:
     losses, first, last = naive_run(level)

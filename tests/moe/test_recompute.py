@@ -97,7 +97,7 @@ def test_kept_activations_are_dropped_by_a_checkpoint_and_computed_again(
     [
         ("gpu", "keep"),
         ("host with 2 slots", "recompute"),
-        ("disk, 5 at home", "keep"),
+        pytest.param("disk, 5 at home", "keep", marks=pytest.mark.slow),
         ("disk, 5 at home", "recompute"),
     ],
 )

@@ -19,6 +19,7 @@ from overspill.moe.autograd import routed_experts
 from overspill.moe.settings import Settings
 from tests.moe.oracle import (
     HOME_OR_NOT,
+    SOME_AT_HOME,
     Run,
     Task,
     adamw,
@@ -71,7 +72,7 @@ def test_threads_that_infer_at_once_get_the_logits_of_each_alone(
             torch.testing.assert_close(each, alone)
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_threads_that_accumulate_at_once_train_as_one(
     where: str, clip: float | None, tmp_path: Path
@@ -99,7 +100,7 @@ def test_threads_that_accumulate_at_once_train_as_one(
     assert_follows(run, plain_run(task))
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_threads_that_take_steps_of_their_own_are_refused(where: str, tmp_path: Path) -> None:
     """Their updates would fall between the forward and the backward of each other."""
     model = TASK.model()
@@ -117,7 +118,7 @@ def test_threads_that_take_steps_of_their_own_are_refused(where: str, tmp_path: 
             end(losses[1])
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize("multithreading", [False, True])
 def test_each_part_of_a_step_may_run_in_another_thread(
     where: str, multithreading: bool, tmp_path: Path
@@ -144,7 +145,7 @@ def test_each_part_of_a_step_may_run_in_another_thread(
     assert_follows(run, plain_run(task))
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize("training", [False, True])
 def test_closing_in_another_thread_ends_a_pass_with_one_error(
     where: str, training: bool, tmp_path: Path
@@ -181,7 +182,7 @@ def _run_for_ever(model: torch.nn.Module, optimizer: overspill.AdamW, training: 
 # -- forked processes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_a_forked_child_gets_one_error_and_ends(where: str, tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, where, tmp_path, Settings(inject=delays(seed=5))) as engine:
@@ -260,7 +261,7 @@ def test_a_forked_child_that_frees_the_model_ends(mode: str) -> None:
     assert code == 0
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_workers_of_a_data_loader_read_while_the_model_trains(where: str, tmp_path: Path) -> None:
     model, run = TASK.model(), Run()
     batches = [tokens for (tokens,) in TASK.batches()]

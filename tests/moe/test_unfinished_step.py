@@ -14,6 +14,7 @@ from overspill.core.errors import OrderError
 from overspill.models.gpt import GPTMoE
 from tests.moe.oracle import (
     HOME_OR_NOT,
+    SOME_AT_HOME,
     Run,
     Task,
     adamw,
@@ -82,7 +83,7 @@ def test_a_new_optimizer_drops_an_unfinished_step(
     assert_same_bits(run, expected)
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 @pytest.mark.parametrize(
     "dropped_by", ["a new optimizer", "model.zero_grad()", "optimizer.load_state_dict()"]
 )
@@ -157,7 +158,7 @@ def bf16_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("where", HOME_OR_NOT)
+@pytest.mark.parametrize("where", SOME_AT_HOME)
 def test_the_default_dtype_does_not_round_the_gradient_norm(
     where: str, bf16_by_default: None, tmp_path: Path
 ) -> None:

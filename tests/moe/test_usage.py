@@ -34,6 +34,7 @@ from tests.moe.oracle import (
 )
 from tests.moe.streaming.frozen import SmallTask
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 WHERE = ["host, 7 at home", "disk, 5 at home"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -71,7 +72,9 @@ def tune(model: GPTMoE, task: Task, engine: Engine | None = None) -> Run:
     return run
 
 
-@pytest.mark.parametrize(("where", "dtype", "checkpoint"), all_pairs(WHERE, DTYPES, [False, True]))
+@pytest.mark.parametrize(
+    ("where", "dtype", "checkpoint"), slow_rows(all_pairs(WHERE, DTYPES, [False, True]), 0, 3)
+)
 def test_exchanges_between_passes_change_no_bit_of_fine_tuning(
     where: str, dtype: torch.dtype, checkpoint: bool, tmp_path: Path
 ) -> None:
@@ -126,7 +129,7 @@ def test_state_dicts_and_loaded_weights_keep_their_names(where: str, tmp_path: P
             assert_same_bits(Run(weights=weights_of(model)), Run(weights=weights))
 
 
-@pytest.mark.parametrize(("where", "clip"), [(WHERE[0], None), (WHERE[1], 0.5)])
+@pytest.mark.parametrize(("where", "clip"), slow_rows([(WHERE[0], None), (WHERE[1], 0.5)], 0))
 def test_experts_that_have_exchanged_places_can_be_trained(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
@@ -207,7 +210,7 @@ def test_impossible_exchanges_are_refused(exchange: tuple[int, int, int], tmp_pa
         engine.exchange_homes([Exchange(*exchange)])
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", slow_rows(WHERE, 0))
 def test_an_interrupt_anywhere_in_an_exchange_loses_nothing(where: str, tmp_path: Path) -> None:
     task = SmallTask(n_layers=2, frozen=(0, 1))
     model = task.model()
@@ -225,7 +228,7 @@ def test_an_interrupt_anywhere_in_an_exchange_loses_nothing(where: str, tmp_path
         assert_same_bits(Run(weights=weights_of(model)), Run(weights=weights))
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", slow_rows(WHERE, 1))
 def test_a_failure_in_an_exchange_loses_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +289,7 @@ def follow(
     return homes, sum(len(after - before) for before, after in itertools.pairwise(homes))
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", slow_rows(WHERE, 1))
 def test_the_most_used_experts_move_to_the_device(where: str, tmp_path: Path) -> None:
     homes, exchanged = follow([{1, 4}, {3, 4}, {3, 4}, {3, 4}], where, tmp_path)
     assert homes[0] == {0, 1}

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overspill.moe.settings import Settings
 from tests.moe.oracle import Task
 from tests.parallel.training import Case, Result, assert_follows, plain, results_of, train_rank
+from tests.slow import chosen, slow_names
 
 
 def delay(kind: str) -> None:
@@ -54,6 +55,12 @@ CASES = {
     ),
 }
 
+BY_HAND = (
+    "accumulation",
+    "kept activations, delays",
+    "four ranks, no overlap, an expert without tokens, uneven batches",
+)
+
 
 def train(mesh: DeviceMesh, case: Case) -> Result:
     random.seed(mesh.get_local_rank())  # each rank is slow at other times
@@ -61,11 +68,11 @@ def train(mesh: DeviceMesh, case: Case) -> Result:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[Result]]:
-    return results_of(CASES, train)
+def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    return results_of(chosen(request, CASES, *BY_HAND), train)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_names(CASES, *BY_HAND))
 def test_ranks_follow_plain_training(name: str, results: dict[str, list[Result]]) -> None:
     case, ranks = CASES[name], results[name]
     assert_follows(ranks, plain(case))

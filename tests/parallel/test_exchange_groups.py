@@ -24,6 +24,7 @@ from tests.parallel.training import (
     results_of,
     train_rank,
 )
+from tests.slow import chosen, slow_names
 
 
 def late(kind: str) -> None:
@@ -84,6 +85,14 @@ CASES = {
     ),
 }
 
+SLOW = (
+    "two groups in host memory, late",
+    "one group, kept rows",
+    "experts on the device, late, uneven batches",
+    "kept activations, recomputed blocks",
+    "four ranks, dynamic, one expert with most tokens",
+)
+
 
 def train(mesh: DeviceMesh, case: Case) -> Result:
     if case.settings.inject not in (late, late_through_host):
@@ -98,11 +107,13 @@ def train(mesh: DeviceMesh, case: Case) -> Result:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Result]]:
     disk = tmp_path_factory.mktemp("disk")
     found = {
         name: replace(case, where={**case.where, "disk": disk}) if "disk" in name else case
-        for name, case in CASES.items()
+        for name, case in chosen(request, CASES, *SLOW).items()
     }
     return results_of(found, train)
 
@@ -112,7 +123,7 @@ def plain_training(task: Task, n_ranks: int, uneven: bool, hot: bool) -> Result:
     return plain(Case(task, n_ranks, uneven, hot=hot))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_names(CASES, *SLOW))
 def test_ranks_follow_plain_training(name: str, results: dict[str, list[Result]]) -> None:
     case = CASES[name]
     assert_follows(results[name], plain_training(case.task, case.n_ranks, case.uneven, case.hot))

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,16 +16,12 @@ from overspill.moe.state_dict import placeholders, split_record
 from overspill.parallel.sharded import whole
 from tests.models.huggingface.families import FAMILIES, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM
-from tests.parallel.processes import FAMILY_NAMES, run_ranks
+from tests.parallel.processes import run_ranks
 
 STEPS, RANKS, CLIP = 3, 2, 0.5
-RUNS = [  # Mixtral's experts stay on their ranks in tests of nodes and of divided dense weights
-    ("qwen3_moe", "static"),
-    ("deepseek_v3", "static"),
-    ("gpt_oss", "static"),
-    ("mixtral", "dynamic"),
-    ("gpt_oss", "dynamic"),
-]
+# Mixtral's experts stay on their ranks in tests of nodes and of divided dense weights
+RUNS = [("qwen3_moe", "static"), ("mixtral", "dynamic"), ("gpt_oss", "dynamic")]
+SLOW = [("deepseek_v3", "static"), ("gpt_oss", "static")]
 REENTRANT = {"mixtral": True, "gpt_oss": False}  # families that recompute their blocks
 TOKENS = torch.arange(3, 27).view(2, 12)
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -88,8 +85,10 @@ def train_rank(
     return losses, dense, experts
 
 
-def train_all(mesh: DeviceMesh) -> list[tuple[list[float], Weights, Weights]]:
-    return [train_rank(mesh, *run) for run in RUNS]
+def train_all(
+    mesh: DeviceMesh, runs: list[tuple[str, str]]
+) -> list[tuple[list[float], Weights, Weights]]:
+    return [train_rank(mesh, *run) for run in runs]
 
 
 def assert_follow_plain(
@@ -109,10 +108,12 @@ def assert_follow_plain(
         assert {key.rsplit(" ", 1)[0] for key in experts} | dense.keys() == {*weights}
 
 
-def test_two_ranks_follow_eager_transformers() -> None:
-    wanted = {name: plain(name) for name in FAMILY_NAMES}
-    for (name, _), *results in zip(RUNS, *run_ranks(RANKS, train_all), strict=True):
-        assert_follow_plain(wanted[name], results)
+@pytest.mark.parametrize(
+    "runs", [RUNS, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_two_ranks_follow_eager_transformers(runs: list[tuple[str, str]]) -> None:
+    for (name, _), *results in zip(runs, *run_ranks(RANKS, train_all, runs), strict=True):
+        assert_follow_plain(plain(name), results)
 
 
 def make_and_save(mesh: DeviceMesh | None, out: Path, **more: Any) -> None:
@@ -124,6 +125,7 @@ def make_and_save(mesh: DeviceMesh | None, out: Path, **more: Any) -> None:
     model.overspill.close()
 
 
+@pytest.mark.slow
 def test_from_config_and_save_give_the_same_files_on_any_number_of_ranks(tmp_path: Path) -> None:
     make_and_save(None, tmp_path / "one")
     files = {file.name: file.read_bytes() for file in (tmp_path / "one").iterdir()}

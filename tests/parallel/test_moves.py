@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +24,7 @@ def train_moving(mesh: DeviceMesh, case: Case) -> Any:
     return train_rank(mesh, case, before_step=move)
 
 
+@pytest.mark.slow
 def test_homes_that_change_on_one_rank_do_not_change_training() -> None:
     case = Case(TASK)
     assert_follows(run_ranks(2, train_moving, case), plain(case))

@@ -17,6 +17,7 @@ from tests.parallel import test_huggingface as huggingface
 from tests.parallel.processes import run_ranks
 from tests.parallel.test_checkpoint import assert_same_files, load_and_save, train_and_save
 from tests.parallel.training import Case, assert_follows, offload, plain, train_rank
+from tests.slow import chosen, slow_names
 
 TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: one rank has three, the other two
 ON_DISK = {"mode": "disk", "slots": 2, "host_slots": 2}
@@ -37,6 +38,8 @@ CASES = {
         where={**ON_DISK, "host_slots": 4, "gpu_experts": 2},
     ),
 }
+
+SLOW = "experts on the device, clipped, uneven"
 
 
 def move_on_first_rank(engine: Any, step: int) -> None:
@@ -88,11 +91,13 @@ def checkpoint(folder: Path) -> tuple[Path, float]:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path, checkpoint: tuple[Path, float]) -> list[dict[str, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, folder: Path, checkpoint: tuple[Path, float]
+) -> list[dict[str, Any]]:
     disk = {"disk": folder / "disk"}
     cases = {
         name: replace(case, where={**case.where, **disk}) if "disk" in name else case
-        for name, case in CASES.items()
+        for name, case in chosen(request, CASES, SLOW).items()
     }
     found = run_ranks(4, work, cases, checkpoint[0], folder / "nodes")
     for result in found:
@@ -101,7 +106,7 @@ def ranks(folder: Path, checkpoint: tuple[Path, float]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_names(CASES, SLOW))
 def test_nodes_follow_plain_training(name: str, ranks: list[dict[str, Any]]) -> None:
     assert_follows([found[name] for found in ranks], plain(CASES[name]), copies=2)
 

@@ -17,6 +17,7 @@ from overspill.core.errors import ConfigError, OrderError, RankError
 from overspill.core.experts import ExpertId
 from tests.moe.oracle import delays
 from tests.parallel.processes import run_ranks
+from tests.slow import chosen, slow_names
 
 STEPS = 5
 ADAM = {"lr": 3e-3, "weight_decay": 0.01, "eps": 1e-4}
@@ -66,6 +67,8 @@ FOUR = {
         {"data": 2, "stage": 2, "expert": 1}, 3, 2, clip=0.3, where=HOST, delayed=True
     ),
 }
+
+SLOW = ("5 stages, balance loss, on the device", "stage and expert, 4 stages")
 
 
 def make_model(case: Case) -> Any:
@@ -225,22 +228,26 @@ def work(
     line: DeviceMesh, cases: dict[str, Case], folder: Path, device: str = "cpu"
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"refused": refused() if line.size() == 2 else []}
-    for number, (name, case) in enumerate(cases.items()):
+    for name, case in cases.items():
         mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
-        found[name] = train_rank(mesh, case, folder / str(number), device)
+        found[name] = train_rank(mesh, case, folder / name, device)
     return found
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def two(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("two")
-    return folder, run_ranks(2, work, TWO, folder)
+    return folder, run_ranks(2, work, chosen(request, TWO, *SLOW), folder)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def four(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("four")
-    return folder, run_ranks(4, work, FOUR, folder)
+    return folder, run_ranks(4, work, chosen(request, FOUR, *SLOW), folder)
 
 
 def check(name: str, cases: dict[str, Case], ran: tuple[Path, list[Any]]) -> None:
@@ -250,7 +257,7 @@ def check(name: str, cases: dict[str, Case], ran: tuple[Path, list[Any]]) -> Non
         if isinstance(found, BaseException):
             raise found
         torch.testing.assert_close(found[name]["losses"], losses, rtol=1e-5, atol=1e-5)
-    saved = folder / str(list(cases).index(name)) / "saved"
+    saved = folder / name / "saved"
     loaded = MixtralForCausalLM.from_pretrained(saved, dtype=torch.float32).state_dict()
     assert loaded.keys() == weights.keys()
     for key, value in weights.items():
@@ -275,12 +282,12 @@ def test_what_ranks_along_stages_cannot_do_is_said(two: tuple[Path, list[Any]]) 
             assert part in message
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", slow_names(TWO, SLOW[0]))
 def test_two_ranks_train_as_one_process(name: str, two: tuple[Path, list[Any]]) -> None:
     check(name, TWO, two)
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", slow_names(FOUR, SLOW[1]))
 def test_four_ranks_train_as_one_process(name: str, four: tuple[Path, list[Any]]) -> None:
     check(name, FOUR, four)
 

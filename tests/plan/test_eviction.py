@@ -150,7 +150,8 @@ def test_next_use_accepts_batches_that_change_in_size() -> None:
 @pytest.mark.parametrize(
     ("n_tokens", "share"),
     [
-        (5_000, 0.3),  # NextUse knows nothing at the start
+        (2_000, 0.3),  # NextUse knows nothing at the start
+        pytest.param(5_000, 0.3, marks=pytest.mark.slow),
         pytest.param(20_000, 0.35, marks=pytest.mark.slow),
     ],
 )

@@ -52,7 +52,7 @@ def test_costs_are_measured_once(measured: list[object]) -> None:
     assert len(measured) == 4
 
 
-@pytest.mark.parametrize("field", ["machine", "version"])
+@pytest.mark.parametrize("field", ["machine", pytest.param("version", marks=pytest.mark.slow)])
 def test_those_of_another_machine_or_version_are_measured_again(
     field: str, measured: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:

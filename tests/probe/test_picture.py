@@ -15,7 +15,7 @@ from tests.trace.test_picture import png_size
     "cpu",
     [
         Curve((1, 4, 16), (0.1, 0.2, 9.0)),  # crosses
-        Curve((1,), (5.0,)),  # never faster, one point only
+        pytest.param(Curve((1,), (5.0,)), marks=pytest.mark.slow),  # never faster, one point only
     ],
 )
 def test_any_curve_is_drawn(cpu: Curve, tmp_path: Path) -> None:

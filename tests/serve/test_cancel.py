@@ -169,7 +169,7 @@ def test_random_cancels_do_not_change_other_answers(tmp_path: Path) -> None:
     assert load.cancelled > 40
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_400_random_cancels_of_batches_that_begin_early(early: bool) -> None:
     """A batch may be on the device that has requests which are cancelled."""
     runner, pool = FakeRunner(9, 4, early), BlockPool(9, 4)

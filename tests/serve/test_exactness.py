@@ -23,6 +23,7 @@ from tests.serve.models import (
     served_gpt,
     tokens_of,
 )
+from tests.slow import slow_rows
 
 REFUSED = {"aria_text"}  # its experts do not use transformers' interface
 DECODERS = [
@@ -55,7 +56,11 @@ def test_windows_that_are_in_the_mask_only_are_followed() -> None:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*zip(FOUR, ["disk", "gpu"] * 2, strict=True), *product(["mixtral", "jamba"], ["host"])],
+    slow_rows(
+        [*zip(FOUR, ["disk", "gpu"] * 2, strict=True), *product(["mixtral", "jamba"], ["host"])],
+        2,
+        3,
+    ),
 )
 def test_tokens_do_not_depend_on_tier_batch_and_delays(
     name: str, mode: str, tmp_path: Path
@@ -67,7 +72,7 @@ def test_tokens_do_not_depend_on_tier_batch_and_delays(
         assert [tokens_of(llm, [prompt])[0] for prompt in PROMPTS] == expected, "alone"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_rows(MODES, 0))
 def test_gpt_moe_generates_its_own_tokens(mode: str, tmp_path: Path) -> None:
     prompts = [[3, 1, 4, 1, 5], [9], list(range(2, 30))]
     with served_gpt(mode, tmp_path, Settings(inject=delays(seed=5, longest=5e-4))) as llm:
@@ -78,7 +83,7 @@ def test_gpt_moe_generates_its_own_tokens(mode: str, tmp_path: Path) -> None:
 RECURRENT = ["jamba", "qwen3_next", "lfm2_moe", "nemotron_h"]
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", slow_rows(RECURRENT, 2, 3))
 def test_long_prompts_beside_each_other_are_not_split_for_recurrent_states(
     name: str, tmp_path: Path
 ) -> None:
@@ -90,7 +95,7 @@ def test_long_prompts_beside_each_other_are_not_split_for_recurrent_states(
         assert tokens_of(llm, prompts, SamplingParams(max_tokens=3, ignore_eos=True)) == expected
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", slow_rows(["mixtral", "gpt_oss"], 0))
 def test_a_prompt_in_parts_gives_the_tokens_of_the_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +105,7 @@ def test_a_prompt_in_parts_gives_the_tokens_of_the_whole(
         assert tokens_of(llm, PROMPTS) == expected
 
 
-@pytest.mark.parametrize("name", ["mixtral", "jamba"])
+@pytest.mark.parametrize("name", slow_rows(["mixtral", "jamba"], 0))
 def test_requests_that_give_their_blocks_back_get_the_same_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from tests.serve.models import (
 )
 from tests.serve.submissions import gated
 from tests.serve.test_threads import in_thread, n_asked
+from tests.slow import slow_rows
 from tests.waiting import wait_until
 
 SHORT = SamplingParams(max_tokens=4)
@@ -67,7 +68,9 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", slow_rows(ERRORS, 2, 3, 4), ids=lambda error: type(error).__name__
+)
 def test_an_exception_of_the_model_fails_its_batch_alone(llm: LLM, error: Exception) -> None:
     hook = llm.model.blocks[1].register_forward_hook(FailOnce(error, at=2))
     with pytest.raises(OverspillError, match="a batch failed: ") as raised:
@@ -119,7 +122,7 @@ def test_a_stream_gives_its_tokens_before_the_error(llm: LLM) -> None:
     assert got == gpt_tokens([1, 2, 3], 5)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "jamba"])
+@pytest.mark.parametrize("name", slow_rows(["mixtral", "jamba"], 0))
 def test_a_failure_does_not_change_later_tokens_of_any_model(name: str, tmp_path: Path) -> None:
     prompts = [[5, 6, 7], [8], list(range(10, 30))]
     model, _ = plain_model(name)
@@ -134,7 +137,9 @@ def test_a_failure_does_not_change_later_tokens_of_any_model(name: str, tmp_path
             assert tokens_of(llm, prompts, params) == expected
 
 
-@pytest.mark.parametrize("params", [SHORT, SamplingParams(max_tokens=4, temperature=1.0)])
+@pytest.mark.parametrize(
+    "params", slow_rows([SHORT, SamplingParams(max_tokens=4, temperature=1.0)], 0)
+)
 def test_a_prompt_with_nan_fails_alone(llm: LLM, params: SamplingParams) -> None:
     with torch.no_grad():
         llm.model.embedding.weight[7] = math.nan
@@ -185,7 +190,7 @@ TRANSFERS = [
     ("upload", "disk", "thread"),
     ("ssd read", "disk", "thread"),
 ]
-each_transfer = pytest.mark.parametrize(("kind", "mode", "uploader"), TRANSFERS)
+each_transfer = pytest.mark.parametrize(("kind", "mode", "uploader"), slow_rows(TRANSFERS, 0, 2))
 PROMPTS = [[1, 2], [3], [5, 6, 7]]
 
 
@@ -215,7 +220,9 @@ def test_requests_fail_while_transfers_fail_and_work_afterwards(
 
 @pytest.mark.parametrize(
     ("kind", "mode", "uploader", "count"),
-    [(*transfer, 20 if number % 2 else 1) for number, transfer in enumerate(TRANSFERS)],
+    slow_rows(
+        [(*transfer, 20 if number % 2 else 1) for number, transfer in enumerate(TRANSFERS)], 1, 2
+    ),
 )
 def test_a_few_failed_transfers_change_no_tokens(
     kind: str, mode: str, uploader: str, count: int, tmp_path: Path
@@ -242,7 +249,7 @@ def test_a_few_failed_transfers_change_no_tokens(
         llm.model.overspill.check_conserved()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "jamba"])
+@pytest.mark.parametrize("name", slow_rows(["mixtral", "jamba"], 1))
 def test_a_failing_disk_does_not_change_later_tokens_of_any_model(
     name: str, tmp_path: Path
 ) -> None:
@@ -355,6 +362,7 @@ def error_of(llm: LLM, prompt: list[int]) -> DiskError | None:
     return None
 
 
+@pytest.mark.slow
 def test_threads_get_their_tokens_or_a_disk_error(disk: BadRecord, tmp_path: Path) -> None:
     """Experts also try to exchange places by their usage."""
     with served_gpt("disk", tmp_path) as llm:

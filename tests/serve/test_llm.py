@@ -54,7 +54,7 @@ def llm(tmp_path: Path) -> Iterator[LLM]:
         yield made
 
 
-@pytest.mark.parametrize("mode", ["auto", "gpu-only"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("gpu-only", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_served_with_its_tokenizer(checkpoint: Path, mode: str) -> None:
     model: Any = make_model(WITH_TEXT).eval()
     codec = byte_level()
@@ -418,6 +418,7 @@ def test_streams_may_be_read_in_turn(llm: LLM) -> None:
     assert columns == [gpt_tokens(prompt, 6) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_many_prompts_are_more_than_a_batch(llm: LLM) -> None:
     prompts = [[number % 40 + 1, number % 7] for number in range(10)]
     assert tokens_of(llm, prompts, GREEDY) == [gpt_tokens(prompt, N_NEW) for prompt in prompts]

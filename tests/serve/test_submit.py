@@ -62,6 +62,7 @@ def test_usage_tells_what_was_in_the_cache(llm: LLM) -> None:
     assert later.usage == Usage(prompt_tokens=40, new_tokens=4, cached_tokens=32)
 
 
+@pytest.mark.slow
 def test_requests_of_32_threads_get_their_own_tokens(llm: LLM) -> None:
     """Beside `generate` and `stream`."""
     prompts = [[number + 1, number % 5] for number in range(32)]
@@ -200,6 +201,7 @@ def test_an_abandoned_llm_ends_its_thread(tmp_path: Path) -> None:
         wait_until(lambda: threads_left().count("overspill-serve") == threads - 1)
 
 
+@pytest.mark.slow
 def test_requests_in_a_small_cache_get_the_tokens_of_a_large_one(tmp_path: Path) -> None:
     """Some give their blocks back and are computed again."""
     prompts = [[number + 1] * (12 + number) for number in range(4)]

@@ -22,6 +22,7 @@ from tests.interrupts import spread
 from tests.moe.oracle import delays
 from tests.serve.models import gpt_tokens, served, served_gpt, tokens_of
 from tests.serve.submissions import gated, slow_batches
+from tests.slow import slow_rows
 from tests.waiting import wait_until
 
 LONG = SamplingParams(max_tokens=40)
@@ -209,6 +210,7 @@ def test_an_abandoned_stream_does_not_disturb_other_threads(llm: LLM) -> None:
     assert scheduler.pool.n_free == scheduler.pool.n_blocks
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_one_thread_leaves_requests_of_another_intact(llm: LLM) -> None:
     """In a pass that computes both: the other thread computes its part again."""
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
@@ -235,7 +237,7 @@ def test_an_interrupt_in_one_thread_leaves_requests_of_another_intact(llm: LLM) 
         assert not llm._loop.scheduler.running
 
 
-@pytest.mark.parametrize("name", ["gpt", "jamba"])
+@pytest.mark.parametrize("name", slow_rows(["gpt", "jamba"], 1))
 def test_an_interrupt_between_two_batches_of_streams_loses_no_token(
     name: str, tmp_path: Path
 ) -> None:

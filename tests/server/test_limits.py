@@ -119,7 +119,9 @@ def test_a_body_that_becomes_wrong_gets_one_answer(
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.parametrize("path", [b"GET /health", b"POST /v1/models"])
+@pytest.mark.parametrize(
+    "path", [pytest.param(b"GET /health", marks=pytest.mark.slow), b"POST /v1/models"]
+)
 def test_the_rest_of_a_body_after_the_answer_is_not_read_forever(path: bytes, llm: LLM) -> None:
     """Nothing has asked for it: neither does a client without the key reach the limits."""
     with running(llm, body_timeout=0.3, api_key="k") as server, server.connect() as connection:

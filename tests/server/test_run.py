@@ -105,7 +105,9 @@ def test_sigterm_finishes_answers_and_refuses_new_ones(process: Any, tmp_path: P
     assert "secret" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT]
+)
 def test_a_second_signal_ends_at_once(number: int, process: Any, tmp_path: Path) -> None:
     server = process(**{SLOW: str(tmp_path / "never")})
     lines: list[str] = []

@@ -32,12 +32,15 @@ def test_three_thousand_spans_are_drawn_in_a_moment(tmp_path: Path) -> None:
     assert height > 500
 
 
-@pytest.mark.parametrize("length_ns", [0, 40_000, 9_000_000_000])
+@pytest.mark.parametrize(
+    "length_ns", [0, pytest.param(40_000, marks=pytest.mark.slow), 9_000_000_000]
+)
 def test_any_length_of_time_is_drawn(tmp_path: Path, length_ns: int) -> None:
     draw_timeline([Span("main", "one", 7, 7 + length_ns)], tmp_path / "t.png", "short or long")
     assert png_size(tmp_path / "t.png")[0] > 1000
 
 
+@pytest.mark.slow
 def test_more_rows_make_a_higher_picture(tmp_path: Path) -> None:
     draw_timeline([Span("main", "a", 0, 9)], tmp_path / "one.png", "one row")
     draw_timeline([Span(row, "a", 0, 9) for row in ROWS], tmp_path / "all.png", "all rows")

@@ -20,6 +20,7 @@ from tests.models.huggingface.families import VOCAB, make_model
 from tests.models.huggingface.oracle import budgets
 from tests.models.huggingface.test_exactness import BY_NAME
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -126,7 +127,7 @@ def assert_follows(name: str, mode: str, folder: Path, **changes: Any) -> Record
 
 @pytest.mark.parametrize(
     ("mode", "name", "accumulate", "clip"),
-    all_pairs(["gpu", "disk"], ["mixtral", "deepseek_v3"], [1, 3], [0.5, 0.0]),
+    slow_rows(all_pairs(["gpu", "disk"], ["mixtral", "deepseek_v3"], [1, 3], [0.5, 0.0]), 1, 2),
 )
 def test_it_follows_the_plain_trainer(
     mode: str, name: str, accumulate: int, clip: float, tmp_path: Path
@@ -145,7 +146,7 @@ def test_an_epoch_that_ends_inside_an_accumulation(tmp_path: Path) -> None:
     assert mine.state.global_step == 4
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", slow_rows([False, True], 0))
 def test_gradient_checkpointing(reentrant: bool, tmp_path: Path) -> None:
     assert_follows(
         "mixtral",
@@ -191,7 +192,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_step
 @pytest.mark.parametrize(
     ("name", "mode", "clip"),
     [
-        ("deepseek_v3", "gpu", 0.5),
+        pytest.param("deepseek_v3", "gpu", 0.5, marks=pytest.mark.slow),
         ("mixtral", "disk", 0.0),
     ],
 )
@@ -323,6 +324,7 @@ def test_the_best_model_comes_back_and_old_checkpoints_go(tmp_path: Path) -> Non
         assert not list(folder.glob("*optimizer*"))
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     changes = {"gradient_accumulation_steps": 2, "max_steps": 2}
     losses = []
@@ -347,7 +349,9 @@ def test_one_model_in_several_trainers(tmp_path: Path) -> None:
         assert again.losses[0] < before[0]  # it went on with what the first had learned
 
 
-@pytest.mark.parametrize(("mode", "clip", "accumulate"), [("gpu", 0.5, 1), ("disk", 0.0, 2)])
+@pytest.mark.parametrize(
+    ("mode", "clip", "accumulate"), slow_rows([("gpu", 0.5, 1), ("disk", 0.0, 2)], 0)
+)
 def test_a_new_trainer_after_an_interrupted_one_starts_a_new_step(
     mode: str, clip: float, accumulate: int, tmp_path: Path
 ) -> None:
@@ -398,7 +402,7 @@ def test_a_new_trainer_after_an_interrupted_one_starts_a_new_step(
 # -- other ways to train --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_rows([torch.float32, torch.bfloat16], 1))
 def test_autocast_stays_near_the_plain_trainer(dtype: torch.dtype, tmp_path: Path) -> None:
     plain = make_model(BY_NAME["mixtral"], dtype=dtype)
     model = overspill.offload(copy.deepcopy(plain), **budgets("host", tmp_path))

@@ -17,7 +17,13 @@ from overspill.train.summary import Summary
 from overspill.train.trainer import train
 from tests.train.fakes import FakeEngine, Watcher, build_fake, tiny_settings
 
-BUILDERS = pytest.mark.parametrize("build", [build_fake, build_session], ids=["plain", "offloaded"])
+BUILDERS = pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(build_fake, id="plain", marks=pytest.mark.slow),
+        pytest.param(build_session, id="offloaded"),
+    ],
+)
 
 
 def _train(settings: dict[str, Any], display: Watcher, build: Builder = build_fake) -> Summary:
@@ -62,6 +68,7 @@ def test_no_thread_outlives_a_run(tmp_path: Path) -> None:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.slow
 @BUILDERS
 def test_a_stopped_run_resumes_to_the_same_numbers(tmp_path: Path, build: Builder) -> None:
     straight = Watcher()

@@ -18,6 +18,7 @@ from tests.models.huggingface.oracle import (
     offloaded,
 )
 from tests.moe.streaming.policies import random_policy
+from tests.slow import slow_rows
 
 # families that Overspill refuses by name, see test_refused.py
 UNSUPPORTED = ("muse_spark",)
@@ -82,8 +83,9 @@ def test_family_follows_eager_transformers(family: Family, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *product(["mixtral", "gpt_oss"], MODES),
-        ("qwen2_moe", "host"),
+        *product(["mixtral"], MODES),
+        *slow_rows(product(["gpt_oss"], MODES), 0, 1),
+        pytest.param("qwen2_moe", "host", marks=pytest.mark.slow),
         ("switch_transformers", "disk"),
     ],
 )
@@ -94,9 +96,10 @@ def test_every_mode_for_two_steps(name: str, mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reentrant"),
     [
-        *product(["mixtral", "nemotron_h"], [False, True]),
-        ("deepseek_v3", True),
-        ("gpt_oss", False),
+        *product(["mixtral"], [False, True]),
+        *slow_rows(product(["nemotron_h"], [False, True]), 0),
+        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", False, marks=pytest.mark.slow),
         ("phimoe", True),
     ],
 )
@@ -107,8 +110,8 @@ def test_gradient_checkpointing(name: str, reentrant: bool, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *product(["mixtral", "gpt_oss"], ["host", "disk"]),
-        *product(["qwen2_moe", "nllb-moe", "phimoe"], ["host"]),
+        *slow_rows(product(["mixtral", "gpt_oss"], ["host", "disk"]), 0, 2),
+        *slow_rows(product(["qwen2_moe", "nllb-moe", "phimoe"], ["host"]), 0, 2),
         *product(["switch_transformers", "nemotron_h"], ["disk"]),
     ],
 )
@@ -124,7 +127,9 @@ def test_any_split_under_gradient_checkpointing(reentrant: bool, tmp_path: Path)
     check(BY_NAME["mixtral"], "host", tmp_path, checkpointing=reentrant, frozen_split=3)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "nemotron_h", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", slow_rows(["mixtral", "gpt_oss", "nemotron_h", "deepseek_v3"], 2, 3)
+)
 def test_bf16_stays_near_float32(name: str, tmp_path: Path) -> None:
     family = BY_NAME[name]
     wide = make_model(family)
@@ -172,7 +177,7 @@ def test_frozen_experts_stay_and_pass_gradients_on(tmp_path: Path) -> None:
         assert_same_weights(plain, twin, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", slow_rows(["mixtral", "gpt_oss"], 1))
 def test_clipping_gives_the_same_bits_in_every_mode(name: str, tmp_path: Path) -> None:
     family = BY_NAME[name]
     norms: dict[str, list[float | None]] = {}

@@ -14,6 +14,7 @@ from overspill.models.fill import reader_threads
 from tests.models.huggingface.families import Family, different_cases, make_batch, make_model
 from tests.models.huggingface.oracle import MODES, budgets
 from tests.models.huggingface.test_exactness import BY_NAME, SUPPORTED
+from tests.slow import slow_rows
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -105,7 +106,7 @@ def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "switch_transformers", "nemotron_h"])
+@pytest.mark.parametrize("name", slow_rows(["mixtral", "switch_transformers", "nemotron_h"], 0))
 def test_twelve_experts_keep_their_order(name: str, tmp_path: Path) -> None:
     family = BY_NAME[name]
     config = family.build()
@@ -122,7 +123,7 @@ def test_twelve_experts_keep_their_order(name: str, tmp_path: Path) -> None:
     assert_same_tensors(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "switch_transformers"])
+@pytest.mark.parametrize("name", slow_rows(["mixtral", "gpt_oss", "switch_transformers"], 0, 2))
 def test_small_shards(name: str, tmp_path: Path) -> None:
     family = BY_NAME[name]
     plain = make_model(family)

@@ -36,6 +36,7 @@ from tests.models.huggingface.oracle import (
     offloaded,
 )
 from tests.models.huggingface.pregated import DEEP, call_by_hand
+from tests.slow import slow_rows
 
 DEEP_BY_NAME = {family.name: family for family in DEEP}
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -84,12 +85,18 @@ LEVELS = {
     "gpt_oss": [2],
     "switch_transformers": [2],
 }
+SLOW_LEVELS = [("mixtral", 1), ("mixtral", 3), ("qwen3_moe", 1), ("gpt_oss", 2)]  # as others
 
 
 @pytest.mark.parametrize(
     ("family", "level"),
     [
-        pytest.param(family, level, id=f"{family.name}-{level}")
+        pytest.param(
+            family,
+            level,
+            id=f"{family.name}-{level}",
+            marks=[pytest.mark.slow] if (family.name, level) in SLOW_LEVELS else [],
+        )
         for family in DEEP
         for level in LEVELS[family.name]
     ],
@@ -212,7 +219,7 @@ def test_reentrant_checkpoints_are_refused() -> None:
         model(**make_batch(MIXTRAL, model))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "switch_transformers"])
+@pytest.mark.parametrize("name", slow_rows(["mixtral", "switch_transformers"], 0))
 def test_generation_with_a_cache(name: str, tmp_path: Path) -> None:
     family = DEEP_BY_NAME[name]
     model = make_model(family).eval()
@@ -270,7 +277,7 @@ def test_an_llm_serves_the_pre_gated_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_moe", "gpt_oss", "switch_transformers", "jamba", "afmoe"],
+    slow_rows(["qwen3_moe", "gpt_oss", "switch_transformers", "jamba", "afmoe"], 1, 4),
 )
 def test_both_models_are_loaded_again(name: str, tmp_path: Path) -> None:
     family = DEEP_BY_NAME.get(name) or BY_NAME[name]

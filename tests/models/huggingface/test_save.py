@@ -58,7 +58,13 @@ def dying_at(number: int, function: Callable[..., Any], calls: list[None]) -> Ca
     return call
 
 
-@pytest.mark.parametrize("single", [True, False], ids=["over one file", "over shards"])
+@pytest.mark.parametrize(
+    "single",
+    [
+        pytest.param(True, id="over one file", marks=pytest.mark.slow),
+        pytest.param(False, id="over shards"),
+    ],
+)
 def test_killed_at_any_moment_one_checkpoint_is_whole(
     model: Any, single: bool, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from tests.models.stages.staged import (
     train_staged,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +32,23 @@ def mixtral() -> Any:
 
 @pytest.mark.parametrize(
     ("n_stages", "count", "mode", "clip", "checkpointing", "offload", "frozen", "balance", "late"),
-    all_pairs(
-        [1, 2, 4],
-        [1, 2, 4],
-        list(MODES),
-        [None, 0.1],
-        [None, "reentrant", "not reentrant"],
-        [False, True],
-        ["nothing", "experts", "dense"],
-        [False, True],
-        [False, True],
+    slow_rows(
+        all_pairs(
+            [1, 2, 4],
+            [1, 2, 4],
+            list(MODES),
+            [None, 0.1],
+            [None, "reentrant", "not reentrant"],
+            [False, True],
+            ["nothing", "experts", "dense"],
+            [False, True],
+            [False, True],
+        ),
+        1,
+        2,
+        3,
+        5,
+        6,
     ),
 )
 def test_stages_follow_plain_training(

@@ -93,6 +93,7 @@ def test_a_stage_that_does_not_fit_is_told_once(
     assert "give more stages, or more GPU memory" in warning
 
 
+@pytest.mark.slow
 def test_stages_upload_less_than_micro_batches_one_after_another(mixtral: Any) -> None:
     """Also where experts are updated during backward, which changes what is on the device."""
     batches = micro_batches(COUNT)
@@ -111,7 +112,7 @@ def test_experts_that_live_on_the_device_always_fit(
     twin.overspill.close()
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 def test_one_activation_of_each_block_waits_in_host_memory(mixtral: Any, n_stages: int) -> None:
     """With gradient checkpointing: its input. The last stage's backward follows at once."""
     batches = micro_batches(COUNT)

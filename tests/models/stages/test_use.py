@@ -27,6 +27,7 @@ from tests.models.stages.staged import (
     train_plain,
     train_staged,
 )
+from tests.slow import slow_rows
 
 BATCHES = micro_batches(2)
 
@@ -141,7 +142,7 @@ def test_one_division_at_a_time(bench: Bench) -> None:
 # -- during a step ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", slow_rows([0, 1], 0))
 def test_an_exception_in_the_loss_drops_the_step(bench: Bench, at: int) -> None:
     def loss(number: int, output: Any) -> Tensor:
         if number == at:
@@ -217,7 +218,7 @@ def test_a_micro_batch_that_does_not_reach_the_model_adds_nothing(tmp_path: Path
     assert other.grad == 2
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", slow_rows([False, True], 0))
 def test_hooks_on_blocks_change_what_passes_between_stages(tmp_path: Path, offload: bool) -> None:
     plain = make_model(MIXTRAL)
     with offloaded(plain, "host", tmp_path) as twin:

@@ -114,7 +114,7 @@ def test_one_process() -> None:
         compare(case, 0, 1, got, naive(case, 1)[0])
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+@pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 def test_ranks(n_ranks: int) -> None:
     found = cases(n_ranks, "collective", "staged")
     results = run_ranks(n_ranks, run_rank, found)

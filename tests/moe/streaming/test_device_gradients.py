@@ -23,6 +23,7 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.slow import slow_rows
 
 TASKS = [
     Task(n_layers=2, steps=3, micro_batches=3),
@@ -62,7 +63,7 @@ def accumulated_run(
 
 @pytest.mark.parametrize(
     ("task", "where", "sums"),
-    [*zip(TASKS, [*WHERE, *reversed(WHERE)], [4.5, 10.5] * 2, strict=True)],
+    slow_rows(zip(TASKS, [*WHERE, *reversed(WHERE)], [4.5, 10.5] * 2, strict=True), 0, 1),
     ids=str,
 )
 def test_sums_on_the_device_follow_plain_training(

@@ -26,6 +26,7 @@ from tests.moe.oracle import (
     train_step,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 pytestmark = pytest.mark.skipif(upload_library() is None, reason="no C++ compiler")
 
@@ -45,7 +46,9 @@ def by_thread(task: Task, where: str) -> Run:
 
 @pytest.mark.parametrize(
     ("name", "where", "late"),
-    all_pairs(list(TASKS), ["host with 2 slots", "host with 12 slots"], [False, True]),
+    slow_rows(
+        all_pairs(list(TASKS), ["host with 2 slots", "host with 12 slots"], [False, True]), 0, 3
+    ),
 )
 def test_training_gives_the_bits_of_the_thread_uploader(
     name: str, where: str, late: bool, tmp_path: Path
@@ -57,7 +60,7 @@ def test_training_gives_the_bits_of_the_thread_uploader(
     assert_follows(run, plain_run(task))
 
 
-@pytest.mark.parametrize("switch", [{"overlap_uploads": False}, {"waves": False}])
+@pytest.mark.parametrize("switch", slow_rows([{"overlap_uploads": False}, {"waves": False}], 1))
 def test_switches_change_no_bit(switch: dict[str, bool], tmp_path: Path) -> None:
     task = TASKS["plain"]
     settings = Settings(uploader="native", inject=delays(seed=7, only="upload"), **switch)

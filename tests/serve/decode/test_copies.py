@@ -16,7 +16,11 @@ pytestmark = INTERPRETED
 
 @pytest.mark.parametrize(
     ("name", "slots"),
-    [pytest.param("mixtral", 1, marks=pytest.mark.slow), ("mixtral", 3), ("gpt_oss", 3)],
+    [
+        pytest.param("mixtral", 1, marks=pytest.mark.slow),
+        ("mixtral", 3),
+        pytest.param("gpt_oss", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_copies_of_experts_change_nothing(
     name: str, slots: int, tmp_path: Path, steps: list[int]

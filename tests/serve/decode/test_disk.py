@@ -63,6 +63,7 @@ def on_disk(
         model.overspill.close()
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_plain_model(tmp_path: Path, steps: list[int]) -> None:
     with on_disk(tmp_path) as made:
         assert made.model.overspill.memory.uses_disk
@@ -74,6 +75,7 @@ def test_logits_are_those_of_the_plain_model(tmp_path: Path, steps: list[int]) -
     assert read > 0
 
 
+@pytest.mark.slow
 def test_several_requests_with_late_reads(tmp_path: Path, steps: list[int]) -> None:
     late = Settings(inject=delays(seed=1, longest=2e-3, only="ssd read"))
     with on_disk(tmp_path, small(PROMPTS[:3]), late) as made:
@@ -84,7 +86,13 @@ def test_several_requests_with_late_reads(tmp_path: Path, steps: list[int]) -> N
 
 @pytest.mark.parametrize(
     ("mode", "level"),
-    [("on-demand", 0), ("lookahead", 0), ("prefetch-all", 1), ("pre-gated", 1), ("auto", 2)],
+    [
+        pytest.param("on-demand", 0, marks=pytest.mark.slow),
+        pytest.param("lookahead", 0, marks=pytest.mark.slow),
+        ("prefetch-all", 1),
+        ("pre-gated", 1),
+        pytest.param("auto", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_experts_are_read_ahead_in_some_modes(
     mode: str, level: int, tmp_path: Path, steps: list[int]
@@ -113,6 +121,7 @@ def test_reads_ahead_begin_before_those_of_the_current_layer_have_ended(tmp_path
     assert any(one.start_ns < each.start_ns < one.end_ns for one in own for each in ahead)
 
 
+@pytest.mark.slow
 def test_experts_on_disk_may_have_copies_on_the_device(tmp_path: Path, steps: list[int]) -> None:
     with on_disk(tmp_path, host_slots=26, slots=6) as made:
         for _ in range(3):

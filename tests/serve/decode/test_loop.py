@@ -22,7 +22,13 @@ from tests.serve.requests import make_request
 pytestmark = INTERPRETED
 
 
-@pytest.mark.parametrize("homes", [[4, 4], [1, 2]], ids=["on the device", "some in host memory"])
+@pytest.mark.parametrize(
+    "homes",
+    [
+        pytest.param([4, 4], id="on the device", marks=pytest.mark.slow),
+        pytest.param([1, 2], id="some in host memory"),
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers(
     homes: list[int], tmp_path: Path, steps: list[int]
 ) -> None:

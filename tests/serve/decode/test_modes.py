@@ -52,7 +52,12 @@ def served(
 
 
 @pytest.mark.parametrize(
-    ("mode", "slots"), [("on-demand", 3), ("prefetch-all", 0), ("lookahead", 3)]
+    ("mode", "slots"),
+    [
+        ("on-demand", 3),
+        pytest.param("prefetch-all", 0, marks=pytest.mark.slow),
+        pytest.param("lookahead", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_the_tokens_of_the_conventional_model(
     mode: str, slots: int, tmp_path: Path, steps: list[int]
@@ -67,7 +72,7 @@ def test_the_tokens_of_the_conventional_model(
     assert steps == [1] * 4
 
 
-@pytest.mark.parametrize("mode", COPYING)
+@pytest.mark.parametrize("mode", [pytest.param("on-demand", marks=pytest.mark.slow), *COPYING[1:]])
 def test_several_requests(mode: str, tmp_path: Path, steps: list[int]) -> None:
     with served(plain_gpt(), mode, tmp_path, small(PROMPTS[:3]), 2) as made:
         made.step()
@@ -82,7 +87,11 @@ def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "level"),
-    [*((mode, 1) for mode in COPYING), ("pre-gated", 2), ("auto", 3)],
+    [
+        *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in COPYING),
+        ("pre-gated", 2),
+        ("auto", 3),
+    ],
 )
 def test_the_tokens_of_a_model_with_pre_gates(
     mode: str, level: int, tmp_path: Path, steps: list[int]
@@ -96,7 +105,7 @@ def test_the_tokens_of_a_model_with_pre_gates(
 
 
 @pytest.mark.usefixtures("fast_link")
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_pre_gated_experts_are_copied_where_that_is_faster(
     level: int, tmp_path: Path, steps: list[int]
 ) -> None:
@@ -108,7 +117,7 @@ def test_pre_gated_experts_are_copied_where_that_is_faster(
 
 
 @pytest.mark.usefixtures("fast_link")
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_auto_does_not_use_the_cpu_where_the_link_is_faster(
     level: int, tmp_path: Path, steps: list[int]
 ) -> None:
@@ -119,6 +128,7 @@ def test_auto_does_not_use_the_cpu_where_the_link_is_faster(
     assert steps == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [False, True])
 def test_several_requests_of_a_model_with_pre_gates(
     copied: bool, tmp_path: Path, steps: list[int], request: pytest.FixtureRequest
@@ -132,7 +142,7 @@ def test_several_requests_of_a_model_with_pre_gates(
 
 
 @pytest.mark.usefixtures("fast_link")
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_pre_gates_of_transformers(name: str, tmp_path: Path, steps: list[int]) -> None:
     plain = overspill.pregate(copy.deepcopy(plain_model(name)[0]))
     with served(plain, "pre-gated", tmp_path, PROMPTS[:2]) as made:

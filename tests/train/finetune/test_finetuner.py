@@ -22,6 +22,7 @@ from overspill.train.finetune.spec import plan_finetuning
 from overspill.train.metrics import read_lines
 from overspill.train.schedule import lr_share
 from overspill.train.session import RunSpec, Session, build_session
+from tests.slow import slow_rows
 from tests.train.fakes import Watcher
 from tests.train.finetune.tiny import (
     make_tokenizer,
@@ -77,7 +78,9 @@ def _data(kind: str, folder: Path) -> Path:
     return write_labels(folder / "labels.tsv", 30)
 
 
-@pytest.mark.parametrize(("kind", "accumulate"), [("pairs", 1), ("text", 3), ("labels", 1)])
+@pytest.mark.parametrize(
+    ("kind", "accumulate"), slow_rows([("pairs", 1), ("text", 3), ("labels", 1)], 0)
+)
 def test_training_follows_the_plain_model(
     mixtral: Path, tmp_path: Path, kind: str, accumulate: int
 ) -> None:
@@ -174,10 +177,16 @@ def _stop_at(step: int) -> Callable[[int], None]:
 
 
 # tests/cli/test_finetune.py kills a run that clips
-RESUMED: list[dict[str, Any]] = [{"accumulate": 2, "clip": 0.0}, {"lora": 2, "lr": 0.05}]
+RESUMED: list[dict[str, Any]] = [{"lora": 2, "lr": 0.05}]
 SLOW = [
     pytest.param(extra, marks=pytest.mark.slow)
-    for extra in ({}, {"freeze_experts": True}, {"freeze_dense": True}, {"dtype": "bf16"})
+    for extra in (
+        {"accumulate": 2, "clip": 0.0},
+        {},
+        {"freeze_experts": True},
+        {"freeze_dense": True},
+        {"dtype": "bf16"},
+    )
 ]
 
 
@@ -204,6 +213,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(mixtral: Path, tmp_path: Path) -> None:
     settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), tmp_path / "run", steps=4)
     first = _finetune(settings)
@@ -253,7 +263,7 @@ def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-@pytest.mark.parametrize("frozen", ["freeze_experts", "freeze_dense"])
+@pytest.mark.parametrize("frozen", slow_rows(["freeze_experts", "freeze_dense"], 1))
 def test_what_is_frozen_stays(mixtral: Path, tmp_path: Path, frozen: str) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
     display = Watcher()
@@ -322,6 +332,7 @@ def test_the_balance_loss_is_the_models_own(mixtral: Path, tmp_path: Path) -> No
     assert line["ce"] == pytest.approx(out.loss.item() - balance, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_chats_are_trained_on_with_the_template(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"

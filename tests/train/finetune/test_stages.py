@@ -41,7 +41,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     "extra",
     [
         {"batch": 2, "accumulate": 3, "slots": 4},
-        {"batch": 2, "accumulate": 2, "balance": True, "clip": 0.0},
+        pytest.param(
+            {"batch": 2, "accumulate": 2, "balance": True, "clip": 0.0}, marks=pytest.mark.slow
+        ),
         {"batch": 3, "accumulate": 2, "lora": 2, "gradient_checkpointing": False},
     ],
     ids=["clipped", "balance", "lora"],
