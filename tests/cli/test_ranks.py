@@ -152,9 +152,10 @@ def running(forks: Forks, folder: Path) -> Iterator[Callable[..., Running]]:
 def test_ranks_fail_together_and_resume_to_the_same_losses(
     forks: Forks, folder: Path, running: Callable[..., Running]
 ) -> None:
-    run = running()
-    os.kill(run.ranks[1], signal.SIGKILL)
-    assert run.end() == (1, "error: rank 1 was killed by SIGKILL")
+    for rank in (1, 0):
+        run = running()
+        os.kill(run.ranks[rank], signal.SIGKILL)
+        assert run.end() == (1, f"error: rank {rank} was killed by SIGKILL")
 
     run = running(**{SILENT: "4"})
     os.kill(run.ranks[1], signal.SIGSTOP)
@@ -185,13 +186,9 @@ def test_ranks_fail_together_and_resume_to_the_same_losses(
 
 
 @pytest.mark.slow
-def test_the_first_rank_or_the_launcher_is_killed(
+def test_ranks_end_with_a_launcher_that_is_killed(
     forks: Forks, running: Callable[..., Running]
 ) -> None:
-    run = running()
-    os.kill(run.ranks[0], signal.SIGKILL)
-    assert run.end() == (1, "error: rank 0 was killed by SIGKILL")
-
     run = running()
     os.kill(run.launcher, signal.SIGKILL)  # the system ends the ranks
     assert run.end()[0] == -signal.SIGKILL
