@@ -53,9 +53,10 @@ clean:  ## remove the environment and all caches, but not runs/
 
 # A stamp is touched last, so an interrupted installation is repeated. torch is installed first and
 # alone: all other packages must accept the version in constraints.txt. Training needs none of the
-# development tools; the trained model can be served.
+# development tools; the trained model can be served. Most files of the packages are never imported:
+# Python compiles those that are.
 TORCH := $(VENV)/.torch
-PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 
 $(TORCH): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \

@@ -180,6 +180,7 @@ def test_a_run_is_resumed_by_the_command_that_began_it(tmp_path: Path) -> None:
         resolve(resumed)
 
 
+@pytest.mark.slow  # test_kill.py kills a training, and test_finetuner.py resumes a stopped run
 def test_a_killed_run_resumes_to_the_same_bits(
     forks: Forks, checkpoint: Path, tmp_path: Path
 ) -> None:
