@@ -1,6 +1,5 @@
-"""Gradients of the weights of a wave's experts that are computed when it is known where to: as
-tensors, or added to sums over several waves without a tensor in between.
-"""
+"""Gradients of the weights of a wave's experts. They are computed when it is known what for: as
+tensors, or as a part of sums over several waves, without a tensor in between."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -11,7 +10,7 @@ from torch import Tensor
 from overspill.compute import grouped
 
 _MANY = 2048
-"""Token rows of an expert, on average."""
+"""From so many token rows of an expert on, on average, each expert has a product of its own."""
 
 
 class WeightGrad(Protocol):
@@ -88,8 +87,8 @@ class Product(NamedTuple):
 
     @property
     def _sums_itself(self) -> bool:
-        """Whether products of single experts write float32 sums of 16-bit rows: with many rows, one
-        product after the other is as fast as a grouped one, which cannot add."""
+        """Whether there is a product for each expert, which writes float32 sums of 16-bit rows. A
+        grouped product cannot add to a sum; these take more launches, so rows must be many."""
         if not self.a_RM.is_cuda or self.a_RM.itemsize != 2:
             return False
         many = self.counts is not None and len(self.a_RM) >= _MANY * len(self.counts)

@@ -17,7 +17,7 @@ _FAR = (2.0, 1.15)
 """A number is dropped after one or two passes that take this many times as long as the fastest. The
 first one may load kernels."""
 _SEEN = 1.03
-"""Times of steps that differ by more are not equal by chance."""
+"""Numbers are compared by the time of whole steps if it differs by more than this."""
 _LEAST = 0.6
 """A further partition takes the host at least this share of what the first one has taken."""
 

@@ -158,7 +158,7 @@ class Tuner:
         return n
 
     def _learn(self, batch: int, n: int, *nanoseconds: int) -> None:
-        if all(nanoseconds[:1]):
+        if nanoseconds[0] > 0:  # else the pass is not counted
             self.search.report(batch, n, PassTime(*(each / 1e9 for each in nanoseconds)))
 
     def _end(self, timer: PassTimer) -> None:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from overspill.parallel.exchange.link_triton import Clock
 
 _PIECE = 4 << 20
-"""Bytes that arrive while the next ones leave: rows begin to arrive so much later than on a link
-between two GPUs."""
+"""Rows begin to arrive when so many bytes have left. Between two GPUs they would at once."""
 
 
 class _HostBuffer:
