@@ -10,8 +10,8 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -166,19 +166,37 @@ def cuda_upload_calls(stream: torch.cuda.Stream) -> CudaUploadCalls | None:
     return CudaUploadCalls(driver, stream)
 
 
-class _PieceCalls(ctypes.Structure):
-    """The driver's functions as pieces.cpp calls them."""
+class LinkCalls:
+    """The driver's functions as host_link.cpp calls them, and kernels that it launches."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("copy", "record", "wait"))
+    def __init__(self, driver: "_Driver", device: torch.device) -> None:
+        self._driver, self._device = driver, device
+        functions = driver.copy, driver.record, driver.stream_waits, driver.launch
+        self.addresses = [ctypes.cast(call, ctypes.c_void_p).value for call in functions]
+
+    @classmethod
+    def of(cls, device: torch.device) -> "LinkCalls":
+        driver = _driver()
+        assert driver is not None
+        return cls(driver, device)
+
+    def load(self, ptx: bytes, names: Sequence[str]) -> list[int | None]:
+        """The kernels with these names, for the device. They are never unloaded."""
+        driver, module, found = self._driver, ctypes.c_void_p(), []
+        with _entered(self._device):
+            code = driver.load_module(ctypes.byref(module), ptx + b"\0")
+            driver.check(code, "load kernels")
+            for name in names:
+                kernel = ctypes.c_void_p()
+                code = driver.find_kernel(ctypes.byref(kernel), module, name.encode())
+                driver.check(code, f"find the kernel {name}")
+                found.append(kernel.value)
+        return found
 
 
-@contextmanager
-def piece_calls(device: torch.device) -> Iterator[int]:
-    """The address of the driver's functions for pieces.cpp, with the device's context."""
-    driver = _driver()
-    assert driver is not None
-    with _entered(device):
-        yield driver.piece_calls
+def in_context(device: torch.device) -> AbstractContextManager[object]:
+    """Around calls of the driver from C++."""
+    return _entered(device)
 
 
 def event_handle(event: Event | None) -> int | None:
@@ -251,6 +269,9 @@ class _Driver:
         self.query = bind("cuEventQuery", pointer)
         self.current_context = bind("cuCtxGetCurrent", new_pointer)
         self.set_context = bind("cuCtxSetCurrent", pointer)
+        self.load_module = bind("cuModuleLoadData", new_pointer, ctypes.c_char_p)
+        self.find_kernel = bind("cuModuleGetFunction", new_pointer, pointer, ctypes.c_char_p)
+        self.launch = bind("cuLaunchKernel")  # called from C++
         value32 = pointer, address, ctypes.c_uint32, flags
         self.write_value32 = bind("cuStreamWriteValue32_v2", *value32, optional=True)
         self.wait_value32 = bind("cuStreamWaitValue32_v2", *value32, optional=True)
@@ -260,9 +281,6 @@ class _Driver:
         # this one waits, so it releases the lock
         self.synchronize = ctypes.CDLL("libcuda.so.1").cuEventSynchronize
         self.synchronize.argtypes = [pointer]
-        functions = self.copy, self.record, self.stream_waits
-        self._pieces = _PieceCalls(*(ctypes.cast(call, pointer).value for call in functions))
-        self.piece_calls = ctypes.addressof(self._pieces)
 
     def check(self, code: int, what: str) -> None:
         if code != 0:

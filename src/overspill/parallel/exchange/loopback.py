@@ -7,7 +7,6 @@ time at which its rows are there: a kernel of one thread waits for the rest of i
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,15 +15,9 @@ from overspill.core.errors import ConfigError
 from overspill.parallel.exchange.interface import Exchange, Transfer
 from overspill.trace.recorder import Recorder
 from overspill.transfer.driver import current_stream, new_event
-from overspill.transfer.pieces import Duplex, copy_through
+from overspill.transfer.host_link import HostLink
 from overspill.transfer.streams import Inject, StreamEvent
 from overspill.transfer.work_stream import WorkStream
-
-if TYPE_CHECKING:
-    from overspill.parallel.exchange.link_triton import Clock
-
-_PIECE = 4 << 20
-"""Rows begin to arrive when so many bytes have left. Between two GPUs they would at once."""
 
 
 class _HostBuffer:
@@ -33,25 +26,17 @@ class _HostBuffer:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = device.type == "cuda"
-        self._free = new_event(device, blocking=True) if self._pinned else None
+        self.free = new_event(device, blocking=True) if self._pinned else None
+        """When the last transfer has left the memory."""
 
     def of(self, size: int) -> Tensor:
         if len(self._memory) < size:
-            if self._free is not None:
-                self._free.synchronize()  # a transfer uses the memory that is replaced
+            if self.free is not None:
+                self.free.synchronize()  # a transfer uses the memory that is replaced
             with torch.inference_mode(False):  # later passes may train
                 grown = size + size // 4
                 self._memory = torch.empty(grown, dtype=torch.uint8, pin_memory=self._pinned)
         return self._memory
-
-    def begin(self, stream: torch.cuda.Stream) -> None:
-        """The stream waits until the last transfer has left the memory."""
-        assert self._free is not None
-        self._free.wait(stream)
-
-    def end(self, stream: torch.cuda.Stream) -> None:
-        assert self._free is not None
-        self._free.record(stream)
 
 
 class LoopbackExchange(Exchange):
@@ -73,12 +58,9 @@ class LoopbackExchange(Exchange):
         self._link = WorkStream("exchange", self.device, self.recorder, inject)
         # the next transfer leaves while one arrives
         self._buffers = _HostBuffer(self.device), _HostBuffer(self.device)
-        self._clock: Clock | None = None
         if self._link.stream is not None:
-            event, self._ready = (new_event(self.device, blocking=False) for _ in range(2))
-            self._duplex = Duplex(torch.cuda.Stream(self.device), self._link.stream, event)
-            if self._rate is not None:
-                self._clock = _new_clock(self.device)
+            self._ready = new_event(self.device, blocking=False)
+            self._host_link = HostLink(self._link.stream, self._rate is not None)
 
     def _mark(self) -> StreamEvent:
         """The same event each time: its streams wait for it before the next transfer."""
@@ -97,37 +79,15 @@ class LoopbackExchange(Exchange):
         if self.device.type != "cuda":
             copy = partial(_copy_at_rate, result, buffer.of(size), rows, nanoseconds)
             return self._link.run(copy, (), label, size)
-        work = partial(self._copy, result, buffer, rows, ready, nanoseconds)
+        work = partial(self._copy, result, buffer, rows, nanoseconds)
         return self._link.run(work, [ready], label, size)
 
-    def _copy(
-        self,
-        target: Tensor,
-        buffer: _HostBuffer,
-        source: Tensor,
-        ready: StreamEvent,
-        nanoseconds: int,
-    ) -> None:
+    def _copy(self, target: Tensor, buffer: _HostBuffer, source: Tensor, nanoseconds: int) -> None:
         if source.nbytes == 0:
             return
-        out, stream = self._duplex.outwards, self._duplex.inwards
         host = buffer.of(source.nbytes)
-        if self._clock is not None:
-            self._clock.begin(stream)
-        assert ready.event is not None
-        ready.event.wait(out)
-        buffer.begin(out)
-        copy_through(self._duplex, host, target, source, _PIECE)
-        buffer.end(stream)
-        if self._clock is not None:
-            self._clock.hold(stream, nanoseconds)
-
-
-@torch.inference_mode(False)  # later passes may train
-def _new_clock(device: torch.device) -> "Clock":
-    from overspill.parallel.exchange.link_triton import Clock
-
-    return Clock(device)
+        assert buffer.free is not None
+        self._host_link.copy(target, host, source, nanoseconds, self._ready, buffer.free)
 
 
 def _copy_at_rate(target: Tensor, host: Tensor, source: Tensor, nanoseconds: int) -> None:
