@@ -1,5 +1,8 @@
 """Sorting tokens into token rows and back."""
 
+import itertools
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ from overspill.compute.permute import (
     Permutation,
     combine,
     count_rows,
+    counts_of,
     gather_rows,
     row_weights,
     sum_rows,
@@ -35,8 +39,9 @@ def test_rows_are_sorted_by_expert_and_tokens_stay_in_order(
     naive = sorted(range(len(flat)), key=lambda index: (flat[index], index))
     assert permutation.row_assignment_R.tolist() == naive
     assert permutation.row_token_R.tolist() == [index // ids.shape[1] for index in naive]
-    assert permutation.counts_E.tolist() == [flat.count(e) for e in range(n_experts)]
-    assert permutation.ends_E.tolist() == permutation.counts_E.cumsum(0).tolist()
+    counts = [flat.count(e) for e in range(n_experts)]
+    assert counts_of(permutation.ends_E).tolist() == counts
+    assert permutation.ends_E.tolist() == list(itertools.accumulate(counts))
     assert permutation.ends_E.dtype is torch.int32
 
 
@@ -64,7 +69,6 @@ def test_rows_of_last_experts_follow_all_others_and_are_not_counted(
 
     assert permutation.row_assignment_R.tolist() == sorted(range(len(flat)), key=rank)
     kept = [0 if e in last else count for e, count in enumerate(counts)]
-    assert permutation.counts_E.tolist() == kept
     assert permutation.ends_E.tolist() == torch.tensor(kept).cumsum(0).tolist()
     assert permutation.ends_E.dtype is torch.int32
     assert sorted(permutation.inverse_TK.reshape(-1).tolist()) == list(range(len(flat)))
@@ -93,7 +97,7 @@ def test_combined_rows_are_sums_over_their_tokens(routing: tuple[torch.Tensor, i
 
 
 @given(routings(), st.data())
-def test_any_slice_of_rows_can_be_gakeptd(
+def test_any_slice_of_rows_can_be_gathered(
     routing: tuple[torch.Tensor, int], data: st.DataObject
 ) -> None:
     ids, n_experts = routing
@@ -128,3 +132,48 @@ def test_combine_does_not_depend_on_how_tokens_are_divided() -> None:
     y, weights = torch.randn(74, 16), torch.rand(37, 2)
     whole = combine(y, weights, permutation)
     assert torch.equal(combine(y, weights, permutation, rows_at_once=10), whole)
+
+
+DEVICES = ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("dtype", "top_k"), [(torch.float32, 1), (torch.bfloat16, 3)])
+def test_the_kernel_sums_the_rows_of_each_token(
+    device: str, weighted: bool, dtype: torch.dtype, top_k: int
+) -> None:
+    pytest.importorskip("triton")
+    if device == "interpreter":
+        if torch.cuda.is_available():
+            pytest.skip("needs Triton's interpreter, which serves machines without a GPU")
+        device = "cpu"
+    from overspill.compute.permute_triton import sum_over_k
+
+    n_tokens, d_model = 9, 1030  # two blocks of columns
+    order = Permutation.build(torch.rand(n_tokens, 5).topk(top_k).indices.to(device), 5)
+    y = torch.randn(n_tokens * top_k, d_model).to(device, dtype)
+    weights = torch.rand(n_tokens, top_k, device=device) if weighted else None
+    out = y.new_full((n_tokens, d_model), torch.nan)
+    sum_over_k(y, order.inverse_TK, weights, out)
+    rows = y.double()[order.inverse_TK]
+    want = (rows if weights is None else rows * weights.double().unsqueeze(-1)).sum(1)
+    tolerance = 1e-6 if dtype is torch.float32 else 8e-3
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_on_a_gpu_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    ids = torch.rand(37, 8).topk(3).indices
+    wide = torch.promote_types(dtype, torch.float32)
+    y, weights = torch.randn(111, 48).to(dtype), torch.rand(37, 3, dtype=wide)
+    here, there = (Permutation.build(ids.to(device), 8) for device in ("cpu", "cuda"))
+    out = torch.empty(80, 48, dtype=dtype, device="cuda")  # of which every other row is written
+    for result in (None, out[:37], out[::2][:37]):
+        combined = combine(y.cuda(), weights.cuda(), there, out=result)
+        torch.testing.assert_close(combined.cpu(), combine(y, weights, here))
+        torch.testing.assert_close(sum_rows(y.cuda(), there, result).cpu(), sum_rows(y, here))
+    some = slice(3, 30)  # not aligned to 16 bytes
+    part = combine(y.cuda(), weights.cuda()[some], there.of_tokens(some))
+    assert torch.equal(part, combine(y.cuda(), weights.cuda(), there)[some])

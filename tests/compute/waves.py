@@ -12,6 +12,7 @@ from overspill.compute.experts import WaveGrads, split_records, wave_backward, w
 from overspill.compute.permute import (
     Permutation,
     combine,
+    counts_of,
     gather_rows,
     row_weights,
     sum_rows,
@@ -143,7 +144,7 @@ def by_waves(
     host_counts: bool = True,
 ) -> Results:
     permutation = Permutation.build(case.ids, N_EXPERTS)
-    counts = permutation.counts_E.tolist()
+    counts = counts_of(permutation.ends_E).tolist()
     stops = [0, *accumulate(counts)]
     ys: list[Tensor] = []
     grads: list[WaveGrads] = []

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.launch_triton import Launch
+
 
 class Blocks(NamedTuple):
     """The tile of the result that one program computes, and how it steps through the sum."""
@@ -147,10 +149,8 @@ def zero_empty(dw_nMN: Tensor, ends: Tensor) -> None:
     """Sets the matrices of groups without rows to zero and does not touch the others."""
     groups, size = dw_nMN.shape[0], dw_nMN[0].numel()
     assert dw_nMN.is_contiguous()
-    with torch.cuda.device_of(dw_nMN):
-        _zero_empty[(groups, min(_ZERO_PROGRAMS, triton.cdiv(size, _ZERO_BLOCK)))](
-            dw_nMN, ends, size, BLOCK=_ZERO_BLOCK
-        )
+    grid = groups, min(_ZERO_PROGRAMS, triton.cdiv(size, _ZERO_BLOCK))
+    _launch_zero_empty(grid, (dw_nMN, ends), (_ZERO_BLOCK,), (size,))
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -297,3 +297,6 @@ def _zero_empty(dw_ptr, ends_ptr, size, BLOCK: tl.constexpr):
     for first in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
         offsets = first + tl.arange(0, BLOCK)
         tl.store(dw_ptr + offsets, zeros, mask=offsets < size)
+
+
+_launch_zero_empty = Launch(_zero_empty, warps=4)

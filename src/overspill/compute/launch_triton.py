@@ -15,7 +15,8 @@ _ALIGNED = 16
 
 
 class Launch:
-    """A kernel whose arguments are tensors on one GPU, then constants of its compilation."""
+    """A kernel whose arguments are tensors on one GPU, then numbers, then constants of its
+    compilation."""
 
     def __init__(self, kernel: Any, warps: int) -> None:
         self._kernel, self._warps = kernel, warps
@@ -23,21 +24,33 @@ class Launch:
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(
-        self, grid: tuple[int, int], tensors: tuple[Tensor, ...], constants: tuple[int, ...]
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor, ...],
+        constants: tuple[int, ...],
+        numbers: tuple[float, ...] = (),
     ) -> None:
         device = tensors[0].device
         with _on(device):
             if self._interpreted or any(tensor.data_ptr() % _ALIGNED for tensor in tensors):
-                self._kernel[grid](*tensors, *constants, num_warps=self._warps)
+                self._kernel[grid](*tensors, *numbers, *constants, num_warps=self._warps)
                 return
-            key = device, constants, *(tensor.dtype for tensor in tensors)
+            dtypes = (tensor.dtype for tensor in tensors)
+            key = device, constants, *dtypes, *map(_kind, numbers)
             compiled = self._compiled.get(key)
             if compiled is None:
                 compiled = self._kernel.warmup(
-                    *tensors, *constants, grid=grid, num_warps=self._warps
+                    *tensors, *numbers, *constants, grid=grid, num_warps=self._warps
                 )
                 self._compiled[key] = compiled
-            compiled[*grid, 1](*tensors, *constants)
+            compiled[*grid, 1](*tensors, *numbers, *constants)
+
+
+def _kind(number: float) -> object:
+    """Triton compiles a kernel for integers of 1, for multiples of 16 and for long ones."""
+    if isinstance(number, float):
+        return float
+    return number == 1, number % _ALIGNED == 0, -(1 << 31) <= number < 1 << 31
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

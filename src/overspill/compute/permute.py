@@ -12,9 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from overspill.hardware.native import has_triton
+
 # Token rows are summed in float32, this many at a time, to bound the temporary memory (100 MiB at
 # D = 1024). Sums do not cross tokens, so the division does not change results.
 _ROWS_AT_ONCE = 16384
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KERNEL_TOP_K = 32
+"""The kernel's code grows with K."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,11 @@ def _order_of(row_assignment_R: Tensor, top_k: int) -> tuple[Tensor, Tensor, Ten
 
 @dataclass(frozen=True)
 class Permutation(RowOrder):
-    """Token rows sorted by expert, and how many each expert has."""
+    """Token rows sorted by expert, and where each expert's end."""
 
-    counts_E: Tensor
-    """Rows of each expert, int32; 0 for experts that come `last`."""
     ends_E: Tensor
-    """The end of each expert's rows (the cumulative sum of the counts), int32."""
+    """The end of each expert's rows, int32; experts that come `last` have none. The differences are
+    the rows of each expert (`counts_of`)."""
 
     @classmethod
     def build(cls, expert_ids_TK: Tensor, n_experts: int) -> "Permutation":
@@ -66,8 +70,7 @@ class Permutation(RowOrder):
         sorted_R, row_assignment_R = torch.sort(flat_R, stable=True)
         experts_E = torch.arange(n_experts, device=flat_R.device, dtype=torch.int32)
         ends_E = torch.searchsorted(sorted_R, experts_E, right=True, out_int32=True)
-        counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-        return cls(*_order_of(row_assignment_R, expert_ids_TK.shape[1]), counts_E, ends_E)
+        return cls(*_order_of(row_assignment_R, expert_ids_TK.shape[1]), ends_E)
 
     @classmethod
     def with_counts(
@@ -77,11 +80,11 @@ class Permutation(RowOrder):
         after all others and are not counted."""
         n_experts = len(counts)
         kept = [0 if expert in last else count for expert, count in enumerate(counts)]
-        numbers = [*_ranks(n_experts, last), *kept, *itertools.accumulate(kept)]
+        numbers = [*_ranks(n_experts, last), *itertools.accumulate(kept)]
         packed = to_device(torch.tensor(numbers, dtype=torch.int32), expert_ids_TK.device)
-        rank_E, counts_E, ends_E = packed.split([n_experts + 1, n_experts, n_experts])
+        rank_E, ends_E = packed.split([n_experts + 1, n_experts])
         _, row_assignment_R = torch.sort(rank_E[expert_ids_TK.reshape(-1)], stable=True)
-        return cls(*_order_of(row_assignment_R, expert_ids_TK.shape[1]), counts_E, ends_E)
+        return cls(*_order_of(row_assignment_R, expert_ids_TK.shape[1]), ends_E)
 
     @classmethod
     def on_host(
@@ -97,18 +100,17 @@ class Permutation(RowOrder):
         n_rows = n_tokens * top_k
         rank_E = np.array(_ranks(n_experts, last), dtype=np.int16)
         kept = np.array([0 if e in last else n for e, n in enumerate(counts)], dtype=np.int32)
-        packed = torch.empty(3 * n_rows + n_experts, dtype=torch.int64)
+        packed = torch.empty(3 * n_rows + (n_experts + 1) // 2, dtype=torch.int64)
         starts = [n_rows, 2 * n_rows, 3 * n_rows]
         assignment, token, inverse, narrow = np.split(packed.numpy(), starts)
         assignment[:] = rank_E[expert_ids_TK.numpy().reshape(-1)].argsort(kind="stable")
         np.floor_divide(assignment, top_k, out=token)
         inverse[assignment] = np.arange(n_rows)
-        narrow.view(np.int32)[:n_experts] = kept
-        narrow.view(np.int32)[n_experts:] = kept.cumsum()
-        parts = to_device(packed, device).split([n_rows, n_rows, n_rows, n_experts])
+        narrow.view(np.int32)[:n_experts] = kept.cumsum()
+        parts = to_device(packed, device).split([n_rows, n_rows, n_rows, len(narrow)])
         assignment_R, token_R, inverse_R, narrow_E = parts
-        counts_E, ends_E = narrow_E.view(torch.int32).split(n_experts)
-        return cls(token_R, assignment_R, inverse_R.view(-1, top_k), counts_E, ends_E)
+        ends_E = narrow_E.view(torch.int32)[:n_experts]
+        return cls(token_R, assignment_R, inverse_R.view(-1, top_k), ends_E)
 
     def reordered(self, order_R: Tensor) -> "Permutation":
         """The same rows, the one at `order_R[0]` first, and so on; rows that are not in it stay.
@@ -121,7 +123,6 @@ class Permutation(RowOrder):
             self.row_token_R[order_R],
             self.row_assignment_R[order_R],
             place_R[self.inverse_TK],
-            self.counts_E,
             self.ends_E,
         )
 
@@ -145,6 +146,11 @@ def to_device(packed: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return packed
     return packed.pin_memory().to(device, non_blocking=True)
+
+
+def counts_of(ends_E: Tensor) -> Tensor:
+    """Rows of each expert whose ends these are, on their device."""
+    return torch.diff(ends_E, prepend=ends_E.new_zeros(1))
 
 
 def count_rows(expert_ids_TK: Tensor, n_experts: int) -> Tensor:
@@ -201,9 +207,15 @@ def _sum_over_k(
     out: Tensor | None,
 ) -> Tensor:
     n_tokens, top_k = order.inverse_TK.shape
+    out_TD = y_RD.new_empty(n_tokens, y_RD.shape[1]) if out is None else out
+    tensors = y_RD, order.inverse_TK, weights_TK, out_TD
+    if _has_kernel(*tensors):
+        from overspill.compute.permute_triton import sum_over_k
+
+        sum_over_k(*tensors)
+        return out_TD
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     step = max(1, rows_at_once // top_k)
-    out_TD = y_RD.new_empty(n_tokens, y_RD.shape[1]) if out is None else out
     if n_tokens <= step:  # without views
         _sum_chunk(y_RD, order.inverse_TK, weights_TK, wide, out_TD)
         return out_TD
@@ -212,6 +224,24 @@ def _sum_over_k(
         weights = None if weights_TK is None else weights_TK[chunk]
         _sum_chunk(y_RD, order.inverse_TK[chunk], weights, wide, out_TD[chunk])
     return out_TD
+
+
+def _has_kernel(
+    y_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, out_TD: Tensor
+) -> bool:
+    """Whether the kernel can compute the sum: float32 is as wide as it gets, and it takes rows that
+    follow each other."""
+    given = [t for t in (y_RD, inverse_TK, weights_TK, out_TD) if t is not None]
+    return (
+        y_RD.is_cuda
+        and y_RD.dtype in _KERNEL_DTYPES
+        and inverse_TK.dtype is torch.int64
+        and (weights_TK is None or weights_TK.dtype is torch.float32)
+        and inverse_TK.shape[1] <= _KERNEL_TOP_K
+        and out_TD.numel() > 0
+        and all(tensor.is_contiguous() for tensor in given)
+        and has_triton("sums of token rows")
+    )
 
 
 def _sum_chunk(

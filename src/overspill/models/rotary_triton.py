@@ -4,10 +4,11 @@
 # mypy: disallow-untyped-calls=False
 """The rotary embedding as one Triton kernel, with one program per token."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from overspill.compute.launch_triton import Launch
 
 
 def rotate_cuda(
@@ -20,21 +21,9 @@ def rotate_cuda(
     batch, length, heads, width = q.shape
     out = q.new_empty(batch, length, 3, heads, width)
     pairs = heads * width // 2
-    with torch.cuda.device_of(q):
-        _rotate[(batch * length,)](
-            q,
-            k,
-            v,
-            out,
-            cos_SW,
-            sin_SW,
-            length,
-            *q.stride()[:3],
-            direction,
-            PAIRS=pairs,
-            HALF=width // 2,
-            BLOCK=triton.next_power_of_2(pairs),
-        )
+    constants = pairs, width // 2, triton.next_power_of_2(pairs)
+    numbers = length, *q.stride()[:3], direction
+    _launch((batch * length, 1), (q, k, v, out, cos_SW, sin_SW), constants, numbers)
     return out
 
 
@@ -79,3 +68,6 @@ def _turn(source, source_at, out, out_at, c, s, inside, HALF: tl.constexpr):
     kind = out.dtype.element_ty
     tl.store(out + out_at, (first * c - second * s).to(kind), mask=inside)
     tl.store(out + out_at + HALF, (second * c + first * s).to(kind), mask=inside)
+
+
+_launch = Launch(_rotate, warps=4)

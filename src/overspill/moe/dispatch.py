@@ -19,6 +19,7 @@ from overspill.compute.permute import (
     Permutation,
     combine,
     count_rows,
+    counts_of,
     gather_rows,
     row_weights,
     sum_rows,
@@ -172,7 +173,7 @@ class LocalDispatcher:
 
     def count(self, order: RowOrder) -> None:
         if order.counts is None:
-            order.counts = to_host(order.permutation.counts_E).tolist()
+            order.counts = counts_of(to_host(order.permutation.ends_E)).tolist()
 
     def _count(self, order: RowOrder, expert_ids_TK: Tensor) -> None:
         if order.n_rows <= _FEW_ROWS:
@@ -209,7 +210,8 @@ class LocalDispatcher:
         weights_TK: Tensor | None,
         tokens: slice = _ALL,
     ) -> Tensor:
-        y_RD[order.n_routed :] = 0
+        if order.drops:
+            y_RD[order.n_routed :] = 0
         permutation = order.permutation.of_tokens(tokens)
         if weights_TK is None:
             return sum_rows(y_RD, permutation)
@@ -218,7 +220,8 @@ class LocalDispatcher:
     def combine_grads(
         self, order: RowOrder, dx_RD: Tensor, drow_weight_R: Tensor, tokens: slice = _ALL
     ) -> tuple[Tensor, Tensor]:
-        dx_RD[order.n_routed :] = 0
-        drow_weight_R[order.n_routed :] = 0
+        if order.drops:
+            dx_RD[order.n_routed :] = 0
+            drow_weight_R[order.n_routed :] = 0
         permutation = order.permutation.of_tokens(tokens)
         return sum_rows(dx_RD, permutation), weights_grad(drow_weight_R, permutation)

@@ -110,8 +110,10 @@ def balance_loss(
     counts = probs_TE.new_zeros(pieces, n_experts)
     # sums of 1.0 are exact in any order, so this scatter is deterministic
     counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))
-    if total is not None:
+    if total is None:
+        share = counts / ids.shape[1]
+    else:
         counts = total(counts)
-    share = counts / counts.sum(1, keepdim=True)
+        share = counts / counts.sum(1, keepdim=True)
     mean_prob = probs_TE.view(pieces, -1, n_experts).mean(1)
-    return n_experts * (share * mean_prob).sum(-1).mean()
+    return (share * mean_prob).sum() * (n_experts / pieces)

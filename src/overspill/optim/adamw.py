@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, NonFiniteError
 from overspill.core.experts import ExpertId
-from overspill.optim.dense import new_dense_state, new_zeros, update_dense
+from overspill.optim.dense import DenseUpdates, new_dense_state, new_zeros
 from overspill.optim.expert_states import (
     layer_steps,
     load_layer,
@@ -79,6 +79,7 @@ class AdamW(torch.optim.Optimizer):
         self._given_state_dtype = state_dtype
         self.state_dtype = state_dtype or torch.float32
         self._has_groups = False
+        self._dense_updates = DenseUpdates()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
         super().__init__(params, defaults)
@@ -206,10 +207,12 @@ class AdamW(torch.optim.Optimizer):
             if self._engine is not None:
                 with nullcontext() if self._ranks is None else self._ranks.together("step()"):
                     self._engine.training.step()
+            updates = []
             for parameter, group in dense:
                 state = self.state[parameter]
                 state["step"] += 1
-                update_dense(parameter, state, self._hyper(group, state["step"], self._scale))
+                updates.append((parameter, state, self._hyper(group, state["step"], self._scale)))
+            self._dense_updates.run(updates)
         finally:
             self._scale = 1.0
         return loss

@@ -57,6 +57,13 @@ class RecordState(NamedTuple):
     """Same dtype as exp_avg."""
 
 
+class RecordUpdate(NamedTuple):
+    """A record, and the gradient that updates it."""
+
+    state: RecordState
+    grad: Tensor
+
+
 class AdamScalars(NamedTuple):
     """Arguments of the kernels, computed in double; same fields as in kernel.cpp."""
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from overspill.compute.permute import (
     Permutation,
     combine,
+    counts_of,
     gather_rows,
     row_weights,
     sum_rows,
@@ -123,7 +124,7 @@ class RowExchange:
         not sent. `own_versions` are those of the weights of this rank's experts. `own_positions`
         say in which order it computes them; left out: in that of their ids."""
         permutation = Permutation.build(expert_ids_TK, self._n_experts)
-        counts_E = to_host(permutation.counts_E)
+        counts_E = counts_of(to_host(permutation.ends_E))
         counts_SE, versions, positions_E = self._tell(counts_E, own_versions, own_positions)
         rows_GE = self._place(counts_SE.sum(0))
         groups_GE = self._divide(rows_GE, self._order(positions_E))
