@@ -25,7 +25,7 @@ LAUNCH = ctypes.CFUNCTYPE(
 
 
 def queued(
-    size: int, piece: int, has_rate: bool = False, failing: int = -1
+    size: int, largest: int, has_rate: bool = False, failing: int = -1
 ) -> tuple[int, list[tuple[object, ...]]]:
     """The result, and the calls; one of them fails."""
     calls: list[tuple[object, ...]] = []
@@ -50,7 +50,7 @@ def queued(
     )
     kernels = (BEGIN, HOLD) if has_rate else (None, None)
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
-    link = Link(*addresses, *kernels, CLOCK, OUT, IN, HANDOVER, piece)
+    link = Link(*addresses, *kernels, CLOCK, OUT, IN, HANDOVER, largest, 2)
     code = native_copy()(ctypes.byref(link), 1000, 2000, 3000, size, 500, READY, FREE)
     return code, calls
 
@@ -71,7 +71,8 @@ def pieces(*lengths: int) -> list[tuple[object, ...]]:
 
 def test_a_piece_arrives_after_it_has_left() -> None:
     before, after = [("wait", OUT, READY), ("wait", OUT, FREE)], [("record", FREE, IN)]
-    assert queued(10, 4) == (0, [*before, *pieces(4, 4, 2), *after])
+    assert queued(10, 8) == (0, [*before, *pieces(5, 2, 2, 1), *after])
+    assert queued(20, 5) == (0, [*before, *pieces(5, 5, 5, 2, 2, 1), *after])
 
 
 def test_with_a_rate_the_link_takes_its_time() -> None:

@@ -27,11 +27,13 @@ _FIELDS: tl.constexpr = tl.constexpr(7)
 
 
 class UpdateTable:
-    """Addresses and lengths of tensors, on the device. They are copied there when they change:
-    gradients often get the memory that they had in the step before."""
+    """Addresses and lengths of tensors, and the tensor of each block, on the device. They are
+    copied there when they change: gradients often get the memory of the step before."""
 
     def __init__(self) -> None:
-        self._key: tuple[object, ...] = ()
+        self._stream: torch.cuda.Stream | None = None
+        self._lengths: list[int] = []
+        self._addresses: list[tuple[int, ...]] = []
         self._table = self._tensor_of_block = torch.empty(0)
 
     def run(self, updates: Sequence["RecordUpdate"], scalars: "AdamScalars") -> None:
@@ -48,22 +50,22 @@ class UpdateTable:
         _launch(grid, tensors, constants, scalar_arguments(scalars))
 
     def _copy(self, updates: Sequence["RecordUpdate"], device: torch.device) -> None:
-        # a table belongs to a stream: another one might read it before it is there
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        addresses = [_addresses(update) for update in updates]
         lengths = [update.grad.numel() for update in updates]
-        key = stream, *addresses, *lengths
-        if key == self._key:
-            return
-        blocks = [triton.cdiv(length, _BLOCK) for length in lengths]
-        firsts = itertools.accumulate(blocks, initial=0)
-        rows = [(*a, n, first) for a, n, first in zip(addresses, lengths, firsts, strict=False)]
-        self._key = ()
-        self._table = to_device(torch.tensor(rows, dtype=torch.int64), device)
-        tensor_of_block = torch.arange(len(rows), dtype=torch.int32)
-        tensor_of_block = tensor_of_block.repeat_interleave(torch.tensor(blocks))
-        self._tensor_of_block = to_device(tensor_of_block, device)
-        self._key = key
+        addresses = [_addresses(update) for update in updates]
+        # what is copied belongs to a stream: another one might read it before it is there
+        if stream != self._stream or lengths != self._lengths:
+            self._lengths, self._addresses = [], []
+            blocks = torch.tensor([triton.cdiv(length, _BLOCK) for length in lengths])
+            tensors = torch.arange(len(blocks), dtype=torch.int32)
+            self._tensor_of_block = to_device(tensors.repeat_interleave(blocks), device)
+            self._stream, self._lengths = stream, lengths
+        if addresses != self._addresses:
+            self._addresses = []
+            firsts = itertools.accumulate((triton.cdiv(n, _BLOCK) for n in lengths), initial=0)
+            rows = [(*a, n, first) for a, n, first in zip(addresses, lengths, firsts, strict=False)]
+            self._table = to_device(torch.tensor(rows, dtype=torch.int64), device)
+            self._addresses = addresses
 
 
 def _addresses(update: "RecordUpdate") -> tuple[int, ...]:

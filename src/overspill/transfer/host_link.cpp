@@ -22,7 +22,8 @@ struct Link {
     void* outwards;  // streams
     void* inwards;
     void* handover;  // an event
-    size_t piece;    // bytes that arrive while the next ones leave
+    size_t largest;  // bytes of a piece, which arrives while the next one leaves
+    size_t smallest;
 };
 
 int launch(const Link& link, void* kernel, uint64_t nanoseconds) {
@@ -32,9 +33,15 @@ int launch(const Link& link, void* kernel, uint64_t nanoseconds) {
     return link.launch(kernel, 1, 1, 1, 1, 1, 1, 0, link.inwards, arguments, nullptr);
 }
 
+// Half of what remains, so that little is on its way when the last byte has left.
+size_t piece_of(const Link& link, size_t remaining) {
+    return std::min({std::max(remaining / 2, link.smallest), link.largest, remaining});
+}
+
 int copy_pieces(const Link& link, uint64_t to, uint64_t host, uint64_t from, size_t bytes) {
-    for (size_t first = 0; first < bytes; first += link.piece) {
-        size_t length = std::min(link.piece, bytes - first);
+    size_t length = 0;
+    for (size_t first = 0; first < bytes; first += length) {
+        length = piece_of(link, bytes - first);
         int error = link.copy(host + first, from + first, length, link.outwards);
         if (!error) error = link.record(link.handover, link.outwards);
         if (!error) error = link.wait_event(link.inwards, link.handover, 0);

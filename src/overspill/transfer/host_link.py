@@ -12,9 +12,9 @@ from overspill.core.errors import ConfigError
 from overspill.hardware.native import load_library
 from overspill.transfer.driver import Event, LinkCalls, event_handle, in_context, new_event
 
-_PIECE = 4 << 20
-"""Bytes that arrive while the next ones leave: rows begin to arrive so much later than on a link
-between two GPUs."""
+_LARGEST, _SMALLEST = 4 << 20, 1 << 19
+"""Bytes of a piece, which arrives while the next one leaves. The last piece arrives when all others
+have: so much later than on a link between two GPUs. Many pieces take the host more time."""
 _CLOCK = Path(__file__).with_name("clock.ptx")
 
 
@@ -27,7 +27,8 @@ class Link(ctypes.Structure):
         ("hold", ctypes.c_void_p),
         ("clock", ctypes.c_uint64),
         *((name, ctypes.c_void_p) for name in ("outwards", "inwards", "handover")),
-        ("piece", ctypes.c_size_t),
+        ("largest", ctypes.c_size_t),
+        ("smallest", ctypes.c_size_t),
     )
 
 
@@ -50,7 +51,13 @@ class HostLink:
         streams = self._outwards.cuda_stream, inwards.cuda_stream
         handover = event_handle(self._handover)
         self._link = Link(
-            *calls.addresses, *kernels, self._clock.data_ptr(), *streams, handover, _PIECE
+            *calls.addresses,
+            *kernels,
+            self._clock.data_ptr(),
+            *streams,
+            handover,
+            _LARGEST,
+            _SMALLEST,
         )
 
     def copy(
