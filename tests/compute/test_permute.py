@@ -1,6 +1,7 @@
 """Sorting tokens into token rows and back."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,6 +135,16 @@ def test_combine_does_not_depend_on_how_tokens_are_divided() -> None:
     assert torch.equal(combine(y, weights, permutation, rows_at_once=10), whole)
 
 
+@given(routings(), st.integers(0, 9))
+def test_rows_may_begin_with_any_number(routing: tuple[torch.Tensor, int], first: int) -> None:
+    ids, n_experts = routing
+    own = Permutation.build(ids, n_experts)
+    shifted = replace(own, inverse_TK=own.inverse_TK + first)
+    y, weights = torch.randn(ids.numel(), 3), torch.rand(ids.shape)
+    assert torch.equal(combine(y, weights, shifted, first=first), combine(y, weights, own))
+    assert torch.equal(sum_rows(y, shifted, first=first), sum_rows(y, own))
+
+
 DEVICES = ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -155,7 +166,10 @@ def test_the_kernel_sums_the_rows_of_each_token(
     y = torch.randn(n_tokens * top_k, d_model).to(device, dtype)
     weights = torch.rand(n_tokens, top_k, device=device) if weighted else None
     out = y.new_full((n_tokens, d_model), torch.nan)
-    sum_over_k(y, order.inverse_TK, weights, out)
+    sum_over_k(y, order.inverse_TK, weights, out, 0)
+    part = torch.empty_like(out)
+    sum_over_k(y, order.inverse_TK + 7, weights, part, 7)
+    assert torch.equal(part, out)
     rows = y.double()[order.inverse_TK]
     want = (rows if weights is None else rows * weights.double().unsqueeze(-1)).sum(1)
     tolerance = 1e-6 if dtype is torch.float32 else 8e-3

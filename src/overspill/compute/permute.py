@@ -183,20 +183,23 @@ def combine(
     order: RowOrder,
     rows_at_once: int = _ROWS_AT_ONCE,
     out: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """Each token's weighted sum over its K rows, [T, D] in the dtype of `y_RD`, or in `out`.
+    """Each token's weighted sum over its K rows, [T, D] in the dtype of `y_RD`, or in `out`. `y_RD`
+    begins with the row `first`.
 
     Deterministic: gathers and sums in a fixed order, no atomic adds. Sums are float32 (or wider)
     and rounded once.
     """
-    return _sum_over_k(y_RD, order, weights_TK, rows_at_once, out)
+    return _sum_over_k(y_RD, order, weights_TK, rows_at_once, out, first)
 
 
-def sum_rows(dx_RD: Tensor, order: RowOrder, out: Tensor | None = None) -> Tensor:
-    """Backward of `gather_rows`: each token's sum over its K rows, deterministic."""
-    if order.inverse_TK.shape[1] == 1:
+def sum_rows(dx_RD: Tensor, order: RowOrder, out: Tensor | None = None, first: int = 0) -> Tensor:
+    """Backward of `gather_rows`: each token's sum over its K rows, deterministic. `dx_RD` begins
+    with the row `first`."""
+    if order.inverse_TK.shape[1] == 1 and first == 0:
         return torch.index_select(dx_RD, 0, order.inverse_TK[:, 0], out=out)
-    return _sum_over_k(dx_RD, order, None, _ROWS_AT_ONCE, out)
+    return _sum_over_k(dx_RD, order, None, _ROWS_AT_ONCE, out, first)
 
 
 def _sum_over_k(
@@ -205,6 +208,7 @@ def _sum_over_k(
     weights_TK: Tensor | None,
     rows_at_once: int,
     out: Tensor | None,
+    first: int,
 ) -> Tensor:
     n_tokens, top_k = order.inverse_TK.shape
     out_TD = y_RD.new_empty(n_tokens, y_RD.shape[1]) if out is None else out
@@ -212,17 +216,18 @@ def _sum_over_k(
     if _has_kernel(*tensors):
         from overspill.compute.permute_triton import sum_over_k
 
-        sum_over_k(*tensors)
+        sum_over_k(*tensors, first)
         return out_TD
+    inverse_TK = order.inverse_TK - first if first else order.inverse_TK
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     step = max(1, rows_at_once // top_k)
     if n_tokens <= step:  # without views
-        _sum_chunk(y_RD, order.inverse_TK, weights_TK, wide, out_TD)
+        _sum_chunk(y_RD, inverse_TK, weights_TK, wide, out_TD)
         return out_TD
     for start in range(0, n_tokens, step):
         chunk = slice(start, start + step)
         weights = None if weights_TK is None else weights_TK[chunk]
-        _sum_chunk(y_RD, order.inverse_TK[chunk], weights, wide, out_TD[chunk])
+        _sum_chunk(y_RD, inverse_TK[chunk], weights, wide, out_TD[chunk])
     return out_TD
 
 

@@ -18,22 +18,25 @@ _BLOCK = 1024
 _WARPS = 4
 
 
-def sum_over_k(y_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, out_TD: Tensor) -> None:
-    """Writes the (weighted) sum of the rows `inverse_TK` of each token. Sums are float32, in the
-    order of K, and rounded once."""
+def sum_over_k(
+    y_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, out_TD: Tensor, first: int
+) -> None:
+    """Writes the (weighted) sum of the rows `inverse_TK` of each token; `y_RD` begins with the row
+    `first`. Sums are float32, in the order of K, and rounded once."""
     (n_tokens, top_k), d_model = inverse_TK.shape, y_RD.shape[1]
     tensors = y_RD, inverse_TK, inverse_TK if weights_TK is None else weights_TK, out_TD
     block = min(_BLOCK, triton.next_power_of_2(d_model))
     grid = n_tokens, triton.cdiv(d_model, block)
-    _launch(grid, tensors, (d_model, top_k, weights_TK is not None, block))
+    _launch(grid, tensors, (d_model, top_k, weights_TK is not None, block), (first,))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _sum_over_k(
     y_ptr,
     inverse_ptr,
     weights_ptr,  # not read without weights
     out_ptr,
+    first,
     D_MODEL: tl.constexpr,
     TOP_K: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -44,7 +47,7 @@ def _sum_over_k(
     mask = columns < D_MODEL
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(inverse_ptr + token * TOP_K + k)
+        row = tl.load(inverse_ptr + token * TOP_K + k) - first
         value = tl.load(y_ptr + row * D_MODEL + columns, mask=mask, other=0.0).to(tl.float32)
         if WEIGHTED:
             value = value * tl.load(weights_ptr + token * TOP_K + k)

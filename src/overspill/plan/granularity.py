@@ -14,8 +14,11 @@ CANDIDATES = (1, 2, 4, 8)
 _PASSES = 3
 """Passes with each number of partitions that remains a candidate."""
 _FAR = (2.0, 1.15)
-"""A number is dropped after one or two passes that take this many times as long as the fastest. The
-first one may load kernels."""
+"""A number is dropped after one or two passes that take this many times as long as the best. The
+first one may load kernels; it need not be a counted one."""
+_WORTH = 0.98
+"""A larger number is tried if the one before it takes at most this share of the time of smaller
+ones: it hides half of what that one leaves, so it saves less."""
 _SEEN = 1.03
 """Numbers are compared by the time of whole steps if it differs by more than this."""
 _LEAST = 0.6
@@ -48,7 +51,8 @@ class PassTime:
 class _Trials:
     """Measured passes of one batch size."""
 
-    warm: bool = False
+    warm: int | None = None
+    """The number of partitions of the first pass, which is not counted."""
     passes: dict[int, list[PassTime]] = field(default_factory=dict)
 
     def costs(self, n: int) -> list[float]:
@@ -58,6 +62,18 @@ class _Trials:
         steps = [min(each.step for each in found) for found in self.passes.values()]
         by_step = bool(steps) and max(steps) > _SEEN * min(steps) > 0
         return [each.step if by_step else each.device for each in self.passes.get(n, ())]
+
+    def cost(self, n: int) -> float:
+        """The second cheapest of three passes, and the cheapest of fewer: the host may do something
+        else during a pass, or have queued the pass before so early that this one looks short."""
+        costs = sorted(self.costs(n))
+        return costs[len(costs) // 3]
+
+    def is_far(self, n: int, best: float) -> bool:
+        """Whether the passes with `n` show that it is not the best."""
+        found = self.costs(n)
+        seen = len(found) + (n == self.warm)
+        return bool(found) and min(found) > best * _FAR[min(seen, len(_FAR)) - 1]
 
     def least(self, n: int) -> float:
         """What a pass with `n` partitions takes at least, by the passes with fewer: the device
@@ -125,8 +141,8 @@ class GranularitySearch:
         if batch in self._cache or n not in self.candidates:
             return
         trials = self._of(batch)
-        if not trials.warm:  # the first pass also compiles kernels and allocates memory
-            trials.warm = True
+        if trials.warm is None:  # the first pass also compiles kernels and allocates memory
+            trials.warm = n
             return
         trials.passes.setdefault(n, []).append(found)
         if not self._wanted(batch):
@@ -143,29 +159,26 @@ class GranularitySearch:
         return [n for n in usable if n >= least and (most is None or n <= most)] or [usable[-1]]
 
     def _wanted(self, batch: int) -> list[int]:
-        """Numbers that need more passes. A larger number is tried only if the one before it is the
-        fastest so far: times are assumed to fall, then to rise, and many partitions of a small
-        batch take several times as long. It is not tried if the host alone needs longer.
-        The cheapest pass with a number counts: whatever else the host does makes passes longer,
-        never shorter."""
+        """Numbers that need more passes. A larger number is tried only if the one before it saves
+        something: times are assumed to fall, then to rise, and many partitions of a small batch
+        take several times as long. It is not tried if the host alone needs longer."""
         trials, wanted = self._of(batch), []
-        cheapest = {n: min(trials.costs(n)) for n in trials.passes}
-        best, so_far = min(cheapest.values(), default=float("inf")), float("inf")
+        costs = {n: trials.cost(n) for n in trials.passes}
+        best, so_far = min(costs.values(), default=float("inf")), float("inf")
         for n in self._possible(batch):
-            found = trials.costs(n)
-            if not found and trials.least(n) > best:
+            if n not in costs and trials.least(n) > best:
                 break
-            if len(found) < _PASSES and not _is_far(found, best):
+            if len(trials.passes.get(n, ())) < _PASSES and not trials.is_far(n, best):
                 wanted.append(n)
-            if not found or cheapest[n] > so_far:
+            if n not in costs or costs[n] > _WORTH * so_far:
                 break
-            so_far = cheapest[n]
+            so_far = costs[n]
         return wanted
 
     def _fastest(self, batch: int) -> int:
         trials, possible = self._of(batch), self._possible(batch)
         measured = [n for n in possible if n in trials.passes]
-        return min(measured, key=lambda n: (min(trials.costs(n)), n), default=possible[0])
+        return min(measured, key=lambda n: (trials.cost(n), n), default=possible[0])
 
     def _settle(self, batch: int, n: int) -> int:
         found = self._ranges.setdefault(n, _Range(batch, batch))
@@ -173,7 +186,3 @@ class GranularitySearch:
         self._cache[batch] = n
         self._trials.pop(batch, None)
         return n
-
-
-def _is_far(costs: Sequence[float], best: float) -> bool:
-    return bool(costs) and min(costs) > best * _FAR[min(len(costs), len(_FAR)) - 1]

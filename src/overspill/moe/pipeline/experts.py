@@ -106,7 +106,7 @@ class _Forward(_Pass):
     def finish(self, number: int, rows: list[Tensor]) -> None:
         part = self._rows.partitions[number]
         weights_TK, y_TD = self._weights_TK[part.tokens], self.y_TD[part.tokens]
-        combine(rows.pop(), weights_TK, part.order, out=y_TD)
+        combine(rows.pop(), weights_TK, part.order, out=y_TD, first=part.rows.start)
         if self._saved is not None:
             self._saved.settle(number)
 
@@ -165,7 +165,8 @@ class _Backward(_Pass):
 
     def finish(self, number: int, rows: list[Tensor]) -> None:
         part = self._rows.partitions[number]
-        sum_rows(rows.pop(), part.order, out=self.dx_TD[part.tokens])
+        dx_TD = self.dx_TD[part.tokens]
+        sum_rows(rows.pop(), part.order, out=dx_TD, first=part.rows.start)
 
     def _is_last_without_dw(self, number: int) -> bool:
         """Whether no partition has token rows: the gradients are then the zeros of this one."""

@@ -9,6 +9,7 @@ Shapes: T tokens, K top-k, E experts of all ranks, L experts of this rank, P par
 R rows of this rank's tokens, N rows that this rank computes.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass, field, replace
 
@@ -52,8 +53,8 @@ class SortedRows:
 
     order: RowOrder
     parts: list[tuple[slice, slice, RowOrder]]
-    """The tokens, the rows and the order of each partition; rows of the order are counted from the
-    first of the partition in `inverse_TK`, its other fields are those of all partitions."""
+    """The tokens, the rows and the order of each partition. `inverse_TK` has the tokens of the
+    partition alone, the other fields of the order are those of all partitions."""
 
     @classmethod
     def sort(cls, keys_TK: Tensor, n: int) -> "SortedRows":
@@ -62,10 +63,7 @@ class SortedRows:
         parts = []
         for first, stop in itertools.pairwise(token_bounds(n_tokens, n)):
             tokens, rows = slice(first, stop), slice(first * top_k, stop * top_k)
-            order = whole
-            if n > 1:
-                inverse_TK = whole.inverse_TK[tokens]
-                order = replace(whole, inverse_TK=inverse_TK - rows.start if first else inverse_TK)
+            order = whole if n == 1 else replace(whole, inverse_TK=whole.inverse_TK[tokens])
             parts.append((tokens, rows, order))
         return cls(whole, parts)
 
@@ -153,32 +151,30 @@ def divide_rows(
 ) -> RoutedRows:
     """The partitions of a pass; `counts_GPE` counts the rows of all ranks."""
     n_experts, device = counts_GPE.shape[2], own.order.inverse_TK.device
-    own_PE = counts_GPE[exchange.rank]
-    parts = [ExpertMap.part(n_experts, rank, exchange.size) for rank in range(exchange.size)]
-    starts = [part.local_ids[0] for part in parts]
-    sent_PG = np.add.reduceat(own_PE, starts, axis=1)
-    computed_GPL = counts_GPE[:, :, list(experts.local_ids)]
-    received_PG = computed_GPL.sum(2).T
+    sent_PG = np.add.reduceat(
+        counts_GPE[exchange.rank], _first_experts(n_experts, exchange.size), axis=1
+    )
+    first, stop = experts.local_ids[0], experts.local_ids[-1] + 1
+    computed_GPL = counts_GPE[:, :, first:stop]
+    received_PG, computed_PL = computed_GPL.sum(2).T, computed_GPL.sum(0)
     # each row is contiguous: kernels get its address alone, and numpy keeps orders of axes
-    ends_PL = np.ascontiguousarray(computed_GPL.sum(0).cumsum(1), dtype=np.int32)
+    ends_PL = np.ascontiguousarray(computed_PL.cumsum(1), dtype=np.int32)
     ends = to_device(torch.from_numpy(ends_PL), device).unbind()
+    # all at once: the device waits for the host here
+    sent, received, counts = sent_PG.tolist(), received_PG.tolist(), computed_PL.tolist()
     partitions = []
     for p, (tokens, rows, order) in enumerate(own.parts):
-        lengths_GL = computed_GPL[:, p]
-        sorted_already = exchange.size == 1 or np.count_nonzero(received_PG[p]) <= 1
-        there = None if sorted_already else to_device(_transposed(lengths_GL), device)
-        back = None if sorted_already else to_device(_transposed(lengths_GL.T), device)
+        there = back = None
+        if exchange.size > 1 and np.count_nonzero(received_PG[p]) > 1:
+            there = to_device(_transposed(computed_GPL[:, p]), device)
+            back = to_device(_transposed(computed_GPL[:, p].T), device)
         partitions.append(
-            Partition(
-                tokens,
-                rows,
-                order,
-                sent_PG[p].tolist(),
-                received_PG[p].tolist(),
-                lengths_GL.sum(0).tolist(),
-                ends[p],
-                there,
-                back,
-            )
+            Partition(tokens, rows, order, sent[p], received[p], counts[p], ends[p], there, back)
         )
     return RoutedRows(own.order, partitions, exchange, sent_PG, received_PG)
+
+
+@functools.cache
+def _first_experts(n_experts: int, n_ranks: int) -> list[int]:
+    """Of each rank."""
+    return [ExpertMap.part(n_experts, rank, n_ranks).local_ids[0] for rank in range(n_ranks)]
