@@ -129,6 +129,7 @@ def test_a_table_is_not_read_by_another_stream_before_it_is_there() -> None:
     table = UpdateTable()
     updates = [update_of(length, BF16, FP32, "cuda") for length in LENGTHS]
     single = [copy_of(update) for update in updates]
+    torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # the first table arrives after this
     table.run(updates, adam_scalars(HYPER))
     other = torch.cuda.Stream()
