@@ -27,7 +27,8 @@ def run_once(
     try:
         optimizer = optimize(model, state_dtype=state_dtype)
         on_disk = engine.placement.mode == "disk"
-        warm, count, traced = (1, 1, 0) if on_disk else (2, args.steps, 1)
+        # experts move to the GPU in the first steps
+        warm, count, traced = (1, 1, 0) if on_disk else (8, args.steps, 1)
         run = measure(model, optimizer, Work(args.batch), warm, count, traced=traced)
         return run, engine.describe()
     finally:
