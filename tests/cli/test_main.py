@@ -133,6 +133,14 @@ def test_a_resumed_run_has_its_own_settings_and_flags_win(tmp_path: Path) -> Non
     assert resolve("w1", {"resume": True, "out": str(run)}).model.preset == "w1"
 
 
+def test_a_run_that_was_killed_before_its_config_needs_its_settings_again(tmp_path: Path) -> None:
+    resumed = {"resume": True, "out": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"has no config.*repeat the command that began it"):
+        resolve(None, resumed)
+    assert resolve("w1", resumed).model.preset == "w1"
+    assert resolve(None, {**resumed, "experts": 4}).model.experts == 4
+
+
 def test_an_unknown_word_is_taken_for_a_preset_and_a_missing_file_is_not(tmp_path: Path) -> None:
     assert resolve("anything", {}).model.preset == "anything"
     with pytest.raises(ConfigError, match=r"config file a\.toml cannot be read"):

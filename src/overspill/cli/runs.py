@@ -29,8 +29,15 @@ def resolve_resume(kind: type[C], given: Sequence[Mapping[str, Any]]) -> C:
     if not config.run.resume:
         return config
     folder = find_run(config.run.out, config.name)
-    # A run that was killed early has no config yet.
-    saved = _read(kind, folder.config) if folder.config.exists() else {}
+    if folder.config.exists():
+        saved = _read(kind, folder.config)
+    elif config.run.out is None or any(each.keys() - {"resume", "out"} for each in given):
+        saved = {}  # a run that was killed early has no config yet
+    else:
+        raise ConfigError(
+            f"{folder.path} has no config: its run was stopped before it began; repeat the command "
+            "that began it, with --resume or without"
+        )
     return kind.make(saved, *given, {"out": str(folder.path)})
 
 
