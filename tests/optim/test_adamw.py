@@ -204,6 +204,34 @@ def test_parameters_that_are_not_contiguous_are_updated(dtype: torch.dtype, view
     assert not memory[:, 1::2].any(), "what is between the elements is not touched"
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_parameters_that_share_memory_are_updated_one_after_another(order: int) -> None:
+    memory = torch.zeros(6, 4)
+    sharing = [nn.Parameter(memory), nn.Parameter(memory.t()), nn.Parameter(memory[2:5])][::order]
+    for parameter in sharing:
+        parameter.grad = torch.ones_like(parameter)
+    overspill.AdamW(sharing, lr=0.1, weight_decay=0.0).step()
+    updates = torch.tensor([2.0, 2.0, 3.0, 3.0, 3.0, 2.0])
+    torch.testing.assert_close(memory, -0.1 * updates.unsqueeze(1).expand(6, 4))
+
+
+def test_an_update_that_fails_is_not_counted_for_parameters_after_it() -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = overspill.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    whole = optimizer.state[parameters[1]]["exp_avg"]
+    optimizer.state[parameters[1]]["exp_avg"] = whole[:2]
+    with pytest.raises(AssertionError):
+        optimizer.step()
+    steps = [optimizer.state[parameter]["step"] for parameter in parameters]
+    assert steps[0] == 2
+    assert steps[2] == 1
+    assert torch.equal(parameters[2], parameters[1])
+    assert not torch.equal(parameters[2], parameters[0])
+
+
 def test_a_state_of_torch_goes_on_as_in_torch() -> None:
     model, data = model_and_data()
     theirs = torch.optim.AdamW(model.parameters(), lr=0.05)

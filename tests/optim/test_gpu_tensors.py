@@ -122,6 +122,40 @@ def test_an_optimizer_updates_all_parameters_as_one_by_one() -> None:
         assert torch.equal(one, other)
 
 
+class AsOnGpu(Tensor):
+    """A tensor that is updated as if it were on a GPU, by kernels in Triton's interpreter."""
+
+    is_cuda = True
+
+
+def interpreted(values: Tensor) -> nn.Parameter:
+    if torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter, which serves machines without a GPU")
+    parameter = nn.Parameter(values.as_subclass(AsOnGpu))
+    parameter.grad = torch.ones_like(parameter)
+    return parameter
+
+
+def test_parameters_that_overlap_are_updated_one_after_another() -> None:
+    memory = torch.zeros(64)
+    parts = memory[:48], memory[16:], memory.view(4, 16).t(), memory[32:64]
+    AdamW([interpreted(part) for part in parts], lr=0.1, weight_decay=0.0).step()
+    updates = torch.tensor([2.0, 3.0, 4.0, 3.0]).repeat_interleave(16)
+    torch.testing.assert_close(memory, -0.1 * updates)
+
+
+def test_a_state_of_another_dtype_is_refused_before_anything_is_written() -> None:
+    parameter = interpreted(torch.ones(32))
+    optimizer = AdamW([parameter])
+    optimizer.step()
+    parameter.data = parameter.data.bfloat16()  # its state has no low bits
+    parameter.grad = torch.ones_like(parameter)
+    before = parameter.detach().clone()
+    with pytest.raises(AssertionError):
+        optimizer.step()
+    assert torch.equal(parameter, before)
+
+
 @pytest.mark.gpu
 def test_a_table_is_not_read_by_another_stream_before_it_is_there() -> None:
     from overspill.optim.gpu_tensors import UpdateTable

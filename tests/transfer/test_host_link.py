@@ -1,10 +1,13 @@
 """Copies through host memory, with functions that note the calls of the driver."""
 
 import ctypes
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
+from overspill.transfer import host_link
 from overspill.transfer.driver import new_event
 from overspill.transfer.host_link import HostLink, Link, native_copy
 
@@ -88,6 +91,14 @@ def test_nothing_is_queued_after_a_failure(failing: int) -> None:
     code, calls = queued(6, 4, has_rate=True, failing=failing)
     assert code == 9
     assert len(calls) == failing + 1
+
+
+def test_kernels_of_the_clock_can_be_compiled_for_gpus_of_capability_7(tmp_path: Path) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    source = Path(host_link.__file__).with_name("clock.ptx")
+    command = [knobs.nvidia.ptxas.path, "-arch=sm_75", str(source), "-o", str(tmp_path / "clock")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

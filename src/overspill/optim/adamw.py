@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, NonFiniteError
 from overspill.core.experts import ExpertId
-from overspill.optim.dense import DenseUpdates, new_dense_state, new_zeros
+from overspill.optim.dense import DenseUpdate, DenseUpdates, new_dense_state, new_zeros
 from overspill.optim.expert_states import (
     layer_steps,
     load_layer,
@@ -207,11 +208,10 @@ class AdamW(torch.optim.Optimizer):
             if self._engine is not None:
                 with nullcontext() if self._ranks is None else self._ranks.together("step()"):
                     self._engine.training.step()
-            updates = []
-            for parameter, group in dense:
-                state = self.state[parameter]
-                state["step"] += 1
-                updates.append((parameter, state, self._hyper(group, state["step"], self._scale)))
+            updates = [
+                DenseUpdate(p, self.state[p], partial(self._hyper, group, scale=self._scale))
+                for p, group in dense
+            ]
             self._dense_updates.run(updates)
         finally:
             self._scale = 1.0

@@ -1,11 +1,12 @@
 """The optimizer states of dense parameters, and their updates."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from overspill.core.interrupt import DeferredInterrupt
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.native import has_triton
 from overspill.optim.kernel import AdamHyper, RecordState, RecordUpdate, adam_scalars, adamw_
@@ -45,39 +46,44 @@ def new_dense_state(
     return state
 
 
+class DenseUpdate(NamedTuple):
+    """A dense parameter whose gradient updates it."""
+
+    parameter: Tensor
+    state: dict[str, Any]
+    hyper: Callable[[int], AdamHyper]
+    """By the number of the step."""
+
+
 class DenseUpdates:
     """Updates dense parameters, those on a GPU in as few launches as possible."""
 
     def __init__(self) -> None:
         self._tables: list[UpdateTable] = []
 
-    def run(self, dense: Iterable[tuple[Tensor, Mapping[str, Any], AdamHyper]]) -> None:
-        """Updates each parameter and its moments with its gradient."""
-        together: dict[Any, list[RecordUpdate]] = {}
-        alone: list[tuple[RecordUpdate, AdamHyper]] = []
-        addresses: set[int] = set()
-        written = []
-        for parameter, state, hyper in dense:
-            own = local(parameter)
-            weight = own.contiguous()  # itself, or a copy: the kernel updates flat memory
-            update = RecordUpdate(_flat_record(weight, state), _flat_gradient(parameter))
+    def run(self, dense: Sequence[DenseUpdate]) -> None:
+        """Updates each parameter and its moments, and counts its step. After a failure those that
+        were not reached are not counted."""
+        together: dict[Any, list[tuple[DenseUpdate, RecordUpdate]]] = {}
+        alone: list[DenseUpdate] = []
+        sharing = _sharing([local(each.parameter) for each in dense])
+        for number, each in enumerate(dense):
             # parameters that share memory are updated one after another
-            if weight.data_ptr() not in addresses and _can_join(update):
-                kind = hyper, weight.device, weight.dtype, update.state.exp_avg.dtype
-                together.setdefault(kind, []).append(update)
-            else:
-                alone.append((update, hyper))
-            addresses.add(weight.data_ptr())
-            written.append((parameter, own, weight))
-        for number, ((hyper, *_), updates) in enumerate(together.items()):
-            self._table(number).run(updates, adam_scalars(hyper))
-        for update, hyper in alone:
-            adamw_(*update, hyper, _threads())
-        for parameter, own, weight in written:
-            if weight is not own:
-                own.copy_(weight)
-            # the kernel writes through a pointer: autograd must refuse graphs from before this step
-            torch.autograd.graph.increment_version(parameter)
+            update = None if number in sharing else _joined(each)
+            if update is None:
+                alone.append(each)
+                continue
+            weight, hyper = update.state.weight, each.hyper(each.state["step"] + 1)
+            kind = hyper, weight.device, weight.dtype, update.state.exp_avg.dtype
+            together.setdefault(kind, []).append((each, update))
+        for number, ((hyper, *_), found) in enumerate(together.items()):
+            with DeferredInterrupt():  # what is updated is counted
+                self._table(number).run([update for _, update in found], adam_scalars(hyper))
+                for each, _ in found:
+                    each.state["step"] += 1
+                    _mark_changed(each.parameter)
+        for each in alone:
+            _update_alone(each)
 
     def _table(self, number: int) -> "UpdateTable":
         from overspill.optim.gpu_tensors import UpdateTable
@@ -87,27 +93,73 @@ class DenseUpdates:
         return self._tables[number]
 
 
+def _sharing(weights: Sequence[Tensor]) -> set[int]:
+    """The numbers of those of which others have memory too."""
+    spans = []
+    for number, weight in enumerate(weights):
+        if weight.is_contiguous():
+            first, size = weight.data_ptr(), weight.nbytes
+        else:
+            storage = weight.untyped_storage()
+            first, size = storage.data_ptr(), storage.nbytes()
+        spans.append((first, first + size, number))
+    found: set[int] = set()
+    stop = last = 0
+    for first, end, number in sorted(spans):
+        if first < stop:
+            found |= {number, last}
+        if end > stop:
+            stop, last = end, number
+    return found
+
+
+def _joined(each: DenseUpdate) -> RecordUpdate | None:
+    """The update for the kernel for many tensors, which reads 16 bytes at once and checks nothing.
+    None if it does not take it: what needs a copy has it for a short time alone."""
+    weight, grad = local(each.parameter), _gradient(each.parameter)
+    if not weight.is_cuda or weight.numel() == 0 or weight.numel() % ALIGNED:
+        return None
+    low, exp_avg, exp_avg_sq = (each.state.get(name) for name in ("low", *MOMENTS))
+    is_bf16 = weight.dtype == torch.bfloat16
+    if exp_avg is None or exp_avg_sq is None or (low is not None) != is_bf16:
+        return None
+    if grad.dtype != weight.dtype or exp_avg.dtype != exp_avg_sq.dtype:
+        return None
+    for tensor in (weight, exp_avg, exp_avg_sq, grad, *(() if low is None else (low,))):
+        if tensor.device != weight.device or tensor.numel() != weight.numel():
+            return None
+        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNED:
+            return None
+    if not has_triton("AdamW on the GPU"):
+        return None
+    return RecordUpdate(_flat_record(weight, each.state), grad.view(-1))
+
+
+def _update_alone(each: DenseUpdate) -> None:
+    own, grad = local(each.parameter), _gradient(each.parameter)
+    weight = own.contiguous()  # itself, or a copy: the kernel updates flat memory
+    record, flat_grad = _flat_record(weight, each.state), grad.to(own.dtype).reshape(-1)
+    each.state["step"] += 1
+    adamw_(record, flat_grad, each.hyper(each.state["step"]), _threads())
+    if weight is not own:
+        own.copy_(weight)
+    _mark_changed(each.parameter)
+
+
+def _mark_changed(parameter: Tensor) -> None:
+    """The kernel writes through a pointer: autograd must refuse graphs from before this step."""
+    torch.autograd.graph.increment_version(parameter)
+
+
 def _flat_record(weight: Tensor, state: Mapping[str, Any]) -> RecordState:
-    low, exp_avg, exp_avg_sq = (state.get(name) for name in ("low", *MOMENTS))
-    assert exp_avg is not None
-    assert exp_avg_sq is not None
+    low, exp_avg, exp_avg_sq = state.get("low"), state["exp_avg"], state["exp_avg_sq"]
     flat_low = None if low is None else low.view(-1)
     return RecordState(weight.view(-1), flat_low, exp_avg.view(-1), exp_avg_sq.view(-1))
 
 
-def _flat_gradient(parameter: Tensor) -> Tensor:
+def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
-    return local(parameter.grad).to(parameter.dtype).reshape(-1)
-
-
-def _can_join(update: RecordUpdate) -> bool:
-    """Whether the kernel for many tensors takes it: it reads 16 bytes at once."""
-    grad = update.grad
-    if not grad.is_cuda or grad.numel() == 0 or grad.numel() % ALIGNED:
-        return False
-    tensors = [tensor for tensor in (*update.state, grad) if tensor is not None]
-    aligned = all(tensor.data_ptr() % ALIGNED == 0 for tensor in tensors)
-    return aligned and has_triton("AdamW on the GPU")
+    return local(parameter.grad)
 
 
 def _threads() -> int:
