@@ -5,13 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.optim.adamw import AdamW
-from overspill.optim.kernel import (
-    AdamHyper,
-    RecordState,
-    RecordUpdate,
-    adam_scalars,
-    adamw_,
-)
+from overspill.optim.kernel import AdamHyper, RecordState, RecordUpdate, adam_scalars
 
 pytest.importorskip("triton")
 
@@ -85,6 +79,12 @@ def test_a_table_follows_tensors_that_move(device: str) -> None:
             assert_equal(update.state, state)
 
 
+class AsOnGpu(Tensor):
+    """A tensor that is updated as if it were on a GPU, by kernels in Triton's interpreter."""
+
+    is_cuda = True
+
+
 def parameters(device: str) -> list[nn.Parameter]:
     """Aligned and odd lengths, a matrix with columns as its rows, and one parameter that has the
     memory of another."""
@@ -92,40 +92,35 @@ def parameters(device: str) -> list[nn.Parameter]:
     shapes = [(64, 32), (7,), (48,), (16, 33)]
     values = [torch.randn(shape).to(device, BF16) for shape in shapes]
     values.append(torch.randn(32, 16).to(device, BF16).t())
-    return [*map(nn.Parameter, values), nn.Parameter(values[0])]
+    values.append(values[0])
+    if device == "cpu":
+        values = [value.as_subclass(AsOnGpu) for value in values]
+    return [*map(nn.Parameter, values)]
 
 
-def gradients(of: list[nn.Parameter]) -> list[Tensor]:
-    return [torch.randn(p.shape).to(p.device, p.dtype) for p in of]
+def test_an_optimizer_updates_all_parameters_as_one_by_one(device: str) -> None:
+    from overspill.optim.gpu_kernel import adamw_cuda_
 
-
-@pytest.mark.gpu
-def test_an_optimizer_updates_all_parameters_as_one_by_one() -> None:
-    mine, theirs = parameters("cuda"), parameters("cuda")
+    mine, theirs = parameters(device), parameters(device)
     optimizer = AdamW([{"params": mine[:2], "lr": 1e-1}, {"params": mine[2:]}], lr=1e-2)
     records: list[list[Tensor]] = [
-        [torch.zeros(p.numel(), dtype=dtype, device="cuda") for dtype in (torch.int16, FP32, FP32)]
+        [torch.zeros(p.numel(), dtype=dtype, device=device) for dtype in (torch.int16, FP32, FP32)]
         for p in theirs
     ]
     for step in range(1, 4):
-        grads = gradients(mine)
+        grads = [torch.randn(p.shape).to(device, p.dtype) for p in mine]
         for parameter, grad in zip(mine, grads, strict=True):
             parameter.grad = grad
         optimizer.step()
         for number, (parameter, grad) in enumerate(zip(theirs, grads, strict=True)):
-            lr = 1e-1 if number < 2 else 1e-2
+            hyper = AdamHyper(1e-1 if number < 2 else 1e-2, 0.9, 0.999, 1e-8, 0.01, step)
             flat = parameter.data.contiguous().view(-1)
             state = RecordState(flat, *records[number])
-            adamw_(state, grad.reshape(-1), AdamHyper(lr, 0.9, 0.999, 1e-8, 0.01, step))
+            adamw_cuda_(state, grad.reshape(-1), adam_scalars(hyper), 0, None)
             parameter.data.copy_(flat.view(parameter.shape))
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one, other)
-
-
-class AsOnGpu(Tensor):
-    """A tensor that is updated as if it were on a GPU, by kernels in Triton's interpreter."""
-
-    is_cuda = True
+    assert [optimizer.state[parameter]["step"] for parameter in mine] == [3] * len(mine)
 
 
 def interpreted(values: Tensor) -> nn.Parameter:

@@ -47,7 +47,7 @@ class Launch:
 
 
 def _kind(number: float) -> object:
-    """Triton compiles a kernel for integers of 1, for multiples of 16 and for long ones."""
+    """Triton compiles kernels for integers of 1, for multiples of 16 and for 64 bits."""
     if isinstance(number, float):
         return float
     return number == 1, number % _ALIGNED == 0, -(1 << 31) <= number < 1 << 31

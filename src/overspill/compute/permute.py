@@ -19,7 +19,7 @@ from overspill.hardware.native import has_triton
 _ROWS_AT_ONCE = 16384
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KERNEL_TOP_K = 32
-"""The kernel's code grows with K."""
+"""The largest K of the kernel, whose code grows with it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def _order_of(row_assignment_R: Tensor, top_k: int) -> tuple[Tensor, Tensor, Ten
 
 @dataclass(frozen=True)
 class Permutation(RowOrder):
-    """Token rows sorted by expert, and where each expert's end."""
+    """Token rows sorted by expert, and where the rows of each expert end."""
 
     ends_E: Tensor
     """The end of each expert's rows, int32; experts that come `last` have none. The differences are
@@ -234,8 +234,7 @@ def _sum_over_k(
 def _has_kernel(
     y_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, out_TD: Tensor
 ) -> bool:
-    """Whether the kernel can compute the sum: float32 is as wide as it gets, and it takes rows that
-    follow each other."""
+    """Whether the kernel can compute the sum: it sums in float32 and takes contiguous tensors."""
     given = [t for t in (y_RD, inverse_TK, weights_TK, out_TD) if t is not None]
     return (
         y_RD.is_cuda

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNED = 16
-"""Bytes to which tensors that are updated together are aligned; their lengths too."""
+"""Addresses (bytes) and lengths (elements) of tensors that are updated together are multiples."""
 
 
 def new_zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:

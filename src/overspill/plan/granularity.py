@@ -14,11 +14,11 @@ CANDIDATES = (1, 2, 4, 8)
 _PASSES = 3
 """Passes with each number of partitions that remains a candidate."""
 _FAR = (2.0, 1.15)
-"""A number is dropped after one or two passes that take this many times as long as the best. The
-first one may load kernels; it need not be a counted one."""
+"""A number is dropped after its first pass, or after its second one, if that takes this many times
+as long as the best. The first may load kernels. That of a batch counts here too."""
 _WORTH = 0.98
-"""A larger number is tried if the one before it takes at most this share of the time of smaller
-ones: it hides half of what that one leaves, so it saves less."""
+"""The next larger number is tried if a number takes at most this share of the time of smaller ones:
+each doubling saves less than the one before."""
 _SEEN = 1.03
 """Numbers are compared by the time of whole steps if it differs by more than this."""
 _LEAST = 0.6
@@ -64,8 +64,8 @@ class _Trials:
         return [each.step if by_step else each.device for each in self.passes.get(n, ())]
 
     def cost(self, n: int) -> float:
-        """The second cheapest of three passes, and the cheapest of fewer: the host may do something
-        else during a pass, or have queued the pass before so early that this one looks short."""
+        """The second cheapest pass of three (`_PASSES`), or the cheapest of fewer: the host may do
+        something else during a pass, or queue one so early that it looks short."""
         costs = sorted(self.costs(n))
         return costs[len(costs) // 3]
 

@@ -13,8 +13,9 @@ from overspill.hardware.native import load_library
 from overspill.transfer.driver import Event, LinkCalls, event_handle, in_context, new_event
 
 _LARGEST, _SMALLEST = 4 << 20, 1 << 19
-"""Bytes of a piece, which arrives while the next one leaves. The last piece arrives when all others
-have: so much later than on a link between two GPUs. Many pieces take the host more time."""
+"""Bytes of a piece, which arrives while the next one leaves. Between two GPUs the last byte arrives
+when it has left; here the last piece must be copied once more, so it is small. Many pieces take the
+host more time."""
 _CLOCK = Path(__file__).with_name("clock.ptx")
 
 
