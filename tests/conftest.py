@@ -86,6 +86,13 @@ def _compile_kernels() -> list[threading.Thread]:
     return threads
 
 
+def _compile_patterns() -> None:
+    """A thousand ones, when transformers converts the first checkpoint of a process."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("mixtral")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Excludes all that was imported from garbage collection: with transformers loaded, each
     `gc.collect()` of a test would take a fifth of a second. Starts the server that forks processes
@@ -96,6 +103,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         for name in _IMPORTS:
             importlib.import_module(name)
+        _compile_patterns()
     gc.collect()
     gc.freeze()
     if session.items and not session.config.option.collectonly:
