@@ -60,6 +60,7 @@ def test_windows_that_are_in_the_mask_only_are_followed() -> None:
         [*zip(FOUR, ["disk", "gpu"] * 2, strict=True), *product(["mixtral", "jamba"], ["host"])],
         2,
         3,
+        4,
     ),
 )
 def test_tokens_do_not_depend_on_tier_batch_and_delays(
