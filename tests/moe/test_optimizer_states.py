@@ -78,7 +78,7 @@ def test_the_first_state_is_restored_after_a_backward_without_step(
         all_pairs(
             HOME_OR_NOT, DTYPES, DTYPES, allowed=lambda where, source, target: source != target
         ),
-        *range(1, 12, 2),
+        *(1, 2, 4, 7, 10, 11),
     ),
     ids=str,
 )
