@@ -69,6 +69,8 @@ $(INSTALLED): $(TORCH)
 	$(PIP) --no-build-isolation -e ".[serve]"
 	@touch $@
 
+# Kernels and bytecode are compiled meanwhile. If that fails, the tests compile them.
 $(DEV): $(TORCH)
-	$(PIP) --no-build-isolation -e ".[dev]"
+	PYTHONPATH=src $(BIN)/python tests/compile_ahead.py & \
+		$(PIP) --no-build-isolation -e ".[dev]"; installed=$$?; wait; exit $$installed
 	@touch $(INSTALLED) $@

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import logging
 import os
 import random
 import threading
@@ -86,6 +87,21 @@ def _compile_kernels() -> list[threading.Thread]:
     return threads
 
 
+def _compile_patterns() -> None:
+    """A thousand ones, when transformers converts the first checkpoint of a process."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("mixtral")
+
+
+def _propagate_logs() -> None:
+    """pytest adds a handler to each logger that does not propagate, six times in each test: torch
+    has fifty."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Excludes all that was imported from garbage collection: with transformers loaded, each
     `gc.collect()` of a test would take a fifth of a second. Starts the server that forks processes
@@ -96,6 +112,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         for name in _IMPORTS:
             importlib.import_module(name)
+        _compile_patterns()
+        _propagate_logs()
     gc.collect()
     gc.freeze()
     if session.items and not session.config.option.collectonly:

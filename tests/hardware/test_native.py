@@ -4,6 +4,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from overspill.hardware import native
+from tests import compile_ahead
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -294,3 +296,14 @@ def test_every_source_is_part_of_the_package() -> None:
     package = root / "src" / "overspill"
     sources = {*package.rglob("*.cpp"), *package.rglob("*.h")}
     assert sources == {file for pattern in patterns for file in package.glob(pattern)} & sources
+
+
+def test_each_kernel_is_compiled_ahead_under_its_name() -> None:
+    """Else `make test` would compile it again, beside the tests."""
+    call = re.compile(r'load_library\(Path\(__file__\)\.with_name\("(.+)"\), "(.+)"\)')
+    files = (compile_ahead.SOURCE / "overspill").rglob("*.py")
+    assert {
+        f"{file.parent.name}/{source}": name
+        for file in files
+        for source, name in call.findall(file.read_text())
+    } == compile_ahead.KERNELS

@@ -145,7 +145,9 @@ def spread(calls: int, count: int, offset: int) -> range:
 
 @pytest.mark.parametrize(
     ("name", "failure", "mode"),
-    slow_rows(all_pairs(["gpt", "mixtral", "switch_transformers"], list(FAILURES), list(MODES)), 6),
+    slow_rows(
+        all_pairs(["gpt", "mixtral", "switch_transformers"], list(FAILURES), list(MODES)), 6, 8
+    ),
 )
 def test_a_model_whose_offload_fails_is_what_it_was(
     name: str, failure: str, mode: str, tmp_path: Path

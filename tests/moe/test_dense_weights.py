@@ -79,13 +79,17 @@ def dense(model: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize(
     ("where", "dtype", "clip", "micro_batches", "recompute", "kind"),
-    all_pairs(
-        ["gpu", "disk, 5 at home"],
-        [torch.float32, torch.bfloat16],
-        [None, 0.5],
-        [1, 2],
-        [False, True],
-        [Task, UntiedTask],
+    slow_rows(
+        all_pairs(
+            ["gpu", "disk, 5 at home"],
+            [torch.float32, torch.bfloat16],
+            [None, 0.5],
+            [1, 2],
+            [False, True],
+            [Task, UntiedTask],
+        ),
+        0,
+        3,
     ),
 )
 def test_no_bit_depends_on_where_dense_weights_are(

@@ -62,7 +62,7 @@ def plain_unfreezing_run(task: Task, trained_from: int) -> Run:
 
 @pytest.mark.parametrize(
     ("where", "clip", "checkpoint", "overlap"),
-    all_pairs(HOME_OR_NOT, [None, 0.5], [False, True], [True, False]),
+    slow_rows(all_pairs(HOME_OR_NOT, [None, 0.5], [False, True], [True, False]), 1, 2),
 )
 def test_states_are_allocated_when_experts_are_unfrozen(
     where: str, clip: float | None, checkpoint: bool, overlap: bool, tmp_path: Path

@@ -69,7 +69,7 @@ def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "level"), slow_rows(product([False, True], [1, 2, 3]), 0, 2, 4)
+    ("recompute", "level"), slow_rows(product([False, True], [1, 2, 3]), 0, 2, 3, 4)
 )
 def test_training_follows_the_naive_model(level: int, recompute: bool) -> None:
     losses, first, last = naive_run(level)

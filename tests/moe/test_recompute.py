@@ -33,6 +33,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 
 def count_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, Phase]]:
@@ -136,8 +137,13 @@ def test_reentrant_checkpoints_are_exact_too(
 
 @pytest.mark.parametrize(
     ("where", "clip", "kind"),
-    all_pairs(
-        HOME_OR_NOT, [None, 0.5], ["none", "not reentrant", "reentrant", "around all layers"]
+    slow_rows(
+        all_pairs(
+            HOME_OR_NOT, [None, 0.5], ["none", "not reentrant", "reentrant", "around all layers"]
+        ),
+        0,
+        2,
+        6,
     ),
 )
 def test_two_forwards_and_one_backward_are_exact_under_every_checkpoint(

@@ -21,9 +21,19 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.slow import slow_names
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "where",
+    slow_names(
+        WHERE,
+        "host with 5 slots",
+        "host with 12 slots",
+        "host, 7 at home",
+        "disk behind 9 host slots",
+    ),
+)
 def test_the_state_dict_is_that_of_the_plain_model(where: str, tmp_path: Path) -> None:
     task = Task(n_layers=4, moe_every=2)
     plain, model = task.model(), task.model()

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.slow import slow_rows
 
 TASK = Task(n_layers=2, steps=3)
 
@@ -47,8 +49,10 @@ def together(jobs: list[Callable[[], object]]) -> list[object]:
         return [future.result(60) for future in [pool.submit(run, job) for job in jobs]]
 
 
-@pytest.mark.parametrize("where", [*HOME_OR_NOT, "host with 5 slots"])
-@pytest.mark.parametrize("uploader", ["thread", "native"])
+@pytest.mark.parametrize(
+    ("uploader", "where"),
+    slow_rows(product(["thread", "native"], [*HOME_OR_NOT, "host with 5 slots"]), 1, 3, 5),
+)
 def test_threads_that_infer_at_once_get_the_logits_of_each_alone(
     where: str, uploader: str, tmp_path: Path
 ) -> None:

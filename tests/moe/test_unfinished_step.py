@@ -28,6 +28,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 
 class Interrupted(Exception):
@@ -53,7 +54,7 @@ def _interrupt(*_: object) -> None:
 
 @pytest.mark.parametrize(
     ("where", "clip", "how"),
-    all_pairs(HOME_OR_NOT, [None, 0.5], ["complete", "accumulated", "failed"]),
+    slow_rows(all_pairs(HOME_OR_NOT, [None, 0.5], ["complete", "accumulated", "failed"]), 0, 2),
 )
 def test_a_new_optimizer_drops_an_unfinished_step(
     where: str, clip: float | None, how: str, tmp_path: Path

@@ -25,6 +25,7 @@ from tests.moe.oracle import (
     weights_of,
 )
 from tests.pairs import all_pairs
+from tests.slow import slow_rows
 
 Drop = Callable[[GPTMoE, torch.optim.Optimizer], None]
 DROPS: dict[str, Drop] = {
@@ -67,10 +68,15 @@ def run(model: GPTMoE, optimizer: Any, task: Task, drop: Drop, complete: bool) -
 
 @pytest.mark.parametrize(
     ("where", "when", "drop"),
-    all_pairs(
-        HOME_OR_NOT,
-        [(None, False), (0.5, False), (0.5, True)],
-        ["model.zero_grad()", "opt.zero_grad()", "one layer"],
+    slow_rows(
+        all_pairs(
+            HOME_OR_NOT,
+            [(None, False), (0.5, False), (0.5, True)],
+            ["model.zero_grad()", "opt.zero_grad()", "one layer"],
+        ),
+        1,
+        4,
+        5,
     ),
 )
 def test_dropped_gradients_are_those_of_the_plain_model(

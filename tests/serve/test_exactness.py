@@ -35,7 +35,7 @@ DECODERS = [
 FOUR = ["mixtral", "gpt_oss", "qwen2_moe", "jamba"]
 
 
-@pytest.mark.parametrize("family", different_cases(DECODERS))
+@pytest.mark.parametrize("family", different_cases(DECODERS, "granitemoe", "phimoe", "qwen2_moe"))
 def test_tokens_are_those_of_transformers(family: Family) -> None:
     model = make_model(family).eval()
     params = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -60,6 +60,7 @@ def test_windows_that_are_in_the_mask_only_are_followed() -> None:
         [*zip(FOUR, ["disk", "gpu"] * 2, strict=True), *product(["mixtral", "jamba"], ["host"])],
         2,
         3,
+        4,
     ),
 )
 def test_tokens_do_not_depend_on_tier_batch_and_delays(

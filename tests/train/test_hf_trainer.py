@@ -127,7 +127,7 @@ def assert_follows(name: str, mode: str, folder: Path, **changes: Any) -> Record
 
 @pytest.mark.parametrize(
     ("mode", "name", "accumulate", "clip"),
-    slow_rows(all_pairs(["gpu", "disk"], ["mixtral", "deepseek_v3"], [1, 3], [0.5, 0.0]), 1, 2),
+    slow_rows(all_pairs(["gpu", "disk"], ["mixtral", "deepseek_v3"], [1, 3], [0.5, 0.0]), 1, 2, 3),
 )
 def test_it_follows_the_plain_trainer(
     mode: str, name: str, accumulate: int, clip: float, tmp_path: Path

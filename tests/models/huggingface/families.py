@@ -97,9 +97,11 @@ def cases(families: Iterable[Family]) -> list[Any]:
     return [_case(family) for family in families]
 
 
-def different_cases(families: Iterable[Family]) -> list[Any]:
-    """The same for a test of code that does the same for all families in `LIKE`: these are slow."""
-    return [_case(f, *([pytest.mark.slow] if f.name in LIKE else [])) for f in families]
+def different_cases(families: Iterable[Family], *slow: str) -> list[Any]:
+    """The same for a test of code that does the same for all families in `LIKE`: these are slow,
+    and so are those named, which are like others in this test."""
+    names = {*LIKE, *slow}
+    return [_case(f, *([pytest.mark.slow] if f.name in names else [])) for f in families]
 
 
 def _case(family: Family, *marks: pytest.MarkDecorator) -> Any:

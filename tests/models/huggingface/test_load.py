@@ -14,7 +14,7 @@ from overspill.models.fill import reader_threads
 from tests.models.huggingface.families import Family, different_cases, make_batch, make_model
 from tests.models.huggingface.oracle import MODES, budgets
 from tests.models.huggingface.test_exactness import BY_NAME, SUPPORTED
-from tests.slow import slow_rows
+from tests.slow import slow_names, slow_rows
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ def test_load_and_save_give_the_same_bits(family: Family, tmp_path: Path) -> Non
     check(family, False, tmp_path)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_names(LAYOUTS, "nllb-moe"))
 def test_stacked_experts_are_loaded_too(name: str, tmp_path: Path) -> None:
     check(BY_NAME[name], True, tmp_path)
 

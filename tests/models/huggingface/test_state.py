@@ -62,7 +62,11 @@ def test_a_checkpoint_in_one_piece(name: str, tmp_path: Path) -> None:
         model.overspill.close()
 
 
-@pytest.mark.parametrize("family", different_cases(APART))
+# those named have other mixers, which are not converted
+MIXERS = ("granitemoehybrid", "jamba", "lfm2_moe", "minimax", "mistral4", "qwen3_next", "zaya")
+
+
+@pytest.mark.parametrize("family", different_cases(APART, *MIXERS))
 def test_a_checkpoint_in_pieces_of_any_kind(family: Family, tmp_path: Path) -> None:
     plain = make_model(family, seed=1)
     model = offloaded(make_model(family, seed=2), "disk", tmp_path)

@@ -49,6 +49,8 @@ def mixtral() -> Any:
         3,
         5,
         6,
+        7,
+        12,
     ),
 )
 def test_stages_follow_plain_training(

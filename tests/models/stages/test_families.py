@@ -18,6 +18,7 @@ from tests.models.huggingface.oracle import (
 )
 from tests.models.huggingface.test_exactness import BY_NAME, SUPPORTED
 from tests.models.stages.staged import assert_follows, train_plain, train_staged
+from tests.slow import slow_rows
 
 TUPLES = ("glm_moe_dsa", "zaya", "hy_v4")
 ENCODER_DECODERS = ("switch_transformers", "nllb-moe")
@@ -39,7 +40,9 @@ def check(family: Family, folder: Path) -> None:
         twin.overspill.check_conserved()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "gpt_oss", "gemma4_text"])
+@pytest.mark.parametrize(
+    "name", slow_rows(["deepseek_v3", "qwen3_moe", "gpt_oss", "gemma4_text"], 1)
+)
 def test_some_families(name: str, tmp_path: Path) -> None:
     """Dense blocks first or between, shared experts, sliding windows, inputs of each block."""
     check(BY_NAME[name], tmp_path)

@@ -12,6 +12,7 @@ import overspill
 from tests.models.huggingface.families import EXPERTS, HIDDEN, make_model
 from tests.models.huggingface.oracle import ADAM
 from tests.models.stages.staged import BLOCKS, MIXTRAL, Batch, micro_batches
+from tests.slow import slow_rows
 
 TOTAL = BLOCKS * EXPERTS
 COUNT = 3
@@ -67,7 +68,7 @@ def uploads_of_step(
 @pytest.mark.parametrize(
     ("n_stages", "slots"),
     # room for one stage, for two, and for one and a part of the next
-    [(4, 4), (4, 8), (2, 11)],
+    slow_rows([(4, 4), (4, 8), (2, 11)], 1),
 )
 def test_an_expert_is_uploaded_at_most_once_per_stage_pass(
     mixtral: Any, n_stages: int, slots: int, warnings: Callable[[], list[str]]

@@ -38,6 +38,7 @@ from tests.moe.streaming.frozen import (
     uploads,
 )
 from tests.moe.streaming.policies import all_on_cpu, fixed_policy, random_policy
+from tests.slow import slow_rows
 
 pytestmark = pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
 
@@ -52,7 +53,8 @@ TASKS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), [(name, HOST[(n + m) % 3]) for n, name in enumerate(TASKS) for m in (0, 1)]
+    ("name", "where"),
+    slow_rows([(name, HOST[(n + m) % 3]) for n, name in enumerate(TASKS) for m in (0, 1)], 1, 3, 7),
 )
 def test_any_split_gives_plain_logits_and_gradients(name: str, where: str, tmp_path: Path) -> None:
     task = TASKS[name]
@@ -64,8 +66,9 @@ def test_any_split_gives_plain_logits_and_gradients(name: str, where: str, tmp_p
     assert uploads(engine) > 0
 
 
-@pytest.mark.parametrize("uploader", UPLOADERS)
-@pytest.mark.parametrize("where", HOST)
+@pytest.mark.parametrize(
+    ("uploader", "where"), slow_rows(itertools.product(UPLOADERS, HOST), 1, 3, 5)
+)
 def test_any_split_is_exact_with_delays_and_several_threads(
     where: str, uploader: str, tmp_path: Path
 ) -> None:

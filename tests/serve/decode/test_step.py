@@ -69,7 +69,7 @@ def test_logits_are_those_of_gpt_moe(
         pytest.param("mixtral", 0, marks=pytest.mark.slow),
         ("qwen2_moe", 1),
         ("qwen3_moe", 3),
-        ("gpt_oss", 1),
+        pytest.param("gpt_oss", 1, marks=pytest.mark.slow),
     ],
 )
 def test_experts_may_be_in_host_memory(

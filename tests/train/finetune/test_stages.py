@@ -40,7 +40,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"batch": 2, "accumulate": 3, "slots": 4},
+        pytest.param({"batch": 2, "accumulate": 3, "slots": 4}, marks=pytest.mark.slow),
         pytest.param(
             {"batch": 2, "accumulate": 2, "balance": True, "clip": 0.0}, marks=pytest.mark.slow
         ),
