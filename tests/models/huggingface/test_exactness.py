@@ -8,13 +8,7 @@ import pytest
 import torch
 
 import overspill
-from tests.models.huggingface.families import (
-    FAMILIES,
-    Family,
-    different_cases,
-    make_batch,
-    make_model,
-)
+from tests.models.huggingface.families import FAMILIES, Family, cases, make_batch, make_model
 from tests.models.huggingface.oracle import (
     ADAM,
     MODES,
@@ -79,7 +73,7 @@ def check(
         twin.overspill.check_conserved()
 
 
-@pytest.mark.parametrize("family", different_cases(SUPPORTED))
+@pytest.mark.parametrize("family", cases(SUPPORTED))
 def test_family_follows_eager_transformers(family: Family, tmp_path: Path) -> None:
     # each family in one mode, so that all modes see many families
     mode = list(MODES)[SUPPORTED.index(family) % len(MODES)]
