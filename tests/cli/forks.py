@@ -1,5 +1,6 @@
 """The command line in processes that can be killed, without waiting for torch each time."""
 
+import math
 import os
 import runpy
 import signal
@@ -80,8 +81,14 @@ def _hold_steps(file: Path) -> None:
 
     seed_step = Team.seed_step
 
+    def last() -> float:
+        try:
+            return int(file.read_text())
+        except FileNotFoundError:  # the test removes it
+            return math.inf
+
     def hold(self: Team, seed: int, step: int) -> None:
-        while file.exists() and step >= int(file.read_text()):
+        while step >= last():
             time.sleep(1e-3)
         seed_step(self, seed, step)
 
