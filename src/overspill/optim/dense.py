@@ -52,7 +52,7 @@ class DenseUpdate(NamedTuple):
     parameter: Tensor
     state: dict[str, Any]
     hyper: Callable[[int], AdamHyper]
-    """By the number of the step."""
+    """Its numbers, by the number of the step."""
 
 
 class DenseUpdates:
@@ -94,7 +94,7 @@ class DenseUpdates:
 
 
 def _sharing(weights: Sequence[Tensor]) -> set[int]:
-    """The numbers of those of which others have memory too."""
+    """The numbers of the weights that share memory with others."""
     spans = []
     for number, weight in enumerate(weights):
         if weight.is_contiguous():
@@ -115,7 +115,7 @@ def _sharing(weights: Sequence[Tensor]) -> set[int]:
 
 def _joined(each: DenseUpdate) -> RecordUpdate | None:
     """The update for the kernel for many tensors, which reads 16 bytes at once and checks nothing.
-    None if it does not take it: what needs a copy has it for a short time alone."""
+    None if that cannot take it; `_update_alone` can, with a copy where it needs one."""
     weight, grad = local(each.parameter), _gradient(each.parameter)
     if not weight.is_cuda or weight.numel() == 0 or weight.numel() % ALIGNED:
         return None

@@ -15,7 +15,8 @@ _PASSES = 3
 """Passes with each number of partitions that remains a candidate."""
 _FAR = (2.0, 1.15)
 """A number is dropped after its first pass, or after its second one, if that takes this many times
-as long as the best. The first may load kernels. That of a batch counts here too."""
+as long as the best. The first may load kernels. The first pass with a batch, whose time is not
+used, is one of them."""
 _WORTH = 0.98
 """The next larger number is tried if a number takes at most this share of the time of smaller ones:
 each doubling saves less than the one before."""
