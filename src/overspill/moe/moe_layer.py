@@ -29,7 +29,7 @@ from overspill.moe.router import Router
 from overspill.moe.state_dict import show_experts, split_record, stacked
 from overspill.parallel.dense import average_gradients
 from overspill.parallel.exchange.interface import Exchange
-from overspill.plan.reuse import STRATEGIES, Speeds, Strategy, cheapest, strategy_named
+from overspill.plan.reuse import REUSING, STRATEGIES, Speeds, Strategy, cheapest, strategy_named
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,7 +105,8 @@ class MoELayer(nn.Module):
         """What the choice of a strategy was based on, if it was measured."""
         self.expert_map = ExpertMap.part(num_experts, self._link.rank, self._link.size)
         alone = not pipeline or not self._link.exchanges
-        self._tuner = Tuner(partitions or (1 if alone else None))
+        even = memory_reuse if self._fixed is None else self._fixed in REUSING
+        self._tuner = Tuner(partitions or (1 if alone else None), even)
         self.router = Router(d_model, num_experts, top_k, device=device, dtype=dtype)
         n_local, rows = self.expert_map.n_local, self.shape.in_rows
         self.w_in = nn.Parameter(torch.empty(n_local, rows, d_model, device=device, dtype=dtype))

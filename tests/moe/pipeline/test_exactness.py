@@ -13,11 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overspill.core.expert_map import ExpertMap
 from overspill.moe.pipeline.rows import (
+    Division,
     SortedRows,
     divide_rows,
     key_counts,
-    partition_keys,
-    token_bounds,
 )
 from overspill.parallel.exchange.interface import LocalExchange
 from overspill.transfer.streams import Defer, Inject
@@ -127,18 +126,27 @@ def test_ranks(n_ranks: int) -> None:
 def test_ends_of_experts_are_contiguous() -> None:
     """Grouped kernels read them by their address."""
     ids, experts = torch.randint(0, N_EXPERTS, (50, 2)), ExpertMap.whole(N_EXPERTS)
-    keys = partition_keys(ids, 4, N_EXPERTS)
+    division = Division(4)
+    keys = division.keys(ids, N_EXPERTS)
     counts_GPE = key_counts(keys, 4 * N_EXPERTS).view(1, 4, N_EXPERTS).numpy()
-    rows = divide_rows(SortedRows.sort(keys, 4), counts_GPE, experts, LocalExchange("cpu"))
+    rows = divide_rows(SortedRows.sort(keys, division), counts_GPE, experts, LocalExchange("cpu"))
     for part in rows.partitions:
         assert part.ends.is_contiguous()
         assert part.ends.tolist() == [*itertools.accumulate(part.counts)]
 
 
+@pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8])
-def test_keys_follow_the_bounds_of_partitions(n: int) -> None:
+def test_keys_follow_the_bounds_of_partitions(n: int, even: bool) -> None:
+    division = Division(n, even)
     for n_tokens in (0, 1, 5, 8, 50, 1001):
-        keys = partition_keys(torch.zeros(n_tokens, 1, dtype=torch.int64), n, 1).view(-1)
-        bounds = token_bounds(n_tokens, n)
+        keys = division.keys(torch.zeros(n_tokens, 1, dtype=torch.int64), 1).view(-1)
+        bounds = division.bounds(n_tokens)
         expected = [p for p in range(n) for _ in range(bounds[p], bounds[p + 1])]
         assert keys.tolist() == expected
+
+
+def test_the_first_and_the_last_of_uneven_partitions_have_half_the_size() -> None:
+    assert Division(4, even=False).bounds(60) == [0, 10, 30, 50, 60]
+    assert Division(2, even=False).bounds(60) == [0, 30, 60]
+    assert Division(1, even=False).bounds(60) == [0, 60]

@@ -26,8 +26,8 @@ def passes(tuner: Tuner, most: int) -> list[int]:
 
 def test_two_passes_that_allocate_memory_are_not_counted_for_each_number() -> None:
     calls = itertools.count()
-    allocating = passes(Tuner(None, lambda _: next(calls)), 60)
-    usual = passes(Tuner(None, lambda _: 0), 60)
+    allocating = passes(Tuner(None, allocations=lambda _: next(calls)), 60)
+    usual = passes(Tuner(None, allocations=lambda _: 0), 60)
     assert usual[:3] == [1, 1, 2]  # the first pass is never counted
     assert allocating[:7] == [1, 1, 1, 1, 2, 2, 2]
     assert len(allocating) < 60, "the search ends although every pass allocates memory"

@@ -1,9 +1,9 @@
 """The token rows of each partition: where they go, and in which order they lie.
 
-The tokens of a rank are divided into n consecutive partitions. Its rows are sorted by (partition,
-expert, token), and ranks hold consecutive experts, so the rows of a partition are sorted by rank.
-Received rows are ordered by (source rank, expert, token); `to_experts` makes that (expert, source
-rank, token).
+The tokens of a rank are divided into n consecutive partitions (`Division`). Its rows are sorted by
+(partition, expert, token), and ranks hold consecutive experts, so those of one are sorted by rank.
+Received rows are ordered by (source rank, expert, token); `to_experts` makes that (expert,
+source rank, token).
 
 Shapes: T tokens, K top-k, E experts of all ranks, L experts of this rank, P partitions, G ranks,
 R rows of this rank's tokens, N rows that this rank computes.
@@ -12,6 +12,7 @@ R rows of this rank's tokens, N rows that this rank computes.
 import functools
 import itertools
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,20 +26,42 @@ from overspill.parallel.exchange.interface import Exchange
 Rows = NDArray[np.int64]
 
 
-def token_bounds(n_tokens: int, n: int) -> list[int]:
-    """The first token of each partition, and the end. Those of 2n partitions contain those of n."""
-    return [n_tokens * p // n for p in range(n + 1)]
+class Division(NamedTuple):
+    """How the tokens of a batch are divided."""
 
+    n: int
+    """Partitions."""
+    even: bool = True
+    """All have the same size, which needs the least memory where they share it. Else the first and
+    the last one have half the size of the others: nothing is computed before the first S, and the
+    last R begins when all is computed."""
 
-def partition_keys(expert_ids_TK: Tensor, n: int, n_experts: int) -> Tensor:
-    """partition * E + expert of each assignment."""
-    if n == 1:
-        return expert_ids_TK
-    n_tokens = len(expert_ids_TK)
-    # of token t the largest p with T*p//n <= t, which is T*p <= n*t + n - 1
-    partition_T = torch.arange(n - 1, n - 1 + n * n_tokens, n, device=expert_ids_TK.device)
-    partition_T.floor_divide_(max(1, n_tokens))
-    return torch.add(expert_ids_TK, partition_T.unsqueeze(1), alpha=n_experts)
+    @property
+    def _units(self) -> int:
+        """Of which the first and the last partition have one, and the others two."""
+        return max(1, 2 * self.n - 2)
+
+    def bounds(self, n_tokens: int) -> list[int]:
+        """The first token of each partition, and the end."""
+        if self.even:
+            return [n_tokens * p // self.n for p in range(self.n + 1)]
+        inner = [n_tokens * (2 * p - 1) // self._units for p in range(1, self.n)]
+        return [0, *inner, n_tokens]
+
+    def keys(self, expert_ids_TK: Tensor, n_experts: int) -> Tensor:
+        """partition * E + expert of each assignment."""
+        if self.n == 1:
+            return expert_ids_TK
+        n_tokens = max(1, len(expert_ids_TK))
+        # of token t the largest p with T*p//n <= t, which is T*p <= n*t + n - 1; or the largest p
+        # with T*(2p-1)//units <= t
+        pace, shift, size = self.n, 0, n_tokens
+        if not self.even:
+            pace, shift, size = self._units, n_tokens, 2 * n_tokens
+        first, stop = pace - 1 + shift, pace - 1 + shift + pace * len(expert_ids_TK)
+        partition_T = torch.arange(first, stop, pace, device=expert_ids_TK.device)
+        partition_T.floor_divide_(size)
+        return torch.add(expert_ids_TK, partition_T.unsqueeze(1), alpha=n_experts)
 
 
 def key_counts(keys_TK: Tensor, n_keys: int) -> Tensor:
@@ -57,13 +80,15 @@ class SortedRows:
     partition alone, the other fields of the order are those of all partitions."""
 
     @classmethod
-    def sort(cls, keys_TK: Tensor, n: int) -> "SortedRows":
+    def sort(cls, keys_TK: Tensor, division: Division) -> "SortedRows":
         whole = RowOrder.sort(keys_TK)
         n_tokens, top_k = keys_TK.shape
         parts = []
-        for first, stop in itertools.pairwise(token_bounds(n_tokens, n)):
+        for first, stop in itertools.pairwise(division.bounds(n_tokens)):
             tokens, rows = slice(first, stop), slice(first * top_k, stop * top_k)
-            order = whole if n == 1 else replace(whole, inverse_TK=whole.inverse_TK[tokens])
+            order = (
+                whole if division.n == 1 else replace(whole, inverse_TK=whole.inverse_TK[tokens])
+            )
             parts.append((tokens, rows, order))
         return cls(whole, parts)
 

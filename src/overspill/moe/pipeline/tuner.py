@@ -4,6 +4,7 @@ Ranks tell each other the token rows of every expert once for each pass. The sam
 the number of tokens and the time of the last measured pass, so that all search with equal numbers.
 """
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,11 +21,11 @@ from overspill.moe.device_memory import allocation_calls
 from overspill.moe.pipeline.arguments import DTYPES
 from overspill.moe.pipeline.link import waiting
 from overspill.moe.pipeline.rows import (
+    Division,
     RoutedRows,
     SortedRows,
     divide_rows,
     key_counts,
-    partition_keys,
 )
 from overspill.parallel.exchange.interface import Exchange
 from overspill.plan.granularity import GranularitySearch, PassTime
@@ -97,8 +98,14 @@ class PassTimer:
 class Tuner:
     """Chooses the number of partitions: a fixed one, or by search."""
 
-    def __init__(self, partitions: int | None, allocations: Allocations = allocation_calls) -> None:
+    def __init__(
+        self,
+        partitions: int | None,
+        even: bool = True,
+        allocations: Allocations = allocation_calls,
+    ) -> None:
         self.partitions = partitions
+        self._even = even
         self._count_allocations = allocations
         self.search = GranularitySearch()
         self._measured: PassTimer | None = None
@@ -120,11 +127,12 @@ class Tuner:
         n_tokens, n_experts = len(expert_ids_TK), experts.n_global
         known = self._known(n_tokens, exchange, training, start)
         # rows are counted in the partitions of all candidates, if the number is not known
-        finest = known or self.search.candidates[-1]
-        keys_TK = partition_keys(expert_ids_TK, finest, n_experts)
-        counts_R = HostCopy(key_counts(keys_TK, finest * n_experts))
+        divisions = {n: Division(n, self._even) for n in self._counted(known)}
+        keys = {n: division.keys(expert_ids_TK, n_experts) for n, division in divisions.items()}
+        counted = [key_counts(keys_TK, n * n_experts) for n, keys_TK in keys.items()]
+        counts_R = HostCopy(counted[0] if len(counted) == 1 else torch.cat(counted))
         # queued before the host waits: the device sorts while the host computes
-        rows = SortedRows.sort(keys_TK, known) if known else None
+        rows = SortedRows.sort(keys[known], divisions[known]) if known else None
         before = time.perf_counter() - start
         counts = counts_R.wait()
         report = self._report(start)  # now the device has come to the end of the pass before
@@ -136,13 +144,18 @@ class Tuner:
         if n is None or (self.partitions is None and any(report)):
             batch, n = self._choose(found[:, :_HEAD])
         if rows is None:
-            rows = SortedRows.sort(partition_keys(expert_ids_TK, n, n_experts), n)
-        counts_GPE = found[:, _HEAD:].reshape(len(found), n, finest // n, n_experts).sum(2)
+            rows = SortedRows.sort(keys[n], divisions[n])
+        start = _HEAD + n_experts * sum(itertools.takewhile(lambda each: each != n, keys))
+        counts_GPE = found[:, start : start + n * n_experts].reshape(len(found), n, n_experts)
         routed = divide_rows(rows, counts_GPE, experts, exchange)
         if self.partitions is not None or not training or self.search.settled(batch) is not None:
             return routed, None
         host, device = before + time.perf_counter() - told, expert_ids_TK.device
         return routed, PassTimer(device, batch, n, host, self._end, self._count_allocations)
+
+    def _counted(self, known: int | None) -> tuple[int, ...]:
+        """Numbers of partitions whose rows are counted."""
+        return self.search.candidates if known is None else (known,)
 
     def _known(self, n_tokens: int, exchange: Exchange, training: bool, now: float) -> int | None:
         """The number of partitions if it is known before the rows are counted and, with several
@@ -166,9 +179,9 @@ class Tuner:
 
     def tell_failure(self, n_experts: int, exchange: Exchange) -> None:
         """In place of `route`: the other ranks raise."""
-        finest = self.partitions or self.search.candidates[-1]
         head = [_REFUSED, *[0] * (_HEAD - 1)]
-        _gather(head, torch.zeros(finest * n_experts, dtype=torch.int64), exchange)
+        size = n_experts * sum(self._counted(self.partitions))
+        _gather(head, torch.zeros(size, dtype=torch.int64), exchange)
 
     def _report(self, now: float) -> tuple[int, ...]:
         """The last measured pass, once: its batch, its partitions and its times, or zeros."""
