@@ -145,8 +145,8 @@ class Tuner:
             batch, n = self._choose(found[:, :_HEAD])
         if rows is None:
             rows = SortedRows.sort(keys[n], divisions[n])
-        start = _HEAD + n_experts * sum(itertools.takewhile(lambda each: each != n, keys))
-        counts_GPE = found[:, start : start + n * n_experts].reshape(len(found), n, n_experts)
+        first = _HEAD + n_experts * sum(itertools.takewhile(lambda each: each != n, keys))
+        counts_GPE = found[:, first : first + n * n_experts].reshape(len(found), n, n_experts)
         routed = divide_rows(rows, counts_GPE, experts, exchange)
         if self.partitions is not None or not training or self.search.settled(batch) is not None:
             return routed, None
