@@ -103,7 +103,7 @@ def test_a_first_pass_that_loads_kernels_does_not_end_the_search() -> None:
     search = GranularitySearch()
     for _ in range(2):
         search.report(1000, 1, PassTime(1.0))
-    search.report(1000, 2, PassTime(1.9))
+    search.report(1000, 2, PassTime(1.4))
     train(search, 1000, {1: 1.0, 2: 0.8, 4: 2.0, 8: 3.0})
     assert search.choose(1000) == 2
 

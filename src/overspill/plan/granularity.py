@@ -13,16 +13,16 @@ from overspill.core.errors import ConfigError
 CANDIDATES = (1, 2, 4, 8)
 _PASSES = 3
 """Passes with each number of partitions that remains a candidate."""
-_FAR = (2.0, 1.15)
+_FAR = (1.5, 1.1)
 """A number is dropped after its first pass, or after its second one, if that takes this many times
-as long as the best. The first may load kernels. The first pass with a batch, whose time is not
-used, is one of them."""
+as long as the best. The first may load kernels or wait for memory. The first pass with a batch,
+whose time is not used, is one of them."""
 _WORTH = 0.98
 """The next larger number is tried if a number takes at most this share of the time of smaller ones:
 each doubling saves less than the one before."""
 _SEEN = 1.03
 """Numbers are compared by the time of whole steps if it differs by more than this."""
-_LEAST = 0.6
+_LEAST = 0.65
 """A further partition takes the host at least this share of what the first one has taken."""
 
 
@@ -44,8 +44,8 @@ class PassTime:
     partitions: float = 0.0
     """Of these, what it needed for all partitions."""
     step: float = 0.0
-    """From the begin of the forward to the next pass through the layer, or to the end of the
-    backward on the device; 0 if it is not known."""
+    """From the begin of routing to the next pass through the layer, or to the end of the backward
+    on the device; 0 if it is not known."""
 
 
 @dataclass

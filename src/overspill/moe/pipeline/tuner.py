@@ -51,12 +51,14 @@ class PassTimer:
         device: torch.device,
         batch: int,
         n: int,
+        began: Timestamp,
         routing: float,
         ended: "Callable[[PassTimer], None]",
         allocations: Allocations,
     ) -> None:
-        """`routing`: seconds of the host before the pass, without those in which it has waited."""
-        self.batch, self.n = batch, n
+        """`began`: when the device could begin with routing the rows. `routing`: seconds of the
+        host for that, without those in which it has waited."""
+        self.batch, self.n, self._began = batch, n, began
         self._device, self._ended, self._count = device, ended, allocations
         self._routing = routing
         self._stamps: list[Timestamp] = []
@@ -92,6 +94,7 @@ class PassTimer:
             return PassTime(seconds)
         queueing = end.made - begin.made + end_backward.made - begin_backward.made
         step = max(begin.seconds_until(end_backward), now - begin.made)
+        step += self._began.seconds_until(begin)  # in which the device may wait for the host
         return PassTime(seconds, self._routing + queueing, queueing, step)
 
 
@@ -124,7 +127,8 @@ class Tuner:
         the device. Raises on all if one has refused its input, or if ranks would wait for each
         other later."""
         start = time.perf_counter()
-        n_tokens, n_experts = len(expert_ids_TK), experts.n_global
+        n_tokens, n_experts, device = len(expert_ids_TK), experts.n_global, expert_ids_TK.device
+        began = Timestamp(device) if self.partitions is None and training else None
         known = self._known(n_tokens, exchange, training, start)
         # rows are counted in the partitions of all candidates, if the number is not known
         divisions = {n: Division(n, self._even) for n in self._counted(known)}
@@ -148,10 +152,10 @@ class Tuner:
         first = _HEAD + n_experts * sum(itertools.takewhile(lambda each: each != n, keys))
         counts_GPE = found[:, first : first + n * n_experts].reshape(len(found), n, n_experts)
         routed = divide_rows(rows, counts_GPE, experts, exchange)
-        if self.partitions is not None or not training or self.search.settled(batch) is not None:
+        if began is None or self.search.settled(batch) is not None:
             return routed, None
-        host, device = before + time.perf_counter() - told, expert_ids_TK.device
-        return routed, PassTimer(device, batch, n, host, self._end, self._count_allocations)
+        host = before + time.perf_counter() - told
+        return routed, PassTimer(device, batch, n, began, host, self._end, self._count_allocations)
 
     def _counted(self, known: int | None) -> tuple[int, ...]:
         """Numbers of partitions whose rows are counted."""
