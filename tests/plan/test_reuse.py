@@ -53,10 +53,16 @@ def test_gated_experts_have_a_first_matrix_of_twice_the_size() -> None:
 
 
 @given(SPEEDS)
-def test_the_selected_strategy_has_the_lowest_cost(speeds: Speeds) -> None:
+def test_the_selected_strategy_copies_least_of_those_with_nearly_the_lowest_cost(
+    speeds: Speeds,
+) -> None:
     costs = {strategy: cost(strategy, SHAPE, speeds, 2) for strategy in REUSING}
-    chosen = costs[cheapest(SHAPE, speeds, 2)]
-    assert chosen == pytest.approx(min(costs.values()), rel=1e-3, abs=1e-14)
+    chosen = cheapest(SHAPE, speeds, 2)
+    assert costs[chosen] <= 1.05 * min(costs.values())
+    copied = {strategy: sum(q.copies for q in work(strategy, SHAPE)) for strategy in REUSING}
+    for other in REUSING:
+        if copied[other] < copied[chosen]:
+            assert costs[other] > 1.05 * min(costs.values())
 
 
 @given(SPEEDS)

@@ -139,6 +139,8 @@ def cost(strategy: Strategy, shape: ExpertShape, speeds: Speeds, itemsize: int) 
     return total
 
 
+_ALIKE = 1.05
+"""Costs that differ by less than this are alike."""
 Model = Callable[[Strategy, ExpertShape, Speeds, int], float]
 
 
@@ -149,14 +151,15 @@ def cheapest(
     among: Sequence[Strategy] = REUSING,
     model: Model = cost,
 ) -> Strategy:
-    """The strategy with the lowest cost; of equals the one that copies least, as host memory has
-    other uses."""
+    """The strategy with the lowest cost; of those with nearly the same the one that copies least:
+    copies take host memory, and time of the host, which no cost contains."""
+    costs = {strategy: model(strategy, shape, speeds, itemsize) for strategy in among}
+    alike = [strategy for strategy in among if costs[strategy] <= _ALIKE * min(costs.values())]
 
     def rank(strategy: Strategy) -> tuple[float, float]:
-        copied = sum(q.copies for q in work(strategy, shape))
-        return round(model(strategy, shape, speeds, itemsize) * 1e12, 3), copied
+        return sum(q.copies for q in work(strategy, shape)), costs[strategy]
 
-    return min(among, key=rank)
+    return min(alike, key=rank)
 
 
 class Memory(NamedTuple):

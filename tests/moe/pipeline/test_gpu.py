@@ -164,6 +164,18 @@ def test_a_throttled_loopback_takes_the_time_of_its_bytes(rate: float) -> None:
     assert milliseconds(both) < max(alone, computing) * 1.25 + 0.2
 
 
+@pytest.mark.parametrize("rate", [6, 50])
+def test_the_speed_of_a_link_is_measured_without_the_time_to_queue_it(rate: float) -> None:
+    exchange = LoopbackExchange("cuda", rate)
+    layer = overspill.MoELayer(
+        256, 512, 1, 1, exchange=exchange, device="cuda", dtype=torch.bfloat16
+    )
+    y, _ = layer(torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+    y.sum().backward()
+    assert layer.speeds is not None
+    assert 0.7 * rate < layer.speeds.exchange / 1e9 < 1.05 * rate
+
+
 def test_reuse_saves_memory() -> None:
     case = Case(8, "none", FUSED[0], 1, "even", "loopback", **SIZES)
     case = replace(case, d_model=512, d_hidden=2048, tokens=8192, dtype=torch.bfloat16)

@@ -1,8 +1,10 @@
 """Measures what the choice of a memory reusing strategy depends on (`plan.reuse.Speeds`)."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +19,11 @@ from overspill.transfer.work_stream import Arrival
 
 _ROWS = 8192
 _ROUNDS = 3
-_MOST = 64  # times that work is repeated to take as long as the other
+_LONG = 2e-3
+"""Seconds that measured work takes at least, repeated if need be: the host takes a tenth of a
+millisecond to queue the first one, in which the device waits."""
+_REPEATED = 8  # at most
+_BESIDE = 64  # times that other work is repeated, at most
 Begin = Callable[[], Sequence[Arrival]]
 """Queues some work; returns what must be waited for."""
 
@@ -44,30 +50,42 @@ def measure_speeds(experts: Experts, exchange: Exchange, copies: HostCopies) -> 
     def copy() -> Sequence[Arrival]:
         return [copies.to_host(x_RD, "measured")]
 
-    seconds = [_seconds([work], exchange) for work in (compute, send, copy)]
-    computing, sending, copying = seconds
-    beside_compute = _seconds([send, *_times(compute, sending / computing)], exchange)
-    beside_all = _seconds(
-        [send, *_times(copy, sending / copying), *_times(compute, sending / computing)], exchange
-    )
-    copy_beside = _seconds(
-        [copy, *_times(send, copying / sending), *_times(compute, copying / computing)], exchange
-    )
+    computing, sending, copying = (_repeated(work, exchange) for work in (compute, send, copy))
     flops = 2 * _ROWS * (shape.in_numel + shape.out_numel)
     local = isinstance(exchange, LocalExchange)
     return Speeds(
-        flops / computing,
-        float("inf") if local else x_RD.nbytes / sending,
-        x_RD.nbytes / copying,
-        1.0 if local else min(1.0, sending / beside_compute),
-        1.0 if local else min(1.0, sending / beside_all),
-        min(1.0, copying / copy_beside),
+        flops / computing.each,
+        float("inf") if local else x_RD.nbytes / sending.each,
+        x_RD.nbytes / copying.each,
+        1.0 if local else _beside(sending, [computing], exchange),
+        1.0 if local else _beside(sending, [copying, computing], exchange),
+        _beside(copying, [sending, computing], exchange),
     )
 
 
-def _times(work: Begin, ratio: float) -> list[Begin]:
-    """As often as it takes no longer than the work that is measured."""
-    return [work] * min(_MOST, int(ratio))
+class _Repeated(NamedTuple):
+    """Work that was measured some times in a row."""
+
+    begin: Begin
+    times: int
+    seconds: float
+
+    @property
+    def each(self) -> float:
+        return self.seconds / self.times
+
+
+def _repeated(work: Begin, exchange: Exchange) -> _Repeated:
+    times = min(_REPEATED, math.ceil(_LONG / _seconds([work], exchange)))
+    return _Repeated(work, times, _seconds([work] * times, exchange))
+
+
+def _beside(measured: _Repeated, others: Sequence[_Repeated], exchange: Exchange) -> float:
+    """The speed of some work as a share of its speed alone. The other work takes no longer."""
+    works = [measured.begin] * measured.times
+    for other in others:
+        works += [other.begin] * min(_BESIDE, int(measured.seconds / other.each))
+    return min(1.0, measured.seconds / _seconds(works, exchange))
 
 
 def _seconds(works: Sequence[Begin], exchange: Exchange) -> float:
