@@ -99,13 +99,29 @@ def test_a_slow_number_is_tried_once_or_twice_and_larger_ones_never(
     assert {*tried} == {1, 2}
 
 
-def test_a_first_pass_that_loads_kernels_does_not_end_the_search() -> None:
+def test_a_first_pass_that_loads_kernels_is_not_counted() -> None:
     search = GranularitySearch()
-    for _ in range(2):
-        search.report(1000, 1, PassTime(1.0))
-    search.report(1000, 2, PassTime(1.4))
-    train(search, 1000, {1: 1.0, 2: 0.8, 4: 2.0, 8: 3.0})
+    seconds = {1: 1.0, 2: 0.8, 4: 2.0, 8: 3.0}
+    for n in (1, 1, 2):  # the first pass is not counted either
+        assert search.choose(1000) == n
+        loading = 5.0 if n == 2 else 0.0
+        search.report(1000, n, PassTime(seconds[n] + loading, host=0.1 * n + loading))
+    train(search, 1000, seconds)
     assert search.choose(1000) == 2
+
+
+def test_a_number_that_always_takes_the_host_long_is_dropped() -> None:
+    search, tried = GranularitySearch(), []
+    while search.settled(1000) is None:
+        tried.append(n := search.choose(1000))
+        search.report(1000, n, PassTime(1.0 if n == 1 else 9.0, host=0.1 if n == 1 else 9.0))
+    assert tried.count(2) == 2, "one pass may load kernels"
+    assert search.choose(1000) == 1
+
+
+def test_passes_with_one_number_follow_each_other() -> None:
+    tried = train(GranularitySearch(), 1000, {1: 1.0, 2: 0.97, 4: 0.95, 8: 0.95})
+    assert tried[:9] == [1, 1, 2, 2, 4, 4, 8, 8, 8]
 
 
 def test_a_number_that_the_host_cannot_queue_in_time_is_never_tried() -> None:

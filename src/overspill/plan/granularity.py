@@ -15,8 +15,9 @@ _PASSES = 3
 """Passes with each number of partitions that remains a candidate."""
 _FAR = (1.5, 1.1)
 """A number is dropped after its first pass, or after its second one, if that takes this many times
-as long as the best. The first may load kernels or wait for memory. The first pass with a batch,
-whose time is not used, is one of them."""
+as long as the best. The first pass with a batch, whose time is not used, is one of them."""
+_LOADS = 2.0
+"""A first pass for which the host takes this many times as long as expected loads kernels."""
 _WORTH = 0.98
 """The next larger number is tried if a number takes at most this share of the time of smaller ones:
 each doubling saves less than the one before."""
@@ -55,6 +56,31 @@ class _Trials:
     warm: int | None = None
     """The number of partitions of the first pass, which is not counted."""
     passes: dict[int, list[PassTime]] = field(default_factory=dict)
+    last: int | None = None
+    """The number of the last pass."""
+    loaded: set[int] = field(default_factory=set)
+    """Numbers of which a pass is not counted because it has loaded kernels."""
+
+    def add(self, n: int, found: PassTime) -> None:
+        self.last = n
+        if self.warm is None:  # the first pass also compiles kernels and allocates memory
+            self.warm = n
+        elif n not in self.passes and n not in self.loaded and self._loads(n, found):
+            self.loaded.add(n)
+        else:
+            self.passes.setdefault(n, []).append(found)
+
+    def _loads(self, n: int, found: PassTime) -> bool:
+        """The host takes at most as long for each further partition as for the first ones."""
+        most = [
+            n / fewer * min(each.host for each in passes)
+            for fewer, passes in self.passes.items()
+            if fewer < n
+        ]
+        return found.host > _LOADS * min(most, default=found.host)
+
+    def seen(self, n: int) -> int:
+        return len(self.passes.get(n, ())) + (n == self.warm)
 
     def costs(self, n: int) -> list[float]:
         """What passes are compared by: the time of their steps, if a number changes that. It does
@@ -73,8 +99,7 @@ class _Trials:
     def is_far(self, n: int, best: float) -> bool:
         """Whether the passes with `n` show that it is not the best."""
         found = self.costs(n)
-        seen = len(found) + (n == self.warm)
-        return bool(found) and min(found) > best * _FAR[min(seen, len(_FAR)) - 1]
+        return bool(found) and min(found) > best * _FAR[min(self.seen(n), len(_FAR)) - 1]
 
     def least(self, n: int) -> float:
         """What a pass with `n` partitions takes at least, by the passes with fewer: the device
@@ -129,8 +154,11 @@ class GranularitySearch:
         wanted = self._wanted(batch)
         if not wanted:  # ranges have grown meanwhile: what was measured is enough
             return self._settle(batch, self._fastest(batch))
-        passes = self._of(batch).passes
-        return min(wanted, key=lambda n: len(passes.get(n, ())))
+        trials = self._of(batch)
+        # the first pass after one with another number takes longer: each has some in a row
+        if trials.last in wanted and trials.seen(trials.last) < len(_FAR):
+            return trials.last
+        return min(wanted, key=lambda n: (trials.seen(n), n != trials.last))
 
     def guess(self, batch: int) -> int:
         """A number of partitions for a pass that is not measured."""
@@ -142,11 +170,8 @@ class GranularitySearch:
         if batch in self._cache or n not in self.candidates:
             return
         trials = self._of(batch)
-        if trials.warm is None:  # the first pass also compiles kernels and allocates memory
-            trials.warm = n
-            return
-        trials.passes.setdefault(n, []).append(found)
-        if not self._wanted(batch):
+        trials.add(n, found)
+        if trials.passes and not self._wanted(batch):
             self._settle(batch, self._fastest(batch))
 
     def _of(self, batch: int) -> _Trials:

@@ -128,7 +128,7 @@ class Tuner:
         other later."""
         start = time.perf_counter()
         n_tokens, n_experts, device = len(expert_ids_TK), experts.n_global, expert_ids_TK.device
-        began = Timestamp(device) if self.partitions is None and training else None
+        began = Timestamp(device) if training and not self._is_settled(n_tokens, exchange) else None
         known = self._known(n_tokens, exchange, training, start)
         # rows are counted in the partitions of all candidates, if the number is not known
         divisions = {n: Division(n, self._even) for n in self._counted(known)}
@@ -156,6 +156,12 @@ class Tuner:
             return routed, None
         host = before + time.perf_counter() - told
         return routed, PassTimer(device, batch, n, began, host, self._end, self._count_allocations)
+
+    def _is_settled(self, n_tokens: int, exchange: Exchange) -> bool:
+        """Whether it is known that no trial is needed."""
+        if self.partitions is not None:
+            return True
+        return exchange.size == 1 and self.search.settled(n_tokens) is not None
 
     def _counted(self, known: int | None) -> tuple[int, ...]:
         """Numbers of partitions whose rows are counted."""
