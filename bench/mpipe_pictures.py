@@ -73,7 +73,7 @@ def draw_11(axes: "Axes", table: Sequence[Row]) -> None:
         label = row["method"] + detail
         axes.plot(row["MiB"], row["ms"], "o", color=colour, markersize=10, label=label)
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     axes.set_xlabel("peak memory, MiB", color=_INK)
     axes.set_ylabel("ms a step")
 

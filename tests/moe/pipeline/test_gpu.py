@@ -167,10 +167,9 @@ def test_a_throttled_loopback_takes_the_time_of_its_bytes(rate: float) -> None:
 @pytest.mark.parametrize("rate", [6, 50])
 def test_the_speed_of_a_link_is_measured_without_the_time_to_queue_it(rate: float) -> None:
     exchange = LoopbackExchange("cuda", rate)
-    layer = overspill.MoELayer(
-        256, 512, 1, 1, exchange=exchange, device="cuda", dtype=torch.bfloat16
-    )
-    y, _ = layer(torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    layer = overspill.MoELayer(768, 3072, 1, 1, exchange=exchange, **kind)
+    y, _ = layer(torch.randn(64, 768, requires_grad=True, **kind))
     y.sum().backward()
     assert layer.speeds is not None
     assert 0.7 * rate < layer.speeds.exchange / 1e9 < 1.05 * rate
