@@ -1,5 +1,7 @@
 """overspill.AdamW on a model that is not offloaded is torch.optim.AdamW with clipping built in."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
-from overspill.core.errors import ConfigError
+from overspill.core.errors import ConfigError, OrderError
 
 
 def model_and_data(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, list[Tensor]]:
@@ -279,3 +281,10 @@ def test_a_gradient_scaler_works_where_no_expert_is_offloaded() -> None:
     scaler.scale(model(data[0]).sum()).backward()
     scaler.step(optimizer)
     assert optimizer.steps_taken == 1
+
+
+@pytest.mark.parametrize("function", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(function: Any) -> None:
+    model, _ = model_and_data()
+    with pytest.raises(OrderError, match="load that into a new one"):
+        function(overspill.AdamW(model))

@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from overspill.core.errors import ConfigError, NonFiniteError
+from overspill.core.errors import ConfigError, NonFiniteError, OrderError
 from overspill.core.experts import ExpertId
 from overspill.optim.dense import DenseUpdate, DenseUpdates, new_dense_state, new_zeros
 from overspill.optim.expert_states import (
@@ -123,6 +123,12 @@ class AdamW(torch.optim.Optimizer):
         elif engine is not None:
             engine.training.check_joins(layer_groups.keys() - self._layer_groups.keys())
         self._layer_groups = layer_groups
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise OrderError(
+            "overspill.AdamW cannot be copied or pickled, because it belongs to its parameters and "
+            "experts; save its state_dict() and load that into a new one"
+        )
 
     # -- interface for the training step (UpdateRule) --------------------------------------
 
