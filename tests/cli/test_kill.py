@@ -15,7 +15,7 @@ from tests.train.fakes import tiny_settings
 
 
 def _flags(folder: Path, out: Path, extra: dict[str, object]) -> list[str]:
-    settings = {**tiny_settings(folder, steps=12), **extra, "out": str(out)}
+    settings = {**tiny_settings(folder, steps=9), **extra, "out": str(out)}
     return [
         word
         for name, value in settings.items()
@@ -30,7 +30,7 @@ def _numbers(out: Path) -> list[tuple[object, ...]]:
 
 
 def _tensors(out: Path) -> list[bytes]:
-    folder = out / "checkpoints" / "step-00000012"
+    folder = out / "checkpoints" / "step-00000009"
     return [(folder / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
 
@@ -40,7 +40,7 @@ def _kill_and_resume(forks: Forks, folder: Path, extra: dict[str, object], round
     assert forks.run(["train", *_flags(folder, folder / "whole", extra)], log) == 0, log.read_text()
     length = time.monotonic() - began
     expected, moments = _numbers(folder / "whole"), random.Random(7)
-    assert len(expected) > 12
+    assert len(expected) > 9
     for number in range(rounds):
         out = folder / f"killed-{number}"
         for _ in range(2):
