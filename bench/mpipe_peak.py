@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-
 class _Storages(TorchDispatchMode):
     """Bytes of the storages that were made since this mode began, now and at most."""
 
