@@ -51,21 +51,17 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, build: Builder) -
 
 
 @pytest.mark.usefixtures("pictures")
-def test_the_timeline_of_an_offloaded_run_opens(tmp_path: Path) -> None:
+def test_the_timeline_of_an_offloaded_run_opens_and_no_thread_outlives_it(tmp_path: Path) -> None:
     from tests.trace.reader import read_perfetto
 
+    before = set(threading.enumerate())
     _train(tiny_settings(tmp_path, steps=4, trace_steps=2), Watcher(), build_session)
+    assert set(threading.enumerate()) <= before
     rows = {span.row for span in read_perfetto(tmp_path / "run" / "timeline.json.gz")}
     assert {"upload", "optimizer"} <= rows
     assert (tmp_path / "run" / "timeline.png").exists()
     lines = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
     assert any(line.get("busy", {}).get("upload", 0) > 0 for line in lines)
-
-
-def test_no_thread_outlives_a_run(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    _train(tiny_settings(tmp_path, steps=3), Watcher(), build_session)
-    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.slow
