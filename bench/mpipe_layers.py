@@ -147,13 +147,14 @@ def medians(
 ) -> dict[K, float]:
     """Milliseconds of one call of each. All take turns, so that what changes with time, such as the
     clock of the GPU, changes them alike. The first call of a turn does not count: it finds the
-    caches as the work before has left them. A CPU, for smoke tests, has one round of one call."""
+    caches as the work before has left them. A CPU, for smoke tests, has one call alone."""
     found: dict[K, list[float]] = {key: [] for key in works}
     if device.type != "cuda":
         rounds = calls = 1
     for _ in range(rounds):
         for key, work in works.items():
-            work()
+            if device.type == "cuda":
+                work()
             found[key].append(milliseconds(work, device, calls))
     return {key: statistics.median(times) for key, times in found.items()}
 

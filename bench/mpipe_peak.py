@@ -11,8 +11,6 @@ from mpipe_layers import Layer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_WARM = 2  # steps before the one that is measured: the optimizer makes its states in the first
-
 
 class _Storages(TorchDispatchMode):
     """Bytes of the storages that were made since this mode began, now and at most."""
@@ -50,8 +48,10 @@ def training_peak(spec: Layer, tokens: int, build: Callable[[], nn.Module]) -> i
         layer = build()
         optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-4, fused=True)
         x, dy = spec.rows(tokens).requires_grad_(), spec.rows(tokens)
-        for number in range(_WARM + 1):
-            if number == _WARM:
+        # before the step that is measured: the optimizer makes its states in the first
+        warm = 2 if spec.device.type == "cuda" else 1
+        for number in range(warm + 1):
+            if number == warm:
                 begin_last()
             x.grad = None
             y, _ = layer(x)

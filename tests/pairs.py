@@ -1,5 +1,6 @@
 """Parameters of a test in few combinations."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -12,11 +13,13 @@ def all_pairs(
     fewer than all combinations of three axes."""
     rows = [row for row in product(*axes) if allowed(*row)]
     numbers = [tuple(axis.index(v) for axis, v in zip(axes, row, strict=True)) for row in rows]
-    pairs = [set(combinations(enumerate(row), 2)) for row in numbers]
-    missing = set().union(*pairs)
+    bits: defaultdict[Any, int] = defaultdict(lambda: 1 << len(bits))  # one for each pair
+    # a set of pairs is a number: there are thousands of rows
+    pairs = [sum(bits[pair] for pair in combinations(enumerate(row), 2)) for row in numbers]
+    missing = (1 << len(bits)) - 1
     chosen = set()
     while missing:
-        best = max(range(len(rows)), key=lambda n: len(pairs[n] & missing))
+        best = max(range(len(rows)), key=lambda n: (pairs[n] & missing).bit_count())
         chosen.add(best)
-        missing -= pairs[best]
+        missing &= ~pairs[best]
     return [rows[n] for n in sorted(chosen)]

@@ -1,5 +1,6 @@
 """The command line in processes that can be killed, without waiting for torch each time."""
 
+import contextlib
 import math
 import os
 import runpy
@@ -18,6 +19,7 @@ _IMPORTS = (
     "overspill.train.trainer",
     "overspill.train.finetune.finetuner",
     "transformers.models.mixtral.modeling_mixtral",
+    "rich._emoji_codes",
     "tests.cli.first_use",
 )
 
@@ -89,7 +91,7 @@ def _hold_steps(file: Path) -> None:
 
     def hold(self: Team, seed: int, step: int) -> None:
         while step >= last():
-            time.sleep(1e-3)
+            time.sleep(5e-3)
         seed_step(self, seed, step)
 
     Team.seed_step = hold  # type: ignore[method-assign]
@@ -120,11 +122,14 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     )
     # no pictures: they take as long as training
     loop.draw_loss = lambda *args: None  # type: ignore[attr-defined]
+    # it counts the objects of all imported modules, which the server has frozen
+    loop.short_collections = contextlib.nullcontext  # type: ignore[attr-defined]
     # ranks of --gpus are forked too
     main.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
     if SILENT in os.environ:
         watchdog.SILENT = int(os.environ[SILENT])  # type: ignore[attr-defined]
-        launcher._GRACE = join._LAUNCHER_FIRST = 1.0  # type: ignore[attr-defined]
+        # a stopped rank does not end by itself, and was not killed
+        launcher._GRACE = join._LAUNCHER_FIRST = 0.1  # type: ignore[attr-defined]
     if HOLD in os.environ:
         _hold_steps(Path(os.environ[HOLD]))
     if SLOW in os.environ:

@@ -215,6 +215,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert left == {".lock"}
 
 
+@pytest.mark.slow  # as in test_kill.py; what is said: train/finetune/test_finetuner.py
 def test_ctrl_c_saves_says_how_to_go_on_and_exits_with_130(
     forks: Forks, checkpoint: Path, tmp_path: Path
 ) -> None:

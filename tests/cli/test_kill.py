@@ -15,7 +15,7 @@ from tests.train.fakes import tiny_settings
 
 
 def _flags(folder: Path, out: Path, extra: dict[str, object]) -> list[str]:
-    settings = {**tiny_settings(folder, steps=12), **extra, "out": str(out)}
+    settings = {**tiny_settings(folder, steps=9), **extra, "out": str(out)}
     return [
         word
         for name, value in settings.items()
@@ -30,43 +30,53 @@ def _numbers(out: Path) -> list[tuple[object, ...]]:
 
 
 def _tensors(out: Path) -> list[bytes]:
-    folder = out / "checkpoints" / "step-00000012"
+    folder = out / "checkpoints" / "step-00000009"
     return [(folder / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
 
-def _kill_and_resume(forks: Forks, folder: Path, extra: dict[str, object], rounds: int) -> None:
+def _kill_and_resume(
+    forks: Forks, folder: Path, extra: dict[str, object], rounds: int, saved: bool = False
+) -> None:
+    """Kills each run twice; with `saved` when it has a checkpoint."""
     log = folder / "log.txt"
     began = time.monotonic()
     assert forks.run(["train", *_flags(folder, folder / "whole", extra)], log) == 0, log.read_text()
     length = time.monotonic() - began
     expected, moments = _numbers(folder / "whole"), random.Random(7)
-    assert len(expected) > 12
+    assert len(expected) > 9
     for number in range(rounds):
         out = folder / f"killed-{number}"
         for _ in range(2):
             after = moments.uniform(0, length)
-            while _start(forks, folder, out, extra, kill_after=after) != -signal.SIGKILL:
+            while _start(forks, folder, out, extra, after, saved) != -signal.SIGKILL:
                 shutil.rmtree(out)  # it was faster than the first
                 after /= 2
-        assert _start(forks, folder, out, extra, kill_after=None) == 0, log.read_text()
+        assert _start(forks, folder, out, extra) == 0, log.read_text()
         assert _numbers(out) == expected
         assert _tensors(out) == _tensors(folder / "whole")
         assert len(list((out / "checkpoints").iterdir())) == extra.get("keep", 2)
 
 
 def _start(
-    forks: Forks, folder: Path, out: Path, extra: dict[str, object], kill_after: float | None
+    forks: Forks,
+    folder: Path,
+    out: Path,
+    extra: dict[str, object],
+    kill_after: float | None = None,
+    saved: bool = False,
 ) -> int:
     resume = ["--resume"] if out.exists() else []
     pid = forks.start(["train", *_flags(folder, out, extra), *resume], folder / "log.txt")
     if kill_after is not None:
+        while saved and not list(out.glob("checkpoints/step-*")):
+            time.sleep(1e-3)
         time.sleep(kill_after)
         os.kill(pid, signal.SIGKILL)  # a child that has ended is there until it is waited for
     return forks.wait(pid)
 
 
 def test_a_killed_run_resumes_to_the_same_bits(forks: Forks, tmp_path: Path) -> None:
-    _kill_and_resume(forks, tmp_path, {}, rounds=1)
+    _kill_and_resume(forks, tmp_path, {}, rounds=1, saved=True)
 
 
 @pytest.mark.slow

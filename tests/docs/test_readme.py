@@ -58,6 +58,7 @@ def test_the_commands_for_serving_and_pre_gates_run(
         few = ["--max-tokens", "8"] if words[0] in ("generate", "chat") else []
         if words[0] == "train":
             few = ["--d-model", "32", "--d-hidden", "32", "--heads", "2", "--seq-len", "64"]
+            few += ["--layers", "4", "--eval-every", "0"]
         assert app([*words, *few]) == 0
     assert (tmp_path / "runs/pregated/final/pregates.safetensors").is_file()
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)

@@ -24,7 +24,7 @@ LITTLE = Effort(
     cold=1 << 20,
     largest_copy=256 << 10,
     largest_matrix=64,
-    disk=64 << 20,
+    disk=4 << 20,
 )
 
 

@@ -128,10 +128,11 @@ def test_a_kill_at_any_system_call_leaves_a_whole_checkpoint(
 ) -> None:
     session = make_session(dataclasses.replace(TINY, n_layers=1, moe_every=1, n_experts=2, top_k=1))
     seen = set()
+    _save(tmp_path / "first", session, step=1, keep=1)
     for moment in range(1000):
         folder = tmp_path / "run"
         shutil.rmtree(folder, ignore_errors=True)
-        _save(folder, session, step=1, keep=1)
+        shutil.copytree(tmp_path / "first", folder)
         kill_at(moment)
         try:
             _save(folder, session, step=2, keep=1)

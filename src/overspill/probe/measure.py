@@ -160,11 +160,12 @@ def _fits(size: int, device: torch.device) -> bool:
 def measure_disk(folder: Path, effort: Effort | None = None) -> tuple[float, float]:
     """Bytes a second (read, write) with direct I/O, by as many workers as the engine has."""
     effort = effort or Effort()
-    blocks = max(_DISK_WORKERS, min(effort.disk, disk_free(folder) // 4) // _DISK_BLOCK)
-    check_folder(folder, blocks * _DISK_BLOCK)
-    file = RecordFile(folder / f"probe-{uuid.uuid4().hex}", blocks, _DISK_BLOCK)
+    block = min(_DISK_BLOCK, effort.disk // _DISK_WORKERS)
+    blocks = max(_DISK_WORKERS, min(effort.disk, disk_free(folder) // 4) // block)
+    check_folder(folder, blocks * block)
+    file = RecordFile(folder / f"probe-{uuid.uuid4().hex}", blocks, block)
     try:
-        with closing(buffers(_DISK_WORKERS, _DISK_BLOCK, pinned=False)) as slab:
+        with closing(buffers(_DISK_WORKERS, block, pinned=False)) as slab:
             slab.slots.random_()  # some disks compress zeros
             limit = _DISK_LIMITS * effort.seconds
             written, write = _disk_rate(file.write, slab.slots, blocks, limit)

@@ -66,6 +66,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield Bench(twin, plain)
 
 
+@pytest.fixture(scope="module")
+def refusing(made: Bench) -> Iterator[Bench]:
+    """After all that is refused the model trains on."""
+    yield made
+    made.assert_next_step_follows()
+
+
 @pytest.fixture
 def bench(made: Bench) -> Iterator[Bench]:
     """After each test the model trains on."""
@@ -252,7 +259,7 @@ def test_autocast_around_a_step(bench: Bench) -> None:
 # -- refused by name ----------------------------------------------------------------------------
 
 
-def test_other_micro_batches_are_refused(bench: Bench) -> None:
+def test_other_micro_batches_are_refused(refusing: Bench) -> None:
     ids = BATCHES[0]["input_ids"]
     refused: list[tuple[Any, str]] = [
         ([], "at least one micro-batch"),
@@ -262,7 +269,7 @@ def test_other_micro_batches_are_refused(bench: Bench) -> None:
     ]
     for given, message in refused:
         with pytest.raises(ConfigError, match=message):
-            bench.stages.backward(given, bench.optimizer)
+            refusing.stages.backward(given, refusing.optimizer)
 
 
 def test_other_losses_are_refused(bench: Bench) -> None:
@@ -276,12 +283,12 @@ def test_other_losses_are_refused(bench: Bench) -> None:
             bench.backward(loss)
 
 
-def test_another_optimizer_is_refused(bench: Bench) -> None:
+def test_another_optimizer_is_refused(refusing: Bench) -> None:
     with pytest.raises(ConfigError, match=r"experts are trained; give backward\(\) their"):
-        bench.stages.backward(BATCHES)
+        refusing.stages.backward(BATCHES)
     theirs: Any = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     with pytest.raises(ConfigError, match=r"SGD does not train experts; give the overspill\.AdamW"):
-        bench.stages.backward(BATCHES, theirs)
+        refusing.stages.backward(BATCHES, theirs)
 
 
 def test_more_stages_than_blocks_are_refused(bench: Bench) -> None:
@@ -308,6 +315,6 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     gpt.overspill.close()
 
 
-def test_a_model_in_stages_is_not_copied(bench: Bench) -> None:
+def test_a_model_in_stages_is_not_copied(refusing: Bench) -> None:
     with pytest.raises(OrderError, match="an offloaded model cannot be copied"):
-        copy.deepcopy(bench.model)
+        copy.deepcopy(refusing.model)

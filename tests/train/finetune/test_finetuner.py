@@ -86,7 +86,7 @@ def test_training_follows_the_plain_model(
 ) -> None:
     # So low a rate that no close call of a router falls the other way.
     settings = tiny_settings(
-        mixtral, _data(kind, tmp_path), tmp_path / "run", steps=4, batch=2, accumulate=accumulate,
+        mixtral, _data(kind, tmp_path), tmp_path / "run", steps=3, batch=2, accumulate=accumulate,
         seq_len=64, lr=3e-4,
     )  # fmt: skip
     display = Watcher()
@@ -96,7 +96,7 @@ def test_training_follows_the_plain_model(
 
 def test_an_encoder_decoder_follows_the_plain_model(switch: Path, tmp_path: Path) -> None:
     settings = tiny_settings(
-        switch, _data("pairs", tmp_path), tmp_path / "run", steps=4, batch=2, accumulate=2
+        switch, _data("pairs", tmp_path), tmp_path / "run", steps=3, batch=2, accumulate=2
     )
     display = Watcher()
     _finetune(settings, display)
@@ -120,18 +120,19 @@ def test_dropout_inside_experts_is_turned_off_and_said(switch: Path, tmp_path: P
 def test_a_run_leaves_everything_in_its_folder(mixtral: Path, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     display, run = Watcher(), tmp_path / "run"
-    data = write_pairs(tmp_path / "a.jsonl")
-    summary = _finetune(tiny_settings(mixtral, data, run, epochs=2.0, trace_steps=1), display)
-    assert summary.steps == 20
+    data = write_pairs(tmp_path / "a.jsonl", 17)
+    settings = tiny_settings(mixtral, data, run, epochs=2.0, trace_steps=1, lr=1e-2)
+    summary = _finetune(settings, display)
+    assert summary.steps == 8
     assert summary.eval_loss_before is not None
     assert summary.eval_loss is not None
     assert summary.eval_loss < summary.eval_loss_before - 1
     for name in ("config.json", "metrics.jsonl", "loss.png", "timeline.json.gz", "timeline.png"):
         assert (run / name).exists(), name
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000020"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000008"]
     lines = list(read_lines(run / "metrics.jsonl"))
     evals = [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
-    assert [step for step, _ in evals] == [0, 4, 8, 12, 16, 20]
+    assert [step for step, _ in evals] == [0, 4, 8]
     assert [loss for _, loss in evals] == display.evals
     assert json.loads((run / "config.json").read_text())["model"]["checkpoint"] == str(mixtral)
     assert set(threading.enumerate()) <= before
@@ -139,15 +140,16 @@ def test_a_run_leaves_everything_in_its_folder(mixtral: Path, tmp_path: Path) ->
 
 def test_the_models_it_leaves_are_plain_checkpoints(mixtral: Path, tmp_path: Path) -> None:
     display, run = Watcher(), tmp_path / "run"
-    settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=8)
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, data, run, steps=4, eval_every=2)
     summary = _finetune(settings, display)
     plan = plan_finetuning(FinetuneConfig.make(settings), lambda line: None)
-    for folder, step in ((summary.final, 8), (summary.best, summary.best_step)):
+    for folder, step in ((summary.final, 4), (summary.best, summary.best_step)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         batch = collate(plan.data.eval_rows, plan.pad, plan.device)
         with torch.no_grad():
             loss = model(**batch).loss.item()
-        assert loss == pytest.approx(display.evals[int(step or 0) // 4], rel=1e-5)
+        assert loss == pytest.approx(display.evals[int(step or 0) // 2], rel=1e-5)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer("abc")["input_ids"] == make_tokenizer()("abc")["input_ids"]
 
@@ -155,14 +157,14 @@ def test_the_models_it_leaves_are_plain_checkpoints(mixtral: Path, tmp_path: Pat
 def test_the_best_model_is_kept_when_it_gets_worse(mixtral: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = tiny_settings(
-        mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=8, eval_every=2, lr=10.0, clip=0.0
+        mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=4, eval_every=1, lr=1.0, clip=0.0
     )
     display = Watcher()
     summary = _finetune(settings, display)
     best = min(range(1, 5), key=lambda n: display.evals[n])
-    assert summary.best_step == 2 * best < 8
+    assert summary.best_step == best < 4
     assert not (run / "best").is_symlink()
-    assert f"best model (step {2 * best}): {run / 'best'}" in summary.lines()
+    assert f"best model (step {best}): {run / 'best'}" in summary.lines()
     assert _weights(run / "best").keys() == _weights(run / "final").keys()
     assert any(
         not torch.equal(a, b)
@@ -195,11 +197,11 @@ def test_a_stopped_run_resumes_to_the_same_bits(
     mixtral: Path, tmp_path: Path, extra: dict[str, Any]
 ) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
-    straight, first, second = Watcher(), Watcher(_stop_at(3)), Watcher()
-    _finetune(tiny_settings(mixtral, data, tmp_path / "a", steps=5, **extra), straight)
-    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=5, **extra)
+    straight, first, second = Watcher(), Watcher(_stop_at(2)), Watcher()
+    _finetune(tiny_settings(mixtral, data, tmp_path / "a", steps=4, **extra), straight)
+    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=4, **extra)
     summary = _finetune(settings, first)
-    assert (summary.interrupted, summary.steps, summary.final) == (True, 3, None)
+    assert (summary.interrupted, summary.steps, summary.final) == (True, 2, None)
     again = f"to continue: overspill finetune --resume --out {tmp_path / 'b'}"
     assert again in summary.lines()
     resumed = _finetune({**settings, "resume": True}, second)
@@ -232,7 +234,7 @@ def test_a_finished_run_can_be_made_longer(mixtral: Path, tmp_path: Path) -> Non
 def test_a_run_killed_before_its_last_model_writes_it_when_resumed(
     mixtral: Path, tmp_path: Path
 ) -> None:
-    settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), tmp_path / "run", steps=4)
+    settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), tmp_path / "run", steps=2)
     _finetune(settings)
     final = _weights(tmp_path / "run" / "final")
     shutil.rmtree(tmp_path / "run" / "final")
@@ -243,7 +245,7 @@ def test_a_run_killed_before_its_last_model_writes_it_when_resumed(
 
 
 def test_accuracy_rises_and_is_told(mixtral: Path, tmp_path: Path) -> None:
-    train, dev = write_labels(tmp_path / "a.tsv"), write_labels(tmp_path / "dev.tsv", 20)
+    train, dev = write_labels(tmp_path / "a.tsv", 40), write_labels(tmp_path / "dev.tsv", 12)
     settings = tiny_settings(
         mixtral, train, tmp_path / "run", eval_data=str(dev), labels="no,yes", epochs=2.0,
         lr=1e-2, eval_every=0,
@@ -267,7 +269,7 @@ def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
 def test_what_is_frozen_stays(mixtral: Path, tmp_path: Path, frozen: str) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
     display = Watcher()
-    _finetune(tiny_settings(mixtral, data, tmp_path / "run", steps=4, **{frozen: True}), display)
+    _finetune(tiny_settings(mixtral, data, tmp_path / "run", steps=2, **{frozen: True}), display)
     before, after = _weights(mixtral), _weights(tmp_path / "run" / "final")
     experts = {name for name in before if ".experts." in name}
     assert experts
@@ -281,7 +283,7 @@ def test_lora_trains_adapters_alone(mixtral: Path, tmp_path: Path) -> None:
 
     display, run = Watcher(), tmp_path / "run"
     data = write_pairs(tmp_path / "a.jsonl")
-    settings = tiny_settings(mixtral, data, run, steps=8, lora=4, lr=0.05, clip=0.0)
+    settings = tiny_settings(mixtral, data, run, steps=4, lora=4, lr=0.05, clip=0.0)
     summary = _finetune(settings, display)
     assert summary.final is not None
     names = set(_weights(run / "final"))

@@ -52,7 +52,7 @@ def naive_losses(settings: dict[str, Any]) -> list[float]:
 
 def test_training_follows_gates_that_are_called_by_hand(mixtral: Path, tmp_path: Path) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
-    settings = tiny_settings(mixtral, data, tmp_path / "run", steps=4, lr=3e-4)
+    settings = tiny_settings(mixtral, data, tmp_path / "run", steps=3, lr=3e-4)
     display = Watcher()
     summary = run(settings, display)
     assert display.losses == pytest.approx(naive_losses(settings), rel=1e-5)
@@ -70,11 +70,11 @@ def test_a_stopped_run_resumes_to_the_same_bits(mixtral: Path, tmp_path: Path) -
     data = write_pairs(tmp_path / "a.jsonl")
 
     def stop(done: int) -> None:
-        if done == 3:
+        if done == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    straight = run(tiny_settings(mixtral, data, tmp_path / "a", steps=5))
-    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=5)
+    straight = run(tiny_settings(mixtral, data, tmp_path / "a", steps=3))
+    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=3)
     first = run(settings, Watcher(stop))
     assert f"to continue: overspill pregate --resume --out {tmp_path / 'b'}" in first.lines()
     second = run({**settings, "resume": True})
