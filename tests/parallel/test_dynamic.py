@@ -26,7 +26,7 @@ def delay_updates(kind: str) -> None:
         time.sleep(8e-3)
 
 
-TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: neither 2 nor 4 ranks divide them
+TASK = Task(n_layers=2, lr=1e-3, steps=3)  # five experts: neither 2 nor 4 ranks divide them
 HOT = replace(TASK, top_k=1)
 DYNAMIC = Settings(placement="dynamic")
 DELAYED = replace(DYNAMIC, inject=delay)
@@ -41,7 +41,7 @@ CASES = {
         replace(TASK, micro_batches=3), where={"mode": "host", "slots": 8}, settings=DYNAMIC
     ),
     "slow updates, more layers than halves of an outbox": Case(
-        replace(TASK, n_layers=4), settings=SLOW
+        replace(TASK, n_layers=3), settings=SLOW
     ),
     "kept activations, delays": Case(TASK, settings=replace(DELAYED, activations="keep")),
     "native uploader, recomputed blocks": Case(

@@ -19,7 +19,7 @@ from tests.moe.oracle import delays
 from tests.parallel.processes import run_ranks
 from tests.slow import chosen, slow_names
 
-STEPS = 5
+STEPS = 3
 ADAM = {"lr": 3e-3, "weight_decay": 0.01, "eps": 1e-4}
 
 
