@@ -41,7 +41,7 @@ CASES = {
         replace(TASK, micro_batches=3), where={"mode": "host", "slots": 8}, settings=DYNAMIC
     ),
     "slow updates, more layers than halves of an outbox": Case(
-        replace(TASK, n_layers=3), settings=SLOW
+        replace(TASK, n_layers=4, steps=5), settings=SLOW
     ),
     "kept activations, delays": Case(TASK, settings=replace(DELAYED, activations="keep")),
     "native uploader, recomputed blocks": Case(
