@@ -58,7 +58,7 @@ TWO = {
 }
 FOUR = {
     "4 ranks, 5 stages, clipped, balance loss": Case(
-        {"stage": 4}, 5, clip=0.3, where=HOST, parked=True, balance=True, fails=True
+        {"stage": 4}, 5, 2, clip=0.3, where=HOST, parked=True, balance=True, fails=True
     ),
     "stage and expert, 4 stages": Case(
         {"stage": 2, "expert": 2}, 4, 2, clip=0.3, where={"mode": "host", "slots": 2}
