@@ -62,7 +62,7 @@ def test_training_follows_plain_pytorch(name: str, where: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("where", slow_rows(["host with 2 slots", "disk behind 3 host slots"], 1))
 def test_a_long_run_follows_plain_pytorch(where: str, tmp_path: Path) -> None:
-    task = Task(n_layers=2, steps=6)
+    task = Task(n_layers=2, steps=4)
     assert_follows(spilled_run(task, where, tmp_path), plain_run(task))
 
 
@@ -90,7 +90,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 )
 def test_no_switch_changes_the_results(switch: str, where: str, tmp_path: Path) -> None:
     on_disk = where.startswith("disk")
-    task = Task(n_layers=3 if on_disk else 2, checkpoint=on_disk, steps=3)
+    task = Task(n_layers=3 if on_disk else 2, checkpoint=on_disk, steps=3 if on_disk else 2)
     run = spilled_run(task, where, tmp_path, Settings(**SWITCHES[switch]))
     assert_follows(run, plain_run(task))
 
