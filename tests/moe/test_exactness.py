@@ -29,7 +29,7 @@ from tests.moe.oracle import (
 from tests.slow import slow_names, slow_rows
 
 TASKS = {
-    "top-2 gated": Task(n_layers=3, steps=2),
+    "top-2 gated": Task(steps=2),
     "clipped": Task(n_layers=2, clip=0.5, steps=2),
     "accumulated": Task(n_layers=2, top_k=1, gated=False, micro_batches=3, steps=2),
     "accumulated, clipped, checkpointed": Task(
@@ -134,7 +134,7 @@ def test_an_expert_whose_rows_are_cut_into_pieces_learns_the_same(
     "where", slow_names(STREAMED, "host with 12 slots", "disk behind 9 host slots")
 )
 def test_where_an_expert_is_changes_no_bit(where: str, tmp_path: Path) -> None:
-    task = Task(n_layers=3, micro_batches=2, clip=0.5, steps=2)
+    task = Task(micro_batches=2, clip=0.5, steps=2)
     run = spilled_run(task, where, tmp_path)
     assert_same_bits(run, streamed_run(task))
     assert_follows(run, plain_run(task))

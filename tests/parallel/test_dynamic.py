@@ -48,7 +48,7 @@ CASES = {
         replace(TASK, checkpoint=True), settings=replace(DYNAMIC, uploader="native")
     ),
     "four ranks, one expert with most tokens, uneven batches, clipped, delays": Case(
-        replace(HOT, clip=0.5, micro_batches=2), hot=True, uneven=True, settings=DELAYED, n_ranks=4
+        replace(HOT, clip=0.5), hot=True, uneven=True, settings=DELAYED, n_ranks=4
     ),
     "four ranks, no overlap, an expert without tokens, uneven batches": Case(
         replace(TASK, starve=True), uneven=True, settings=PLAIN, n_ranks=4
