@@ -29,7 +29,7 @@ from tests.moe.oracle import (
 from tests.slow import slow_names, slow_rows
 
 TASKS = {
-    "top-2 gated": Task(steps=2),
+    "top-2 gated": Task(n_layers=3, steps=2),
     "clipped": Task(n_layers=2, clip=0.5, steps=2),
     "accumulated": Task(n_layers=2, top_k=1, gated=False, micro_batches=3, steps=2),
     "accumulated, clipped, checkpointed": Task(
@@ -62,7 +62,7 @@ def test_training_follows_plain_pytorch(name: str, where: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("where", slow_rows(["host with 2 slots", "disk behind 3 host slots"], 1))
 def test_a_long_run_follows_plain_pytorch(where: str, tmp_path: Path) -> None:
-    task = Task(n_layers=2, steps=4)
+    task = Task(n_layers=2, steps=6)
     assert_follows(spilled_run(task, where, tmp_path), plain_run(task))
 
 
@@ -90,7 +90,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 )
 def test_no_switch_changes_the_results(switch: str, where: str, tmp_path: Path) -> None:
     on_disk = where.startswith("disk")
-    task = Task(n_layers=3 if on_disk else 2, checkpoint=on_disk, steps=3 if on_disk else 2)
+    task = Task(n_layers=3 if on_disk else 2, checkpoint=on_disk, steps=3)
     run = spilled_run(task, where, tmp_path, Settings(**SWITCHES[switch]))
     assert_follows(run, plain_run(task))
 
@@ -134,7 +134,7 @@ def test_an_expert_whose_rows_are_cut_into_pieces_learns_the_same(
     "where", slow_names(STREAMED, "host with 12 slots", "disk behind 9 host slots")
 )
 def test_where_an_expert_is_changes_no_bit(where: str, tmp_path: Path) -> None:
-    task = Task(micro_batches=2, clip=0.5, steps=2)
+    task = Task(n_layers=3, micro_batches=2, clip=0.5, steps=2)
     run = spilled_run(task, where, tmp_path)
     assert_same_bits(run, streamed_run(task))
     assert_follows(run, plain_run(task))

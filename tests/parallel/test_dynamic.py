@@ -26,7 +26,7 @@ def delay_updates(kind: str) -> None:
         time.sleep(8e-3)
 
 
-TASK = Task(n_layers=2, lr=1e-3, steps=3)  # five experts: neither 2 nor 4 ranks divide them
+TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: neither 2 nor 4 ranks divide them
 HOT = replace(TASK, top_k=1)
 DYNAMIC = Settings(placement="dynamic")
 DELAYED = replace(DYNAMIC, inject=delay)
@@ -41,14 +41,14 @@ CASES = {
         replace(TASK, micro_batches=3), where={"mode": "host", "slots": 8}, settings=DYNAMIC
     ),
     "slow updates, more layers than halves of an outbox": Case(
-        replace(TASK, n_layers=4, steps=5), settings=SLOW
+        replace(TASK, n_layers=4), settings=SLOW
     ),
     "kept activations, delays": Case(TASK, settings=replace(DELAYED, activations="keep")),
     "native uploader, recomputed blocks": Case(
         replace(TASK, checkpoint=True), settings=replace(DYNAMIC, uploader="native")
     ),
     "four ranks, one expert with most tokens, uneven batches, clipped, delays": Case(
-        replace(HOT, clip=0.5), hot=True, uneven=True, settings=DELAYED, n_ranks=4
+        replace(HOT, clip=0.5, micro_batches=2), hot=True, uneven=True, settings=DELAYED, n_ranks=4
     ),
     "four ranks, no overlap, an expert without tokens, uneven batches": Case(
         replace(TASK, starve=True), uneven=True, settings=PLAIN, n_ranks=4

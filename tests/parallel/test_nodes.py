@@ -19,7 +19,7 @@ from tests.parallel.test_checkpoint import assert_same_files, load_and_save, tra
 from tests.parallel.training import Case, assert_follows, offload, plain, train_rank
 from tests.slow import chosen, slow_names
 
-TASK = Task(n_layers=2, lr=1e-3, steps=3)  # five experts: one rank has three, the other two
+TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: one rank has three, the other two
 ON_DISK = {"mode": "disk", "slots": 2, "host_slots": 2}
 
 CASES = {

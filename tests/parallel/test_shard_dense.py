@@ -23,7 +23,7 @@ from tests.parallel.test_checkpoint import (
 )
 from tests.parallel.training import Case, assert_follows, offload, plain, train_rank
 
-TASK = Task(n_layers=2, lr=1e-3, steps=3)
+TASK = Task(n_layers=2, lr=1e-3, steps=5)
 SHARDED: dict[str, Any] = {"shard_dense": True}
 HOST = {"mode": "host", "slots": 2, **SHARDED}
 
@@ -53,11 +53,11 @@ def parts(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def save_bf16(mesh: DeviceMesh, folder: Path, **options: Any) -> None:
-    """Two steps in bf16, whose optimizer states have low bits, and a checkpoint."""
+    """Three steps in bf16, whose optimizer states have low bits, and a checkpoint."""
     model = replace(TASK, dtype=torch.bfloat16).model()
     offload(model, mesh, **options)
     optimizer = overspill.AdamW(model, lr=1e-2)
-    for _ in range(2):
+    for _ in range(3):
         train(model, optimizer)
     torch.manual_seed(0)  # its state is in the checkpoint
     save(model, optimizer, folder)
