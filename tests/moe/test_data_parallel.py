@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from overspill.core.errors import OrderError
 from tests.moe.oracle import HOME_OR_NOT, Task, adamw, plain_run, spilled, train
 
-TASK = Task(n_layers=2, steps=4)
+TASK = Task(n_layers=2, steps=3)
 
 
 def replicate(model: nn.Module) -> None:
@@ -61,7 +61,7 @@ def test_data_parallel_without_several_gpus_is_the_model(tmp_path: Path) -> None
 def test_one_process_of_distributed_data_parallel_trains_as_the_plain_model(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
-    task = Task(n_layers=2, steps=4, clip=clip)
+    task = Task(n_layers=2, steps=3, clip=clip)
     model = task.model()
     with processes(1, tmp_path), spilled(model, where, tmp_path):
         wrapped: Any = DistributedDataParallel(model)

@@ -86,7 +86,7 @@ def test_states_are_allocated_when_experts_are_unfrozen(
 def test_experts_that_fill_the_device_make_room_for_states_when_they_are_unfrozen(
     where: str, tmp_path: Path
 ) -> None:
-    task = Task(n_layers=3, steps=5)
+    task = Task(n_layers=3, steps=4)
     model = task.model()
     with spilled(model, where, tmp_path, host_memory="2GiB") as engine:
         set_frozen(model, True)

@@ -56,7 +56,7 @@ def train(
 def test_groups_by_dimension_decay_experts_as_in_the_plain_model(
     where: str, tmp_path: Path
 ) -> None:
-    task = Task(n_layers=2, steps=3)
+    task = Task(n_layers=2, steps=2)
 
     def decaying(model: GPTMoE) -> list[dict[str, Any]]:
         """The usual recipe: matrices decay, vectors do not."""

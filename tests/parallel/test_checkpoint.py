@@ -54,7 +54,7 @@ def load_and_save(
 def train_and_save(folder: Path) -> tuple[Path, float]:
     """The checkpoint of one process, and the loss of its next step."""
     model, optimizer = new_model(None)
-    for _ in range(3):
+    for _ in range(2):
         train(model, optimizer)
     source = save(model, optimizer, folder)
     return source, train(model, optimizer)

@@ -13,7 +13,7 @@ from tests.moe.oracle import Task, loss_of
 from tests.parallel.processes import run_ranks
 from tests.parallel.training import Case, assert_follows, offload, plain, train_rank
 
-TASK = Task(n_layers=2, lr=1e-3, steps=5, clip=0.5)
+TASK = Task(n_layers=2, lr=1e-3, steps=3, clip=0.5)
 
 
 def train_moving(mesh: DeviceMesh, case: Case) -> Any:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -16,6 +17,8 @@ from tests.moe.oracle import Task, loss_of
 from tests.parallel.processes import run_ranks
 from tests.parallel.training import offload
 
+Raised = dict[str, tuple[Any, Any]]
+
 TASK = Task(n_layers=1)
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -27,7 +30,7 @@ def step(model: GPTMoE, optimizer: overspill.AdamW, factor: float = 1.0) -> None
 
 
 def errors(mesh: DeviceMesh, attempts: list[Callable[[DeviceMesh, bool], None]]) -> list[Any]:
-    """What each attempt raises; `True` is given to it on rank 1. After each, a step works."""
+    """What each attempt raises; `True` is given to it on rank 1. After all, a step works."""
     found: list[Any] = []
     for attempt in attempts:
         try:
@@ -40,11 +43,6 @@ def errors(mesh: DeviceMesh, attempts: list[Callable[[DeviceMesh, bool], None]])
     offload(model, mesh)
     step(model, overspill.AdamW(model))
     return found
-
-
-def raised(*attempts: Callable[[DeviceMesh, bool], None]) -> list[tuple[Any, Any]]:
-    zero, one = run_ranks(2, errors, attempts)
-    return list(zip(zero, one, strict=True))
 
 
 def other_config(mesh: DeviceMesh, odd: bool) -> None:
@@ -60,10 +58,14 @@ def other_activations(mesh: DeviceMesh, odd: bool) -> None:
     offload(TASK.model(), mesh, settings=kept)
 
 
-def test_ranks_with_different_models_are_refused_on_all() -> None:
-    pairs = raised(other_config, other_seed, other_activations)
-    for pair, what in zip(pairs, ("config.top_k", "dense weights", "activations"), strict=True):
-        for error in pair:
+def test_ranks_with_different_models_are_refused_on_all(raised: Raised) -> None:
+    cases = {
+        other_config: "config.top_k",
+        other_seed: "dense weights",
+        other_activations: "activations",
+    }
+    for attempt, what in cases.items():
+        for error in raised[attempt.__name__]:
             assert isinstance(error, ConfigError)
             assert what in str(error)
             assert "rank 0 has" in str(error)
@@ -79,8 +81,10 @@ def small_budget(mesh: DeviceMesh, odd: bool) -> None:
         loss_of(model, TOKENS).backward()  # it is the plain model
 
 
-def test_a_failure_of_one_rank_ends_offload_on_all_and_leaves_plain_models() -> None:
-    ((other, own),) = raised(small_budget)
+def test_a_failure_of_one_rank_ends_offload_on_all_and_leaves_plain_models(
+    raised: Raised,
+) -> None:
+    other, own = raised["small_budget"]
     assert isinstance(own, BudgetError)
     assert "sizes of one rank: each of 2 has an equal part of --host-memory" in str(own)
     assert isinstance(other, RankError)
@@ -108,12 +112,12 @@ def other_learning_rate(mesh: DeviceMesh, odd: bool) -> None:
     step(model, overspill.AdamW(model, lr=1e-3 if odd else 1e-4, max_grad_norm=1.0))
 
 
-def test_a_loss_that_is_not_finite_skips_the_step_of_all_ranks() -> None:
-    assert [type(error) for error in raised(not_finite)[0]] == [NonFiniteError] * 2
+def test_a_loss_that_is_not_finite_skips_the_step_of_all_ranks(raised: Raised) -> None:
+    assert [type(error) for error in raised["not_finite"]] == [NonFiniteError] * 2
 
 
-def test_different_learning_rates_are_refused() -> None:
-    for error in raised(other_learning_rate)[0]:
+def test_different_learning_rates_are_refused(raised: Raised) -> None:
+    for error in raised["other_learning_rate"]:
         assert isinstance(error, ConfigError)
         assert "learning rate" in str(error)
 
@@ -149,6 +153,30 @@ def save_optimizer(mesh: DeviceMesh, odd: bool) -> None:
     optimizer.state_dict()
 
 
+ATTEMPTS: list[Callable[[DeviceMesh, bool], None]] = [
+    other_config,
+    other_seed,
+    other_activations,
+    small_budget,
+    not_finite,
+    other_learning_rate,
+    in_evaluation,
+    cpu_experts,
+    two_dimensions,
+    few_experts,
+    save_model,
+    save_optimizer,
+]
+
+
+@pytest.fixture(scope="module")
+def raised() -> Raised:
+    """What each attempt raises on both ranks, by its name: one start of processes serves all."""
+    zero, one = run_ranks(2, errors, ATTEMPTS)
+    names = [attempt.__name__ for attempt in ATTEMPTS]
+    return dict(zip(names, zip(zero, one, strict=True), strict=True))
+
+
 def save_alone(mesh: DeviceMesh) -> None:
     ranks = Ranks(mesh, torch.device("cpu"))
     ranks.gather(None)
@@ -163,7 +191,7 @@ def test_what_one_rank_does_alone_is_refused() -> None:
     assert other is None
 
 
-def test_what_a_mesh_does_not_support_is_refused_by_name() -> None:
+def test_what_a_mesh_does_not_support_is_refused_by_name(raised: Raised) -> None:
     cases = {
         in_evaluation: "evaluation mode",
         cpu_experts: "cpu_experts",
@@ -172,7 +200,7 @@ def test_what_a_mesh_does_not_support_is_refused_by_name() -> None:
         save_model: "state_dict",
         save_optimizer: "optimizer's state_dict",
     }
-    for pair, text in zip(raised(*cases), cases.values(), strict=True):
-        for error in pair:
+    for attempt, text in cases.items():
+        for error in raised[attempt.__name__]:
             assert isinstance(error, ConfigError), error
             assert text in str(error)

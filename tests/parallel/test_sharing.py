@@ -143,12 +143,26 @@ def frozen(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     return got, want
 
 
-def test_ranks_fail_together_and_leave_nothing() -> None:
-    attempts = [refused_memory, on_the_device, homes, nothing_left, loaded_weights, frozen]
-    zero, one = run_ranks(2, together, attempts)
-    pairs = zip(zero, one, strict=True)
-    results = {attempt.__name__: pair for attempt, pair in zip(attempts, pairs, strict=True)}
+ATTEMPTS: list[Callable[[DeviceMesh], Any]] = [
+    refused_memory,
+    on_the_device,
+    homes,
+    nothing_left,
+    loaded_weights,
+    frozen,
+    clipped,
+    unclipped,
+]
 
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, tuple[Any, Any]]:
+    zero, one = run_ranks(2, together, ATTEMPTS)
+    pairs = zip(zero, one, strict=True)
+    return {attempt.__name__: pair for attempt, pair in zip(ATTEMPTS, pairs, strict=True)}
+
+
+def test_ranks_fail_together_and_leave_nothing(results: dict[str, tuple[Any, Any]]) -> None:
     other, own = results["refused_memory"]
     assert isinstance(own, BudgetError)
     assert isinstance(other, RankError)
@@ -165,8 +179,10 @@ def test_ranks_fail_together_and_leave_nothing() -> None:
             torch.testing.assert_close(got, want)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_step_on_all_ranks() -> None:
-    for with_clipping, without in run_ranks(2, together, [clipped, unclipped]):
+def test_a_gradient_that_is_not_finite_ends_the_step_on_all_ranks(
+    results: dict[str, tuple[Any, Any]],
+) -> None:
+    for with_clipping, without in zip(results["clipped"], results["unclipped"], strict=True):
         assert [type(error) for error in with_clipping] == [NonFiniteError]
         (error,) = without
         assert isinstance(error, NonFiniteError | RankError)

@@ -16,6 +16,7 @@ from tests.train.test_hf_trainer import arguments, data
 
 MIXTRAL = next(family for family in FAMILIES if family.name == "mixtral")
 COMMON = {
+    "max_steps": 3,
     "eval_strategy": "steps",
     "eval_steps": 2,
     "gradient_accumulation_steps": 2,

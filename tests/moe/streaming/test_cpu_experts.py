@@ -113,7 +113,7 @@ def test_inference_is_exact_and_training_may_follow(
 
 
 def test_only_frozen_layers_are_computed_on_the_cpu_while_others_train(tmp_path: Path) -> None:
-    task = SmallTask(frozen=(1,), steps=6, clip=0.5)
+    task = SmallTask(frozen=(1,), steps=3, clip=0.5)
     settings = cpu_settings(random_policy(5), inject=delays(5, longest=1e-3))
     with traced(task, HOST[1], tmp_path, settings) as (model, engine):
         run = train(model, adamw(model, task), task)
