@@ -1,6 +1,5 @@
 """The `overspill` command. One file per command; none imports torch before it runs."""
 
-import functools
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -51,10 +50,6 @@ def _root(
     pass
 
 
-# Of 250 flags in all: a call takes 2 ms, the first one 30 ms more.
-_command = functools.cache(lambda: typer.main.get_command(commands))
-
-
 def app(arguments: Sequence[str] | None = None) -> int:
     """The installed `overspill`: runs a command and returns the exit code.
 
@@ -62,7 +57,7 @@ def app(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _command()(args=given, prog_name="overspill", standalone_mode=False)
+        code = commands(args=given, prog_name="overspill", standalone_mode=False)
     except RanksNeeded as needed:
         return launch(needed.count, rank_command(given))
     except OverspillError as error:
