@@ -129,7 +129,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     if SILENT in os.environ:
         watchdog.SILENT = int(os.environ[SILENT])  # type: ignore[attr-defined]
         # a stopped rank does not end by itself, and was not killed
-        launcher._GRACE = join._LAUNCHER_FIRST = 0.1  # type: ignore[attr-defined]
+        launcher.GRACE = join.LAUNCHER_FIRST = 0.1  # type: ignore[attr-defined]
     if HOLD in os.environ:
         _hold_steps(Path(os.environ[HOLD]))
     if SLOW in os.environ:

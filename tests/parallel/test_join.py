@@ -61,7 +61,7 @@ def test_ranks_that_are_interrupted_report_no_failure(tmp_path: Path) -> None:
 def _start_alone(rank: int, port: int) -> None:
     """One of two ranks; the other does not start."""
     join.LATE = watchdog.LATE = 1  # type: ignore[attr-defined]
-    join._LAUNCHER_FIRST = 0.2
+    join.LAUNCHER_FIRST = 0.2
     try:
         _rank(rank, port, ZeroDivisionError, False)
     except RankError as error:

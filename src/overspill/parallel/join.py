@@ -27,7 +27,7 @@ from overspill.parallel.watchdog import LATE, Page, Watchdog, report
 _TIMEOUT = timedelta(days=1)
 """Of calls to other ranks. The first rank may tokenize for hours; the watchdog notices failures."""
 _PR_SET_PDEATHSIG = 1
-_LAUNCHER_FIRST = 2.0
+LAUNCHER_FIRST = 2.0
 """Seconds in which a launcher may name a rank that was killed, and its signal, and end all."""
 
 
@@ -210,7 +210,7 @@ def _await_report(page: Page, seconds: float) -> None:
 
 def _give_up(page: Page, wrong: str) -> None:
     """What the watchdog does."""
-    time.sleep(_LAUNCHER_FIRST)
+    time.sleep(LAUNCHER_FIRST)
     report(page, wrong, 1)
     _exit(page.exit_code)
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from overspill.core.errors import ConfigError
 
-_GRACE = 5.0
+GRACE = 5.0
 """Seconds in which ranks may end by themselves after one has failed, or after a second signal."""
 _END = 50.0
 """The same after one has ended its work: ranks wait for each other before, and then release their
@@ -131,7 +131,7 @@ def _wait(ranks: Sequence[Process], received: Sequence[int]) -> int:
         if not failed and any(codes):
             failed = next(code for code in codes if code)
         if failed or len(received) > 1:
-            deadline = min(deadline, time.monotonic() + _GRACE)
+            deadline = min(deadline, time.monotonic() + GRACE)
         elif 0 in codes:
             deadline = min(deadline, time.monotonic() + _END)
         if failed < 0 or None not in codes:
