@@ -96,7 +96,7 @@ class Stopped(Ended):
 def test_a_second_interrupt_ends_ranks_that_do_not_handle_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("overspill.parallel.launcher._GRACE", 0.1)
+    monkeypatch.setattr("overspill.parallel.launcher.GRACE", 0.1)
     processes = [Stopped(None), Stopped(None)]
 
     def start(environment: Mapping[str, str]) -> Stopped:
