@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,11 +170,14 @@ def test_an_offloaded_model_can_be_neither_copied_nor_pickled(where: str, tmp_pa
     model = TASK.model()
     with spilled(model, where, tmp_path) as engine:
         optimizer = adamw(model, TASK)
-        for thing in (model, model.blocks[0], optimizer):
+        for thing in (model, model.blocks[0]):
             with pytest.raises(OrderError, match=r"cannot be copied.*load it a second time"):
                 copy.deepcopy(thing)
             with pytest.raises(OrderError, match=r"cannot be pickled.*overspill\.save"):
                 torch.save(thing, io.BytesIO())
+        for function in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(OrderError, match="AdamW cannot be copied or pickled"):
+                function(optimizer)
         with pytest.raises(OrderError, match="neither pickled nor copied"):
             copy.deepcopy(engine)
         # what the error advises
