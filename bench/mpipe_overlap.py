@@ -22,7 +22,7 @@ from overspill.compute.experts import StackedWeights, wave_backward, wave_forwar
 from overspill.parallel.exchange.interface import Exchange
 
 _FAST = 25
-"""GB/s."""
+"""GB/s from which on a link has more rounds: its steps are short."""
 
 
 def computing(spec: Layer) -> Work:
@@ -101,7 +101,6 @@ def overlap_row(setup: Setup, spec: Layer, rate: float) -> tuple[Row, Overlap]:
     for n in NUMBERS:
         fixed = spec.build(exchange, partitions=n, strategy="none")
         works[n] = spec.step(fixed, spec.tokens)
-    # a step of a fast link takes some milliseconds, of which each tenth counts
     times = medians(works, spec.device, rounds=5 if rate < _FAST else 15)
     best = min(times[n] for n in NUMBERS)
     alone = times["S + R"], times["C"], times["local"]

@@ -68,7 +68,9 @@ def _start(
     resume = ["--resume"] if out.exists() else []
     pid = forks.start(["train", *_flags(folder, out, extra), *resume], folder / "log.txt")
     if kill_after is not None:
+        deadline = time.monotonic() + 60
         while saved and not list(out.glob("checkpoints/step-*")):
+            assert time.monotonic() < deadline, (folder / "log.txt").read_text()
             time.sleep(1e-3)
         time.sleep(kill_after)
         os.kill(pid, signal.SIGKILL)  # a child that has ended is there until it is waited for

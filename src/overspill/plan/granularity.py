@@ -80,6 +80,7 @@ class _Trials:
         return found.host > _LOADS * min(most, default=found.host)
 
     def seen(self, n: int) -> int:
+        """Passes with `n`, also the first one of all, whose time is not used."""
         return len(self.passes.get(n, ())) + (n == self.warm)
 
     def costs(self, n: int) -> list[float]:

@@ -140,7 +140,7 @@ def cost(strategy: Strategy, shape: ExpertShape, speeds: Speeds, itemsize: int) 
 
 
 _ALIKE = 1.05
-"""Costs that differ by less than this are alike."""
+"""Costs are nearly the same if none is more than this many times the lowest."""
 Model = Callable[[Strategy, ExpertShape, Speeds, int], float]
 
 

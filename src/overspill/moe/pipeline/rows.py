@@ -1,9 +1,9 @@
 """The token rows of each partition: where they go, and in which order they lie.
 
 The tokens of a rank are divided into n consecutive partitions (`Division`). Its rows are sorted by
-(partition, expert, token), and ranks hold consecutive experts, so those of one are sorted by rank.
-Received rows are ordered by (source rank, expert, token); `to_experts` makes that (expert,
-source rank, token).
+(partition, expert, token), and ranks hold consecutive experts, so the rows of a partition are
+sorted by rank. Received rows are ordered by (source rank, expert, token); `to_experts` makes that
+(expert, source rank, token).
 
 Shapes: T tokens, K top-k, E experts of all ranks, L experts of this rank, P partitions, G ranks,
 R rows of this rank's tokens, N rows that this rank computes.
