@@ -80,13 +80,13 @@ class PassTimer:
         self.allocated = self._count(self._device) > self._allocations
         self._ended(self)
 
-    def passed(self) -> bool:
-        """Whether the device has come to the end of the pass."""
-        return self._stamps[-1].passed()
+    def wait(self) -> None:
+        """Until the device has come to the end of the pass."""
+        self._stamps[-1].wait()
 
     def found(self, now: float) -> PassTime | None:
         """None if the device has not come so far; `now` is the time of the next pass."""
-        if not self.passed():
+        if not self._stamps[-1].passed():
             return None
         begin, end, begin_backward, end_backward = self._stamps
         seconds = begin.seconds_until(end) + begin_backward.seconds_until(end_backward)
@@ -173,7 +173,9 @@ class Tuner:
         if self.partitions is not None or exchange.size > 1 or graph_task() != -1:
             return self.partitions
         n = self.search.settled(n_tokens)
-        if n is None and training and (self._measured is None or self._measured.passed()):
+        if n is None and training:
+            if self._measured is not None:
+                self._measured.wait()  # the host waits for the rows of this pass anyway
             self._learn(*self._report(now))
             n = self.search.choose(n_tokens)
         if n is not None:
