@@ -61,10 +61,12 @@ class _Trials:
     loaded: set[int] = field(default_factory=set)
     """Numbers of which a pass is not counted because it has loaded kernels."""
 
-    def add(self, n: int, found: PassTime) -> None:
+    def add(self, n: int, found: PassTime | None) -> None:
         self.last = n
         if self.warm is None:  # the first pass also compiles kernels and allocates memory
             self.warm = n
+        elif found is None:
+            return
         elif n not in self.passes and n not in self.loaded and self._loads(n, found):
             self.loaded.add(n)
         else:
@@ -166,8 +168,8 @@ class GranularitySearch:
         possible = self._possible(batch)
         return self.settled(batch) or possible[len(possible) // 2]
 
-    def report(self, batch: int, n: int, found: PassTime) -> None:
-        """A forward and backward with `n` partitions took so long."""
+    def report(self, batch: int, n: int, found: PassTime | None) -> None:
+        """A forward and backward with `n` partitions took so long; None: its time says nothing."""
         if batch in self._cache or n not in self.candidates:
             return
         trials = self._of(batch)

@@ -130,6 +130,7 @@ class Tuner:
         n_tokens, n_experts, device = len(expert_ids_TK), experts.n_global, expert_ids_TK.device
         began = Timestamp(device) if training and not self._is_settled(n_tokens, exchange) else None
         known = self._known(n_tokens, exchange, training, start)
+        ready = time.perf_counter()
         # rows are counted in the partitions of all candidates, if the number is not known
         divisions = {n: Division(n, self._even) for n in self._counted(known)}
         keys = {n: division.keys(expert_ids_TK, n_experts) for n, division in divisions.items()}
@@ -137,7 +138,7 @@ class Tuner:
         counts_R = HostCopy(counted[0] if len(counted) == 1 else torch.cat(counted))
         # queued before the host waits: the device sorts while the host computes
         rows = SortedRows.sort(keys[known], divisions[known]) if known else None
-        before = time.perf_counter() - start
+        before = time.perf_counter() - ready
         counts = counts_R.wait()
         report = self._report(start)  # now the device has come to the end of the pass before
         head = [n_tokens, int(training), DTYPES.index(dtype), *report]
@@ -183,8 +184,9 @@ class Tuner:
         return n
 
     def _learn(self, batch: int, n: int, *nanoseconds: int) -> None:
-        if nanoseconds[0] > 0:  # else the pass is not counted
-            self.search.report(batch, n, PassTime(*(each / 1e9 for each in nanoseconds)))
+        if n > 0:  # else no pass was measured
+            times = PassTime(*(each / 1e9 for each in nanoseconds)) if nanoseconds[0] > 0 else None
+            self.search.report(batch, n, times)
 
     def _end(self, timer: PassTimer) -> None:
         self._measured = timer
@@ -214,8 +216,9 @@ class Tuner:
     def _choose(self, heads: Numbers) -> tuple[int, int]:
         """The batch, and the number of partitions for it; from the same numbers on all ranks."""
         batch, _, _, measured, n, *nanoseconds = heads.max(0).tolist()
-        if (heads[:, 3:5] == (measured, n)).all() and (heads[:, 5] > 0).all():
-            self._learn(measured, n, *nanoseconds)
+        if (heads[:, 3:5] == (measured, n)).all():
+            counted = (heads[:, 5] > 0).all()
+            self._learn(measured, n, *(nanoseconds if counted else [0]))
         if graph_task() != -1 and batch in self._last:  # a checkpoint repeats its forward
             return batch, self._last[batch]
         training = (heads[:, 1] > 0).all()
