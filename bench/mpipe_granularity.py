@@ -27,7 +27,7 @@ from overspill.parallel.exchange.interface import Exchange
 
 RATE = 25
 """GB/s: a 200 Gbit/s port for each GPU, as in the paper's cluster."""
-SEARCHES = 3
+SEARCHES = 5
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -84,7 +84,7 @@ def measure(
         as_many = one_by_one(fixed, spec.device, partial(operator.gt, len(trials)))
         searches.append(Search(chosen, trials, as_many, 0.0))
     # steps of small batches wait for the host, which other processes disturb
-    times = medians(works, spec.device, rounds=9 if tokens > 4096 else 21)
+    times = medians(works, spec.device, rounds=9 if tokens > 8192 else 31)
     searches = [
         found._replace(after=times[f"adaptive {number}"]) for number, found in enumerate(searches)
     ]

@@ -6,6 +6,7 @@ with 16 experts on 4 GPUs, four.
 
 import dataclasses
 import itertools
+import random
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,16 +147,19 @@ def medians(
     works: Mapping[K, Work], device: torch.device, rounds: int = 5, calls: int = 2
 ) -> dict[K, float]:
     """Milliseconds of one call of each. All take turns, so that what changes with time, such as the
-    clock of the GPU, changes them alike. The first call of a turn does not count: it finds the
-    caches as the work before has left them. A CPU, for smoke tests, has one call alone."""
+    clock of the GPU, changes them alike; each round has another order, because a step that waits
+    for the host depends on what the host has done before. The first call of a turn does not count:
+    it finds the caches as the work before has left them. A CPU, for smoke tests, has one call."""
     found: dict[K, list[float]] = {key: [] for key in works}
+    order, shuffle = list(works), random.Random(0).shuffle
     if device.type != "cuda":
         rounds = calls = 1
     for _ in range(rounds):
-        for key, work in works.items():
+        shuffle(order)
+        for key in order:
             if device.type == "cuda":
-                work()
-            found[key].append(milliseconds(work, device, calls))
+                works[key]()
+            found[key].append(milliseconds(works[key], device, calls))
     return {key: statistics.median(times) for key, times in found.items()}
 
 

@@ -39,7 +39,8 @@ class Timeline:
     tokens: int = 131072
     link: float = 50.0
     partitions: int = 4
-    strategy: str = "S3"
+    strategy: str = "S4"
+    """Which the layer selects for this link, by the tables of docs/moe-layer.md."""
 
     @property
     def title(self) -> str:
