@@ -53,14 +53,16 @@ class PassTimer:
         n: int,
         began: Timestamp,
         routing: float,
+        late: float,
         ended: "Callable[[PassTimer], None]",
         allocations: Allocations,
     ) -> None:
         """`began`: when the device could begin with routing the rows. `routing`: seconds of the
-        host for that, without those in which it has waited."""
+        host for that, without those in which it has waited. `late`: seconds of these in which the
+        device has waited for the host, as it does in passes of a search only."""
         self.batch, self.n, self._began = batch, n, began
         self._device, self._ended, self._count = device, ended, allocations
-        self._routing = routing
+        self._routing, self._late = routing, late
         self._stamps: list[Timestamp] = []
         self._allocations = allocations(device)
         self.allocated = False
@@ -94,7 +96,8 @@ class PassTimer:
             return PassTime(seconds)
         queueing = end.made - begin.made + end_backward.made - begin_backward.made
         step = max(begin.seconds_until(end_backward), now - begin.made)
-        step += self._began.seconds_until(begin)  # in which the device may wait for the host
+        # in which the device may wait for the host
+        step += max(0.0, self._began.seconds_until(begin) - self._late)
         return PassTime(seconds, self._routing + queueing, queueing, step)
 
 
@@ -129,6 +132,9 @@ class Tuner:
         start = time.perf_counter()
         n_tokens, n_experts, device = len(expert_ids_TK), experts.n_global, expert_ids_TK.device
         began = Timestamp(device) if training and not self._is_settled(n_tokens, exchange) else None
+        if began is not None and self._chooses_alone(exchange) and self._measured is not None:
+            self._measured.wait()  # the host waits for the rows of this pass anyway
+        waited = time.perf_counter() - start
         known = self._known(n_tokens, exchange, training, start)
         ready = time.perf_counter()
         # rows are counted in the partitions of all candidates, if the number is not known
@@ -138,7 +144,7 @@ class Tuner:
         counts_R = HostCopy(counted[0] if len(counted) == 1 else torch.cat(counted))
         # queued before the host waits: the device sorts while the host computes
         rows = SortedRows.sort(keys[known], divisions[known]) if known else None
-        before = time.perf_counter() - ready
+        queued = time.perf_counter()
         counts = counts_R.wait()
         report = self._report(start)  # now the device has come to the end of the pass before
         head = [n_tokens, int(training), DTYPES.index(dtype), *report]
@@ -155,14 +161,20 @@ class Tuner:
         routed = divide_rows(rows, counts_GPE, experts, exchange)
         if began is None or self.search.settled(batch) is not None:
             return routed, None
-        host = before + time.perf_counter() - told
-        return routed, PassTimer(device, batch, n, began, host, self._end, self._count_allocations)
+        host = queued - ready + time.perf_counter() - told
+        late = min(waited, queued - start - waited)  # else the host does it while it waits
+        timed = device, batch, n, began, host, late
+        return routed, PassTimer(*timed, self._end, self._count_allocations)
 
     def _is_settled(self, n_tokens: int, exchange: Exchange) -> bool:
         """Whether it is known that no trial is needed."""
         if self.partitions is not None:
             return True
         return exchange.size == 1 and self.search.settled(n_tokens) is not None
+
+    def _chooses_alone(self, exchange: Exchange) -> bool:
+        """Whether no other rank is asked; a checkpoint repeats its forward in a graph task."""
+        return exchange.size == 1 and graph_task() == -1
 
     def _counted(self, known: int | None) -> tuple[int, ...]:
         """Numbers of partitions whose rows are counted."""
@@ -171,12 +183,10 @@ class Tuner:
     def _known(self, n_tokens: int, exchange: Exchange, training: bool, now: float) -> int | None:
         """The number of partitions if it is known before the rows are counted and, with several
         ranks, before these have told each other their tokens."""
-        if self.partitions is not None or exchange.size > 1 or graph_task() != -1:
+        if self.partitions is not None or not self._chooses_alone(exchange):
             return self.partitions
         n = self.search.settled(n_tokens)
         if n is None and training:
-            if self._measured is not None:
-                self._measured.wait()  # the host waits for the rows of this pass anyway
             self._learn(*self._report(now))
             n = self.search.choose(n_tokens)
         if n is not None:
