@@ -89,8 +89,8 @@ def test_batches_beyond_a_range_try_only_larger_numbers() -> None:
     assert search.choose(1000) == 4
 
 
-@pytest.mark.parametrize(("slow", "times"), [(1.5, 2), (2.5, 1)])
-def test_a_slow_number_is_tried_once_or_twice_and_larger_ones_never(
+@pytest.mark.parametrize(("slow", "times"), [(1.12, 3), (1.5, 2)])
+def test_a_slow_number_is_tried_twice_or_three_times_and_larger_ones_never(
     slow: float, times: int
 ) -> None:
     search = GranularitySearch()
@@ -102,7 +102,7 @@ def test_a_slow_number_is_tried_once_or_twice_and_larger_ones_never(
 def test_a_first_pass_that_loads_kernels_is_not_counted() -> None:
     search = GranularitySearch()
     seconds = {1: 1.0, 2: 0.8, 4: 2.0, 8: 3.0}
-    for n in (1, 1, 2):  # the first pass is not counted either
+    for n in (1, 1, 2):
         assert search.choose(1000) == n
         loading = 5.0 if n == 2 else 0.0
         search.report(1000, n, PassTime(seconds[n] + loading, host=0.1 * n + loading))
@@ -121,7 +121,7 @@ def test_a_number_that_always_takes_the_host_long_is_dropped() -> None:
 
 def test_passes_with_one_number_follow_each_other() -> None:
     tried = train(GranularitySearch(), 1000, {1: 1.0, 2: 0.97, 4: 0.95, 8: 0.95})
-    assert tried[:9] == [1, 1, 2, 2, 4, 4, 8, 8, 8]
+    assert tried[:13] == [1, 1, 2, 2, 4, 4, 8, 8, 8, 8, 1, 1, 1]
 
 
 def test_a_number_that_the_host_cannot_queue_in_time_is_never_tried() -> None:
@@ -167,15 +167,51 @@ def test_the_first_pass_is_not_counted() -> None:
     assert search.choose(64) == 8
 
 
-def test_the_number_of_the_first_pass_is_dropped_after_the_next_one() -> None:
+def test_a_number_that_is_left_alone_needs_two_counted_passes() -> None:
+    """At once if the host cannot be much faster with more partitions."""
+    seconds = {1: 4.0, 2: 3.0, 4: 5.0, 8: 6.0}
+    assert train(GranularitySearch(), 1000, seconds) == [1, 1, 2, 2, 4, 4, 2, 2]
+    search, tried = GranularitySearch(), []
+    while search.settled(1000) is None:
+        tried.append(n := search.choose(1000))
+        search.report(1000, n, PassTime(seconds[n], host=0.8 * n, partitions=0.8 * n))
+    assert tried == [1, 1, 2, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(("host", "tried"), [(0.9, {2, 4}), (5.0, {1, 2, 4})])
+def test_a_smaller_batch_tells_what_is_slow_unless_it_waited_for_the_host(
+    host: float, tried: set[int]
+) -> None:
+    """With 1,000 tokens two partitions save time on the device alone."""
     search = GranularitySearch()
-    assert train(search, 1000, {1: 4.0, 2: 3.0, 4: 5.0, 8: 6.0}).count(1) == 2
+    device = {1: 4.0, 2: 3.0, 4: 3.5}
+    while search.settled(1000) is None:
+        n = search.choose(1000)
+        search.report(1000, n, PassTime(device[n], host=host * n, step=4.0 + n))
+    assert search.choose(1000) == 1
+    assert {*train(search, 2000, {1: 8.0, 2: 6.0, 4: 7.0, 8: 9.0})} == tried
+    assert search.choose(2000) == 2
+
+
+def test_a_batch_that_is_many_times_larger_tries_all_numbers_again() -> None:
+    search = GranularitySearch()
+    train(search, 1000, {1: 4.0, 2: 5.0})
+    assert 1 in train(search, 8000, {1: 32.0, 2: 20.0, 4: 30.0})
+
+
+def test_the_next_choice_depends_on_a_report_only_where_a_run_of_passes_ends() -> None:
+    search, depends = GranularitySearch(), []
+    for _ in range(5):
+        depends.append(search.depends_on_report(1000))
+        search.report(1000, n := search.choose(1000), PassTime({1: 1.0, 2: 1.05}[n]))
+    assert depends == [True, False, True, False, True]
 
 
 @pytest.mark.parametrize("odd", [0.5, 1.5])
 def test_one_odd_pass_of_three_does_not_decide(odd: float) -> None:
     search = GranularitySearch([1, 2])
-    for n, seconds in ((1, 1.0), (1, 1.0), (2, 1.05 * odd), (1, 1.0), (2, 1.05), (1, 1.0)):
+    for n, seconds in ((1, 1.0), (1, 1.0), (2, 1.05), (2, 1.05 * odd)):
+        assert search.choose(1000) == n
         search.report(1000, n, PassTime(seconds))
     train(search, 1000, {1: 1.0, 2: 1.05})
     assert search.choose(1000) == 1

@@ -12,12 +12,14 @@ from overspill.core.errors import ConfigError
 
 CANDIDATES = (1, 2, 4, 8)
 _PASSES = 3
-"""Passes with each number of partitions that remains a candidate."""
-_FAR = (1.5, 1.1)
-"""A number is dropped after its first pass, or after its second one, if that takes this many times
-as long as the best. The first pass with a batch, whose time is not used, is one of them."""
-_LOADS = 2.0
-"""A first pass for which the host takes this many times as long as expected loads kernels."""
+"""Counted passes with each number of partitions that remains a candidate."""
+_FAR = (1.15, 1.1)
+"""A number is dropped after its first counted pass, or after the second one, if its best takes this
+many times as long as that of the fastest number."""
+_HOPE = 0.75
+"""A number is promising if the host needs at most this share of the time of the fastest one."""
+_MORE = 4
+"""Times of a batch tell what up to so many times as many tokens take."""
 _WORTH = 0.98
 """The next larger number is tried if a number takes at most this share of the time of smaller ones:
 each doubling saves less than the one before."""
@@ -53,37 +55,33 @@ class PassTime:
 class _Trials:
     """Measured passes of one batch size."""
 
-    warm: int | None = None
-    """The number of partitions of the first pass, which is not counted."""
     passes: dict[int, list[PassTime]] = field(default_factory=dict)
+    """Without the first pass after one with another number: it takes longer, and it may load
+    kernels and allocate memory."""
     last: int | None = None
-    """The number of the last pass."""
-    loaded: set[int] = field(default_factory=set)
-    """Numbers of which a pass is not counted because it has loaded kernels."""
+    """The number of the last pass that was reported."""
+    counts: bool = False
+    """Whether that pass is counted."""
+    chosen: int | None = None
+    more: int = 0
+    """For so many further passes this number is chosen whatever is reported: the device need not
+    wait for the host to decide."""
 
     def add(self, n: int, found: PassTime | None) -> None:
+        self.counts = found is not None and n == self.last
         self.last = n
-        if self.warm is None:  # the first pass also compiles kernels and allocates memory
-            self.warm = n
-        elif found is None:
-            return
-        elif n not in self.passes and n not in self.loaded and self._loads(n, found):
-            self.loaded.add(n)
-        else:
+        if found is not None and self.counts:
             self.passes.setdefault(n, []).append(found)
 
-    def _loads(self, n: int, found: PassTime) -> bool:
-        """The host takes at most as long for each further partition as for the first ones."""
-        most = [
-            n / fewer * min(each.host for each in passes)
-            for fewer, passes in self.passes.items()
-            if fewer < n
-        ]
-        return found.host > _LOADS * min(most, default=found.host)
+    def counted(self, n: int) -> int:
+        return len(self.passes.get(n, ()))
 
-    def seen(self, n: int) -> int:
-        """Passes with `n`, also the first one of all, whose time is not used."""
-        return len(self.passes.get(n, ())) + (n == self.warm)
+    def choose(self, n: int) -> int:
+        """For two passes, of which one is counted; three with a number that was measured before;
+        one more with the same number."""
+        self.more = 0 if n == self.chosen else 2 if n in self.passes else 1
+        self.chosen = n
+        return n
 
     def costs(self, n: int) -> list[float]:
         """What passes are compared by: the time of their steps, if a number changes that. It does
@@ -99,10 +97,15 @@ class _Trials:
         costs = sorted(self.costs(n))
         return costs[len(costs) // 3]
 
+    def agree(self, n: int) -> bool:
+        """Whether two passes with `n` took about the same time."""
+        least, *more = sorted(self.costs(n))
+        return bool(more) and more[0] < _FAR[0] * least
+
     def is_far(self, n: int, best: float) -> bool:
         """Whether the passes with `n` show that it is not the best."""
         found = self.costs(n)
-        return bool(found) and min(found) > best * _FAR[min(self.seen(n), len(_FAR)) - 1]
+        return bool(found) and min(found) > best * _FAR[min(len(found), len(_FAR)) - 1]
 
     def least(self, n: int) -> float:
         """What a pass with `n` partitions takes at least, by the passes with fewer: the device
@@ -132,6 +135,7 @@ class GranularitySearch:
         self._ranges: dict[int, _Range] = {}
         self._cache: dict[int, int] = {}
         self._trials: dict[int, _Trials] = {}
+        self._known: dict[int, dict[int, PassTime]] = {}  # by batch and number
 
     @property
     def ranges(self) -> dict[int, tuple[int, int]]:
@@ -154,14 +158,29 @@ class GranularitySearch:
         best = self.settled(batch)
         if best is not None:
             return best
+        trials = self._of(batch)
+        if trials.chosen is not None and trials.more > 0:
+            trials.more -= 1
+            return trials.chosen
         wanted = self._wanted(batch)
         if not wanted:  # ranges have grown meanwhile: what was measured is enough
             return self._settle(batch, self._fastest(batch))
-        trials = self._of(batch)
-        # the first pass after one with another number takes longer: each has some in a row
-        if trials.last in wanted and trials.seen(trials.last) < len(_FAR):
-            return trials.last
-        return min(wanted, key=lambda n: (trials.seen(n), n != trials.last))
+        return trials.choose(self._next(batch, wanted))
+
+    def _next(self, batch: int, wanted: list[int]) -> int:
+        """A number without a counted pass, or one with the fewest. But the fastest so far first
+        has two if no other is promising: to come back to it takes a pass more."""
+        trials, fastest = self._of(batch), self._fastest(batch)
+        new = [n for n in wanted if n not in trials.passes]
+        if fastest in wanted and fastest == trials.last and trials.counted(fastest) == 1:
+            limit = _HOPE * trials.cost(fastest)
+            if not any(trials.least(n) < limit for n in new):
+                return fastest
+        return min(new or wanted, key=lambda n: (n != trials.last, trials.counted(n)))
+
+    def depends_on_report(self, batch: int) -> bool:
+        """Whether the next choice depends on the last pass."""
+        return self._of(batch).more == 0
 
     def guess(self, batch: int) -> int:
         """A number of partitions for a pass that is not measured."""
@@ -174,7 +193,7 @@ class GranularitySearch:
             return
         trials = self._of(batch)
         trials.add(n, found)
-        if trials.passes and not self._wanted(batch):
+        if trials.counts and not self._wanted(batch):
             self._settle(batch, self._fastest(batch))
 
     def _of(self, batch: int) -> _Trials:
@@ -190,19 +209,50 @@ class GranularitySearch:
     def _wanted(self, batch: int) -> list[int]:
         """Numbers that need more passes. A larger number is tried only if the one before it saves
         something: times are assumed to fall, then to rise, and many partitions of a small batch
-        take several times as long. It is not tried if the host alone needs longer."""
+        take several times as long. It is not tried if the host alone needs longer, and a number is
+        not tried that a smaller batch shows to be slow."""
         trials, wanted = self._of(batch), []
+        if not trials.passes:
+            return [self._first(batch)]
         costs = {n: trials.cost(n) for n in trials.passes}
-        best, so_far = min(costs.values(), default=float("inf")), float("inf")
+        best, so_far = min(costs.values()), float("inf")
         for n in self._possible(batch):
+            if n not in costs and self._is_slow(batch, n):
+                continue
             if n not in costs and trials.least(n) > best:
                 break
-            if len(trials.passes.get(n, ())) < _PASSES and not trials.is_far(n, best):
+            if trials.counted(n) < _PASSES and not trials.is_far(n, best):
                 wanted.append(n)
             if n not in costs or costs[n] > _WORTH * so_far:
                 break
             so_far = costs[n]
-        return wanted
+        alone = wanted == [self._fastest(batch)]
+        return [] if alone and trials.agree(wanted[0]) else wanted
+
+    def _smaller(self, batch: int) -> tuple[float, dict[int, PassTime]]:
+        """The passes of the next smaller batch, and how many times larger this one is, which is
+        also how many times longer the device takes."""
+        smaller = max((known for known in self._known if known < batch), default=0)
+        if batch > _MORE * smaller:
+            return 0.0, {}
+        possible = self._possible(batch)
+        found = {n: each for n, each in self._known[smaller].items() if n in possible}
+        return batch / smaller, found
+
+    def _first(self, batch: int) -> int:
+        """The number to begin with: the one that is expected to be the fastest."""
+        times, found = self._smaller(batch)
+        expected = {n: max(times * each.device, each.host) for n, each in found.items()}
+        return min(expected, key=lambda n: expected[n], default=self._possible(batch)[0])
+
+    def _is_slow(self, batch: int, n: int) -> bool:
+        """Whether a smaller batch, for which the device did not wait for the host, shows that a
+        number takes longer than one that was tried."""
+        times, found = self._smaller(batch)
+        if n not in found or found[n].device < found[n].host:
+            return False
+        passes = [each.device for tried in self._of(batch).passes.values() for each in tried]
+        return times * found[n].device > _FAR[0] * min(passes)
 
     def _fastest(self, batch: int) -> int:
         trials, possible = self._of(batch), self._possible(batch)
@@ -213,5 +263,10 @@ class GranularitySearch:
         found = self._ranges.setdefault(n, _Range(batch, batch))
         found.lower, found.upper = min(found.lower, batch), max(found.upper, batch)
         self._cache[batch] = n
-        self._trials.pop(batch, None)
+        trials = self._trials.pop(batch, _Trials())
+        if trials.passes:
+            self._known[batch] = {
+                tried: min(passes, key=lambda each: each.device)
+                for tried, passes in trials.passes.items()
+            }
         return n

@@ -220,7 +220,7 @@ def test_the_time_in_which_the_host_waits_for_the_device_is_not_its_own(
     monkeypatch.setattr(GranularitySearch, "report", lambda *args: found.append(args[-1]))
     tuner, exchange = Tuner(None), LoopbackExchange("cuda")
     ids = torch.zeros(16, 1, dtype=torch.int64, device="cuda")
-    for _ in range(4):
+    for _ in range(6):
         _, timer = tuner.route(ids, ExpertMap.whole(1), exchange, True, torch.float32)
         assert timer is not None
         timer.begin_forward()
@@ -228,7 +228,6 @@ def test_the_time_in_which_the_host_waits_for_the_device_is_not_its_own(
         timer.begin_backward()
         torch.cuda._sleep(10**8)  # about 50 ms
         timer.end_backward()
-    last = found[-1]
-    assert last is not None
-    assert last.device > 0.03
-    assert last.host < 0.01
+    times = [time for time in found[1:] if time is not None]
+    assert len(times) > 2
+    assert all(time.device > 0.03 and time.host < 0.01 for time in times)

@@ -6,7 +6,7 @@ the number of tokens and the time of the last measured pass, so that all search 
 
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
@@ -36,6 +36,10 @@ _HEAD = 9
 pass, and its times in nanoseconds, in the order of `PassTime`."""
 _ALLOCATING = 2
 """So many passes with a number of partitions may get memory from the system and are not counted."""
+_KEPT = 8
+"""So many measured passes wait to be reported: more than one if batches of two sizes alternate."""
+_NOTHING = (0,) * 6
+"""Instead of a report."""
 _REFUSED = -1  # instead of a number of tokens
 Numbers = NDArray[np.int64]
 Allocations = Callable[[torch.device], int]
@@ -53,19 +57,19 @@ class PassTimer:
         n: int,
         began: Timestamp,
         routing: float,
-        late: float,
         ended: "Callable[[PassTimer], None]",
         allocations: Allocations,
     ) -> None:
         """`began`: when the device could begin with routing the rows. `routing`: seconds of the
-        host for that, without those in which it has waited. `late`: seconds of these in which the
-        device has waited for the host, as it does in passes of a search only."""
+        host for that, without those in which it has waited."""
         self.batch, self.n, self._began = batch, n, began
         self._device, self._ended, self._count = device, ended, allocations
-        self._routing, self._late = routing, late
+        self._routing = routing
         self._stamps: list[Timestamp] = []
         self._allocations = allocations(device)
         self.allocated = False
+        self.followed: float | None = None
+        """When the next pass has begun on the host."""
 
     def begin_forward(self) -> None:
         self._stamps = [Timestamp(self._device)]
@@ -86,18 +90,23 @@ class PassTimer:
         """Until the device has come to the end of the pass."""
         self._stamps[-1].wait()
 
-    def found(self, now: float) -> PassTime | None:
-        """None if the device has not come so far; `now` is the time of the next pass."""
-        if not self._stamps[-1].passed():
+    def passed(self) -> bool:
+        """Whether the device has come to the end of the pass."""
+        return self._stamps[-1].passed()
+
+    def found(self) -> PassTime | None:
+        """None if the device has not come so far."""
+        if not self.passed():
             return None
         begin, end, begin_backward, end_backward = self._stamps
         seconds = begin.seconds_until(end) + begin_backward.seconds_until(end_backward)
         if self._device.type == "cpu":
             return PassTime(seconds)
         queueing = end.made - begin.made + end_backward.made - begin_backward.made
-        step = max(begin.seconds_until(end_backward), now - begin.made)
-        # in which the device may wait for the host
-        step += max(0.0, self._began.seconds_until(begin) - self._late)
+        step = begin.seconds_until(end_backward)
+        if self.followed is not None:
+            step = max(step, self.followed - begin.made)
+        step += self._began.seconds_until(begin)  # in which the device may wait for the host
         return PassTime(seconds, self._routing + queueing, queueing, step)
 
 
@@ -114,7 +123,7 @@ class Tuner:
         self._even = even
         self._count_allocations = allocations
         self.search = GranularitySearch()
-        self._measured: PassTimer | None = None
+        self._measured: deque[PassTimer] = deque(maxlen=_KEPT)  # not reported yet
         self._allocating: Counter[tuple[int, int]] = Counter()  # passes, by batch and partitions
         self._last: dict[int, int] = {}  # the number of partitions, by tokens of the largest rank
 
@@ -132,10 +141,9 @@ class Tuner:
         start = time.perf_counter()
         n_tokens, n_experts, device = len(expert_ids_TK), experts.n_global, expert_ids_TK.device
         began = Timestamp(device) if training and not self._is_settled(n_tokens, exchange) else None
-        if began is not None and self._chooses_alone(exchange) and self._measured is not None:
-            self._measured.wait()  # the host waits for the rows of this pass anyway
-        waited = time.perf_counter() - start
-        known = self._known(n_tokens, exchange, training, start)
+        for timer in self._measured:
+            timer.followed = timer.followed or start
+        known = self._known(n_tokens, exchange, training)
         ready = time.perf_counter()
         # rows are counted in the partitions of all candidates, if the number is not known
         divisions = {n: Division(n, self._even) for n in self._counted(known)}
@@ -146,13 +154,14 @@ class Tuner:
         rows = SortedRows.sort(keys[known], divisions[known]) if known else None
         queued = time.perf_counter()
         counts = counts_R.wait()
-        report = self._report(start)  # now the device has come to the end of the pass before
+        # now the device has come to the end of the pass before
+        report = self._report() if known is None else _NOTHING
         head = [n_tokens, int(training), DTYPES.index(dtype), *report]
         found = _gather(head, counts, exchange)
         told = time.perf_counter()
         _check_heads(found[:, :3])
         batch, n = n_tokens, known
-        if n is None or (self.partitions is None and any(report)):
+        if n is None:
             batch, n = self._choose(found[:, :_HEAD])
         if rows is None:
             rows = SortedRows.sort(keys[n], divisions[n])
@@ -162,9 +171,7 @@ class Tuner:
         if began is None or self.search.settled(batch) is not None:
             return routed, None
         host = queued - ready + time.perf_counter() - told
-        late = min(waited, queued - start - waited)  # else the host does it while it waits
-        timed = device, batch, n, began, host, late
-        return routed, PassTimer(*timed, self._end, self._count_allocations)
+        return routed, PassTimer(device, batch, n, began, host, self._end, self._count_allocations)
 
     def _is_settled(self, n_tokens: int, exchange: Exchange) -> bool:
         """Whether it is known that no trial is needed."""
@@ -172,22 +179,21 @@ class Tuner:
             return True
         return exchange.size == 1 and self.search.settled(n_tokens) is not None
 
-    def _chooses_alone(self, exchange: Exchange) -> bool:
-        """Whether no other rank is asked; a checkpoint repeats its forward in a graph task."""
-        return exchange.size == 1 and graph_task() == -1
-
     def _counted(self, known: int | None) -> tuple[int, ...]:
         """Numbers of partitions whose rows are counted."""
         return self.search.candidates if known is None else (known,)
 
-    def _known(self, n_tokens: int, exchange: Exchange, training: bool, now: float) -> int | None:
+    def _known(self, n_tokens: int, exchange: Exchange, training: bool) -> int | None:
         """The number of partitions if it is known before the rows are counted and, with several
         ranks, before these have told each other their tokens."""
-        if self.partitions is not None or not self._chooses_alone(exchange):
+        if self.partitions is not None or exchange.size > 1 or graph_task() != -1:
             return self.partitions
         n = self.search.settled(n_tokens)
         if n is None and training:
-            self._learn(*self._report(now))
+            if self._measured and self.search.depends_on_report(n_tokens):
+                self._measured[-1].wait()  # else rows would be counted for all numbers
+            while self._measured and self._measured[0].passed():
+                self._learn(*self._report())
             n = self.search.choose(n_tokens)
         if n is not None:
             self._last[n_tokens] = n
@@ -199,7 +205,8 @@ class Tuner:
             self.search.report(batch, n, times)
 
     def _end(self, timer: PassTimer) -> None:
-        self._measured = timer
+        if timer not in self._measured:  # else a second backward through the same graph
+            self._measured.append(timer)
 
     def tell_failure(self, n_experts: int, exchange: Exchange) -> None:
         """In place of `route`: the other ranks raise."""
@@ -207,19 +214,18 @@ class Tuner:
         size = n_experts * sum(self._counted(self.partitions))
         _gather(head, torch.zeros(size, dtype=torch.int64), exchange)
 
-    def _report(self, now: float) -> tuple[int, ...]:
-        """The last measured pass, once: its batch, its partitions and its times, or zeros."""
-        nothing = 0, 0, 0, 0
-        if self._measured is None or graph_task() != -1:
-            return 0, 0, *nothing
-        timer, self._measured = self._measured, None
+    def _report(self) -> tuple[int, ...]:
+        """The next measured pass, once: its batch, its partitions and its times, or zeros."""
+        if not self._measured or graph_task() != -1:
+            return _NOTHING
+        timer = self._measured.popleft()
         place = timer.batch, timer.n
         if timer.allocated and self._allocating[place] < _ALLOCATING:
             self._allocating[place] += 1
-            return *place, *nothing
-        found = timer.found(now)
+            return *place, *_NOTHING[2:]
+        found = timer.found()
         if found is None:
-            return *place, *nothing
+            return *place, *_NOTHING[2:]
         times = found.device, found.host, found.partitions, found.step
         return *place, *(round(seconds * 1e9) for seconds in times)
 
@@ -237,8 +243,8 @@ class Tuner:
         return batch, n
 
     def __getstate__(self) -> dict[str, object]:
-        """Without the last pass, whose events belong to this process."""
-        return {**vars(self), "_measured": None}
+        """Without measured passes, whose events belong to this process."""
+        return {**vars(self), "_measured": deque(maxlen=_KEPT)}
 
 
 def _gather(head: list[int], counts: Tensor, exchange: Exchange) -> Numbers:
