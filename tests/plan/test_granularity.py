@@ -193,6 +193,27 @@ def test_a_smaller_batch_tells_what_is_slow_unless_it_waited_for_the_host(
     assert search.choose(2000) == 2
 
 
+@pytest.mark.parametrize(("outside", "tried"), [(1.5, {1}), (9.0, {1, 2})])
+def test_steps_that_wait_for_the_host_tell_what_larger_batches_take_at_least(
+    outside: float, tried: set[int]
+) -> None:
+    """If the layer is a large part of the model: the host needs 2 s for a partition."""
+
+    def search_for(batch: int, device: dict[int, float]) -> set[int]:
+        found = set()
+        while search.settled(batch) is None:
+            found.add(n := search.choose(batch))
+            host = 2.0 * n
+            step = max(device[n] + 0.5, host + outside)
+            search.report(batch, n, PassTime(max(device[n], host), host, host, step))
+        return found
+
+    search = GranularitySearch()
+    assert search_for(1000, {1: 1.0, 2: 0.8}) == {1}
+    assert search_for(2000, {1: 4.0, 2: 3.5}) == tried
+    assert search.choose(2000) == 1
+
+
 def test_a_batch_that_is_many_times_larger_tries_all_numbers_again() -> None:
     search = GranularitySearch()
     train(search, 1000, {1: 4.0, 2: 5.0})

@@ -18,6 +18,9 @@ _FAR = (1.15, 1.1)
 many times as long as that of the fastest number."""
 _HOPE = 0.75
 """A number is promising if the host needs at most this share of the time of the fastest one."""
+_LARGE_PART = 2.5
+"""Steps of a model of which the layer is a large part take less than so many times what the host
+needs for the layer."""
 _MORE = 4
 """Times of a batch tell what up to so many times as many tokens take."""
 _WORTH = 0.98
@@ -219,7 +222,7 @@ class GranularitySearch:
         for n in self._possible(batch):
             if n not in costs and self._is_slow(batch, n):
                 continue
-            if n not in costs and trials.least(n) > best:
+            if n not in costs and (trials.least(n) > best or self._is_queued_late(batch, n)):
                 break
             if trials.counted(n) < _PASSES and not trials.is_far(n, best):
                 wanted.append(n)
@@ -240,10 +243,35 @@ class GranularitySearch:
         return batch / smaller, found
 
     def _first(self, batch: int) -> int:
-        """The number to begin with: the one that is expected to be the fastest."""
+        """The number to begin with: the one that is expected to be the fastest, or the next one if
+        that is promising."""
+        possible = self._possible(batch)
         times, found = self._smaller(batch)
         expected = {n: max(times * each.device, each.host) for n, each in found.items()}
-        return min(expected, key=lambda n: expected[n], default=self._possible(batch)[0])
+        if not expected:
+            return possible[0]
+        first = min(expected, key=lambda n: expected[n])
+        after = [n for n in possible if n > first][:1]
+        promising = [n for n in after if 0 < self._least_step(batch, n) < _HOPE * expected[first]]
+        return promising[0] if promising and promising[0] not in expected else first
+
+    def _least_step(self, batch: int, n: int) -> float:
+        """What a step takes at least, by smaller batches: where the device waited for the host, as
+        long, and what the host needs for more partitions. 0 if it is not known, or if the layer is
+        a small part of the step, which may then depend on anything."""
+        bounds = [
+            found.step + _LEAST * (n - fewer) * found.partitions / fewer
+            for smaller, passes in self._known.items()
+            for fewer, found in passes.items()
+            if smaller < batch and fewer < n and found.device <= found.host
+            if found.step < _LARGE_PART * found.host
+        ]
+        return max(bounds, default=0.0)
+
+    def _is_queued_late(self, batch: int, n: int) -> bool:
+        """Whether steps with a number take longer than those that were measured."""
+        steps = [each.step for found in self._of(batch).passes.values() for each in found]
+        return 0 < min(steps) < self._least_step(batch, n)
 
     def _is_slow(self, batch: int, n: int) -> bool:
         """Whether a smaller batch, for which the device did not wait for the host, shows that a
@@ -266,7 +294,7 @@ class GranularitySearch:
         trials = self._trials.pop(batch, _Trials())
         if trials.passes:
             self._known[batch] = {
-                tried: min(passes, key=lambda each: each.device)
+                tried: min(passes, key=lambda each: each.step or each.device)
                 for tried, passes in trials.passes.items()
             }
         return n
