@@ -50,6 +50,29 @@ def test_ranks_with_the_same_times_choose_the_same(
             rank.report(batch, n, PassTime(seconds[n]))
 
 
+TIME = st.builds(
+    PassTime,
+    st.floats(1e-3, 1.0),
+    host=st.floats(0.0, 2.0),
+    partitions=st.floats(0.0, 1.0),
+    step=st.floats(0.0, 4.0),
+)
+
+
+@given(st.lists(st.integers(1, 60000), min_size=1, max_size=5), st.data())
+def test_searches_of_several_batches_end_whatever_is_reported(
+    batches: list[int], data: st.DataObject
+) -> None:
+    search = GranularitySearch()
+    for number in range(40 * len(batches)):
+        batch = batches[number % len(batches)]
+        n = search.choose(batch)
+        assert n <= max(1, batch)
+        # every third pass is not counted, as one that allocates memory
+        search.report(batch, n, data.draw(TIME) if number % 3 else None)
+    assert all(search.settled(batch) for batch in batches)
+
+
 @given(
     st.lists(st.floats(0.0, 0.5), min_size=3, max_size=3),
     st.sampled_from(CANDIDATES),

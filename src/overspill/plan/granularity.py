@@ -102,8 +102,8 @@ class _Trials:
 
     def agree(self, n: int) -> bool:
         """Whether two passes with `n` took about the same time."""
-        least, *more = sorted(self.costs(n))
-        return bool(more) and more[0] < _FAR[0] * least
+        costs = sorted(self.costs(n))
+        return len(costs) > 1 and costs[1] < _FAR[0] * costs[0]
 
     def is_far(self, n: int, best: float) -> bool:
         """Whether the passes with `n` show that it is not the best."""
