@@ -1,6 +1,8 @@
 """The search for the number of partitions: what MPipeMoE's Algorithm 1 promises."""
 
 import itertools
+import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -50,26 +52,28 @@ def test_ranks_with_the_same_times_choose_the_same(
             rank.report(batch, n, PassTime(seconds[n]))
 
 
-TIME = st.builds(
-    PassTime,
-    st.floats(1e-3, 1.0),
-    host=st.floats(0.0, 2.0),
-    partitions=st.floats(0.0, 1.0),
-    step=st.floats(0.0, 4.0),
-)
+def test_searches_of_several_batches_end_whatever_is_reported() -> None:
+    for seed in range(100):
+        search_randomly(random.Random(seed))
 
 
-@given(st.lists(st.integers(1, 60000), min_size=1, max_size=5), st.data())
-def test_searches_of_several_batches_end_whatever_is_reported(
-    batches: list[int], data: st.DataObject
-) -> None:
+def search_randomly(draw: random.Random) -> None:
     search = GranularitySearch()
-    for number in range(40 * len(batches)):
-        batch = batches[number % len(batches)]
+    batches = [draw.randint(1, 60000) for _ in range(draw.randint(1, 6))]
+    uncounted: Counter[tuple[int, int]] = Counter()
+    for _ in range(120 * len(batches)):
+        batch = draw.choice(batches)
         n = search.choose(batch)
-        assert n <= max(1, batch)
-        # every third pass is not counted, as one that allocates memory
-        search.report(batch, n, data.draw(TIME) if number % 3 else None)
+        assert n <= batch
+        if draw.random() < 0.1:  # no backward
+            continue
+        host, device = draw.choice([0.0, draw.random() * n]), draw.random()
+        step = draw.choice([0.0, max(device, host) + draw.random()])
+        found: PassTime | None = PassTime(device, host, 0.8 * host, step)
+        if uncounted[batch, n] < 2 and draw.random() < 0.5:  # it allocates memory
+            uncounted[batch, n] += 1
+            found = None
+        search.report(batch, n, found)
     assert all(search.settled(batch) for batch in batches)
 
 
