@@ -31,3 +31,15 @@ def test_two_passes_that_allocate_memory_are_not_counted_for_each_number() -> No
     assert usual[:4] == [1, 1, 2, 2]
     assert allocating[:6] == [1, 1, 1, 2, 2, 2]
     assert len(allocating) < 60, "the search ends although every pass allocates memory"
+
+
+def test_a_second_backward_that_fails_is_not_counted() -> None:
+    tuner, exchange = Tuner(None), LocalExchange("cpu")
+    ids = torch.zeros(TOKENS, 1, dtype=torch.int64)
+    for _ in range(3):
+        _, timer = tuner.route(ids, ExpertMap.whole(EXPERTS), exchange, True, torch.float32)
+        assert timer is not None
+        for point in ("begin_forward", "end_forward", "begin_backward", "end_backward"):
+            getattr(timer, point)()
+        timer.begin_backward()
+    assert tuner.search.settled(TOKENS) is None

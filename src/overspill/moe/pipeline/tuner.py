@@ -95,8 +95,8 @@ class PassTimer:
         return self._stamps[-1].passed()
 
     def found(self) -> PassTime | None:
-        """None if the device has not come so far."""
-        if not self.passed():
+        """None if the device has not come so far, or if a second backward has failed."""
+        if len(self._stamps) < 4 or not self.passed():
             return None
         begin, end, begin_backward, end_backward = self._stamps
         seconds = begin.seconds_until(end) + begin_backward.seconds_until(end_backward)
