@@ -16,7 +16,7 @@ _PASSES = 3
 _FAR = (1.15, 1.1)
 """A number is dropped after its first counted pass, or after the second one, if its best takes this
 many times as long as that of the fastest number."""
-_HOPE = 0.75
+_PROMISING = 0.75
 """A number is promising if the host needs at most this share of the time of the fastest one."""
 _LARGE_PART = 2.5
 """Steps of a model of which the layer is a large part take less than so many times what the host
@@ -176,7 +176,7 @@ class GranularitySearch:
         trials, fastest = self._of(batch), self._fastest(batch)
         new = [n for n in wanted if n not in trials.passes]
         if fastest in wanted and fastest == trials.last and trials.counted(fastest) == 1:
-            limit = _HOPE * trials.cost(fastest)
+            limit = _PROMISING * trials.cost(fastest)
             if not any(trials.least(n) < limit for n in new):
                 return fastest
         return min(new or wanted, key=lambda n: (n != trials.last, trials.counted(n)))
@@ -252,7 +252,7 @@ class GranularitySearch:
             return possible[0]
         first = min(expected, key=lambda n: expected[n])
         after = [n for n in possible if n > first][:1]
-        promising = [n for n in after if 0 < self._least_step(batch, n) < _HOPE * expected[first]]
+        promising = [n for n in after if 0 < self._least_step(batch, n) < _PROMISING * expected[first]]
         return promising[0] if promising and promising[0] not in expected else first
 
     def _least_step(self, batch: int, n: int) -> float:
