@@ -252,7 +252,8 @@ class GranularitySearch:
             return possible[0]
         first = min(expected, key=lambda n: expected[n])
         after = [n for n in possible if n > first][:1]
-        promising = [n for n in after if 0 < self._least_step(batch, n) < _PROMISING * expected[first]]
+        limit = _PROMISING * expected[first]
+        promising = [n for n in after if 0 < self._least_step(batch, n) < limit]
         return promising[0] if promising and promising[0] not in expected else first
 
     def _least_step(self, batch: int, n: int) -> float:
