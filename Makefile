@@ -22,9 +22,11 @@ test:  ## run all checks in parallel: ruff, mypy, import-linter, pytest
 	@$(MAKE) --no-print-directory -j2 $(DEV)
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
-# Workers and processes of tests share bytecode: each would compile all tests for 7 s.
+# Processes of tests share bytecode: each would compile all tests for 7 s. A process that has asked
+# for GPUs cannot use them after a fork, and workers are forked: `pytest -m gpu` runs the GPU tests.
 pytest: $(DEV)  ## run the tests
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal $(TEST_ARGS)
+	CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= \
+		$(BIN)/python -m pytest --workers auto $(TEST_ARGS)
 
 newest: $(DEV)  ## test Hugging Face models with the newest transformers
 	$(BIN)/python -m pip install --quiet --upgrade --target build/newest --no-deps transformers
@@ -75,7 +77,7 @@ $(TORCH): $(VENV)/.pip
 # Most of its time pip reads the pages of an index, one after the other: these are read while torch
 # is installed. They need nothing that torch needs, so no package is installed twice.
 $(EARLY): $(VENV)/.pip
-	$(PIP) hypothesis matplotlib pytest-timeout pytest-xdist regex ruff
+	$(PIP) hypothesis matplotlib pytest-timeout regex ruff
 	@touch $@
 
 $(INSTALLED): $(TORCH)

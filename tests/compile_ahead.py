@@ -1,5 +1,5 @@
 """Compiles what the tests need while pip installs the rest, on a core that is idle then: the
-kernels, and the bytecode of torch, which each worker of pytest would compile for 8 s.
+kernels, and the bytecode of torch, which pytest would compile for 8 s.
 
 `PYTHONPATH=src python tests/compile_ahead.py`: torch must be installed, numpy need not be.
 """

@@ -18,6 +18,12 @@ import numpy
 import pytest
 
 from tests.fork_server import fork_server
+from tests.workers import (  # noqa: F401
+    number_of_workers,
+    pytest_addhooks,
+    pytest_addoption,
+    pytest_runtestloop,
+)
 
 # Imported late by tests of most packages, and by the processes that they fork.
 _IMPORTS = ("torch._dynamo", "transformers.models.mixtral.modeling_mixtral")
@@ -26,9 +32,6 @@ _COMPILING = pytest.StashKey[list[threading.Thread]]()
 
 @pytest.hookimpl(tryfirst=True)  # an option may name another profile of Hypothesis
 def pytest_configure(config: pytest.Config) -> None:
-    """Not in the process that starts the workers of `-n`: they would wait for its imports."""
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        return
     import torch
 
     # Tests kill processes, not machines: what a process has written outlives it.
@@ -46,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
             remember_lookups()
 
-    if hasattr(config, "workerinput"):
+    if number_of_workers(config):
         config.stash[_COMPILING] = _compile_kernels()
 
     # GPU machines may have pytest alone; property tests are then skipped by their own imports.
@@ -104,20 +107,31 @@ def _propagate_logs() -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Excludes all that was imported from garbage collection: with transformers loaded, each
-    `gc.collect()` of a test would take a fifth of a second. Starts the server that forks processes
-    before a test has computed. A worker of `-n` will need all imports: its server inherits them,
-    else it would take as long for them again."""
+    `gc.collect()` of a test would take a fifth of a second. Workers, and the processes that they
+    fork, inherit what all tests together need."""
     for thread in session.config.stash.get(_COMPILING, []):
         thread.join()
-    if hasattr(session.config, "workerinput"):
+    if number_of_workers(session.config):
         for name in _IMPORTS:
             importlib.import_module(name)
         _compile_patterns()
         _propagate_logs()
     gc.collect()
     gc.freeze()
-    if session.items and not session.config.option.collectonly:
+    if (
+        session.items
+        and not session.config.option.collectonly
+        and not number_of_workers(session.config)
+    ):
         session.config.add_cleanup(fork_server().close)
+
+
+def pytest_worker_start() -> None:
+    fork_server()  # before a test has computed
+
+
+def pytest_worker_end() -> None:
+    fork_server().close()
 
 
 @pytest.hookimpl(wrapper=True)
