@@ -12,9 +12,7 @@ import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import time
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import pytest
-from _pytest.config import create_terminal_writer
+
+from tests.worker_process import Ended, work
 
 
 class Hooks:
@@ -72,27 +71,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
-class _Warning(NamedTuple):
-    """As text: a warning may hold what cannot be pickled."""
-
-    category: str
-    text: str
-    file: str
-    line: int
-    context: dict[str, Any]
-    """The other arguments of the hook."""
-
-
-class _Ended(NamedTuple):
-    """A test that has ended in a worker."""
-
-    position: int
-    reports: list[dict[str, Any]]
-    warnings: list[_Warning]
-    shouldfail: bool | str
-    shouldstop: bool | str
-
-
 class _Worker(NamedTuple):
     process: Any
     todo: deque[int]
@@ -102,8 +80,7 @@ class _Worker(NamedTuple):
 class _Distribution:
     """Gives the tests of one file after the other to the next worker that asks for more.
 
-    A worker sends None for that, an `_Ended` after each test, and an exception if it must stop. No
-    other process has its end of the connection: if that is closed, the worker has ended."""
+    Only the worker has its end of a connection: if that is closed, the worker has ended."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session, self._hook = session, session.config.hook
@@ -134,7 +111,7 @@ class _Distribution:
         context = multiprocessing.get_context("fork")
         connection, other = context.Pipe()
         arguments = self._session, next(self._numbers), other, [connection, *self._workers]
-        process = context.Process(target=_work, args=arguments)
+        process = context.Process(target=work, args=arguments)
         process.start()
         other.close()
         self._workers[connection] = _Worker(process, deque())
@@ -171,9 +148,9 @@ class _Distribution:
             self._start()
         report = _death(self._session.items[position], process.exitcode)
         data = self._hook.pytest_report_to_serializable(config=self._session.config, report=report)
-        self._report(_Ended(position, [data], [], False, False))
+        self._report(Ended(position, [data], [], False, False))
 
-    def _report(self, ended: _Ended) -> None:
+    def _report(self, ended: Ended) -> None:
         """What pytest does in its own loop."""
         session, hook = self._session, self._hook
         for found in ended.warnings:
@@ -228,106 +205,3 @@ def _death(item: pytest.Item, code: int) -> pytest.TestReport:
         longrepr=f"the process that ran this test ended with {by}",
         when="call",
     )
-
-
-def _work(
-    session: pytest.Session, number: int, connection: Connection, unused: Sequence[Connection]
-) -> None:
-    """In a forked process."""
-    for each in unused:
-        each.close()
-    # a process that a test leaves behind must not hold the connection
-    os.register_at_fork(after_in_child=connection.close)
-    _separate(session.config, number)
-    hook = session.config.hook
-    try:
-        hook.pytest_worker_start()
-        _run_tests(session, connection)
-        hook.pytest_worker_end()
-    except BaseException as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _give_up(session, connection, error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _separate(config: pytest.Config, number: int) -> None:
-    """Processes would share the files that capture output, and names of folders."""
-    capture = config.pluginmanager.getplugin("capturemanager")
-    if capture is not None:
-        capture.stop_global_capturing()
-        capture.start_global_capturing()
-        capture.suspend_global_capture()
-    folders = config._tmp_path_factory  # type: ignore[attr-defined]
-    folders._basetemp = folders.getbasetemp() / f"worker-{number}"
-    folders._basetemp.mkdir(mode=0o700)
-
-
-def _give_up(session: pytest.Session, connection: Connection, error: BaseException) -> None:
-    """Ends fixtures and passes on why. The connection is closed if the session has ended."""
-    with contextlib.suppress(BaseException):
-        session._setupstate.teardown_exact(None)
-    with contextlib.suppress(BaseException):
-        session.config.hook.pytest_worker_end()
-    if not isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
-        error = RuntimeError("".join(traceback.format_exception(error)))
-    with contextlib.suppress(OSError):
-        connection.send(error)
-
-
-def _run_tests(session: pytest.Session, connection: Connection) -> None:
-    recorder = _Recorder(session.config)
-    manager = session.config.pluginmanager
-    manager.unregister(name="terminalreporter")
-    manager.register(recorder, "terminalreporter")
-    tests = _tests(connection)
-    current = next(tests, None)
-    while current is not None:
-        following = next(tests, None)
-        item = session.items[current]
-        after = None if following is None else session.items[following]
-        recorder.reports, recorder.warnings = [], []
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
-        stop = session.shouldfail, session.shouldstop
-        connection.send(_Ended(current, recorder.reports, recorder.warnings, *stop))
-        current = following
-
-
-def _tests(connection: Connection) -> Iterator[int]:
-    """Positions of tests, until there are no more."""
-    found = [0]
-    while found:
-        connection.send(None)
-        found = connection.recv()
-        yield from found
-
-
-class _Recorder:
-    """What a test reports. Takes the place of pytest's reporter, whose writer plugins ask for:
-    what they write is captured as output of the test."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-        self.reports: list[dict[str, Any]] = []
-        self.warnings: list[_Warning] = []
-
-    @property
-    def _tw(self) -> Any:
-        return create_terminal_writer(self._config, sys.stderr)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        hook = self._config.hook
-        self.reports.append(hook.pytest_report_to_serializable(config=self._config, report=report))
-
-    def pytest_warning_recorded(
-        self,
-        warning_message: warnings.WarningMessage,
-        when: str,
-        nodeid: str,
-        location: tuple[str, int, str] | None,
-    ) -> None:
-        name, text = warning_message.category.__name__, str(warning_message.message)
-        place = warning_message.filename, warning_message.lineno
-        context = {"when": when, "nodeid": nodeid, "location": location}
-        self.warnings.append(_Warning(name, text, *place, context))
