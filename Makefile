@@ -87,6 +87,6 @@ $(INSTALLED): $(TORCH)
 # Kernels and bytecode are compiled meanwhile; the tests wait for kernels when they need them. If that
 # fails, the tests compile them.
 $(DEV): $(TORCH) $(EARLY)
-	PYTHONPATH=src $(BIN)/python tests/compile_ahead.py & \
+	PYTHONPATH=src PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/compile_ahead.py & \
 		$(PIP) --no-build-isolation -e ".[dev]"
 	@touch $(INSTALLED) $@
