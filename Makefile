@@ -18,8 +18,10 @@ help:  ## show this list
 train: $(INSTALLED)  ## train a small MoE with an eighth of its experts on the compute device
 	$(BIN)/overspill train nano $(TRAIN_ARGS)
 
+# Kernels are compiled while pip installs; if that fails, the tests say why.
 test:  ## run all checks in parallel: ruff, mypy, import-linter, pytest
-	@$(MAKE) --no-print-directory -j2 $(DEV)
+	@PYTHONPATH=src $(PYTHON) tests/compile_ahead.py kernels 2> /dev/null & \
+		$(MAKE) --no-print-directory -j2 $(DEV)
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
 # Processes of tests share bytecode: each would compile all tests for 7 s. A process that has asked
@@ -84,9 +86,8 @@ $(INSTALLED): $(TORCH)
 	$(PIP) --no-build-isolation -e ".[serve]"
 	@touch $@
 
-# Kernels and bytecode are compiled meanwhile; the tests wait for kernels when they need them. If that
-# fails, the tests compile them.
+# Bytecode is compiled meanwhile. If that fails, the tests compile it.
 $(DEV): $(TORCH) $(EARLY)
-	PYTHONPATH=src PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/compile_ahead.py & \
+	PYTHONPATH=src PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/compile_ahead.py bytecode & \
 		$(PIP) --no-build-isolation -e ".[dev]"
 	@touch $(INSTALLED) $@

@@ -1,12 +1,13 @@
-"""Compiles what the tests need while pip installs the rest, on a core that is idle then: the
-kernels, and the bytecode of this project and of what is installed already.
+"""Compiles what the tests need while pip installs, on a core that is idle then.
 
-`PYTHONPATH=src python tests/compile_ahead.py`: torch and what is installed beside it must be there.
+`PYTHONPATH=src python tests/compile_ahead.py kernels` needs only the standard library. `bytecode`
+of this project and of what is installed already is compiled with the Python of .venv.
 """
 
 import compileall
 import contextlib
 import importlib
+import sys
 from pathlib import Path
 
 from overspill.hardware.native import load_library
@@ -42,5 +43,4 @@ def compile_bytecode() -> None:
 
 
 if __name__ == "__main__":
-    compile_bytecode()
-    compile_kernels()
+    {"kernels": compile_kernels, "bytecode": compile_bytecode}[sys.argv[1]]()
