@@ -1,3 +1,5 @@
+"""`pytest --workers`: what forked workers report, and what happens when one ends."""
+
 import os
 import re
 import signal
