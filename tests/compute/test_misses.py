@@ -427,11 +427,17 @@ def test_close_finishes_the_request_that_is_being_computed(models: Callable[...,
     model.assert_near(model.buffers.out_RD[:1], 0, x, pairs)
 
 
-def test_close_finishes_a_request_that_has_not_started(models: Callable[..., Model]) -> None:
-    model = models(awake=False)
-    model.send(1, model.batch(1), ONE_ROW)
-    model.runner.close()
-    assert int(model.buffers.done_L[1]) == 1
+@pytest.mark.parametrize("awake", [False, True])
+def test_close_finishes_a_request_that_has_not_started(
+    awake: bool, models: Callable[..., Model]
+) -> None:
+    """Also if the thread looks for requests, and whether it ends, just before: often enough that
+    one of these runs hits that moment."""
+    for _ in range(40):
+        model = models(awake=awake)
+        model.send(1, model.batch(1), ONE_ROW)
+        model.runner.close()
+        assert int(model.buffers.done_L[1]) == 1
 
 
 def test_a_runner_without_references_ends_its_threads() -> None:

@@ -174,12 +174,13 @@ class MissRunner {
 #endif
         int64_t layer = 0, idle_since = now_ns();
         for (uint32_t seen = 0;;) {
+            const bool last = closed;  // before the look at the flags: close() comes after the last one
             const int64_t found = next_ready(layer);
             if (found >= 0) {
                 serve(found);
                 layer = found + 1;
                 idle_since = now_ns();
-            } else if (closed) {
+            } else if (last) {
                 return;
             } else if (load_ahead(layer)) {
                 idle_since = now_ns();
