@@ -12,9 +12,10 @@ from overspill.train.finetune.config import FinetuneConfig
 _HELP = """Fine-tune a Hugging Face Mixture-of-Experts checkpoint that is larger than the GPU.
 
 DATA are .jsonl files (also .gz, or folders of them) with "text", with "prompt" and "completion", \
-or with chat "messages"; or .tsv files with the columns sentence and label. The run's folder gets \
-its config, metrics, plots, checkpoints to resume from, and the best and the final model as \
-plain Hugging Face checkpoints.
+or with chat "messages"; .tsv files with the columns sentence and label; or plain text, also that \
+of overspill train: "stdlib" stands for the sources of Python's standard library. The run's \
+folder gets its config, metrics, plots, checkpoints to resume from, and the best and the final \
+model as plain Hugging Face checkpoints.
 
 [bold]Examples[/bold]
 
@@ -54,7 +55,9 @@ def add_command(app: typer.Typer, kind: type[FinetuneConfig], text: str) -> None
         show_default=False,
     )
     data = typer.Argument(
-        metavar="DATA", help="Files or folders of .jsonl or .tsv.", show_default=False
+        metavar="DATA",
+        help='Files or folders of .jsonl, .tsv or text; or "stdlib".',
+        show_default=False,
     )
     arguments = {
         "checkpoint": Annotated[str | None, checkpoint],

@@ -14,9 +14,9 @@ it, with which Overspill loads and serves them.
 
 [bold]Examples[/bold]
 
-A model from overspill train:
+A model from overspill train, with the data that it was trained on:
 
-  overspill pregate runs/nano texts.jsonl --steps 100 --out runs/pregated
+  overspill pregate runs/nano stdlib --steps 100 --out runs/pregated
 
 Two blocks ahead; all parameters of a large checkpoint, on one 24 GB GPU:
 

@@ -174,7 +174,7 @@ class MissRunner {
 #endif
         int64_t layer = 0, idle_since = now_ns();
         for (uint32_t seen = 0;;) {
-            const bool last = closed;  // before the look at the flags: close() comes after the last one
+            const bool last = closed;  // read first: close() comes after the last flag
             const int64_t found = next_ready(layer);
             if (found >= 0) {
                 serve(found);

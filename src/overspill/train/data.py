@@ -27,6 +27,8 @@ _SUFFIXES = {
     ".py", ".pyi", ".c", ".h", ".cpp", ".hpp", ".cc", ".cu", ".rs", ".go", ".java", ".js", ".ts",
     ".sh", ".toml", ".yaml", ".yml",
 }  # fmt: skip
+PLAIN_TEXT = _SUFFIXES - {".csv", ".json", ".jsonl", ".gz"}
+"""Endings of files that are text as a whole."""
 _BLOCK_CHARS = 2**24
 _EVAL_SHARE = 0.02
 
@@ -73,7 +75,7 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def _read_blocks(file: Path, characters: int) -> Iterator[str]:
+def read_blocks(file: Path, characters: int, flag: str = "--data") -> Iterator[str]:
     """The text of `file` in blocks of whole lines: a file may be larger than memory."""
     opener: Callable[..., IO[str]] = gzip.open if file.suffix.lower() == ".gz" else open
     try:
@@ -81,7 +83,7 @@ def _read_blocks(file: Path, characters: int) -> Iterator[str]:
             while lines := handle.readlines(characters):
                 yield "".join(lines)
     except (OSError, EOFError) as error:
-        raise ConfigError(f"--data: {file} cannot be read ({error}); repair or remove it") from None
+        raise ConfigError(f"{flag}: {file} cannot be read ({error}); repair or remove it") from None
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _write_tokens(
         with open(aside, "xb") as out:
             _write_npy_header(out, dtype, 0)
             for file in files:
-                for block in _read_blocks(file, block_chars):
+                for block in read_blocks(file, block_chars):
                     ids = tokenizer.encode(block).astype(dtype, copy=False).tobytes()
                     digest.update(ids)
                     count += len(ids) // dtype.itemsize

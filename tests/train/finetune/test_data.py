@@ -92,6 +92,17 @@ def test_the_split_is_a_share_and_never_trained_on(tmp_path: Path) -> None:
     assert not _load(path, eval_split=0.0).evaluates
 
 
+def test_of_long_texts_few_pieces_are_evaluated(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " + "word " * 400} for i in range(10)])
+    every, some = (_load(path, eval_split=0.2, eval_examples=n).eval_rows for n in (1000, 4))
+    assert len(every) > 20
+    assert [row.tokens.tolist() for row in some] == [
+        every[i * len(every) // 4].tokens.tolist() for i in range(4)
+    ]
+    given = _load(path, eval_data=str(path), eval_examples=4)
+    assert len(given.eval_rows) > 20, "a file of its own is evaluated as a whole"
+
+
 def test_a_file_to_evaluate_on_is_not_trained_on(tmp_path: Path) -> None:
     path, other = _texts(tmp_path / "a.jsonl"), _texts(tmp_path / "b.jsonl", 3)
     data = _load(path, packing=False, eval_data=str(other))

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from overspill.core.errors import ConfigError
+from overspill.train import data
+from overspill.train.finetune import examples
 from overspill.train.finetune.examples import (
     Chat,
     Kind,
@@ -49,6 +51,44 @@ def test_folders_several_files_and_gz(tmp_path: Path) -> None:
         "second",
         "third",
     ]
+
+
+def test_plain_text_is_divided_into_examples_of_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examples, "_BLOCK_CHARS", 7)
+    folder = tmp_path / "texts"
+    (folder / ".hidden").mkdir(parents=True)
+    (folder / ".hidden" / "c.txt").write_text("not read")
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    (folder / "b.PY").write_text("one = 1\ntwo = 2\n\n\n\n\n\n\n\n\n\nlast")
+    with gzip.open(folder / "a.txt.gz", "wt") as out:
+        out.write("a longer first line\n")
+    found = read_examples([str(folder)])
+    assert found.kind is Kind.TEXT
+    first, second = folder / "a.txt.gz", folder / "b.PY"
+    assert found.items == [
+        Text(f"{first}:1", "a longer first line\n"),
+        Text(f"{second}:1", "one = 1\n"),
+        Text(f"{second}:2", "two = 2\n"),
+        Text(f"{second}:11", "\nlast"),
+    ]
+    chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": TURNS}])
+    with pytest.raises(
+        ConfigError, match=r'a.txt.gz:1: expected .* "messages" .*, found .* "text"'
+    ):
+        read_examples([str(chats), str(folder)])
+    damaged = tmp_path / "damaged.txt.gz"
+    damaged.write_bytes(first.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"--eval-data: .*damaged.txt.gz cannot be read"):
+        read_examples([str(damaged)], "--eval-data")
+
+
+def test_the_sources_of_python_are_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_STDLIB_BYTES", 1 << 18)
+    items = read_examples([data.STDLIB]).items
+    assert len(items) > 3
+    assert sum(len(item.text) for item in items if isinstance(item, Text)) > 1 << 16
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class FinetuneDataSection(BatchSection):
     eval_split: Share = 0.05
     """Share of the data to evaluate on; 0 for none."""
     eval_examples: Count = 1000
-    """Maximum number of examples that --eval-split takes."""
+    """Maximum number of examples that --eval-split takes; of long texts, of pieces of --seq-len."""
     chat_template: str | None = None
     """File with a chat template; default: the template of the tokenizer."""
     labels: str | None = None

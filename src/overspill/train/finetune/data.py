@@ -1,5 +1,6 @@
 """The data of a run: files → examples → rows for training and evaluation."""
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from overspill.train.finetune.examples import (
     Labelled,
     Pair,
     Text,
+    find_examples,
     read_examples,
 )
 from overspill.train.finetune.packing import pack_cut, pack_whole
@@ -75,6 +77,15 @@ class FinetuneData:
         return digest.hexdigest()
 
 
+def check_sources(section: FinetuneDataSection) -> None:
+    """Raises if there are no files to read."""
+    if not section.data:
+        raise ConfigError("DATA is missing; give a .jsonl, .tsv or text file after the checkpoint")
+    find_examples(section.data)
+    if section.eval_data is not None:
+        find_examples([section.eval_data], "--eval-data")
+
+
 def load_data(
     section: FinetuneDataSection,
     tokenizer: Tokenizer,
@@ -83,9 +94,7 @@ def load_data(
     seed: int,
     say: Callable[[str], None],
 ) -> FinetuneData:
-    if not section.data:
-        raise ConfigError("DATA is missing; give a .jsonl or .tsv file after the checkpoint")
-    examples = read_examples(section.data)
+    examples = read_examples(section.data or ())
     held_out = None
     if section.eval_data is not None:
         held_out = read_examples([section.eval_data], "--eval-data", examples.kind)
@@ -97,6 +106,10 @@ def load_data(
     train, evaluation = _split(examples.items, held_out, section, seed)
     say(f"data: tokenizing {len(train) + len(evaluation):,} examples")
     data = _encode(plan, tokenizer, train, evaluation)
+    n_rows, most = len(data.eval_rows), section.eval_examples
+    if plan.kind is Kind.TEXT and held_out is None and n_rows > most:  # few examples may be long
+        kept = [data.eval_rows[i * n_rows // most] for i in range(most)]
+        data = dataclasses.replace(data, eval_rows=kept)
     _check_vocabulary(data, tokenizer, model_config)
     _describe(data, len(train), len(evaluation), seq_len, say)
     return data
@@ -217,8 +230,9 @@ def _describe(
 ) -> None:
     tokens = sum(len(row.tokens) for row in data.train)
     learned = sum(row.learned for row in data.train)
+    rows = f" ({len(data.eval_rows):,} of {seq_len} tokens)" if data.packing and held_out else ""
     packed = f", packed into {len(data.train):,} of {seq_len}" if data.packing else ""
     say(
         f"data: {examples:,} examples, {tokens:,} tokens ({learned:,} learned){packed}; "
-        f"{held_out:,} examples for evaluation"
+        f"{held_out:,} examples for evaluation{rows}"
     )

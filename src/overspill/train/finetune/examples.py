@@ -1,7 +1,8 @@
 """Reads examples from data files. Each example keeps its file and line for error messages.
 
 A .jsonl file holds one kind of example, determined by the keys of its first line; a .tsv file holds
-sentences and labels. Compressed files end in .gz.
+sentences and labels; other text is divided into examples of whole lines. Names of compressed files
+end in .gz.
 """
 
 import gzip
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import ConfigError
+from overspill.train.data import PLAIN_TEXT, STDLIB, find_files, read_blocks
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".tsv", ".tsv.gz")
+_SUPPORTED = f"{', '.join(_ENDINGS)}; or those of plain text: {' '.join(sorted(PLAIN_TEXT))}"
+_BLOCK_CHARS = 1 << 16
 _HEADER = ["sentence", "label"]
 _SHOWN = 40
 
@@ -66,7 +70,12 @@ class Examples:
 def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None = None) -> Examples:
     """All examples in files and folders, of `kind` or of the kind of the first line."""
     items: list[Example] = []
-    for file in _find_files(sources, flag):
+    for file in find_examples(sources, flag):
+        if _is_text(file):
+            for where, block in _blocks(file, flag):
+                kind = _same(kind, Kind.TEXT, where)
+                items.append(Text(where, block))
+            continue
         for where, line in _lines(file, flag):
             if _is_table(file):
                 kind = _same(kind, Kind.LABELLED, where)
@@ -80,26 +89,52 @@ def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None 
     return Examples(kind, items)
 
 
-def _find_files(sources: Sequence[str], flag: str) -> list[Path]:
+def find_examples(sources: Sequence[str], flag: str = "DATA") -> list[Path]:
+    """The files of `sources`: of a folder those with examples, or its plain text if it has none."""
     files: list[Path] = []
     for source in sources:
         path = Path(source).expanduser()
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.name.endswith(_ENDINGS))
+        if source == STDLIB:
+            files += find_files(STDLIB)
+        elif path.is_dir():
+            every = [file for file in sorted(path.rglob("*")) if _is_visible(file, path)]
+            found = [file for file in every if file.name.endswith(_ENDINGS)]
+            found = found or [file for file in every if _is_text(file)]
             if not found:
                 raise ConfigError(
-                    f"{flag} {source} has no data file; supported endings are {', '.join(_ENDINGS)}"
+                    f"{flag} {source} has no data file; supported endings are {_SUPPORTED}"
                 )
             files += found
         elif not path.is_file():
-            raise ConfigError(f"{flag} {source} does not exist; give a .jsonl or .tsv file")
-        elif not path.name.endswith(_ENDINGS):
             raise ConfigError(
-                f"{flag} {source}: unsupported ending; rename it to one of {', '.join(_ENDINGS)}"
+                f"{flag} {source} does not exist; give a .jsonl, .tsv or text file, a folder, or "
+                f'"{STDLIB}" for the sources of Python\'s standard library'
+            )
+        elif not (path.name.endswith(_ENDINGS) or _is_text(path)):
+            raise ConfigError(
+                f"{flag} {source}: unsupported ending; rename it to one of {_SUPPORTED}"
             )
         else:
             files.append(path)
     return files
+
+
+def _is_visible(file: Path, folder: Path) -> bool:
+    parts = file.relative_to(folder).parts
+    return file.is_file() and not any(part.startswith(".") for part in parts)
+
+
+def _is_text(file: Path) -> bool:
+    return Path(file.name.lower().removesuffix(".gz")).suffix in PLAIN_TEXT
+
+
+def _blocks(file: Path, flag: str) -> Iterator[tuple[str, str]]:
+    """Pieces of plain text that are not empty, with their location."""
+    line = 1
+    for block in read_blocks(file, _BLOCK_CHARS, flag):
+        if block.strip():
+            yield f"{file}:{line}", block
+        line += block.count("\n")
 
 
 def _is_table(file: Path) -> bool:
