@@ -158,10 +158,15 @@ def test_a_folder_that_is_no_run_or_is_taken_is_refused(run: Path, tmp_path: Pat
         export(young, tmp_path / "out")
     with pytest.raises(ConfigError, match="already exists"):
         export(run, young)
+    tuned = tmp_path / "tuned"
+    tuned.mkdir()
+    (tuned / "config.json").write_text('{"model": {"checkpoint": "base", "tokenizer": null}}')
+    with pytest.raises(ConfigError, match=r"give .*tuned/final or .*tuned/best"):
+        export(tuned, tmp_path / "out")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="already exists"):
         export(run, tmp_path / "file")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "young"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "tuned", "young"]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -215,18 +215,28 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
             assert torch.equal(value, expected[key]), key
 
 
-def test_pre_gates_are_resumed(tmp_path: Path) -> None:
-    """The checkpoint has the conventional gates under their names."""
-    with offloaded("mixtral", "host", tmp_path) as model:
-        overspill.pregate(model)
-        trainer_of(model, arguments(tmp_path / "run", **SAVING)).train()
-        expected = weights(model)
-    with offloaded("mixtral", "host", tmp_path) as model:
-        overspill.pregate(model)
-        again = trainer_of(model, arguments(tmp_path / "run", **SAVING))
-        again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-        for name, value in weights(model).items():
-            assert torch.equal(value, expected[name]), name
+@pytest.mark.parametrize("made", ["pregate", "deepcopy", "assign"])
+def test_pre_gates_are_resumed(made: str, tmp_path: Path) -> None:
+    """The checkpoint has the conventional gates under their names. Copies of a model, and tensors
+    that are assigned to it, are other parameters than those that `pregate` saw."""
+
+    def train(**kwargs: Any) -> dict[str, Tensor]:
+        plain = overspill.pregate(make_model(BY_NAME["mixtral"]))
+        if made == "deepcopy":
+            plain = copy.deepcopy(plain)
+        elif made == "assign":
+            state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+            plain.load_state_dict(state, assign=True)
+        model = overspill.offload(plain, **budgets("host", tmp_path))
+        trainer_of(model, arguments(tmp_path / "run", **SAVING)).train(**kwargs)
+        trained = weights(model)
+        model.overspill.close()
+        return trained
+
+    expected = train()
+    again = train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    for name, value in again.items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_bf16_weights_resume_with_their_low_bits(tmp_path: Path) -> None:

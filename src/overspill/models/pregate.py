@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from overspill.core.errors import ConfigError
+from overspill.core.errors import ConfigError, OrderError
+from overspill.models.attention_cache import ATTENTION, IN_USE
 from overspill.moe.layer import MoE
 from overspill.moe.pregate import GatedBlock, install, positions
 from overspill.parallel.sharded import is_sharded
@@ -42,6 +43,9 @@ def pregate(model: Any, level: int = 1) -> Any:
             f"the model has pre-gates of level {there} already; for others, load the conventional "
             "model: overspill.load(..., pregate=False)"
         )
+    config = getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) == ATTENTION:  # its LLM has keys and values
+        raise OrderError(IN_USE)
     chains = find_chains(model)
     check_level(level, chains)
     for chain in chains:

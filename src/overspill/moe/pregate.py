@@ -12,18 +12,19 @@ modules is replaced by a subclass with another `forward`.
   gets the same tensor.
 """
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
-from overspill.core.errors import OrderError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.moe import pregate_cover
 from overspill.moe.autograd_state import graph_task, in_function
 from overspill.moe.decoding import current_decoder
@@ -84,6 +85,17 @@ class Chain:
     level: int
     gates: tuple[ChainGate, ...]
 
+    def __post_init__(self) -> None:
+        pregate_cover.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Chain":
+        """Of a copy of the model."""
+        return Chain(copy.deepcopy(self.key, memo), self.level, copy.deepcopy(self.gates, memo))
+
+    @property
+    def pregates(self) -> list[nn.Module]:
+        return [each.gate for each in self.gates[self.level :]]
+
 
 @dataclass(frozen=True)
 class GatedBlock:
@@ -108,8 +120,6 @@ def install(blocks: Sequence[GatedBlock], level: int) -> None:
             position.conventional = {
                 name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()
             }
-            for parameter in each.gate.parameters():
-                parameter.is_pregate = True  # type: ignore[attr-defined]
         each.gate.pregating = position  # type: ignore[assignment]
         replace_forward(each.gate, _ask_gate)
         for module in {id(m): m for m in (each.layer, each.block)}.values():
@@ -122,7 +132,6 @@ def install(blocks: Sequence[GatedBlock], level: int) -> None:
     chains.append(Chain(key, level, gates))
     if len(chains) == 1:
         replace_forward(stack, _run_stack, keep_module=True)
-    pregate_cover.check_optimizers()
 
 
 def computes_pregate() -> bool:
@@ -255,6 +264,10 @@ _PASSES = _Passes()
 
 
 def _run_stack(stack: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    for chain in stack.pregate_chains:
+        for each in chain.gates:
+            if not any(module is each.gate for module in each.block._modules.values()):
+                raise _replaced(each)
     if torch.is_grad_enabled():
         pregate_cover.note(stack)
     with _PASSES.run([_Pass(chain, {}) for chain in stack.pregate_chains]):
@@ -328,6 +341,21 @@ def _find_ids(routing: Any) -> Tensor | None:
     whole = torch.int32, torch.int64
     found = [each for each in values if isinstance(each, Tensor) and each.dtype in whole]
     return found[0].reshape(-1, found[0].shape[-1]) if len(found) == 1 else None
+
+
+def _replaced(gate: ChainGate) -> ConfigError:
+    path = cast(GatePosition, gate.gate.pregating).path
+    kinds = ", ".join(
+        type(module).__name__
+        for module in gate.block._modules.values()
+        if module is not None and any(each is gate.gate for each in module.modules())
+    )
+    by = f" by {kinds}" if kinds else ""
+    return ConfigError(
+        f"the gate of {path} was replaced{by} after overspill.pregate. A pre-gate "
+        "is computed in another block, where that would have no effect: give adapters "
+        'other target_modules ("all-linear" may include gates), and train pre-gates themselves'
+    )
 
 
 def _no_pass(position: GatePosition) -> OrderError:

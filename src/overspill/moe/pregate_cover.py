@@ -1,4 +1,5 @@
-"""Refuses to train a model with pre-gates that no optimizer updates.
+"""Which parameters of optimizers are pre-gates. Refuses to train a model with pre-gates that no
+optimizer updates.
 
 Checked once for each optimizer of torch, before its first step. An optimizer for the pre-gates may
 be another one: all optimizers of the process are looked at before an error is raised.
@@ -7,8 +8,8 @@ be another one: all optimizers of the process are looked at before an error is r
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,15 +18,24 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from overspill.core.errors import ConfigError
 
 _LOCK = threading.Lock()  # guards all below
+_CHAINS: weakref.WeakSet["Chain"] = weakref.WeakSet()
 _TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Stacks with pre-gates that have run a forward with gradients."""
 _CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _HOOKS: list[Any] = []
 
 
-def check_optimizers() -> None:
-    """From now on, steps of optimizers are checked."""
+class Chain(Protocol):
+    """Gates of MoE blocks, some of them pre-gates."""
+
+    @property
+    def pregates(self) -> Iterable[nn.Module]: ...
+
+
+def add(chain: Chain) -> None:
+    """A model has got pre-gates. From now on, steps of optimizers are checked."""
     with _LOCK:
+        _CHAINS.add(chain)
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_check))
 
@@ -34,6 +44,14 @@ def note(stack: nn.Module) -> None:
     """The stack runs a forward with gradients."""
     with _LOCK:
         _TRAINED.add(stack)
+
+
+def are_pregates(parameters: Iterable[nn.Parameter]) -> list[bool]:
+    """Whether each of them belongs to a pre-gate."""
+    with _LOCK:
+        chains = list(_CHAINS)
+    known = {id(p) for chain in chains for gate in chain.pregates for p in gate.parameters()}
+    return [id(parameter) in known for parameter in parameters]
 
 
 def _check(optimizer: Optimizer, *_: object) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.moe.engine import Engine
+from overspill.moe.pregate_cover import are_pregates
 from overspill.optim.adamw import EXPERTS_ELSEWHERE, AdamW
 from overspill.parallel.sharded import is_sharded
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter
@@ -133,10 +134,11 @@ class TrainerAdamW(AdamW):
         has the conventional gates instead. Right after the model was saved, the states of the
         experts are written next to it."""
         packed = self._without_pregates()
+        parameters = [parameter for parameter, _ in self._parameters()]
         gates = {
-            number: parameter.detach().to("cpu", copy=True)
-            for number, (parameter, _) in enumerate(self._parameters())
-            if getattr(parameter, "is_pregate", False)
+            number: parameters[number].detach().to("cpu", copy=True)
+            for number, found in enumerate(are_pregates(parameters))
+            if found
         }
         return {**packed, _PREGATES: gates} if gates else packed
 

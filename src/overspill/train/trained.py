@@ -1,5 +1,6 @@
 """The model of a run, for inference."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,26 @@ def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
             f"RUN {run} is not the folder of a run (it has no {folder.config.name}); give the "
             "--out of overspill train"
         )
+    if is_finetuning(folder):
+        raise ConfigError(
+            f"RUN {run} is a run of overspill finetune or pregate; its models are checkpoints of "
+            f"Hugging Face: give {run / 'final'} or {run / 'best'}"
+        )
     newest = checkpoint.newest(folder.checkpoints)
     if newest is None:
         raise ConfigError(
             f"RUN {run} has no checkpoint yet; continue with overspill train --resume --out {run}"
         )
     return TrainConfig.make(TrainConfig.read_file(folder.config)), newest
+
+
+def is_finetuning(folder: RunFolder) -> bool:
+    """Whether a run has trained a checkpoint of Hugging Face."""
+    try:
+        sections = json.loads(folder.config.read_text(encoding="utf-8"))
+        return "checkpoint" in sections["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # reading the settings says why
 
 
 def find_shape(config: TrainConfig, state: TrainState, path: Path) -> GPTConfig:

@@ -1,6 +1,7 @@
 """Pre-gates of transformers models: exact, saved beside the conventional model, loaded again."""
 
 import copy
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -278,6 +279,21 @@ def test_an_llm_serves_the_pre_gated_model(tmp_path: Path) -> None:
     assert result.token_ids == expected[prompt.shape[1] :].tolist()
 
 
+def test_a_served_model_gets_no_pre_gates(tmp_path: Path) -> None:
+    """Its LLM has keys and values of the conventional model."""
+    model = overspill.offload(make_model(MIXTRAL).eval(), **budgets("host", tmp_path))
+    params = overspill.SamplingParams(max_tokens=3, temperature=0.0)
+    with closing(model):
+        with overspill.LLM(model, context=64) as llm:
+            llm.generate([[1, 2, 3]], params)
+            with pytest.raises(OrderError, match="being served; close its LLM"):
+                overspill.pregate(model)
+            assert pregate_level(model) == 0
+        overspill.pregate(model)
+        with overspill.LLM(model, context=64) as llm:
+            llm.generate([[1, 2, 3]], params)
+
+
 # -- saving and loading --------------------------------------------------------------------------
 
 
@@ -349,6 +365,65 @@ def test_a_conventional_model_leaves_no_pre_gates_behind(saved: Path, tmp_path: 
     assert not (saved / FILE).exists()
 
 
+def test_models_that_are_not_offloaded_are_saved_over_each_other(tmp_path: Path) -> None:
+    conventional = make_model(MIXTRAL)
+    overspill.save(overspill.pregate(copy.deepcopy(conventional)), tmp_path)
+    assert (tmp_path / FILE).is_file()
+    overspill.save(conventional, tmp_path)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_link_to_nothing_is_not_taken_for_a_conventional_model(
+    saved: Path, tmp_path: Path
+) -> None:
+    os.rename(saved / FILE, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", saved / FILE)
+    with closing(overspill.load(saved, **budgets("host", tmp_path))) as model:
+        assert pregate_level(model) == 1
+    os.remove(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        overspill.load(saved, **budgets("host", tmp_path))
+    os.remove(saved / FILE)
+    os.mkdir(saved / FILE)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        overspill.load(saved, **budgets("host", tmp_path))
+
+
+def test_a_state_dict_without_the_pre_gates_is_refused(tmp_path: Path) -> None:
+    model = overspill.pregate(make_model(MIXTRAL))
+    state = {name: tensor for name, tensor in model.state_dict().items() if "gate" not in name}
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.mlp\.gate"):
+        model.save_pretrained(tmp_path, state_dict=state)
+
+
+def test_pre_gates_of_another_training_of_the_same_base_are_refused(
+    saved: Path, tmp_path: Path
+) -> None:
+    """The conventional gates, which are not trained, are the same."""
+    model = make_model(MIXTRAL)
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "other")
+    overspill.save(overspill.pregate(model, level=2), tmp_path / "two")
+    shutil.copy(tmp_path / "two" / FILE, tmp_path / "fitting")
+    for folder in (tmp_path / "other", tmp_path / "two"):
+        shutil.copy(saved / FILE, folder)
+        with pytest.raises(CheckpointError, match=r"layernorm\.weight than that of the checkpoint"):
+            overspill.load(folder, **budgets("host", tmp_path))
+    shutil.copy(tmp_path / "fitting", tmp_path / "two" / FILE)
+    with closing(overspill.load(tmp_path / "two", **budgets("host", tmp_path))) as again:
+        assert pregate_level(again) == 2
+
+
+def test_a_file_of_the_first_format_is_read(saved: Path, tmp_path: Path) -> None:
+    old = {n: t for n, t in load_file(saved / FILE).items() if not n.startswith("vector.")}
+    assert len(old) < len(load_file(saved / FILE))
+    facts = {"format": "overspill-pregates-1", "level": "1", "model_type": "mixtral"}
+    save_file(old, saved / FILE, facts)
+    with closing(overspill.load(saved, **budgets("host", tmp_path))) as model:
+        assert pregate_level(model) == 1
+
+
 def test_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -> None:
     make_model(MIXTRAL, seed=1).save_pretrained(tmp_path / "other")
     shutil.copy(saved / FILE, tmp_path / "other")
@@ -402,3 +477,38 @@ def test_adapters_are_added_after_pre_gates_and_merged_before_saving(tmp_path: P
     overspill.save(adapted.merge_and_unload(), tmp_path / "out")
     with closing(overspill.load(tmp_path / "out", **budgets("host", tmp_path))) as again:
         torch.testing.assert_close(logits_of(again), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mixtral", {"target_modules": "all-linear"}),
+        ("mixtral", {"target_modules": ["q_proj"], "modules_to_save": ["gate"]}),
+        ("mixtral", {"target_parameters": ["gate.weight"]}),
+        ("jamba", {"target_modules": ["router"]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(reversed(value)),
+)
+def test_adapters_of_gates_are_refused(name: str, options: dict[str, Any]) -> None:
+    """They would be applied in the block of the experts, to another input than the gate's."""
+    peft = pytest.importorskip("peft")
+    family = DEEP_BY_NAME.get(name) or BY_NAME[name]
+    model = overspill.pregate(make_model(family))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
+    with pytest.raises(ConfigError, match=r"gate of .* was replaced by \w+ .* target_modules"):
+        logits_of(adapted, family)
+
+
+def test_adapters_elsewhere_are_those_of_the_merged_model() -> None:
+    peft = pytest.importorskip("peft")
+    model = overspill.pregate(make_model(MIXTRAL))
+    before = logits_of(model)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+    adapted = peft.get_peft_model(model, config)
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3)
+    expected = logits_of(adapted)
+    assert not torch.allclose(expected, before)
+    torch.testing.assert_close(logits_of(adapted.merge_and_unload()), expected)

@@ -1,7 +1,8 @@
 """`pregates.safetensors`: the pre-gates of a model, beside its checkpoint.
 
 The checkpoint itself has the conventional gates, so that transformers loads the conventional model.
-The file has both, by which a file of another model is recognised.
+The file has both, and the vectors of the model (weights of norms, biases): by them a file of
+another model, or of another training of it, is recognised.
 """
 
 import functools
@@ -20,8 +21,8 @@ from overspill.moe.pregate import positions, subclass
 from overspill.tiers.aside import sync
 
 FILE = "pregates.safetensors"
-_FORMAT = "overspill-pregates-1"
-_OWN, _CONVENTIONAL = "pregate.", "gate."
+_FORMAT, _WITHOUT_VECTORS = "overspill-pregates-2", "overspill-pregates-1"
+_OWN, _CONVENTIONAL, _VECTOR = "pregate.", "gate.", "vector."
 
 
 @dataclass(frozen=True)
@@ -81,21 +82,41 @@ def _saving(kind: type[Any]) -> type[Any]:
             )
         state: Any = asked.pop("state_dict", None)
         state = dict(self.state_dict() if state is None else state)
-        own = {name: state[name] for name in gate_tensors(self)}
+        names = gate_tensors(self)
+        if missing := sorted(names.keys() - state.keys()):
+            raise ConfigError(
+                f"save_pretrained(state_dict=...) lacks {missing[0]}, which belongs to a pre-gate; "
+                "give the whole state dict of the model, or none"
+            )
+        own = {name: state[name] for name in names}
+        vectors = {name: state[name] for name in _vectors(self) if name in state}
         others = asked.pop("kwargs", {})
         plain(**asked, **others, state_dict=state | conventional_gates(self))
         if asked.get("is_main_process", True):
-            _write(Path(asked["save_directory"]), self, own)
+            _write(Path(asked["save_directory"]), self, own, vectors)
 
     return subclass(kind, {"save_pretrained": save_pretrained}, kind.__module__)
 
 
-def _write(folder: Path, model: Any, own: dict[str, Tensor]) -> None:
+def _vectors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters outside of gates and experts that have one dimension."""
+    gates = {id(p) for _, gate, _ in positions(model) for p in gate.parameters()}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 1
+        and id(parameter) not in gates
+        and not hasattr(parameter, "is_expert_placeholder")
+    }
+
+
+def _write(folder: Path, model: Any, own: dict[str, Tensor], vectors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     gates = conventional_gates(model)
     tensors = {_OWN + name: tensor for name, tensor in own.items()}
     tensors |= {_CONVENTIONAL + name: tensor for name, tensor in gates.items()}
+    tensors |= {_VECTOR + name: tensor for name, tensor in vectors.items()}
     facts = {
         "format": _FORMAT,
         "level": str(pregate_level(model)),
@@ -113,9 +134,14 @@ def _write(folder: Path, model: Any, own: dict[str, Tensor]) -> None:
 def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
     """The pre-gates in a folder whose conventional model is `model`; None if there are none."""
     path = folder / FILE
-    if not path.is_file():
+    if not os.path.lexists(path):  # a link to nothing is refused below
         return None
     facts, tensors = _read(path)
+    vectors = {
+        name.removeprefix(_VECTOR): tensors.pop(name)
+        for name in list(tensors)
+        if name.startswith(_VECTOR)
+    }
     if (kind := facts.get("model_type")) != model.config.model_type:
         raise _refused(path, f"it is of a {kind}, the checkpoint is a {model.config.model_type}")
     level = int(facts["level"])
@@ -145,6 +171,15 @@ def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
         conventional = tensors[_CONVENTIONAL + name].to(tensor.dtype)
         if not tensor.is_meta and not torch.equal(conventional, tensor.detach().cpu()):
             raise _refused(path, f"it was saved with another {name} than that of the checkpoint")
+    for name, tensor in _vectors(model).items():
+        known = vectors.get(name)
+        if known is None or tensor.is_meta:
+            continue
+        same = known.shape == tensor.shape and torch.equal(
+            known.to(tensor.dtype), tensor.detach().cpu()
+        )
+        if not same:
+            raise _refused(path, f"it was saved with another {name} than that of the checkpoint")
     own = {name: tensors[_OWN + name] for name in there}
     return SavedPregates(level, own)
 
@@ -152,7 +187,7 @@ def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
 def saved_level(folder: Path) -> int | None:
     """The level of the pre-gates in a folder; None if there are none."""
     path = folder / FILE
-    return int(_read(path)[0]["level"]) if path.is_file() else None
+    return int(_read(path)[0]["level"]) if os.path.lexists(path) else None
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -166,7 +201,10 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     except (OSError, SafetensorError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise _refused(path, f"it cannot be read ({reason})") from error
-    if facts.get("format") != _FORMAT or not facts.get("level", "").isdecimal():
+    if (
+        facts.get("format") not in (_FORMAT, _WITHOUT_VECTORS)
+        or not facts.get("level", "").isdecimal()
+    ):
         raise _refused(path, f"it is not a file of this format ({_FORMAT})")
     return facts, tensors
 

@@ -64,7 +64,8 @@ def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _S
         )
     else:
         model.save_pretrained(out, max_shard_size=max_shard_size)
-        if not pregate_level(model) and is_first(model.overspill):
+        engine = getattr(model, "overspill", None)  # None: not offloaded
+        if not pregate_level(model) and (engine is None or is_first(engine)):
             Path(out, PREGATES).unlink(missing_ok=True)  # those of a model that was there before
 
 

@@ -94,7 +94,8 @@ def load_data(
     seed: int,
     say: Callable[[str], None],
 ) -> FinetuneData:
-    examples = read_examples(section.data or ())
+    check_sources(section)
+    examples = read_examples(section.data)
     held_out = None
     if section.eval_data is not None:
         held_out = read_examples([section.eval_data], "--eval-data", examples.kind)

@@ -16,6 +16,7 @@ from overspill.train.batch_order import BatchOrder
 from overspill.train.checkpoint import TrainState
 from overspill.train.export import export
 from overspill.train.finetune.config import FinetuneConfig
+from overspill.train.finetune.data import check_sources
 from overspill.train.finetune.evaluation import chosen, mean_loss, row_losses, summed_losses
 from overspill.train.finetune.lora import check_peft, save_adapter
 from overspill.train.finetune.outputs import Outputs, Write
@@ -89,6 +90,7 @@ def _with_exported(config: FinetuneConfig, display: Display) -> FinetuneConfig:
     if not config.model.checkpoint or not is_run(run):
         return config
     out = run / f"exported-{find_checkpoint(run)[1].name}"
+    check_sources(config.data)  # an export takes a while
     if not out.exists():
         display.say(f"exporting {run} to {out}")
         export(run, out)

@@ -21,7 +21,7 @@ from overspill.models.pregate import check_level, find_chains, pregate, pregate_
 from overspill.models.stages.blocks import find_blocks
 from overspill.moe.pregate import positions
 from overspill.train.finetune.config import FinetuneConfig
-from overspill.train.finetune.data import FinetuneData, check_sources, load_data
+from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
 from overspill.train.finetune.lora import add_lora
 from overspill.train.session import RunSpec
@@ -116,7 +116,6 @@ def plan_finetuning(
     device = choose_device(config.memory.device)
     if not config.model.checkpoint:
         raise ConfigError("CHECKPOINT is missing; give the folder of a Hugging Face checkpoint")
-    check_sources(config.data)  # before a run is exported
     folder = find_folder(config.model.checkpoint)
     model_config = read_config(folder)
     level = config.pregate_level
