@@ -161,7 +161,11 @@ def test_a_folder_that_is_no_run_or_is_taken_is_refused(run: Path, tmp_path: Pat
     tuned = tmp_path / "tuned"
     tuned.mkdir()
     (tuned / "config.json").write_text('{"model": {"checkpoint": "base", "tokenizer": null}}')
-    with pytest.raises(ConfigError, match=r"give .*tuned/final or .*tuned/best"):
+    with pytest.raises(ConfigError, match="writes checkpoints of Hugging Face: it has none yet"):
+        export(tuned, tmp_path / "out")
+    (tuned / "final").mkdir()
+    (tuned / "config.json").write_text('{"model": {"checkpoint": "base", "lora": 16}}')
+    with pytest.raises(ConfigError, match=r"adapters of peft: they are in .*tuned/final$"):
         export(tuned, tmp_path / "out")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="already exists"):

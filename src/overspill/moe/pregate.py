@@ -265,7 +265,7 @@ _PASSES = _Passes()
 
 def _run_stack(stack: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for chain in stack.pregate_chains:
-        for each in chain.gates:
+        for each in chain.gates[chain.level :]:
             if not any(module is each.gate for module in each.block._modules.values()):
                 raise _replaced(each)
     if torch.is_grad_enabled():
@@ -353,8 +353,8 @@ def _replaced(gate: ChainGate) -> ConfigError:
     by = f" by {kinds}" if kinds else ""
     return ConfigError(
         f"the gate of {path} was replaced{by} after overspill.pregate. A pre-gate "
-        "is computed in another block, where that would have no effect: give adapters "
-        'other target_modules ("all-linear" may include gates), and train pre-gates themselves'
+        "is computed in another block than an adapter of it would be: give adapters other layers "
+        '(target_modules="all-linear" may include gates), and train the pre-gates themselves'
     )
 
 

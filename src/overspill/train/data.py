@@ -6,6 +6,7 @@ import json
 import os
 import sysconfig
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,14 +76,17 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def read_blocks(file: Path, characters: int, flag: str = "--data") -> Iterator[str]:
-    """The text of `file` in blocks of whole lines: a file may be larger than memory."""
+def read_blocks(
+    file: Path, characters: int, flag: str = "--data", errors: str = "replace"
+) -> Iterator[str]:
+    """The text of `file` in blocks of whole lines: a file may be larger than memory. `errors`: what
+    is done with bytes that are not UTF-8, as for `open`."""
     opener: Callable[..., IO[str]] = gzip.open if file.suffix.lower() == ".gz" else open
     try:
-        with opener(file, "rt", encoding="utf-8", errors="replace") as handle:
+        with opener(file, "rt", encoding="utf-8", errors=errors) as handle:
             while lines := handle.readlines(characters):
                 yield "".join(lines)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, UnicodeError, zlib.error) as error:
         raise ConfigError(f"{flag}: {file} cannot be read ({error}); repair or remove it") from None
 
 

@@ -35,10 +35,12 @@ def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
             f"RUN {run} is not the folder of a run (it has no {folder.config.name}); give the "
             "--out of overspill train"
         )
-    if is_finetuning(folder):
+    if (model := _finetuned(folder)) is not None:
+        there = [str(run / name) for name in ("final", "best") if (run / name).is_dir()]
+        what = "adapters of peft" if model.get("lora") else "checkpoints of Hugging Face"
         raise ConfigError(
-            f"RUN {run} is a run of overspill finetune or pregate; its models are checkpoints of "
-            f"Hugging Face: give {run / 'final'} or {run / 'best'}"
+            f"RUN {run} is a run of overspill finetune or pregate, which writes {what}: "
+            + (f"they are in {' and '.join(there)}" if there else "it has none yet")
         )
     newest = checkpoint.newest(folder.checkpoints)
     if newest is None:
@@ -48,13 +50,13 @@ def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
     return TrainConfig.make(TrainConfig.read_file(folder.config)), newest
 
 
-def is_finetuning(folder: RunFolder) -> bool:
-    """Whether a run has trained a checkpoint of Hugging Face."""
+def _finetuned(folder: RunFolder) -> dict[str, Any] | None:
+    """The settings of the model if a run has trained a checkpoint of Hugging Face."""
     try:
-        sections = json.loads(folder.config.read_text(encoding="utf-8"))
-        return "checkpoint" in sections["model"]
+        model = json.loads(folder.config.read_text(encoding="utf-8"))["model"]
+        return dict(model) if "checkpoint" in model else None
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # reading the settings says why
+        return None  # reading the settings says why
 
 
 def find_shape(config: TrainConfig, state: TrainState, path: Path) -> GPTConfig:

@@ -22,13 +22,18 @@ TEMPLATE = "{% for m in messages %}{{ m.content }};{% endfor %}"
 
 
 def _load(
-    path: Path, seq_len: int = 32, config: Any = None, seed: int = 0, **settings: Any
+    path: Path,
+    seq_len: int = 32,
+    config: Any = None,
+    seed: int = 0,
+    lines: int = 2,
+    **settings: Any,
 ) -> FinetuneData:
-    lines: list[str] = []
+    said: list[str] = []
     section = FinetuneDataSection(data=(str(path),), **settings)
     tokenizer, config = make_tokenizer(TEMPLATE), config or mixtral_config()
-    data = load_data(section, tokenizer, seq_len, config, seed, lines.append)
-    assert len(lines) == 2
+    data = load_data(section, tokenizer, seq_len, config, seed, said.append)
+    assert len(said) == lines
     return data
 
 
@@ -92,15 +97,21 @@ def test_the_split_is_a_share_and_never_trained_on(tmp_path: Path) -> None:
     assert not _load(path, eval_split=0.0).evaluates
 
 
-def test_of_long_texts_few_pieces_are_evaluated(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " + "word " * 400} for i in range(10)])
-    every, some = (_load(path, eval_split=0.2, eval_examples=n).eval_rows for n in (1000, 4))
+def test_of_plain_text_few_sequences_are_evaluated(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{i} {'word ' * 40}\n" for i in range(300)))
+
+    def load(file: Path, **settings: Any) -> FinetuneData:
+        return _load(file, lines=3, eval_split=0.2, **settings)
+
+    every, some = (load(path, eval_examples=n).eval_rows for n in (1000, 4))
     assert len(every) > 20
     assert [row.tokens.tolist() for row in some] == [
         every[i * len(every) // 4].tokens.tolist() for i in range(4)
     ]
-    given = _load(path, eval_data=str(path), eval_examples=4)
-    assert len(given.eval_rows) > 20, "a file of its own is evaluated as a whole"
+    assert len(load(path, eval_data=str(path), eval_examples=4).eval_rows) > 20, "all of a file"
+    long = write_jsonl(tmp_path / "b.jsonl", [{"text": "word " * 400}] * 10)
+    assert len(_load(long, eval_split=0.2, eval_examples=2).eval_rows) > 20
 
 
 def test_a_file_to_evaluate_on_is_not_trained_on(tmp_path: Path) -> None:

@@ -74,9 +74,7 @@ def test_plain_text_is_divided_into_examples_of_whole_lines(
         Text(f"{second}:11", "\nlast"),
     ]
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": TURNS}])
-    with pytest.raises(
-        ConfigError, match=r'a.txt.gz:1: expected .* "messages" .*, found .* "text"'
-    ):
+    with pytest.raises(ConfigError, match=r'a\.txt\.gz:1: expected .* "messages" .*, found text$'):
         read_examples([str(chats), str(folder)])
     damaged = tmp_path / "damaged.txt.gz"
     damaged.write_bytes(first.read_bytes()[:-9])
@@ -84,11 +82,42 @@ def test_plain_text_is_divided_into_examples_of_whole_lines(
         read_examples([str(damaged)], "--eval-data")
 
 
-def test_the_sources_of_python_are_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["text.txt", "text.txt.gz"])
+def test_text_that_is_not_utf_8_or_damaged_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    content = "text\n".encode("utf-16")
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(ConfigError, match=r"cannot be read .*utf-8"):
+        read_examples([str(path)])
+    if name.endswith(".gz"):
+        packed = bytearray(gzip.compress(bytes(range(256)) * 40))
+        packed[20:40] = b"\xff" * 20
+        for damaged in (path, tmp_path / "a.jsonl.gz"):
+            damaged.write_bytes(packed)
+            with pytest.raises(ConfigError, match="cannot be read"):
+                read_examples([str(damaged)])
+
+
+def test_hidden_and_missing_data_of_a_folder_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / ".parts").mkdir()
+    write_jsonl(tmp_path / ".parts" / "a.jsonl", [{"text": "one"}])
+    assert len(read_examples([str(tmp_path)]).items) == 1
+    (tmp_path / "b.jsonl").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"b\.jsonl cannot be read"):
+        read_examples([str(tmp_path)])
+
+
+def test_the_sources_of_python_are_examples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data, "_STDLIB_BYTES", 1 << 18)
+    monkeypatch.chdir(tmp_path)
     items = read_examples([data.STDLIB]).items
     assert len(items) > 3
     assert sum(len(item.text) for item in items if isinstance(item, Text)) > 1 << 16
+    write_jsonl(tmp_path / "stdlib", [{"text": "one"}])
+    with pytest.raises(ConfigError, match=r"write \./stdlib for that"):
+        read_examples([data.STDLIB])
 
 
 @pytest.mark.parametrize(
@@ -161,9 +190,7 @@ def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
     text = write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
     table = tmp_path / "b.tsv"
     table.write_text("sentence\tlabel\nfine\t1\n")
-    with pytest.raises(
-        ConfigError, match=r"b\.tsv:2: expected .* \"text\", found a sentence, a tab"
-    ):
+    with pytest.raises(ConfigError, match=r"b\.tsv:2: expected text, found a sentence, a tab"):
         read_examples([str(text), str(table)])
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: expected a sentence, a tab .* found JSON"):
         read_examples([str(table), str(text)])

@@ -1,8 +1,8 @@
 """`pregates.safetensors`: the pre-gates of a model, beside its checkpoint.
 
 The checkpoint itself has the conventional gates, so that transformers loads the conventional model.
-The file has both, and the vectors of the model (weights of norms, biases): by them a file of
-another model, or of another training of it, is recognised.
+The file has both, and some numbers of each other tensor: by them a file of another model, or of
+another training of it, is recognised.
 """
 
 import functools
@@ -21,8 +21,10 @@ from overspill.moe.pregate import positions, subclass
 from overspill.tiers.aside import sync
 
 FILE = "pregates.safetensors"
-_FORMAT, _WITHOUT_VECTORS = "overspill-pregates-2", "overspill-pregates-1"
-_OWN, _CONVENTIONAL, _VECTOR = "pregate.", "gate.", "vector."
+_FORMAT, _WITHOUT_SAMPLES = "overspill-pregates-2", "overspill-pregates-1"
+_OWN, _CONVENTIONAL, _SAMPLE = "pregate.", "gate.", "sample."
+_SAMPLES = 1024
+"""Numbers of a tensor at most."""
 
 
 @dataclass(frozen=True)
@@ -82,41 +84,48 @@ def _saving(kind: type[Any]) -> type[Any]:
             )
         state: Any = asked.pop("state_dict", None)
         state = dict(self.state_dict() if state is None else state)
-        names = gate_tensors(self)
-        if missing := sorted(names.keys() - state.keys()):
+        names, writes = gate_tensors(self), asked.get("is_main_process", True)
+        missing = sorted(names.keys() - state.keys())
+        if missing and writes:
             raise ConfigError(
                 f"save_pretrained(state_dict=...) lacks {missing[0]}, which belongs to a pre-gate; "
                 "give the whole state dict of the model, or none"
             )
-        own = {name: state[name] for name in names}
-        vectors = {name: state[name] for name in _vectors(self) if name in state}
+        own = {name: state[name] for name in names if name in state}
+        samples = {name: _sample(state[name]) for name in _others(self) if name in state}
         others = asked.pop("kwargs", {})
         plain(**asked, **others, state_dict=state | conventional_gates(self))
-        if asked.get("is_main_process", True):
-            _write(Path(asked["save_directory"]), self, own, vectors)
+        if writes:
+            _write(Path(asked["save_directory"]), self, own, samples)
 
     return subclass(kind, {"save_pretrained": save_pretrained}, kind.__module__)
 
 
-def _vectors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters outside of gates and experts that have one dimension."""
+def _others(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters outside of gates and experts."""
     gates = {id(p) for _, gate, _ in positions(model) for p in gate.parameters()}
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.dim() == 1
-        and id(parameter) not in gates
-        and not hasattr(parameter, "is_expert_placeholder")
+        if id(parameter) not in gates and not hasattr(parameter, "is_expert_placeholder")
     }
 
 
-def _write(folder: Path, model: Any, own: dict[str, Tensor], vectors: dict[str, Tensor]) -> None:
+@torch.no_grad()
+def _sample(tensor: Tensor) -> Tensor:
+    """Numbers from everywhere in a tensor: training changes few of them in bf16."""
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() // _SAMPLES)
+    return flat[::step][:_SAMPLES].cpu()
+
+
+def _write(folder: Path, model: Any, own: dict[str, Tensor], samples: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     gates = conventional_gates(model)
     tensors = {_OWN + name: tensor for name, tensor in own.items()}
     tensors |= {_CONVENTIONAL + name: tensor for name, tensor in gates.items()}
-    tensors |= {_VECTOR + name: tensor for name, tensor in vectors.items()}
+    tensors |= {_SAMPLE + name: tensor for name, tensor in samples.items()}
     facts = {
         "format": _FORMAT,
         "level": str(pregate_level(model)),
@@ -137,10 +146,10 @@ def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
     if not os.path.lexists(path):  # a link to nothing is refused below
         return None
     facts, tensors = _read(path)
-    vectors = {
-        name.removeprefix(_VECTOR): tensors.pop(name)
+    samples = {
+        name.removeprefix(_SAMPLE): tensors.pop(name)
         for name in list(tensors)
-        if name.startswith(_VECTOR)
+        if name.startswith(_SAMPLE)
     }
     if (kind := facts.get("model_type")) != model.config.model_type:
         raise _refused(path, f"it is of a {kind}, the checkpoint is a {model.config.model_type}")
@@ -168,20 +177,27 @@ def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
                 raise _refused(
                     path, f"{start}{name} has shape {list(shape)}, the model {list(tensor.shape)}"
                 )
-        conventional = tensors[_CONVENTIONAL + name].to(tensor.dtype)
-        if not tensor.is_meta and not torch.equal(conventional, tensor.detach().cpu()):
+        conventional = tensors[_CONVENTIONAL + name]
+        if not tensor.is_meta and not _equal(conventional, tensor.detach().cpu()):
             raise _refused(path, f"it was saved with another {name} than that of the checkpoint")
-    for name, tensor in _vectors(model).items():
-        known = vectors.get(name)
+    for name, tensor in _others(model).items():
+        known = samples.get(name)
         if known is None or tensor.is_meta:
             continue
-        same = known.shape == tensor.shape and torch.equal(
-            known.to(tensor.dtype), tensor.detach().cpu()
-        )
-        if not same:
+        if not _equal(known, _sample(tensor)):
             raise _refused(path, f"it was saved with another {name} than that of the checkpoint")
     own = {name: tensors[_OWN + name] for name in there}
     return SavedPregates(level, own)
+
+
+def _equal(saved: Tensor, loaded: Tensor) -> bool:
+    """After loading, which may change the type. NaN equals NaN."""
+    saved = saved.to(loaded.dtype)
+    return (
+        saved.shape == loaded.shape
+        and torch.equal(saved.isnan(), loaded.isnan())
+        and bool(((saved == loaded) | saved.isnan()).all())
+    )
 
 
 def saved_level(folder: Path) -> int | None:
@@ -202,7 +218,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         reason = " ".join(str(error).split())[:200]
         raise _refused(path, f"it cannot be read ({reason})") from error
     if (
-        facts.get("format") not in (_FORMAT, _WITHOUT_VECTORS)
+        facts.get("format") not in (_FORMAT, _WITHOUT_SAMPLES)
         or not facts.get("level", "").isdecimal()
     ):
         raise _refused(path, f"it is not a file of this format ({_FORMAT})")

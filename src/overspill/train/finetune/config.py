@@ -46,13 +46,13 @@ class FinetuneDataSection(BatchSection):
     """The data and the batch"""
 
     data: tuple[str, ...] = ()
-    """Files or folders of .jsonl or .tsv (also .gz), all of one kind."""
+    """Files or folders of .jsonl, .tsv or text (also .gz), all of one kind; or "stdlib"."""
     eval_data: str | None = None
     """File or folder to evaluate on; default: a share of the data."""
     eval_split: Share = 0.05
     """Share of the data to evaluate on; 0 for none."""
     eval_examples: Count = 1000
-    """Maximum number of examples that --eval-split takes; of long texts, of pieces of --seq-len."""
+    """Maximum number of examples that --eval-split takes, and of sequences of plain text."""
     chat_template: str | None = None
     """File with a chat template; default: the template of the tokenizer."""
     labels: str | None = None

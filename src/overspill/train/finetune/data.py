@@ -96,6 +96,9 @@ def load_data(
 ) -> FinetuneData:
     check_sources(section)
     examples = read_examples(section.data)
+    if files := examples.text_files:
+        more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
+        say(f"data: plain text of {files[0]}{more}")
     held_out = None
     if section.eval_data is not None:
         held_out = read_examples([section.eval_data], "--eval-data", examples.kind)
@@ -108,7 +111,7 @@ def load_data(
     say(f"data: tokenizing {len(train) + len(evaluation):,} examples")
     data = _encode(plan, tokenizer, train, evaluation)
     n_rows, most = len(data.eval_rows), section.eval_examples
-    if plan.kind is Kind.TEXT and held_out is None and n_rows > most:  # few examples may be long
+    if examples.text_files and held_out is None and n_rows > most:  # they are longer than rows
         kept = [data.eval_rows[i * n_rows // most] for i in range(most)]
         data = dataclasses.replace(data, eval_rows=kept)
     _check_vocabulary(data, tokenizer, model_config)
@@ -123,13 +126,13 @@ def _plan_encoding(
     if seq2seq and kind in (Kind.TEXT, Kind.CHAT):
         raise ConfigError(
             f"{examples.items[0].where}: an encoder-decoder model needs a source and a target, "
-            f'found {kind.value}; give "prompt" and "completion", or a .tsv'
+            f'found {kind.description}; give "prompt" and "completion", or a .tsv'
         )
     if section.packing and (seq2seq or kind is Kind.LABELLED):
         what = "an encoder-decoder model" if seq2seq else "classification"
         raise ConfigError(f"--packing is not supported for {what}; omit it")
     if kind is not Kind.LABELLED and section.labels is not None:
-        raise ConfigError(f"--labels is for .tsv data, found {kind.value}; omit it")
+        raise ConfigError(f"--labels is for .tsv data, found {kind.description}; omit it")
     words: tuple[str, ...] = ()
     if kind is Kind.LABELLED:
         words = read_words(section.labels, cast(Sequence[Labelled], examples.items))
@@ -231,7 +234,9 @@ def _describe(
 ) -> None:
     tokens = sum(len(row.tokens) for row in data.train)
     learned = sum(row.learned for row in data.train)
-    rows = f" ({len(data.eval_rows):,} of {seq_len} tokens)" if data.packing and held_out else ""
+    rows = ""
+    if data.packing and held_out:
+        rows = f", in {len(data.eval_rows):,} sequences of at most {seq_len} tokens"
     packed = f", packed into {len(data.train):,} of {seq_len}" if data.packing else ""
     say(
         f"data: {examples:,} examples, {tokens:,} tokens ({learned:,} learned){packed}; "

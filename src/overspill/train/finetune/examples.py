@@ -7,6 +7,7 @@ end in .gz.
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +19,7 @@ from overspill.train.data import PLAIN_TEXT, STDLIB, find_files, read_blocks
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".tsv", ".tsv.gz")
 _SUPPORTED = f"{', '.join(_ENDINGS)}; or those of plain text: {' '.join(sorted(PLAIN_TEXT))}"
-_BLOCK_CHARS = 1 << 16
+_BLOCK_CHARS = 1 << 12
 _HEADER = ["sentence", "label"]
 _SHOWN = 40
 
@@ -53,26 +54,35 @@ class Labelled(Example):
 
 
 class Kind(Enum):
-    """Kinds of examples; the value describes the format in error messages."""
+    """Kinds of examples; the value describes the format of a line in error messages."""
 
     TEXT = 'a JSON object with a string "text"'
     PAIR = 'a JSON object with the strings "prompt" and "completion"'
     CHAT = 'a JSON object with a list "messages" of objects with "role" and "content"'
     LABELLED = "a sentence, a tab and a label"
 
+    @property
+    def description(self) -> str:
+        """Of data that may have another format."""
+        return "text" if self is Kind.TEXT else self.value
+
 
 @dataclass(frozen=True)
 class Examples:
     kind: Kind
     items: Sequence[Example]
+    text_files: Sequence[Path] = ()
+    """Those of plain text."""
 
 
 def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None = None) -> Examples:
     """All examples in files and folders, of `kind` or of the kind of the first line."""
     items: list[Example] = []
+    texts: list[Path] = []
     for file in find_examples(sources, flag):
         if _is_text(file):
-            for where, block in _blocks(file, flag):
+            texts.append(file)
+            for where, block in _blocks(file, flag, "replace" if STDLIB in sources else "strict"):
                 kind = _same(kind, Kind.TEXT, where)
                 items.append(Text(where, block))
             continue
@@ -86,20 +96,26 @@ def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None 
                 items.append(_parse(content, kind, where))
     if kind is None or not items:
         raise ConfigError(f"{flag} {' '.join(sources)} has no examples; give another file")
-    return Examples(kind, items)
+    return Examples(kind, items, texts)
 
 
 def find_examples(sources: Sequence[str], flag: str = "DATA") -> list[Path]:
-    """The files of `sources`: of a folder those with examples, or its plain text if it has none."""
+    """The files of `sources`: of a folder its .jsonl and .tsv files, or its text files if it has
+    none of them."""
     files: list[Path] = []
     for source in sources:
         path = Path(source).expanduser()
-        if source == STDLIB:
+        if source == STDLIB and not path.exists():
             files += find_files(STDLIB)
+        elif source == STDLIB:
+            raise ConfigError(
+                f"{flag} {source} stands for the sources of Python's standard library, and is the "
+                f"name of {path.absolute()}; write ./{source} for that"
+            )
         elif path.is_dir():
-            every = [file for file in sorted(path.rglob("*")) if _is_visible(file, path)]
+            every = [file for file in sorted(path.rglob("*")) if not file.is_dir()]
             found = [file for file in every if file.name.endswith(_ENDINGS)]
-            found = found or [file for file in every if _is_text(file)]
+            found = found or [file for file in every if _is_text(file) and not _hidden(file, path)]
             if not found:
                 raise ConfigError(
                     f"{flag} {source} has no data file; supported endings are {_SUPPORTED}"
@@ -119,19 +135,18 @@ def find_examples(sources: Sequence[str], flag: str = "DATA") -> list[Path]:
     return files
 
 
-def _is_visible(file: Path, folder: Path) -> bool:
-    parts = file.relative_to(folder).parts
-    return file.is_file() and not any(part.startswith(".") for part in parts)
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _is_text(file: Path) -> bool:
     return Path(file.name.lower().removesuffix(".gz")).suffix in PLAIN_TEXT
 
 
-def _blocks(file: Path, flag: str) -> Iterator[tuple[str, str]]:
+def _blocks(file: Path, flag: str, errors: str) -> Iterator[tuple[str, str]]:
     """Pieces of plain text that are not empty, with their location."""
     line = 1
-    for block in read_blocks(file, _BLOCK_CHARS, flag):
+    for block in read_blocks(file, _BLOCK_CHARS, flag, errors):
         if block.strip():
             yield f"{file}:{line}", block
         line += block.count("\n")
@@ -153,7 +168,7 @@ def _lines(file: Path, flag: str) -> Iterator[tuple[str, str]]:
                     _check_header(line, where)
                 elif line.strip():
                     yield where, line
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{flag} {file} cannot be read ({reason}); check the file") from error
 
@@ -217,7 +232,7 @@ def _parse(content: dict[str, Any], kind: Kind, where: str) -> Example:
 def _same(kind: Kind | None, found: Kind, where: str) -> Kind:
     if kind not in (None, found):
         assert kind is not None
-        raise _expected(kind.value, found.value, where)
+        raise _expected(kind.description, found.description, where)
     return found
 
 
