@@ -490,6 +490,7 @@ def test_adapters_are_added_after_pre_gates_and_merged_before_saving(tmp_path: P
         torch.testing.assert_close(logits_of(again), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # peft, of experts
 @pytest.mark.parametrize(
     ("name", "options"),
     [
