@@ -215,6 +215,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
             assert torch.equal(value, expected[key]), key
 
 
+def trained(plain: Any, folder: Path, **kwargs: Any) -> dict[str, Tensor]:
+    """The weights after a run in `folder`; `kwargs` are those of `train`."""
+    model = overspill.offload(plain, **budgets("host", folder))
+    trainer_of(model, arguments(folder / "run", **SAVING)).train(**kwargs)
+    found = weights(model)
+    model.overspill.close()
+    return found
+
+
 @pytest.mark.parametrize("made", ["pregate", "deepcopy", "assign"])
 def test_pre_gates_are_resumed(made: str, tmp_path: Path) -> None:
     """The checkpoint has the conventional gates under their names. Copies of a model, and tensors
@@ -227,11 +236,7 @@ def test_pre_gates_are_resumed(made: str, tmp_path: Path) -> None:
         elif made == "assign":
             state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
             plain.load_state_dict(state, assign=True)
-        model = overspill.offload(plain, **budgets("host", tmp_path))
-        trainer_of(model, arguments(tmp_path / "run", **SAVING)).train(**kwargs)
-        trained = weights(model)
-        model.overspill.close()
-        return trained
+        return trained(plain, tmp_path, **kwargs)
 
     expected = train()
     again = train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
@@ -241,12 +246,7 @@ def test_pre_gates_are_resumed(made: str, tmp_path: Path) -> None:
 
 def test_bf16_weights_resume_with_their_low_bits(tmp_path: Path) -> None:
     def train(**kwargs: Any) -> dict[str, Tensor]:
-        plain = make_model(BY_NAME["mixtral"], dtype=torch.bfloat16)
-        model = overspill.offload(plain, **budgets("host", tmp_path))
-        trainer_of(model, arguments(tmp_path / "run", **SAVING)).train(**kwargs)
-        trained = weights(model)
-        model.overspill.close()
-        return trained
+        return trained(make_model(BY_NAME["mixtral"], dtype=torch.bfloat16), tmp_path, **kwargs)
 
     expected = train()
     for name, value in train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2")).items():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import CheckpointError, ConfigError
+from overspill.models.huggingface.adapt import experts_paths
 from overspill.models.pregate import check_level, find_chains, pregate, pregate_level
 from overspill.moe.pregate import positions, subclass
 from overspill.tiers.aside import sync
@@ -104,10 +105,11 @@ def _saving(kind: type[Any]) -> type[Any]:
 def _others(model: nn.Module) -> dict[str, Tensor]:
     """The parameters outside of gates and experts."""
     gates = {id(p) for _, gate, _ in positions(model) for p in gate.parameters()}
+    experts = tuple(f"{path}." for path in experts_paths(model))
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if id(parameter) not in gates and not hasattr(parameter, "is_expert_placeholder")
+        if id(parameter) not in gates and not name.startswith(experts)
     }
 
 

@@ -79,10 +79,11 @@ def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None 
     """All examples in files and folders, of `kind` or of the kind of the first line."""
     items: list[Example] = []
     texts: list[Path] = []
+    known = set(find_files(STDLIB)) if STDLIB in sources else set()  # as in `overspill train`
     for file in find_examples(sources, flag):
         if _is_text(file):
             texts.append(file)
-            for where, block in _blocks(file, flag, "replace" if STDLIB in sources else "strict"):
+            for where, block in _blocks(file, flag, "replace" if file in known else "strict"):
                 kind = _same(kind, Kind.TEXT, where)
                 items.append(Text(where, block))
             continue
