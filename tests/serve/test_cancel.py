@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from overspill import LLM, SamplingParams
-from overspill.serve import llm as llm_module
 from overspill.serve.background import Background, Submission
 from overspill.serve.blocks import BlockPool
 from overspill.serve.loop import ServingLoop
@@ -64,11 +63,8 @@ def test_a_request_that_has_not_arrived_is_cancelled(llm: LLM) -> None:
     wait_until_idle(llm)
 
 
-def test_a_request_whose_prompt_is_computed_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(llm_module, "_CHUNK", 8)
-    with served_gpt("gpu", tmp_path) as llm, gated(llm) as gate:
+def test_a_request_whose_prompt_is_computed_is_cancelled(tmp_path: Path) -> None:
+    with served_gpt("gpu", tmp_path, prefill_chunk=8) as llm, gated(llm) as gate:
         other = llm.submit([9], LONG)
         gate.wait_for_batch()
         pieces = Pieces()

@@ -97,12 +97,9 @@ def test_long_prompts_beside_each_other_are_not_split_for_recurrent_states(
 
 
 @pytest.mark.parametrize("name", slow_rows(["mixtral", "gpt_oss"], 0))
-def test_a_prompt_in_parts_gives_the_tokens_of_the_whole(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("overspill.serve.llm._CHUNK", 7)
+def test_a_prompt_in_parts_gives_the_tokens_of_the_whole(name: str, tmp_path: Path) -> None:
     _, expected = plain_model(name)
-    with served(name, "host", tmp_path) as llm:
+    with served(name, "host", tmp_path, prefill_chunk=7) as llm:
         assert tokens_of(llm, PROMPTS) == expected
 
 

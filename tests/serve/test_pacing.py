@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from overspill import SamplingParams
-from overspill.serve import llm as llm_module
 from overspill.serve.pacing import Pacing
 from overspill.serve.params import Piece
 from overspill.serve.scheduler import Work
@@ -78,11 +77,8 @@ def test_without_a_share_prompts_never_wait() -> None:
     assert pacing.allows_prompts
 
 
-def test_running_answers_get_a_token_in_each_batch_of_a_long_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(llm_module, "_CHUNK", 4)
-    with served_gpt("gpu", tmp_path) as llm:
+def test_running_answers_get_a_token_in_each_batch_of_a_long_prompt(tmp_path: Path) -> None:
+    with served_gpt("gpu", tmp_path, prefill_chunk=4) as llm:
         batches: list[int] = []
         llm.model.embedding.register_forward_hook(lambda _, args, out: batches.append(out.shape[1]))
         seen: list[list[int]] = [[], []]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overspill.models.attention_cache import AttentionOptions
+from overspill.serve import paged
 from overspill.serve.paged import Layout, PagedCache, Span
 
 CPU = torch.device("cpu")
@@ -50,6 +51,77 @@ def expected(count: int, number: int, window: int | None) -> Tensor:
     k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
     y = F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), attn_mask=sees)
     return y.transpose(0, 1)[-count:]
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention of the last queries to all keys, head by head and query by query, in float64."""
+    q, k, v = (t[0].double() for t in (q, k, v))
+    (heads, n_queries, width), n_keys = q.shape, k.shape[1]
+    out = q.new_empty(heads, n_queries, v.shape[-1])
+    for head in range(heads):
+        keys, values = (t[head * len(k) // heads] for t in (k, v))
+        for row in range(n_queries):
+            at = n_keys - n_queries + row
+            first = 0 if options.window is None else max(0, at + 1 - options.window)
+            scores = keys[first : at + 1] @ q[head, row] * (options.scale or width**-0.5)
+            if options.softcap is not None:
+                scores = torch.tanh(scores / options.softcap) * options.softcap
+            total = scores.exp().sum()
+            if options.sinks is not None:
+                total += options.sinks[head].double().exp()
+            out[head, row] = (scores.exp() / total) @ values[first : at + 1]
+    return out[None]
+
+
+OPTIONS = {
+    "plain": AttentionOptions(),
+    "scaled": AttentionOptions(scale=0.3),
+    "window": AttentionOptions(window=5),
+    "softcap": AttentionOptions(softcap=2.0),
+    "sinks": AttentionOptions(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "sinks and window": AttentionOptions(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), window=9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("n_queries", [2, 13, 20])
+def test_a_piece_of_a_prompt_is_attention_to_all_tokens_before_it(
+    name: str, n_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if few scores are in memory at a time."""
+    random = torch.Generator().manual_seed(n_queries)
+    q = torch.randn(1, 4, n_queries, 8, generator=random)
+    k, v = torch.randn(2, 1, 2, 20, 8, generator=random)
+    expected = naive(q, k, v, OPTIONS[name])
+    for most in (1, 1000, 1 << 28):
+        monkeypatch.setattr(paged, "_SCORES", most)
+        got = paged._attend_causally(q, k, v, OPTIONS[name])
+        torch.testing.assert_close(got, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "widths"), [(2, (64, 64)), (4, (192, 128))])
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(77, 77), (77, 300), (2, 513)])
+def test_pieces_of_prompts_on_a_gpu(
+    name: str, dtype: torch.dtype, heads: int, widths: tuple[int, int], n_queries: int, n_keys: int
+) -> None:
+    random = torch.Generator("cuda").manual_seed(n_queries)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=random, device="cuda", dtype=dtype)
+
+    q, k = draw(4, n_queries, widths[0]), draw(heads, n_keys, widths[0])
+    v = draw(heads, n_keys, widths[1])
+    options = OPTIONS[name]
+    if options.sinks is not None:
+        options = options._replace(sinks=options.sinks.to("cuda", dtype))
+    got = paged._attend_causally(q, k, v, options).cpu()
+    cpu = options if options.sinks is None else options._replace(sinks=options.sinks.cpu())
+    expected = naive(q.cpu(), k.cpu(), v.cpu(), cpu)
+    error = (got.double() - expected).norm() / expected.norm()
+    assert error < (6e-3 if dtype is torch.bfloat16 else 2e-5)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -55,7 +55,10 @@ def test_every_request_ends_if_one_context_fits(
         elif simulated.requests:
             simulated.step(action == "interrupted step", prompts=action != "answers")
     run_all(simulated)
-    assert started == [each for each in added if each in started], "in order of arrival"
+    for number, request in enumerate(started):
+        later = started[number + 1 :]
+        overtaken = any(each in later for each in added[: added.index(request)])
+        assert not overtaken or request.prompt_tokens <= chunk // 2, "in order of arrival"
     assert simulated.pool.n_free == n_blocks
     for request in added:
         assert request.finished or request in removed
@@ -103,13 +106,38 @@ def test_running_requests_get_a_token_with_each_part_of_a_long_prompt() -> None:
     assert steps == 7, "50 tokens in parts of 8"
 
 
-def test_a_short_prompt_starts_beside_the_last_part_of_a_long_one() -> None:
+def test_a_short_prompt_starts_beside_a_part_of_a_long_one() -> None:
     simulated = Simulated(64, 4, chunk=8)
     long, short = make_request([5] * 12), make_request([6, 7])
     for request in (long, short):
         simulated.scheduler.add(request)
-    assert [count for _, count in simulated.step()] == [8]
-    assert simulated.step() == [(long, 4), (short, 2)]
+    assert simulated.step() == [(long, 6), (short, 2)]
+    assert short.new_tokens
+
+
+def test_short_prompts_do_not_wait_for_long_ones() -> None:
+    """Half of each batch is for them; long ones keep their order."""
+    simulated = Simulated(64, 4, max_batch=8, chunk=8)
+    long = [make_request([number] * 30, max_tokens=1) for number in range(2)]
+    short = [make_request([5, number], max_tokens=1) for number in range(6)]
+    for request in (*long, *short):
+        simulated.scheduler.add(request)
+    for number in range(3):
+        batch = [(long[0], 4), (short[2 * number], 2), (short[2 * number + 1], 2)]
+        assert simulated.step() == batch
+    assert simulated.step() == [(long[0], 8)]
+    assert simulated.step() == [(long[0], 8)]
+    assert simulated.step() == [(long[0], 2), (long[1], 6)]
+
+
+def test_short_prompts_do_not_overtake_one_that_waits_for_memory() -> None:
+    simulated = Simulated(6, 4, chunk=12)
+    running, large = make_request([1] * 12, max_tokens=4), make_request([2] * 16)
+    for request in (running, large):
+        simulated.scheduler.add(request)
+    assert simulated.step() == [(running, 12)]
+    simulated.scheduler.add(make_request([3, 4]))
+    assert simulated.step() == [(running, 1)]
 
 
 def test_no_more_requests_run_than_max_batch() -> None:

@@ -38,6 +38,8 @@ class ModelSection:
     """Tokens of a prompt with its answer at most."""
     max_batch: Count = 16
     """Answers that are computed at once at most."""
+    prefill_chunk: Count | None = None
+    """Tokens of prompts in a batch at most; default: as many as is fast and fits into memory."""
 
     def open(self, model: str) -> "LLM":
         # Importing torch takes seconds: only after the flags are checked.
@@ -58,6 +60,7 @@ class ModelSection:
             self.max_batch,
             self.device,
             dtypes[self.dtype],
+            self.prefill_chunk,
         )
 
 

@@ -11,6 +11,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.hardware.native import has_triton
 from overspill.models.budgets import Budgets, Size
 from overspill.models.pregate import pregate_level
+from overspill.plan.pieces import PieceSizes
 from overspill.serve import conversation
 from overspill.serve.arguments import check_not_given, check_whole
 from overspill.serve.background import Background, Submission, raise_error
@@ -41,8 +42,8 @@ _LEAST_SLOTS = 2
 """For prompts: one expert computes while another loads."""
 _BLOCK = 16
 """Tokens of a block of keys and values."""
-_CHUNK = 512
-"""Tokens of prompts in a batch beside requests that run."""
+_LEAST_PIECE = 512
+"""Tokens of prompts in a batch; more where that is measured to be faster."""
 _ANSWERS_SHARE = 0.25
 """Of the time, for answers that run while prompts are computed: answers go on visibly, and a prompt
 takes a third longer."""
@@ -55,7 +56,9 @@ class LLM:
     of `overspill train`, or a model from `overspill.load(..., train=False)`. `context` is the most
     tokens of a prompt and its answer; `max_batch` the most requests that run at once. `slots` are
     the GPU slots for copies of experts that are in host memory; without, as many as fit into
-    `gpu_memory`. The other arguments are those of `overspill.load`.
+    `gpu_memory`. `prefill_chunk` is the most tokens of prompts that a batch computes; without,
+    batches are as large as is fast and fits into memory. The other arguments are those of
+    `overspill.load`.
 
     Several threads may use it at once: their requests are computed together.
     """
@@ -73,8 +76,11 @@ class LLM:
         max_batch: int = 16,
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
         check_mode(mode)
+        if prefill_chunk is not None:
+            check_whole("prefill_chunk", prefill_chunk, 1)
         check_whole("context", context, 1)
         check_whole("max_batch", max_batch, 1)
         if slots is not None:
@@ -99,7 +105,7 @@ class LLM:
         self.device: torch.device = source.model.overspill.device
         self.context = source.context
         try:
-            self._loop = self._new_loop(max_batch, slots, mode)
+            self._loop = self._new_loop(max_batch, slots, mode, prefill_chunk)
         except BaseException:  # the mode may not be for this model
             if source.owned:
                 source.model.overspill.close()
@@ -107,7 +113,9 @@ class LLM:
         self._grammars = Grammars(source.codec, source.ends, self._vocabulary())
         self._background = Background(self._loop)
 
-    def _new_loop(self, max_batch: int, slots: int | None, mode: str) -> ServingLoop:
+    def _new_loop(
+        self, max_batch: int, slots: int | None, mode: str, prefill_chunk: int | None
+    ) -> ServingLoop:
         source = self._source
         new_mode(mode, pregate_level(source.model))  # it may refuse the model
         on_gpu = self.device.type == "cuda"
@@ -121,9 +129,12 @@ class LLM:
         else:
             runner = SequentialRunner(source.model, self.device)
         pool = BlockPool(source.n_blocks, _BLOCK, share=paged)
-        scheduler = Scheduler(pool, max_batch, _CHUNK if paged else source.context, paged)
+        chunk = prefill_chunk if paged else source.context
+        pieces = PieceSizes(_LEAST_PIECE if chunk is None else chunk, chunk)
+        scheduler = Scheduler(pool, max_batch, pieces.size(0), paged)
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
-        return ServingLoop(runner, scheduler, source.ends, stream, Pacing(_ANSWERS_SHARE))
+        pacing = Pacing(_ANSWERS_SHARE)
+        return ServingLoop(runner, scheduler, source.ends, stream, pacing, pieces)
 
     def generate(
         self,

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from overspill.core.errors import DiskError, NonFiniteError, OrderError, OverspillError
 from overspill.core.interrupt import Condition, DeferredInterrupt
+from overspill.plan.pieces import PieceSizes
 from overspill.serve.pacing import Pacing
 from overspill.serve.request import Request
 from overspill.serve.runners import Runner
 from overspill.serve.sampling import Choice
-from overspill.serve.scheduler import Scheduler, Work
+from overspill.serve.scheduler import Scheduler, Work, prompt_tokens
 from overspill.serve.stats import Stats
 
 
@@ -48,11 +49,15 @@ class ServingLoop:
         ends: Collection[int],
         stream: torch.cuda.Stream | None = None,
         pacing: Pacing | None = None,
+        pieces: PieceSizes | None = None,
     ) -> None:
         """`ends` are the tokens that end a text. All batches are computed on `stream`: threads may
         have different current ones, and a batch may begin before the last one has ended. Without
-        `pacing`, prompts never wait for answers."""
+        `pacing`, prompts never wait for answers. Without `pieces`, all batches have the same limit
+        of tokens of prompts, that of the scheduler."""
         self.runner = runner
+        self._stream = stream
+        self._pieces = pieces or PieceSizes(scheduler.chunk, scheduler.chunk)
         self._on_stream: Callable[[], AbstractContextManager[object]] = (
             nullcontext if stream is None else partial(torch.cuda.stream, stream)
         )
@@ -172,8 +177,11 @@ class ServingLoop:
                 self._fail(requests, OrderError("this LLM was closed; make a new one"))
                 return
             now = self._ahead
-            prompts = self._pacing.allows_prompts
-            batch = self.scheduler.next_batch(prompts) if now is None else now.batch
+            if now is None:
+                self.scheduler.chunk = self._pieces.size(self.runner.room())
+                batch = self.scheduler.next_batch(self._pacing.allows_prompts)
+            else:
+                batch = now.batch
         if batch:
             self._compute(batch, now)
             return
@@ -201,6 +209,8 @@ class ServingLoop:
         except Exception as error:  # a model may raise anything
             with DeferredInterrupt():
                 self._ahead, self._given_up = None, True
+                if isinstance(error, torch.OutOfMemoryError) and self._save_memory(batch):
+                    return  # the next batch has the same requests
                 # what has begun early may be what has failed
                 alone = len(batch) == 1 and following is None
                 if alone or not isinstance(error, DiskError):
@@ -211,6 +221,11 @@ class ServingLoop:
         for work in batch:
             if work.request in self.scheduler.running:
                 self._compute([work], None, early=False)
+
+    def _save_memory(self, batch: list[Work]) -> bool:
+        """After a batch that did not fit into memory: whether the next one is smaller, or has more
+        memory."""
+        return self._pieces.shrink(prompt_tokens(batch)) or self.runner.give_memory()
 
     def _run(self, batch: list[Work]) -> Tensor:
         if self._given_up:
@@ -263,12 +278,16 @@ class ServingLoop:
             tokens = now.choice.tokens()
             self.runner.check()
             logprobs = now.choice.logprobs(tokens)
+        elif self._stream is not None:  # a piece of a prompt: its time is measured too
+            self._stream.synchronize()
         # some may have ended, or are not wanted any more, since the batch began
         batch = [work for work in now.batch if work.request in self.scheduler.running]
         end = time.perf_counter()
         seconds = end - max(now.began, self._last_end)
         self.stats.count(batch, seconds)
         self._pacing.record(batch, seconds)
+        if tokens_of_prompts := prompt_tokens(now.batch):
+            self._pieces.record(tokens_of_prompts, seconds)
         self._last_end = end
         for work in batch:
             self.scheduler.computed(work)

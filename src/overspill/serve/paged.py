@@ -10,8 +10,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.attention.bias import causal_lower_right
 
 from overspill.models.attention_cache import AttentionOptions
+
+_SCORES = 256 << 20
+"""Bytes of attention scores that are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +123,7 @@ class PagedCache:
         for rows, slots in layout.several:
             q_1hTd = q_Thd[rows].transpose(0, 1)[None]
             k_1kLd, v_1kLd = (each[slots].transpose(0, 1)[None] for each in (keys, values))
-            y = _attention(q_1hTd, k_1kLd, v_1kLd, layout.positions[rows][None], options)
-            out[rows] = y[0].transpose(0, 1)
+            out[rows] = _attend_causally(q_1hTd, k_1kLd, v_1kLd, options)[0].transpose(0, 1)
         return out
 
     def close(self) -> None:
@@ -136,6 +144,58 @@ class PagedCache:
                 keys, values = (t.new_zeros(self._n_slots, *t.shape[1:]) for t in (k_Tkd, v_Tkd))
             self._layers[layer] = keys, values
         return self._layers[layer]
+
+
+def _attend_causally(
+    q_1hTd: Tensor, k_1kLd: Tensor, v_1kLd: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attention of the last T of L tokens of a sequence. Where no kernel for causal attention can
+    be used, queries are divided so that their scores take at most `_SCORES` bytes."""
+    if options.window is None and options.softcap is None and q_1hTd.device.type == "cuda":
+        y_1hTd = _attend_in_kernel(q_1hTd, k_1kLd, v_1kLd, options)
+        if y_1hTd is not None:
+            return y_1hTd
+    heads, n_queries, n_keys = q_1hTd.shape[1], q_1hTd.shape[2], k_1kLd.shape[2]
+    before = n_keys - n_queries
+    seen = n_keys if options.window is None else min(n_keys, 2 * options.window)
+    size = max(1, _SCORES // (4 * heads * seen))
+    if options.window is not None:
+        size = min(size, options.window)
+    found = []
+    for start in range(0, n_queries, size):
+        stop = min(start + size, n_queries)
+        first = 0 if options.window is None else max(0, before + start + 1 - options.window)
+        keys = slice(first, before + stop)
+        positions = torch.arange(before + start, before + stop, device=q_1hTd.device) - first
+        q, k, v = q_1hTd[:, :, start:stop], k_1kLd[:, :, keys], v_1kLd[:, :, keys]
+        found.append(_attention(q, k, v, positions[None], options))
+    return torch.cat(found, dim=2)
+
+
+def _attend_in_kernel(
+    q_1hTd: Tensor, k_1kLd: Tensor, v_1kLd: Tensor, options: AttentionOptions
+) -> Tensor | None:
+    """The same by torch's kernels for causal attention, whose mask is aligned to the last key; None
+    if none of them can be used."""
+    heads, kv_heads = q_1hTd.shape[1], k_1kLd.shape[1]
+    args = q_1hTd, k_1kLd, v_1kLd, None, 0.0, False, heads > kv_heads
+    if can_use_flash_attention(SDPAParams(*args)) and q_1hTd.shape[3] % 8 == 0:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        y_1hTd, lse_1hT, *_ = flash(q_1hTd, k_1kLd, v_1kLd, is_causal=True, scale=options.scale)
+        if options.sinks is None:
+            return y_1hTd
+        # a sink adds exp(sink) to the sum of the softmax
+        shares_1hT = torch.sigmoid(lse_1hT - options.sinks.float()[:, None])
+        return y_1hTd * shares_1hT[..., None].to(y_1hTd.dtype)
+    if options.sinks is not None:
+        return None
+    k_1hLd, v_1hLd = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k_1kLd, v_1kLd))
+    if not can_use_efficient_attention(SDPAParams(q_1hTd, k_1hLd, v_1hLd, None, 0.0, False, False)):
+        return None
+    causal = causal_lower_right(q_1hTd.shape[2], k_1hLd.shape[2])
+    return F.scaled_dot_product_attention(
+        q_1hTd, k_1hLd, v_1hLd, attn_mask=causal, scale=options.scale
+    )
 
 
 def _attention(

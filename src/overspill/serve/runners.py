@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import OrderError
+from overspill.hardware.machine import available_memory
 from overspill.models.attention_cache import (
     ATTENTION,
     IN_USE,
@@ -16,6 +17,8 @@ from overspill.models.attention_cache import (
     register_attention,
 )
 from overspill.models.gpt import GPTMoE
+from overspill.moe.engine import Engine
+from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.serve.paged import Layout, PagedCache, Span
 from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen, Draw
@@ -41,6 +44,14 @@ class Runner(abc.ABC):
         host knows which: `tokens_N` are on the device. None if the model cannot be computed without
         the host."""
         return None
+
+    def room(self) -> int:
+        """Tokens of prompts for which there is memory in the next batch; 0 if that is not known."""
+        return 0
+
+    def give_memory(self) -> bool:
+        """Makes memory free for a batch that did not fit; False if there is none to give."""
+        return False
 
     def forget(self, request: Request) -> None:  # noqa: B027
         """The request has ended, or will be computed again."""
@@ -91,6 +102,8 @@ class PagedRunner(Runner):
         decode/modes."""
         self._model = model
         self._device = device
+        self._engine: Engine = model.overspill
+        self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         self._cache = PagedCache(n_blocks, block_size)
         self._before: Any = None
         if not isinstance(model, GPTMoE):
@@ -106,15 +119,19 @@ class PagedRunner(Runner):
         if self._before is not None:
             model.set_attn_implementation(ATTENTION)
 
-    def run(self, batch: Sequence[Work]) -> Tensor:
-        while True:
-            try:
-                return self._run(batch)
-            except torch.OutOfMemoryError:
-                if self._decode is None or not self._decode.give_memory():
-                    raise
+    def room(self) -> int:
+        """As far as `_token_bytes` tells: a batch that does not fit is computed in smaller ones."""
+        top_k = max(each.top_k or 0 for each in self._placeholders)
+        if not top_k:  # no pass yet: keys and values may not be allocated
+            return 0
+        memory = self._engine.memory
+        free = memory.free_bytes() if self._device.type == "cuda" else available_memory() // 4
+        return max(0, free) // _token_bytes(self._engine, top_k)
 
-    def _run(self, batch: Sequence[Work]) -> Tensor:
+    def give_memory(self) -> bool:
+        return self._decode is not None and self._decode.give_memory()
+
+    def run(self, batch: Sequence[Work]) -> Tensor:
         spans = [Span(r.blocks, r.computed, count) for r, count in batch]
         if self._decode is not None and all(count == 1 for _, count in batch):
             known = [r.tokens[r.computed] for r, _ in batch]
@@ -188,6 +205,14 @@ class PagedRunner(Runner):
         self._cache.close()
         if self._before is not None:
             self._model.set_attn_implementation(self._before)
+
+
+def _token_bytes(engine: Engine, top_k: int) -> int:
+    """Memory of the activations of a token in a pass through a layer: in its experts, and some
+    tensors of the dense part, partly in fp32."""
+    shape = engine.shape
+    experts = top_k * (2 * shape.d_model + shape.in_rows + shape.d_hidden)
+    return (experts + 24 * shape.d_model) * engine.dtype.itemsize
 
 
 class SequentialRunner(Runner):

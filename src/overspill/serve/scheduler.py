@@ -1,5 +1,6 @@
 """Which tokens are computed next: requests join and leave between two batches."""
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,18 +16,24 @@ class Work(NamedTuple):
     n_tokens: int
 
 
+def prompt_tokens(batch: Sequence[Work]) -> int:
+    """The tokens of prompts in a batch that has not been recorded yet."""
+    return sum(count for request, count in batch if request.pending > 1)
+
+
 class Scheduler:
     """Requests that wait, and those that run. A running request that has its next token computes
     one row; the rest of a batch goes to prompts, in order of arrival, in pieces if they are long:
-    running requests continue meanwhile. If there are no blocks left, the request that came last
+    running requests continue meanwhile. Half of a batch is for short prompts that are complete with
+    it, so they do not wait for a long one. If there are no blocks left, the request that came last
     gives its own back and is computed again later."""
 
     def __init__(self, pool: BlockPool, max_batch: int, chunk: int, split: bool = True) -> None:
         """At most `max_batch` requests run; a batch has at most `chunk` tokens of prompts. Without
         `split` a prompt is computed at once, and `chunk` must have room for the longest."""
         self.pool = pool
+        self.chunk = chunk
         self._max_batch = max_batch
-        self._chunk = chunk
         self._split = split
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -54,30 +61,57 @@ class Scheduler:
         return self._with_prompts(batch)
 
     def _with_prompts(self, batch: list[Work]) -> list[Work]:
-        left = self._chunk
-        for request in list(self.running):
-            count = self._part(request, left)
-            if request.pending > 1 and count and self._reserve(request, count):
+        left = self.chunk
+        short = self._short_prompts()
+        kept = sum(request.pending for request in short)
+        for request in [each for each in self.running if each.pending > 1]:
+            kept -= request.pending if request in short else 0
+            count = self._part(request, left - kept)
+            if count and self._reserve(request, count):
                 batch.append(Work(request, count))
                 left -= count
         # a request may have given its blocks back after it was chosen
         batch = [work for work in batch if work.request in self.running]
-        while self.waiting and left > 0 and len(self.running) < self._max_batch:
-            request = self.waiting[0]
-            if not request.blocks:
-                request.blocks = self.pool.share(request.tokens)
-                request.computed = len(request.blocks) * self.pool.size
-            count = self._part(request, left)
-            if not count or not self._has_room(request, count):
-                self._free(request)
+        for request in list(self.waiting):
+            if left <= 0 or len(self.running) == self._max_batch:
                 break
-            self.running.append(self.waiting.popleft())
-            if request.cached_tokens is None:  # later it may find its own blocks
-                request.cached_tokens = request.computed
-            self._reserve(request, count)
-            batch.append(Work(request, count))
-            left -= count
+            kept -= request.pending if request in short else 0
+            count = self._begin(request, left - kept)
+            if count:
+                batch.append(Work(request, count))
+                left -= count
+            elif left - kept > 0:  # no room for it: it comes before all others
+                break
         return batch
+
+    def _short_prompts(self) -> list[Request]:
+        """Prompts that fit completely into half of a batch, beside the one that came first."""
+        prompts = [each for each in self.running if each.pending > 1]
+        prompts += itertools.islice(self.waiting, self._max_batch)
+        short, left = [], self.chunk // 2
+        for request in prompts[1:] if self._split else ():
+            if request.pending <= left:
+                short.append(request)
+                left -= request.pending
+        return short
+
+    def _begin(self, request: Request, left: int) -> int:
+        """Lets a request that waits run, and returns how many of its tokens are computed; 0 if
+        there is no room for it."""
+        if left <= 0:
+            return 0
+        request.blocks = self.pool.share(request.tokens)
+        request.computed = len(request.blocks) * self.pool.size
+        count = self._part(request, left)
+        if not count or not self._has_room(request, count):
+            self._free(request)
+            return 0
+        self.waiting.remove(request)
+        self.running.append(request)
+        if request.cached_tokens is None:  # later it may find its own blocks
+            request.cached_tokens = request.computed
+        self._reserve(request, count)
+        return count
 
     @property
     def may_join(self) -> bool:

@@ -1,0 +1,63 @@
+"""How many tokens of prompts a batch computes."""
+
+_GROWTH = 4
+"""Ratio of the sizes that are compared."""
+_GAIN = 1.5
+"""By how much a token must be cheaper in a piece that is `_GROWTH` times as large."""
+_RETRY = 16
+"""Batches after which a size that was not worthwhile is tried again: one slow batch may be the
+fault of something else."""
+
+
+class PieceSizes:
+    """Sizes of the pieces in which long prompts are computed, chosen by measured time.
+
+    A batch with hundreds of tokens reads nearly all experts and, where experts are streamed,
+    uploads them. While this takes most of its time, a batch with four times as many tokens takes
+    hardly longer. So pieces grow until four times the tokens take about four times as long.
+    """
+
+    def __init__(self, least: int, most: int | None = None) -> None:
+        """Pieces have at least `least` tokens, and at most `most` (None: any number)."""
+        assert least >= 1
+        self._least = least
+        self._most = most
+        self._cost: dict[int, float] = {}
+        """Seconds of a token, by the size of the piece."""
+        self._measured_at: dict[int, int] = {}
+        self._count = -1  # of batches; the first one may have compiled kernels
+
+    def size(self, room: int) -> int:
+        """The tokens of the next piece; `room` tokens fit into memory."""
+        size = self._least
+        while size in self._cost:
+            larger = _GROWTH * size
+            cost = self._cost.get(larger)
+            if cost is not None and cost * _GAIN > self._cost[size]:
+                if self._count - self._measured_at[larger] < _RETRY:
+                    break
+                cost = None
+            size = larger
+            if cost is None:
+                break
+        if self._most is not None:
+            room = min(room, self._most)
+        return max(self._least, min(size, room))
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """A batch with so many tokens of prompts has taken this time. Only full pieces count."""
+        self._count += 1
+        size = self._least
+        while _GROWTH * size <= tokens:
+            size *= _GROWTH
+        if self._count and size <= tokens < 1.25 * size:
+            self._cost[size] = seconds / tokens
+            self._measured_at[size] = self._count
+
+    def shrink(self, tokens: int) -> bool:
+        """A piece with so many tokens does not fit into memory: later ones are smaller. False if
+        it was as small as they can be."""
+        if tokens <= self._least:
+            return False
+        self._most = max(self._least, tokens // 2)
+        return True
