@@ -126,11 +126,10 @@ def test_a_checkpoint_that_the_mode_is_not_for_is_closed_again(checkpoint: Path)
     assert not threads_left()
 
 
-def test_a_model_for_training_is_refused() -> None:
-    model = overspill.offload(make_model(family("mixtral")), device="cpu", mode="gpu", quiet=True)
-    with pytest.raises(ConfigError, match="loaded for training; load it with"):
-        LLM(model)
-    model.overspill.close()
+@pytest.mark.parametrize("name", ["mixtral", "jamba"])
+def test_a_model_has_one_llm(name: str, tmp_path: Path) -> None:
+    with served(name, "gpu", tmp_path) as llm, pytest.raises(OrderError, match="close its LLM"):
+        LLM(llm.model, context=64)
 
 
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:

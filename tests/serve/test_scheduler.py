@@ -76,16 +76,17 @@ def test_every_request_ends_if_one_context_fits(
 def test_without_splitting_a_prompt_is_computed_in_one_pass(
     prompts: list[list[int]], more_blocks: int, max_batch: int
 ) -> None:
-    """As models need whose states cannot continue with several tokens."""
+    """As models need whose states cannot continue with several tokens. An answer that has given its
+    blocks back is computed again token by token, as the first time."""
     simulated = Simulated(6 + more_blocks, 4, max_batch, chunk=CONTEXT, split=False)
     for prompt in prompts:
         simulated.scheduler.add(make_request(prompt))
     for _ in range(STEPS):
         if not simulated.requests:
             return
-        pending = {request: request.pending for request in simulated.requests}
+        computed = {request: request.computed for request in simulated.requests}
         for request, count in simulated.step():
-            assert count == pending[request]
+            assert count == (1 if computed[request] else request.prompt_tokens)
     raise AssertionError("requests do not end")
 
 

@@ -13,7 +13,11 @@ from overspill.core.errors import OrderError
 
 ATTENTION = "overspill"
 """Its name for `set_attn_implementation`."""
-IN_USE = "this model is being served; close its LLM to use it otherwise"
+IN_USE = "this model is being served; close its LLM first"
+_BATCH = (
+    "an LLM computes a batch with this model in another thread; wait for its answers before you "
+    "call the model"
+)
 
 
 class AttentionOptions(NamedTuple):
@@ -52,11 +56,42 @@ def current_cache() -> AttentionCache | None:
     return _CURRENT.get()
 
 
-def register_attention() -> None:
-    """Makes `ATTENTION` known to transformers. Without a registered mask no mask is made."""
-    from transformers.modeling_utils import AttentionInterface
+class ReplacedAttention:
+    """Context in which a model of transformers attends through the current cache. Outside of it
+    the model computes as before. Without a registered mask no mask is made."""
 
-    AttentionInterface.register(ATTENTION, _attend)
+    def __init__(self, model: Any) -> None:
+        from transformers import PreTrainedModel
+        from transformers.modeling_utils import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, _attend)
+        owners = (m for m in model.modules() if isinstance(m, PreTrainedModel))
+        configs = {id(config): config for owner in owners for config in _configs(owner.config)}
+        before = {key: config._attn_implementation for key, config in configs.items()}
+        model.set_attn_implementation(ATTENTION)
+        self._changed = [
+            (config, before[key], config._attn_implementation)
+            for key, config in configs.items()
+            if config._attn_implementation != before[key]
+        ]
+        self.__exit__()
+
+    def __enter__(self) -> None:
+        for config, _, own in self._changed:
+            config._attn_implementation_internal = own
+
+    def __exit__(self, *_: object) -> None:
+        for config, before, _ in self._changed:
+            config._attn_implementation_internal = before
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config and those of its parts."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _configs(part)
 
 
 def _attend(
@@ -74,7 +109,7 @@ def _attend(
     """The interface of transformers: [1, heads, T, width] to [1, T, heads, width]."""
     cache = current_cache()
     if cache is None:
-        raise OrderError(IN_USE)
+        raise OrderError(_BATCH)
     own: Any = module
     if sliding_window is None:  # Qwen2-MoE has it in its mask only
         sliding_window = getattr(own, "sliding_window", None)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from overspill.core.errors import ConfigError, OrderError
-from overspill.models.attention_cache import ATTENTION, IN_USE
+from overspill.models.attention_cache import IN_USE
 from overspill.moe.layer import MoE
 from overspill.moe.pregate import GatedBlock, install, positions
 from overspill.parallel.sharded import is_sharded
@@ -43,8 +43,7 @@ def pregate(model: Any, level: int = 1) -> Any:
             f"the model has pre-gates of level {there} already; for others, load the conventional "
             "model: overspill.load(..., pregate=False)"
         )
-    config = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) == ATTENTION:  # its LLM has keys and values
+    if hasattr(model, "overspill") and model.overspill.served:  # its LLM has keys and values
         raise OrderError(IN_USE)
     chains = find_chains(model)
     check_level(level, chains)

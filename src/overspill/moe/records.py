@@ -25,8 +25,9 @@ class ExpertRecords:
         self._homes = homes
         self._changes = HomeChanges(store)
         self._saved_to: Path | None = None
-        self.n_written = 0
-        """How often `write_weights` has changed an expert."""
+        self.n_changes = 0
+        """How often weights of experts were written or updated; it is counted before updates, which
+        may run in other threads, and after writing."""
 
     @property
     def layout(self) -> RecordLayout:
@@ -52,8 +53,9 @@ class ExpertRecords:
         self._saved_to = folder
 
     def mark_changed(self) -> None:
-        """The weights differ from those in any folder."""
+        """The weights differ from those in any folder, or will when an update has ended."""
         self._saved_to = None
+        self.n_changes += 1
 
     def _at_home(self, expert: ExpertId) -> tuple[LayerRecords, int] | None:
         """The records of the expert's layer and its row, if its home is the compute device."""
@@ -106,7 +108,7 @@ class ExpertRecords:
         try:
             self._write_weights(expert, fill)
         finally:  # also after a part of it
-            self.n_written += 1
+            self.n_changes += 1
 
     def _write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
         home = self._at_home(expert)

@@ -71,6 +71,11 @@ class BlockPool:
         self._found[key] = block
         self._keys[block] = key
 
+    def forget(self) -> None:
+        """No block is found again: the contents are of other weights."""
+        self._found.clear()
+        self._keys.clear()
+
     def release(self, blocks: Sequence[int]) -> None:
         """A request uses these no longer; the last ones are reused first."""
         for block in reversed(blocks):

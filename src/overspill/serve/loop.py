@@ -176,6 +176,7 @@ class ServingLoop:
                 requests = [*self.scheduler.running, *self.scheduler.waiting]
                 self._fail(requests, OrderError("this LLM was closed; make a new one"))
                 return
+            self._follow_weights()
             now = self._ahead
             if now is None:
                 self.scheduler.chunk = self._pieces.size(self.runner.room())
@@ -187,6 +188,23 @@ class ServingLoop:
             return
         assert not self.scheduler.waiting, "a request waits, but nothing can be computed"
         self.runner.pause()  # all were cancelled
+
+    def _follow_weights(self) -> None:
+        """If weights have changed since the last batch, nothing that was computed is right. Dense
+        weights are compared before prompts only: it takes as long as a part of a decoding step."""
+        scheduler = self.scheduler
+        prompts = bool(scheduler.waiting) or any(r.pending > 1 for r in scheduler.running)
+        try:
+            changed = self.runner.weights_changed(thorough=prompts)
+        except OverspillError as error:
+            self._fail([*scheduler.running, *scheduler.waiting], error)
+            changed = True
+        if changed:
+            self._given_up = self._given_up or self._ahead is not None
+            self._ahead = None
+            for request in scheduler.running:
+                self.runner.forget(request)
+            scheduler.restart()
 
     def _compute(self, batch: list[Work], now: Pass | None, early: bool = True) -> None:
         """If an expert cannot be read, each request of the batch is tried alone: those that do not

@@ -2,7 +2,8 @@
 
 import abc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,12 +11,7 @@ from torch import Tensor
 
 from overspill.core.errors import OrderError
 from overspill.hardware.machine import available_memory
-from overspill.models.attention_cache import (
-    ATTENTION,
-    IN_USE,
-    attention_cache,
-    register_attention,
-)
+from overspill.models.attention_cache import ReplacedAttention, attention_cache
 from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -23,6 +19,7 @@ from overspill.serve.paged import Layout, PagedCache, Span
 from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen, Draw
 from overspill.serve.scheduler import Work
+from overspill.serve.weights_version import WeightsVersion
 from overspill.trace.spans import Span as TraceSpan
 
 if TYPE_CHECKING:  # it needs Triton
@@ -48,6 +45,11 @@ class Runner(abc.ABC):
     def room(self) -> int:
         """Tokens of prompts for which there is memory in the next batch; 0 if that is not known."""
         return 0
+
+    def weights_changed(self, thorough: bool) -> bool:
+        """Whether weights have changed since the last call, so that keys and values are of others.
+        Not `thorough`: as far as it is known without looking at all weights."""
+        return False
 
     def give_memory(self) -> bool:
         """Makes memory free for a batch that did not fit; False if there is none to give."""
@@ -105,19 +107,16 @@ class PagedRunner(Runner):
         self._engine: Engine = model.overspill
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         self._cache = PagedCache(n_blocks, block_size)
-        self._before: Any = None
+        self._attention: AbstractContextManager[None] = nullcontext()
         if not isinstance(model, GPTMoE):
-            register_attention()
-            self._before = model.config._attn_implementation
-            if self._before == ATTENTION:
-                raise OrderError(IN_USE)
+            self._attention = ReplacedAttention(model)
         self._decode: Decode | None = None
         if fused:
             from overspill.serve.decode import decode
 
             self._decode = decode.Decode(model, self._cache, context, max_batch, slots, mode)
-        if self._before is not None:
-            model.set_attn_implementation(ATTENTION)
+        self._version = WeightsVersion(model)
+        self._addresses = self._version.addresses()  # that captured steps read
 
     def room(self) -> int:
         """As far as `_token_bytes` tells: a batch that does not fit is computed in smaller ones."""
@@ -132,6 +131,10 @@ class PagedRunner(Runner):
         return self._decode is not None and self._decode.give_memory()
 
     def run(self, batch: Sequence[Work]) -> Tensor:
+        with self._attention, _evaluating(self._model):
+            return self._run(batch)
+
+    def _run(self, batch: Sequence[Work]) -> Tensor:
         spans = [Span(r.blocks, r.computed, count) for r, count in batch]
         if self._decode is not None and all(count == 1 for _, count in batch):
             known = [r.tokens[r.computed] for r, _ in batch]
@@ -163,7 +166,8 @@ class PagedRunner(Runner):
             return None
         spans = [Span(r.blocks, r.computed + 1, 1) for r, _ in batch]
         try:
-            return self._step(tokens_N, spans, [r.draw(1) for r, _ in batch])
+            with self._attention, _evaluating(self._model):
+                return self._step(tokens_N, spans, [r.draw(1) for r, _ in batch])
         except torch.OutOfMemoryError:  # it may be the first step; `run` makes memory free for it
             return None
 
@@ -176,6 +180,15 @@ class PagedRunner(Runner):
             return None
         self.chosen = computed.chosen
         return computed.logits_BV
+
+    def weights_changed(self, thorough: bool) -> bool:
+        changed = self._version.changed(dense=thorough)
+        if self._decode is not None and self._addresses != self._version.addresses():
+            raise OrderError(
+                "dense weights of the model were replaced by other tensors (assign=True?), and "
+                "decoding reads the old ones; close this LLM and make a new one"
+            )
+        return changed
 
     @property
     def cache_bytes(self) -> int:
@@ -203,8 +216,19 @@ class PagedRunner(Runner):
         if self._decode is not None:
             self._decode.close()
         self._cache.close()
-        if self._before is not None:
-            self._model.set_attn_implementation(self._before)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """A model that is being trained computes without dropout inside."""
+    training = [m for m in model.modules() if m.training] if model.training else []
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _token_bytes(engine: Engine, top_k: int) -> int:
@@ -223,6 +247,10 @@ class SequentialRunner(Runner):
         self._model = model
         self._device = device
         self._caches: dict[Request, tuple[Any, int]] = {}
+        self._version = WeightsVersion(model)
+
+    def weights_changed(self, thorough: bool) -> bool:
+        return self._version.changed(dense=thorough)
 
     def run(self, batch: Sequence[Work]) -> Tensor:
         # some requests may have to be computed again
@@ -230,6 +258,10 @@ class SequentialRunner(Runner):
         return torch.cat([self._run(*work) for work in batch])
 
     def _run(self, request: Request, count: int) -> Tensor:
+        with _evaluating(self._model):
+            return self._run_in_evaluation(request, count)
+
+    def _run_in_evaluation(self, request: Request, count: int) -> Tensor:
         cache, length = self._caches.pop(request, (None, 0))
         if length != request.computed:  # an interrupted pass has changed it
             cache, length = None, 0

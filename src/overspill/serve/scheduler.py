@@ -49,6 +49,13 @@ class Scheduler:
             self.running.remove(request)
         self._free(request)
 
+    def restart(self) -> None:
+        """All that was computed is void: requests that run are computed again, from their first
+        token on."""
+        for request in reversed(self.running.copy()):
+            self._put_back(request)
+        self.pool.forget()
+
     def next_batch(self, prompts: bool = True) -> list[Work]:
         """What is computed next; empty if there is nothing to do. Without `prompts`, only requests
         that have their next token, if there are any."""
@@ -103,7 +110,8 @@ class Scheduler:
         request.blocks = self.pool.share(request.tokens)
         request.computed = len(request.blocks) * self.pool.size
         count = self._part(request, left)
-        if not count or not self._has_room(request, count):
+        # an answer that is computed again token by token would run out of blocks again
+        if not count or not self._has_room(request, count if self._split else request.pending):
             self._free(request)
             return 0
         self.waiting.remove(request)
@@ -119,8 +127,12 @@ class Scheduler:
         return bool(self.waiting) and len(self.running) < self._max_batch
 
     def _part(self, request: Request, left: int) -> int:
-        """How many tokens of a request are computed if there is room for `left`."""
-        return min(request.pending, left) if self._split or request.pending <= left else 0
+        """How many tokens of a request are computed if there is room for `left`. Without `split`
+        an answer that is computed again is computed as before, token by token."""
+        if self._split:
+            return min(request.pending, left)
+        whole = 1 if request.computed else request.prompt_tokens
+        return whole if whole <= left else 0
 
     def computed(self, work: Work) -> None:
         """The keys and values of these tokens are in the cache."""

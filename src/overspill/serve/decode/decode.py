@@ -82,10 +82,11 @@ class Decode:
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
         self._on_cpu = self._mode.on_cpu or engine.memory.uses_disk
         self._held = not (self._refused or (self._on_cpu and reason is not None))
+        self._held = self._held and not engine.can_train  # training needs the memory
         if self._held:  # copies use the memory better: any expert may have one
             engine.memory.hold_homes(self)
         self._n_moves = -1  # of experts, as the table has them
-        self._n_written = 0  # as copies have them
+        self._n_changes = 0  # of weights, as copies have them
         self._missing: MissingExperts | None = None
         self._experts: ExpertCache | None = None
         self._cpu_refuses = False  # experts that are not on the device
@@ -140,11 +141,11 @@ class Decode:
         return computed
 
     def _follow_moves(self) -> None:
-        written = self._engine.records.n_written
-        if (self._n_moves, self._n_written) == (self._engine.n_moves, written):
+        changes = self._engine.records.n_changes
+        if (self._n_moves, self._n_changes) == (self._engine.n_moves, changes):
             return
-        keep = self._n_written == written
-        self._n_moves, self._n_written = self._engine.n_moves, written
+        keep = self._n_changes == changes
+        self._n_moves, self._n_changes = self._engine.n_moves, changes
         addresses = self._engine.addresses.device_addresses()
         if self._experts is not None:
             self._experts.follow_moves(addresses, keep)
@@ -217,11 +218,12 @@ class Decode:
 
     def _count_slots(self, others: int) -> int:
         """GPU slots within the budget, beside what is allocated (at least one prompt was computed
-        before) and `others` bytes."""
+        before) and `others` bytes. None by default if the model is trained too, whose activations
+        need the memory."""
         engine = self._engine
         elsewhere = engine.n_layers * engine.n_experts - sum(engine.homes)
         use = engine.gpu_use()
-        if self._slots is not None or use is None:
+        if self._slots is not None or use is None or engine.can_train:
             return min(self._slots or 0, elsewhere)
         free = _CACHE_SHARE * (use["budget"] - use["reserved"]) - others
         return max(0, min(elsewhere, int(free // engine.layout.weight_bytes)))

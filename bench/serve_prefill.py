@@ -1,0 +1,170 @@
+"""Tokens a second of long prompts, until their first token, and how long a short prompt waits that
+arrives meanwhile.
+
+PYTHONPATH=src python3 bench/serve_prefill.py 30b w2
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from record import Limit, metric, write_record
+from serve import PCIE, Even
+from transformers import Qwen3MoeConfig
+
+import overspill
+from overspill.simulate import routed_by
+
+MATRIX = 786e12
+"""Operations a second of bf16 matrix products on an H200."""
+FIRST = overspill.SamplingParams(max_tokens=1, ignore_eos=True)
+SHORT = 64
+
+
+def qwen(layers: int) -> Any:
+    """Qwen3-30B-A3B, which has 48 layers."""
+    return Qwen3MoeConfig(
+        vocab_size=151_936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+        num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1e6,
+        max_position_embeddings=40_960, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+class Prompts:
+    """Random prompts, none of which begins like another."""
+
+    def __init__(self) -> None:
+        self._random = torch.Generator().manual_seed(0)
+
+    def __call__(self, tokens: int) -> list[int]:
+        return torch.randint(100, 30_000, (tokens,), generator=self._random).tolist()
+
+
+def speed(llm: overspill.LLM, prompts: Prompts, tokens: int, rounds: int) -> list[float]:
+    """Tokens a second of a prompt, alone."""
+    found = []
+    for _ in range(rounds):
+        prompt, start = prompts(tokens), time.perf_counter()
+        llm.generate([prompt], FIRST)
+        found.append(tokens / (time.perf_counter() - start))
+    return found
+
+
+def wait_of_short(
+    llm: overspill.LLM, prompts: Prompts, tokens: int, delays: Sequence[float]
+) -> list[float]:
+    """Seconds until the first token of a short prompt that arrives some time after a long one."""
+    found = []
+    for delay in delays:
+        long = llm.submit(prompts(tokens), FIRST)
+        time.sleep(delay)
+        start = time.perf_counter()
+        short = llm.submit(prompts(SHORT), FIRST)
+        short.result()
+        found.append(time.perf_counter() - start)
+        long.result()
+    return found
+
+
+def operations(config: Any, tokens: int) -> float:
+    """Of a prompt: matrix products of the weights of each token, and attention."""
+    d, width = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    experts = config.num_experts_per_tok * 3 * d * config.moe_intermediate_size
+    dense = 2 * d * width * (heads + kv_heads) + d * config.num_experts
+    attention = 2 * heads * width * tokens * tokens  # scores and values, half of them masked
+    layers: int = config.num_hidden_layers
+    return layers * (2.0 * tokens * (experts + dense) + attention)
+
+
+def run_30b(args: argparse.Namespace, even: bool) -> None:
+    """Qwen3-30B-A3B at full size in 24 GiB."""
+    config = qwen(48)
+    model = overspill.from_config(
+        config, args.gpu_memory, dtype=torch.bfloat16, train=False, quiet=True
+    )
+    engine, prompts = model.overspill, Prompts()
+    routing = Even(engine.n_layers, engine.n_experts, config.num_experts_per_tok)
+    metrics = {}
+    with (
+        overspill.LLM(model, context=32_768, max_batch=4, prefill_chunk=args.chunk) as llm,
+        routed_by(model, routing) if even else nullcontext(),
+    ):
+        speed(llm, prompts, 64, 2)  # kernels
+        first = speed(llm, prompts, 8192, 1)
+        speed(llm, prompts, 30_000, 2)
+        for tokens in (8192, 30_000):
+            before = engine.recorder.counters()["upload"]
+            speeds = speed(llm, prompts, tokens, args.rounds)
+            uploaded = (engine.recorder.counters()["upload"] - before) / args.rounds
+            name = "tokens_per_second" if tokens == 8192 else f"of_{tokens}_tokens"
+            metrics[name] = metric(speeds, "tokens/s")
+            metrics[f"uploaded_{tokens}"] = metric([uploaded / 1e9], "GB")
+            if tokens == 8192:
+                seconds = max(uploaded / PCIE, operations(config, tokens) / MATRIX)
+                limit = Limit(tokens / seconds, "tokens/s", "uploads of one pass over PCIe")
+        metrics["first_prompt"] = metric(first, "tokens/s")
+        alone = [SHORT / each for each in speed(llm, prompts, SHORT, args.rounds)]
+        metrics["short_alone"] = metric(alone, "s")
+        for tokens in (8192, 30_000):
+            waits = wait_of_short(llm, prompts, tokens, [0.05, 0.15, 0.3])
+            metrics[f"short_beside_{tokens}"] = metric(waits, "s")
+        peak = torch.cuda.max_memory_reserved() / 2**30
+        metrics["gpu_memory"] = metric([peak], "GiB")
+    name = "even routing" if even else "random weights"
+    details = {
+        "row": f"Qwen3-30B-A3B at full size, 24 GiB, a prompt of 8,192 tokens, {name}",
+        "show": [key for key in metrics if key != "tokens_per_second"],
+        "placement": engine.describe(),
+        "prefill_chunk": args.chunk,
+    }
+    suffix = "-even" if even else ""
+    write_record(f"serve-prefill-30b{suffix}", details, metrics, limit, args.out)
+    engine.close()
+
+
+def run_w2(args: argparse.Namespace) -> None:
+    """W2 with everything on the GPU."""
+    config = qwen(12)
+    model = overspill.from_config(config, dtype=torch.bfloat16, train=False, quiet=True)
+    engine, prompts = model.overspill, Prompts()
+    engine.set_homes([engine.n_experts] * engine.n_layers)
+    with overspill.LLM(model, context=32_768, max_batch=4, prefill_chunk=args.chunk) as llm:
+        speed(llm, prompts, 8192, 6)
+        speeds = speed(llm, prompts, 8192, args.rounds)
+    limit = Limit(8192 * MATRIX / operations(config, 8192), "tokens/s", "bf16 matrix products")
+    metrics = {
+        "tokens_per_second": metric(speeds, "tokens/s"),
+        "share": metric([100 * each / limit.value for each in speeds], "%"),
+    }
+    details = {
+        "row": "W2, a prompt of 8,192 tokens, all experts on the GPU",
+        "show": ["share"],
+        "placement": engine.describe(),
+        "prefill_chunk": args.chunk,
+    }
+    write_record("serve-prefill-w2", details, metrics, limit, args.out)
+    engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="+", choices=["30b", "30b-even", "w2"])
+    parser.add_argument("--gpu-memory", default="24GiB")
+    parser.add_argument("--chunk", type=int, help="tokens of prompts in a batch at most")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", default=None)
+    args = parser.parse_args()
+    for name in args.names:
+        if name == "w2":
+            run_w2(args)
+        else:
+            run_30b(args, even=name == "30b-even")
+
+
+if __name__ == "__main__":
+    main()
