@@ -121,7 +121,8 @@ def test_pieces_of_prompts_on_a_gpu(
     cpu = options if options.sinks is None else options._replace(sinks=options.sinks.cpu())
     expected = naive(q.cpu(), k.cpu(), v.cpu(), cpu)
     error = (got.double() - expected).norm() / expected.norm()
-    assert error < (6e-3 if dtype is torch.bfloat16 else 2e-5)
+    # bf16 is rounded twice: probabilities, and the result or its share beside a sink
+    assert error < (1e-2 if dtype is torch.bfloat16 else 2e-5)
 
 
 @pytest.mark.parametrize("window", [None, 3])
