@@ -61,8 +61,10 @@ def test_the_commands_for_serving_and_pre_gates_run(
             few += ["--layers", "4", "--eval-every", "0"]
         assert app([*words, *few]) == 0
     assert (tmp_path / "runs/pregated/final/pregates.safetensors").is_file()
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)
-    exec(compile(code, "docs/serving.md", "exec"), {})
+    for code in re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL
+    ):
+        exec(compile(code, "docs/serving.md", "exec"), {})
 
 
 def test_all_links_exist() -> None:

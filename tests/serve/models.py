@@ -38,7 +38,7 @@ def family(name: str) -> Family:
 
 def plain_generate(model: Any, prompt: Sequence[int], n: int = N_NEW) -> list[int]:
     """transformers' `generate`, greedy."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = model.generate(

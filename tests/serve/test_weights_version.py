@@ -129,23 +129,26 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
 
 def generate(model: Any, prompt: list[int]) -> list[int]:
     if isinstance(model, GPTMoE):
-        ids: list[int] = model.generate(torch.tensor([prompt]), 4, temperature=0)[0].tolist()
+        tokens = torch.tensor([prompt], device=model.embedding.weight.device)
+        ids: list[int] = model.generate(tokens, 4, temperature=0)[0].tolist()
         return ids[len(prompt) :]
     return plain_generate(model, prompt)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "norm"),
-    [("mixtral", "host", 1e9), ("mixtral", "gpu", 0.1), ("gpt", "disk", 0.1)],
-)
+MODES = [("mixtral", "host", 1e9), ("mixtral", "gpu", 0.1), ("gpt", "disk", 0.1)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("name", "mode", "norm"), MODES)
 def test_a_model_is_sampled_between_training_steps(
-    name: str, mode: str, norm: float, tmp_path: Path
+    name: str, mode: str, norm: float, device: str, tmp_path: Path
 ) -> None:
     """As reinforcement learning does: tokens and losses are those of plain PyTorch."""
     plain: Any = copy.deepcopy(plain_gpt()) if name == "gpt" else make_model(family(name))
     model = copy.deepcopy(plain).train()
+    plain.to(device)
     disk = tmp_path if mode == "disk" else None
-    overspill.offload(model, device="cpu", mode=mode, slots=4, disk=disk, quiet=True)
+    overspill.offload(model, device=device, mode=mode, slots=4, disk=disk, quiet=True)
     clipped = None if norm == 1e9 else norm
     ours = overspill.AdamW(model, lr=0.02, weight_decay=0.0, max_grad_norm=clipped)
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.02, weight_decay=0.0)
@@ -157,7 +160,7 @@ def test_a_model_is_sampled_between_training_steps(
             plain.eval()
             assert sampled == [generate(plain, prompt) for prompt in prompts]
             seen.add(str(sampled))
-            tokens = torch.tensor([prompts[1] + sampled[1]])
+            tokens = torch.tensor([prompts[1] + sampled[1]], device=device)
             plain.train()
             assert model.training
             torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens))

@@ -181,12 +181,14 @@ def _attend_in_kernel(
     args = q_1hTd, k_1kLd, v_1kLd, None, 0.0, False, heads > kv_heads
     if can_use_flash_attention(SDPAParams(*args)) and q_1hTd.shape[3] % 8 == 0:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
+        y_1hTd: Tensor
         y_1hTd, lse_1hT, *_ = flash(q_1hTd, k_1kLd, v_1kLd, is_causal=True, scale=options.scale)
         if options.sinks is None:
             return y_1hTd
         # a sink adds exp(sink) to the sum of the softmax
         shares_1hT = torch.sigmoid(lse_1hT - options.sinks.float()[:, None])
-        return y_1hTd * shares_1hT[..., None].to(y_1hTd.dtype)
+        shared: Tensor = y_1hTd * shares_1hT[..., None].to(y_1hTd.dtype)
+        return shared
     if options.sinks is not None:
         return None
     k_1hLd, v_1hLd = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k_1kLd, v_1kLd))
