@@ -62,8 +62,9 @@ class Noted:
 
 
 @contextmanager
-def hosted(model: Any, folder: Path) -> Iterator[Any]:
-    twin: Any = overspill.offload(model, **budgets("host", folder))
+def hosted(model: Any, folder: Path, **settings: Any) -> Iterator[Any]:
+    given = budgets("host", folder)
+    twin: Any = overspill.offload(model, settings=overspill.Settings(**settings), **given)
     try:
         yield twin
     finally:
@@ -121,6 +122,19 @@ def test_announced_experts_are_those_that_are_needed_two_blocks_ahead(
     noted = Noted(monkeypatch)
     with hosted(make_model(family).eval(), tmp_path) as twin:
         check(overspill.pregate(twin, 2), family, 2, noted)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_nllb_announces_what_its_routing_needs(
+    fixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = DEEP_BY_NAME["nllb-moe"]
+    noted = Noted(monkeypatch)
+    with hosted(make_model(family).eval(), tmp_path, fix_nllb_routing=fixed) as model:
+        check(overspill.pregate(model), family, 1, noted)
+        n_experts = model.overspill.n_experts
+    used = {int(e) for ids in noted.announced.values() for each in ids for e in each.flatten()}
+    assert used - {n_experts} == (set(range(n_experts)) if fixed else {0, 1})
 
 
 def test_tokens_beyond_the_capacity_of_switch_are_announced_for_no_expert(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError, OrderError
 from overspill.models.expert_layers import check_layers
 from overspill.models.huggingface import loss, state
-from overspill.models.huggingface.dictionaries import style_of
+from overspill.models.huggingface.dictionaries import NLLB, style_of, warn_of_routing
 from overspill.models.huggingface.experts import (
     PLACEHOLDER,
     DictionaryExperts,
@@ -111,6 +111,8 @@ def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
     register()
     if isinstance(layers[0], StackedExperts):
         model.set_experts_implementation(IMPLEMENTATION)
+    elif style_of(layers[0].module) is NLLB and not model.overspill.settings.fix_nllb_routing:
+        warn_of_routing()
     loss.install(model)
     state.accept_checkpoint_names(model)
     # instance attributes keep the user's class; they refer to the model weakly, so that it is

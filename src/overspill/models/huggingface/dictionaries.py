@@ -4,6 +4,7 @@ Each passes the routing to its experts in its own form, which is read here as th
 transformers reads it. Shapes: T tokens, D model, E experts, K top-k.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from overspill.moe.autograd import routed_experts
 from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
 from overspill.moe.pregate import check_selected
+
+_log = logging.getLogger("overspill")
 
 Routing = tuple[Tensor, Tensor]
 """Expert ids [T, K], with E for none, and their weights [T, K]."""
@@ -58,6 +61,14 @@ def read_nllb(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
     return torch.where(used_TK > 0, ids_TK, n_experts), weights_TK
 
 
+def read_nllb_top_2(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
+    """The routing that NLLB-MoE was trained with: `weights` [T, E] are those of the token's two
+    experts, zero for the others and beyond an expert's capacity. `selected`, the mask of the first
+    one, is not used."""
+    weights_TK, ids_TK = weights.topk(min(2, n_experts), dim=1)
+    return torch.where(weights_TK > 0, ids_TK, n_experts), weights_TK
+
+
 SWITCH = DictionaryStyle(("wi", "wo"), False, read_switch, ("dropout_rate",))
 NLLB = DictionaryStyle(("fc1", "fc2"), True, read_nllb, ("activation_dropout", "moe_token_dropout"))
 STYLES = {"switch_transformers": SWITCH, "nllb-moe": NLLB}
@@ -69,6 +80,16 @@ def style_of(module: nn.Module) -> DictionaryStyle | None:
     if isinstance(module, HostedDictionary):
         return module.style
     return _STYLES_BY_CLASS.get(type(module).__name__)
+
+
+def warn_of_routing() -> None:
+    """An NLLB-MoE was offloaded without `Settings.fix_nllb_routing`."""
+    _log.warning(
+        "nllb-moe computes as in transformers, which takes the one-hot mask of a token for the ids "
+        "of its experts: only experts 0 and 1 of each layer are used. For the top-2 routing that "
+        "it was trained with, give settings=overspill.Settings(fix_nllb_routing=True), or "
+        "--fix-nllb-routing"
+    )
 
 
 def dropouts_inside_experts(config: Any) -> dict[str, float]:
@@ -90,7 +111,9 @@ class HostedDictionary(nn.ModuleDict):
 
     def read(self, selected: Tensor, weights: Tensor) -> Routing:
         engine = self.overspill.engine
-        return self.style.read(selected, weights, engine.n_experts)
+        fixed = self.style is NLLB and engine.settings.fix_nllb_routing
+        read = read_nllb_top_2 if fixed else self.style.read
+        return read(selected, weights, engine.n_experts)
 
     def forward(self, hidden_states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
         check_placeholder(self.overspill)

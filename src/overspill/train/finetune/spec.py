@@ -26,6 +26,7 @@ from overspill.models.pregate import (
 )  # fmt: skip
 from overspill.models.stages.blocks import find_blocks
 from overspill.moe.pregate import positions
+from overspill.moe.settings import Settings
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
@@ -65,6 +66,9 @@ class FinetuneSpec(RunSpec):
     def budgets(self) -> Budgets:
         """In stages on a GPU, hidden states before each block wait in host memory."""
         budgets = super().budgets
+        if self.config.model.fix_nllb_routing:
+            settings = dataclasses.replace(budgets.settings, fix_nllb_routing=True)
+            budgets = dataclasses.replace(budgets, settings=settings)
         if self.config.stages is None or self.device.type != "cuda":
             return budgets
         text, data = self.model_config.get_text_config(), self.config.data
@@ -125,6 +129,7 @@ def plan_finetuning(
     folder = find_folder(config.model.checkpoint)
     model_config = read_config(folder)
     level = config.pregate_level
+    Settings(fix_nllb_routing=config.model.fix_nllb_routing).check_model(model_config.model_type)
     overrides = _override(config, model_config, say)
     if level:
         _check_level(level, folder, model_config)
@@ -165,6 +170,7 @@ def plan_finetuning(
             "lora": model.lora,
             "lora_targets": model.lora_targets,
             "pregate_level": level or None,
+            "fix_nllb_routing": model.fix_nllb_routing or None,
         },
         team=team or Team(),
         folder=folder,
