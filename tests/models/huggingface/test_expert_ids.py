@@ -62,8 +62,8 @@ class Noted:
 
 
 @contextmanager
-def hosted(model: Any, folder: Path, **settings: Any) -> Iterator[Any]:
-    given = budgets("host", folder)
+def hosted(model: Any, folder: Path, device: str = "cpu", **settings: Any) -> Iterator[Any]:
+    given = budgets("host", folder) | {"device": device}
     twin: Any = overspill.offload(model, settings=overspill.Settings(**settings), **given)
     try:
         yield twin
@@ -74,7 +74,7 @@ def hosted(model: Any, folder: Path, **settings: Any) -> Iterator[Any]:
 @torch.no_grad()
 def prompt_and_tokens(model: Any, family: Family) -> None:
     """A prompt of twelve tokens, then passes of one token."""
-    ids = make_batch(family, model)["input_ids"][:1]
+    ids = make_batch(family, model)["input_ids"][:1].to(model.device)
     if model.can_generate():
         model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     else:
