@@ -20,6 +20,7 @@ from overspill.models.huggingface.experts import (
     StackedExperts,
     expert_keys,
 )
+from overspill.models.joint_writing import is_first
 from overspill.moe.autograd import routed_experts
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
@@ -111,8 +112,8 @@ def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
     register()
     if isinstance(layers[0], StackedExperts):
         model.set_experts_implementation(IMPLEMENTATION)
-    elif style_of(layers[0].module) is NLLB and not model.overspill.settings.fix_nllb_routing:
-        warn_of_routing()
+    elif style_of(layers[0].module) is NLLB and is_first(model.overspill):
+        warn_of_routing(model.overspill.settings)
     loss.install(model)
     state.accept_checkpoint_names(model)
     # instance attributes keep the user's class; they refer to the model weakly, so that it is

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from overspill.moe.autograd import routed_experts
 from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
 from overspill.moe.pregate import check_selected
+from overspill.moe.settings import Settings
 
 _log = logging.getLogger("overspill")
 
@@ -82,14 +83,15 @@ def style_of(module: nn.Module) -> DictionaryStyle | None:
     return _STYLES_BY_CLASS.get(type(module).__name__)
 
 
-def warn_of_routing() -> None:
-    """An NLLB-MoE was offloaded without `Settings.fix_nllb_routing`."""
-    _log.warning(
-        "nllb-moe computes as in transformers, which takes the one-hot mask of a token for the ids "
-        "of its experts: only experts 0 and 1 of each layer are used. For the top-2 routing that "
-        "it was trained with, give settings=overspill.Settings(fix_nllb_routing=True), or "
-        "--fix-nllb-routing"
-    )
+def warn_of_routing(settings: Settings) -> None:
+    """Says that an NLLB-MoE has the routing of transformers."""
+    if not settings.fix_nllb_routing:
+        _log.warning(
+            "nllb-moe computes as in transformers, which takes the one-hot mask of a token for the "
+            "ids of its experts: only experts 0 and 1 of each layer are used. For the top-2 "
+            "routing that it was trained with, give "
+            "settings=overspill.Settings(fix_nllb_routing=True), or --fix-nllb-routing"
+        )
 
 
 def dropouts_inside_experts(config: Any) -> dict[str, float]:
