@@ -2,7 +2,8 @@
 
 A table is between `<!-- bench:NAME start -->` and `<!-- bench:NAME end -->`. It shows the records
 whose name is NAME or starts with NAME and a dash. A record that fits several names of a file is
-shown under the longest of them only. The name `summary` shows the records of SUMMARY, a row each.
+shown under the longest of them only. The name `summary` shows the records of SUMMARY, a row each,
+and `limits` shows those of LIMITS as ratios to another row of their tables.
 
     python3 bench/tables.py --write README.md docs/benchmarks.md   # warns about outdated records
     python3 bench/tables.py --check README.md        # exit code 1 if a table is out of date
@@ -49,6 +50,12 @@ SUMMARY = (
     "load-30gb",
 )
 """Records of the table `summary`, in its order. Those that do not exist are left out."""
+LIMITS = (
+    ("pregate-switch-64", "gpu-only"),
+    ("pregate-switch-128", "gpu-only"),
+    ("pregate-ssd", "on-demand"),
+)
+"""Records of the table `limits`, and the mode that each is compared with."""
 _MEMORY = {"gpu_memory": "GPU", "host_memory": "host", "peak": "host"}
 """Metrics that the summary shows as memory."""
 
@@ -78,6 +85,8 @@ def fill(text: str, records: Sequence[Record]) -> str:
     def table(match: re.Match[str]) -> str:
         if match["name"] == "summary":
             content = summary(records)
+        elif match["name"] == "limits":
+            content = limits(records)
         else:
             content = render([one for one in records if home(one) == match["name"]])
         return f"{match[1]}\n{content}\n\n{match[3]}"
@@ -107,6 +116,28 @@ def summary(records: Sequence[Record]) -> str:
         }
         rows.append(row)
     return f"{_markdown(rows)}\n\n{_measured_on(chosen, when=False)}"
+
+
+def limits(records: Sequence[Record]) -> str:
+    """The headlines of LIMITS and their limits, both divided by the figure of another mode."""
+    by_name = {record["name"]: record for record in records}
+    chosen = [(by_name[name], mode) for name, mode in LIMITS if name in by_name]
+    if not chosen:
+        return "*Not measured yet.*"
+    rows = []
+    for record, mode in chosen:
+        headline, limit = next(iter(record["metrics"].values())), record["limit"]
+        (other,) = [row[limit["unit"]] for row in record["table"] if row["mode"] == mode]
+        most = f"{_number(limit['value'] / other)} times ({limit['source']})"
+        row = {
+            "work": _label(record),
+            "against": mode,
+            "figure": f"{_number(headline['median'] / other)} times",
+            "limit, and share of it": f"{most}: {headline['median'] / limit['value']:.0%}",
+            "compare": record["config"].get("compare", ""),
+        }
+        rows.append(row)
+    return f"{_markdown(rows)}\n\n{_measured_on([record for record, _ in chosen])}"
 
 
 def render(records: Sequence[Record]) -> str:

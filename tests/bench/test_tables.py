@@ -51,6 +51,21 @@ def test_a_line_has_the_figure_its_share_and_its_command() -> None:
     assert "adam" not in filled
 
 
+def test_limits_are_ratios_to_another_mode() -> None:
+    made = record(
+        "pregate-switch-64",
+        metrics={"speed": {"median": 30.0, "low": 29.0, "high": 31.0, "unit": "tokens/s"}},
+        limit={"value": 40.0, "unit": "tokens/s", "source": "reading experts"},
+        table=[{"mode": "gpu-only", "tokens/s": 80.0}, {"mode": "pre-gated", "tokens/s": 30.0}],
+        config={"row": "Switch", "compare": "paper: 0.81"},
+    )
+    text = "<!-- bench:limits start -->\n<!-- bench:limits end -->\n"
+    assert (
+        "| Switch | gpu-only | 0.375 times | 0.500 times (reading experts): 75% | paper: 0.81 |"
+    ) in fill(text, [made])
+    assert "*Not measured yet.*" in fill(text, [])
+
+
 def test_steal_time_is_shown_from_one_percent_on() -> None:
     hardware = record("train-w1")["hardware"]
     for stolen, shown in ((0.123, True), (0.004, False)):

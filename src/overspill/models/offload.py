@@ -117,11 +117,13 @@ def offload_within(
     if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
         from overspill.models.huggingface.adapt import adapt, find_experts
 
+        budgets.settings.check_model(cast(Any, model).config.model_type)
         found = find_experts(model)
         check_weights(model)
         return move_experts(
             model, found, budgets, progress, quiet, finish=lambda: adapt(model, found)
         )
+    budgets.settings.check_model(type(model).__name__)
     types = _layer_types()
     layers = {path: module for path, module in model.named_modules() if isinstance(module, types)}
     if not layers:

@@ -5,19 +5,21 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.models.attention_cache import IN_USE
 from overspill.moe.layer import MoE
-from overspill.moe.pregate import GatedBlock, install, positions
+from overspill.moe.pregate import ChainGate, GatedBlock, IdsReader, install, positions
+from overspill.moe.router import RouterOutput
 from overspill.parallel.sharded import is_sharded
 
 _GATES = ("gate", "router")
 """Names of the gate beside its experts."""
-_PASSED_ON = {"pieces", "input_ids", "expert_bias"}
+_PASSED_ON = {"pieces", "input_ids", "expert_bias", "padding_mask"}
 """Arguments of gates that are the same for all blocks."""
-_REFUSED = {"nllb-moe": "its layers may be dropped in training"}
+_LAYER_DROP = ("encoder_layerdrop", "decoder_layerdrop", "layerdrop")
+"""Fields of configs."""
 
 
 def pregate(model: Any, level: int = 1) -> Any:
@@ -88,9 +90,8 @@ def find_chains(model: Any) -> list[list[GatedBlock]]:
         from overspill.models.huggingface.adapt import experts_paths
 
         kind = model.config.model_type
-        if kind in _REFUSED:
-            raise ConfigError(f"{kind} cannot have pre-gates: {_REFUSED[kind]}")
-        paths = [path.rpartition(".")[0] for path in experts_paths(model)]
+        _refuse_layer_drop(model.config)
+        paths = experts_paths(model)
     else:
         kind = type(model).__name__
         paths = [path for path, module in model.named_modules() if isinstance(module, MoE)]
@@ -99,11 +100,31 @@ def find_chains(model: Any) -> list[list[GatedBlock]]:
     chains: dict[str, list[GatedBlock]] = {}
     for path in paths:
         found = _find_block(model, path, kind)
+        path = found.path
         chains.setdefault(re.sub(r"(^|\.)\d+(\.|$)", r"\1*\2", path, count=1), []).append(found)
     return list(chains.values())
 
 
-def _find_block(model: nn.Module, path: str, kind: str) -> GatedBlock:
+def layer_drops(config: Any) -> dict[str, float]:
+    """Config fields of layer drop that are in use, with the value that pre-gates require."""
+    return {name: 0.0 for name in _LAYER_DROP if getattr(config, name, 0)}
+
+
+def _refuse_layer_drop(config: Any) -> None:
+    used = layer_drops(config)
+    if used:
+        fields = ", ".join(f"{name}={getattr(config, name)}" for name in used)
+        zeros = ", ".join(f"{name}=0" for name in used)
+        raise ConfigError(
+            f"{config.model_type} cannot have pre-gates: its layers may be dropped in training "
+            f"({fields}); load it with {zeros}"
+        )
+
+
+def _find_block(model: nn.Module, experts_path: str, kind: str) -> GatedBlock:
+    """The block with these experts: their parent, or a `MoE`, which has them itself."""
+    experts = model.get_submodule(experts_path)
+    path = experts_path if isinstance(experts, MoE) else experts_path.rpartition(".")[0]
     block = model.get_submodule(path)
     gates = [block._modules[name] for name in _GATES if block._modules.get(name) is not None]
     parts = path.split(".")
@@ -122,4 +143,13 @@ def _find_block(model: nn.Module, path: str, kind: str) -> GatedBlock:
     (gate,) = gates
     assert gate is not None
     names = tuple(inspect.signature(gate.forward).parameters)
-    return GatedBlock(path, stack, layer, block, gate, names)
+    reader: IdsReader = _ids_of_router
+    if not isinstance(experts, MoE):
+        from overspill.models.huggingface.expert_ids import find_reader
+
+        reader = find_reader(path, block, gate, experts)
+    return GatedBlock(path, stack, layer, block, gate, experts, names, reader)
+
+
+def _ids_of_router(_: ChainGate, routing: RouterOutput) -> Tensor:
+    return routing.expert_ids_TK

@@ -32,6 +32,8 @@ from overspill.moe.placeholder import ExpertPlaceholder
 
 _CARRIED = "_overspill_carried"
 """Attribute of the input of a layer: what its gates take, by chain."""
+_CHOSEN_BY = "_overspill_chosen_by"
+"""Attribute of the module with the experts of a block: key and number of their gate."""
 _OWN_FORWARD = "_forward_before_pregate"
 """Attribute of a module that had a `forward` of its own, not that of its class."""
 
@@ -58,12 +60,15 @@ class GatePosition:
 
 @dataclass(eq=False)
 class ChainGate:
-    """A gate and the MoE block that it belongs to. `arguments` are those of its `forward`, the
-    hidden state first."""
+    """A gate, the MoE block that it belongs to and the module with the experts of the block.
+    `arguments` are those of the gate's `forward`, the hidden state first. `read_ids` reads the ids
+    of experts from the result of the gate."""
 
     gate: nn.Module
     block: nn.Module
+    experts: nn.Module
     arguments: tuple[str, ...]
+    read_ids: "IdsReader"
 
     def compute(self, given: dict[str, Any], hidden: Tensor) -> Any:
         """The result for the input of another gate, which was called with `given`. Arguments that
@@ -77,6 +82,10 @@ class ChainGate:
             hidden = hidden.clone()  # it would be changed in place
         with _PASSES.at_pregate():
             return plain_forward(self.gate)(hidden, **others)
+
+
+IdsReader = Callable[[ChainGate, Any], Tensor]
+"""The ids of experts [T, K] in the result of a gate; the number of experts stands for none."""
 
 
 @dataclass(eq=False)
@@ -106,13 +115,18 @@ class GatedBlock:
     layer: nn.Module
     block: nn.Module
     gate: nn.Module
+    experts: nn.Module
     arguments: tuple[str, ...]
+    read_ids: IdsReader
 
 
 def install(blocks: Sequence[GatedBlock], level: int) -> None:
     """Gives the blocks of one chain pre-gates; all was checked."""
     key = ChainKey()
-    gates = tuple(ChainGate(each.gate, each.block, each.arguments) for each in blocks)
+    gates = tuple(
+        ChainGate(each.gate, each.block, each.experts, each.arguments, each.read_ids)
+        for each in blocks
+    )
     for number, each in enumerate(blocks):
         position = GatePosition(key, level, number, each.path)
         if position.is_pregate:
@@ -122,6 +136,7 @@ def install(blocks: Sequence[GatedBlock], level: int) -> None:
             }
         each.gate.pregating = position  # type: ignore[assignment]
         replace_forward(each.gate, _ask_gate)
+        vars(each.experts)[_CHOSEN_BY] = key, number
         for module in {id(m): m for m in (each.layer, each.block)}.values():
             numbers = vars(module).setdefault("pregated", [])
             numbers.append((key, number))
@@ -219,6 +234,10 @@ class _Pass:
                 "left out or called in another order (layer drop, early exit)"
             )
         return self._values[position.number]
+
+    def routing(self, number: int) -> Any:
+        """The result of a pre-gate while its block computes; None for a conventional gate."""
+        return self._values.get(number)
 
     def carried(self, numbers: Iterable[int]) -> dict[int, Any]:
         """Results that are here, without their graphs."""
@@ -319,28 +338,58 @@ def _ask_gate(gate: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> A
         routing = gates[later].compute(given, given[names[0]])
         running.put(later, routing)
         if not torch.is_grad_enabled():
-            _announce(gates[later].block, routing)
+            _announce(gates[later], routing)
     return result
 
 
-def _announce(block: nn.Module, routing: Any) -> None:
+def _announce(gate: ChainGate, routing: Any) -> None:
     """Experts of a later block are known: they are uploaded, or read, meanwhile."""
-    ids = _find_ids(routing)
-    placeholder = next((p for p in block.parameters() if isinstance(p, ExpertPlaceholder)), None)
-    if ids is None or placeholder is None or placeholder.source is not None:
+    experts = gate.experts.parameters()
+    placeholder = next((p for p in experts if isinstance(p, ExpertPlaceholder)), None)
+    if placeholder is None or placeholder.source is not None:
         return
+    ids = gate.read_ids(gate, routing)
     if (decoder := current_decoder()) is not None:
         decoder.announce(placeholder.layer, ids)
     else:
         placeholder.engine.announce(placeholder.layer, ids)
 
 
-def _find_ids(routing: Any) -> Tensor | None:
-    """The ids of experts [T, K] in what a gate returns; None where its block chooses them later."""
+def check_selected(experts: nn.Module, selected: Tensor) -> None:
+    """Raises if a block calls its experts with other ids (or another mask) than those in the result
+    of its pre-gate, from which the experts were announced."""
+    chosen_by = vars(experts).get(_CHOSEN_BY)
+    if chosen_by is None or torch.compiler.is_compiling():
+        return
+    key, number = chosen_by
+    running = _PASSES.current(key)
+    if running is None:
+        return
+    found = whole_tensors(running.routing(number))
+    # a gate without ids has a reader of its own; a block may call its experts with a view
+    if found and not (len(found) == 1 and _is_view(selected, found[0])):
+        gate = running.chain.gates[number]
+        raise unreadable(gate, "its block computes other experts than those that it returns")
+
+
+def whole_tensors(routing: Any) -> list[Tensor]:
+    """The tensors of integers in the result of a gate."""
     values = routing if isinstance(routing, tuple) else (routing,)
     whole = torch.int32, torch.int64
-    found = [each for each in values if isinstance(each, Tensor) and each.dtype in whole]
-    return found[0].reshape(-1, found[0].shape[-1]) if len(found) == 1 else None
+    return [each for each in values if isinstance(each, Tensor) and each.dtype in whole]
+
+
+def _is_view(tensor: Tensor, of: Tensor) -> bool:
+    return tensor.data_ptr() == of.data_ptr() and tensor.numel() == of.numel()
+
+
+def unreadable(gate: ChainGate, why: str) -> ConfigError:
+    path = cast(GatePosition, gate.gate.pregating).path
+    return ConfigError(
+        f"{path} cannot have a pre-gate: the experts that {type(gate.gate).__name__} chooses "
+        f"cannot be read from its result, because {why}. Remove hooks that change the routing, or "
+        "use the conventional model: overspill.load(..., pregate=False)"
+    )
 
 
 def _replaced(gate: ChainGate) -> ConfigError:

@@ -61,6 +61,9 @@ class Settings:
     """Threads of the CPU optimizer and of CPU experts; left out: all cores but four (they drive GPU
     and disk), at least three quarters. For experts that are missing in a decoding step: all but
     one."""
+    fix_nllb_routing: bool = False
+    """Route tokens of NLLB-MoE to their two experts, as it was trained. transformers uses only the
+    first two experts of a layer, and so does Overspill without this (see docs/families.md)."""
     inject: Inject | None = None
     """Called before each transfer, CPU task and optimizer job; for fault-injection tests. Where the
     CPU computes, it may defer copies."""
@@ -85,3 +88,11 @@ class Settings:
                     f"{name}={value!r} must be a whole number, at least 1; leave it out for the "
                     "default"
                 )
+
+    def check_model(self, model_type: str) -> None:
+        """Raises if a setting is for another model."""
+        if self.fix_nllb_routing and model_type != "nllb-moe":
+            raise ConfigError(
+                f"fix_nllb_routing is for nllb-moe, this model is {model_type}; leave it out "
+                "(--fix-nllb-routing)"
+            )

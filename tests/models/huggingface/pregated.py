@@ -19,6 +19,12 @@ _DEEP: dict[str, dict[str, Any]] = {
         "num_decoder_layers": 4,
         "num_sparse_decoder_layers": 4,
     },
+    "nllb-moe": {
+        "encoder_layers": 4,
+        "decoder_layers": 4,
+        "encoder_sparse_step": 1,
+        "decoder_sparse_step": 1,
+    },
 }
 
 

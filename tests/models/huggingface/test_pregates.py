@@ -36,9 +36,10 @@ from tests.slow import slow_rows
 
 DEEP_BY_NAME = {family.name: family for family in DEEP}
 BY_NAME = {family.name: family for family in FAMILIES}
-REFUSED = ("zaya", "nllb-moe")
+REFUSED = ("zaya",)
+ENCODER_DECODERS = ("switch_transformers", "nllb-moe")
 SUPPORTED = tuple(
-    DEEP_BY_NAME.get(family.name, family) if family.name == "switch_transformers" else family
+    DEEP_BY_NAME.get(family.name, family) if family.name in ENCODER_DECODERS else family
     for family in (*FAMILIES, *UNEVEN)
     if family.name not in REFUSED
 )
@@ -80,9 +81,11 @@ LEVELS = {
     "deepseek_v3": [3],
     "gpt_oss": [2],
     "switch_transformers": [2],
+    "nllb-moe": [2],
 }
 SLOW_LEVELS = [  # as others
     ("mixtral", 1), ("mixtral", 3), ("qwen3_moe", 1), ("gpt_oss", 2), ("switch_transformers", 2),
+    ("nllb-moe", 2),
 ]  # fmt: skip
 
 
@@ -165,6 +168,15 @@ def test_other_families_are_refused_unchanged(name: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot have (a pre-gate|pre-gates)"):
         overspill.pregate(model)
     assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize("name", ["encoder_layerdrop", "decoder_layerdrop"])
+def test_layer_drop_is_refused(name: str) -> None:
+    model = make_model(DEEP_BY_NAME["nllb-moe"])
+    setattr(model.config, name, 0.05)
+    with pytest.raises(ConfigError, match=rf"may be dropped in training \({name}=0.05\).*{name}=0"):
+        overspill.pregate(model)
+    assert pregate_level(model) == 0
 
 
 def test_a_stack_with_one_moe_block_is_refused_unchanged() -> None:

@@ -11,6 +11,7 @@ import overspill
 from tests.models.huggingface.families import Family, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM, MODES
 from tests.models.huggingface.pregated import DEEP, call_by_hand
+from tests.models.huggingface.test_expert_ids import FEW, Noted, check, hosted
 from tests.models.huggingface.test_gpu import budgets, losses, on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_roughly")]
@@ -52,6 +53,26 @@ def test_an_llm_serves_what_was_saved(name: str, tmp_path: Path) -> None:
         params = overspill.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         for result in llm.generate([prompt[0].tolist()] * 2, params):
             assert result.token_ids == expected[prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "fixed"),
+    [
+        ("jamba", False),
+        ("deepseek_v3", False),
+        ("switch_transformers", False),
+        ("nllb-moe", False),
+        ("nllb-moe", True),
+    ],
+)
+def test_announced_experts_are_those_that_are_needed(
+    name: str, fixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = next(family for family in FEW if family.name == name)
+    noted = Noted(monkeypatch)
+    model = overspill.pregate(make_model(family).eval())
+    with hosted(model, tmp_path, "cuda", fix_nllb_routing=fixed) as twin:
+        check(twin, family, 1, noted)
 
 
 def test_bf16_learns_as_float32_does(tmp_path: Path) -> None:

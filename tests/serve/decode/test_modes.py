@@ -150,6 +150,29 @@ def test_pre_gates_of_transformers(name: str, tmp_path: Path, steps: list[int]) 
     assert steps == [2]
 
 
+@pytest.mark.usefixtures("steps")
+def test_modules_announce_the_experts_that_they_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this family the ids come first in the result of a gate (until transformers 5.22)."""
+    from overspill.serve.decode.module_step import ModuleStep
+
+    compute, pairs = ModuleStep.__call__, []
+
+    def noted(step: Any, batch: Any) -> Any:
+        computed = compute(step, batch)
+        pairs.extend((ids_BK.clone(), computed.ids_LBK[n]) for n, ids_BK in step._announced.items())
+        return computed
+
+    monkeypatch.setattr(ModuleStep, "__call__", noted)
+    plain = overspill.pregate(copy.deepcopy(plain_model("granitemoe")[0]))
+    with served(plain, "pre-gated", tmp_path, PROMPTS[:1]) as made:
+        made.step()
+    assert len(pairs) == 1
+    for announced, computed in pairs:
+        assert torch.equal(announced, computed)
+
+
 def test_memory_for_experts_of_later_layers_is_counted_and_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from overspill.train.finetune.spec import plan_finetuning
 from overspill.train.schedule import lr_share
 from tests.models.huggingface.pregated import call_by_hand
 from tests.train.fakes import Watcher
-from tests.train.finetune.tiny import tiny_settings, write_pairs
+from tests.train.finetune.tiny import save_nllb, tiny_settings, write_pairs
 from tests.train.test_export import trained
 
 
@@ -48,6 +48,33 @@ def naive_losses(settings: dict[str, Any]) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_nllb_is_trained_without_layer_drop_and_with_either_routing(tmp_path: Path) -> None:
+    nllb, data = save_nllb(tmp_path / "nllb"), write_pairs(tmp_path / "a.jsonl")
+    losses = []
+    for fixed in (False, True):
+        settings = tiny_settings(
+            nllb, data, tmp_path / f"run{fixed}", steps=2, fix_nllb_routing=fixed
+        )
+        said: list[str] = []
+        plan = plan_finetuning(PregateConfig.make(settings), said.append)
+        assert plan.overrides == {"moe_token_dropout": 0.0, "encoder_layerdrop": 0.0}
+        assert any(line.startswith("encoder_layerdrop=0.05 is set to 0: lay") for line in said)
+        display = Watcher()
+        summary = run(settings, display)
+        losses.append(display.losses)
+        model = overspill.load(str(summary.final), device="cpu", quiet=True, progress=False)
+        assert pregate_level(model) == 1
+        model.overspill.close()
+    assert losses[0] != losses[1]
+
+
+def test_the_routing_of_nllb_is_refused_for_another_model(mixtral: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, data, tmp_path / "run", fix_nllb_routing=True)
+    with pytest.raises(ConfigError, match=r"this model is mixtral.*--fix-nllb-routing"):
+        run(settings)
 
 
 def test_training_follows_gates_that_are_called_by_hand(mixtral: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
     PreTrainedTokenizerFast,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
@@ -61,6 +63,21 @@ def save_switch(folder: Path) -> Path:
         eos_token_id=END, decoder_start_token_id=PAD,
     )  # fmt: skip
     SwitchTransformersForConditionalGeneration(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_nllb(folder: Path) -> Path:
+    torch.manual_seed(5)
+    config = NllbMoeConfig(
+        vocab_size=VOCAB, d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, encoder_layers=2,
+        decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, num_experts=4,
+        encoder_sparse_step=1, decoder_sparse_step=1, dropout=0.0, attention_dropout=0.0,
+        encoder_layerdrop=0.05, decoder_layerdrop=0.0, moe_token_dropout=0.2, pad_token_id=PAD,
+        max_position_embeddings=256, bos_token_id=END, eos_token_id=END,
+        decoder_start_token_id=END,
+    )  # fmt: skip
+    NllbMoeForConditionalGeneration(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError, OrderError
 from overspill.models.expert_layers import check_layers
 from overspill.models.huggingface import loss, state
-from overspill.models.huggingface.dictionaries import NLLB, SWITCH, DictionaryStyle
+from overspill.models.huggingface.dictionaries import NLLB, style_of, warn_of_routing
 from overspill.models.huggingface.experts import (
     PLACEHOLDER,
     DictionaryExperts,
@@ -20,16 +20,14 @@ from overspill.models.huggingface.experts import (
     StackedExperts,
     expert_keys,
 )
+from overspill.models.joint_writing import is_first
 from overspill.moe.autograd import routed_experts
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
+from overspill.moe.pregate import check_selected
 
 IMPLEMENTATION = "overspill"
 
-_DICTIONARIES: dict[str, DictionaryStyle] = {
-    "SwitchTransformersExperts": SWITCH,
-    "NllbMoeExperts": NLLB,
-}
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 _COUNTS = (
     "num_experts",
@@ -49,7 +47,7 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
         if hasattr(module, PLACEHOLDER) and module is not model:
             raise ConfigError("the model is offloaded already; offload it once")
         stacked = all(hasattr(module, name) for name in _INTERFACE)
-        style = _DICTIONARIES.get(type(module).__name__)
+        style = style_of(module)
         if (stacked and module.num_experts == 0) or (style and not expert_keys(module)):
             raise ConfigError(
                 f"{path} has no experts: {_empty_field(model)} is 0 in the config; set it to at "
@@ -76,7 +74,7 @@ def experts_paths(model: Any) -> list[str]:
         # not a model or a wrapper of one, such as peft's: there the name is the engine's
         if hasattr(getattr(module, PLACEHOLDER, None), "is_expert_placeholder")
         or all(hasattr(module, name) for name in _INTERFACE)
-        or type(module).__name__ in _DICTIONARIES
+        or style_of(module) is not None
     ]
     if not found:
         _refuse_others(model, [])
@@ -114,6 +112,8 @@ def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
     register()
     if isinstance(layers[0], StackedExperts):
         model.set_experts_implementation(IMPLEMENTATION)
+    elif style_of(layers[0].module) is NLLB and is_first(model.overspill):
+        warn_of_routing(model.overspill.settings)
     loss.install(model)
     state.accept_checkpoint_names(model)
     # instance attributes keep the user's class; they refer to the model weakly, so that it is
@@ -143,6 +143,7 @@ def _experts_forward(
             "not offloaded; call overspill.offload(model) or overspill.load(path)"
         )
     check_placeholder(placeholder)
+    check_selected(module, top_k_index)
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1]).to(placeholder.engine.dtype)
     top_k = top_k_index.shape[-1]
     y_TD = routed_experts(

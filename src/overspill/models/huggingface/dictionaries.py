@@ -4,6 +4,7 @@ Each passes the routing to its experts in its own form, which is read here as th
 transformers reads it. Shapes: T tokens, D model, E experts, K top-k.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ from torch import Tensor, nn
 
 from overspill.moe.autograd import routed_experts
 from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
+from overspill.moe.pregate import check_selected
+from overspill.moe.settings import Settings
+
+_log = logging.getLogger("overspill")
 
 Routing = tuple[Tensor, Tensor]
 """Expert ids [T, K], with E for none, and their weights [T, K]."""
@@ -31,16 +36,22 @@ class DictionaryStyle:
 
 def read_switch(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
     """`selected` [T, 1, E] is one-hot, all zeros for a token beyond the capacity."""
-    chosen = selected.bool()
-    ids = torch.where(chosen.any(-1), chosen.to(torch.uint8).argmax(-1), n_experts)
+    ids = read_mask(selected)
     return ids, weights.view_as(ids)
+
+
+def read_mask(selected: Tensor) -> Tensor:
+    """The ids of a one-hot mask; E for a row of zeros."""
+    chosen = selected.bool()
+    return torch.where(chosen.any(-1), chosen.to(torch.uint8).argmax(-1), selected.shape[-1])
 
 
 def read_nllb(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
     """Element j of a token's row of `selected` [T, E] is an expert id, with weight j.
 
-    The router passes a one-hot mask, so the ids are 0 and 1, and only these two experts compute.
-    This is what transformers (5.17 to 5.22) does. Weights of the same expert are added up.
+    The router passes the one-hot mask of the token's first expert, so the ids are 0 and 1, and only
+    these two experts compute. This is what transformers (5.17 to 5.22) does. Weights of the same
+    expert are added up.
     """
     ids_TE = selected.long()
     total_TE = torch.zeros_like(weights).scatter_add(1, ids_TE, weights)
@@ -51,9 +62,36 @@ def read_nllb(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
     return torch.where(used_TK > 0, ids_TK, n_experts), weights_TK
 
 
+def read_nllb_top_2(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
+    """The routing that NLLB-MoE was trained with: `weights` [T, E] are those of the token's two
+    experts, zero for the others and beyond an expert's capacity. `selected`, the mask of the first
+    one, is not used."""
+    weights_TK, ids_TK = weights.topk(min(2, n_experts), dim=1)
+    return torch.where(weights_TK > 0, ids_TK, n_experts), weights_TK
+
+
 SWITCH = DictionaryStyle(("wi", "wo"), False, read_switch, ("dropout_rate",))
 NLLB = DictionaryStyle(("fc1", "fc2"), True, read_nllb, ("activation_dropout", "moe_token_dropout"))
 STYLES = {"switch_transformers": SWITCH, "nllb-moe": NLLB}
+_STYLES_BY_CLASS = {"SwitchTransformersExperts": SWITCH, "NllbMoeExperts": NLLB}
+
+
+def style_of(module: nn.Module) -> DictionaryStyle | None:
+    """The style of an experts dictionary, offloaded or not; None for other modules."""
+    if isinstance(module, HostedDictionary):
+        return module.style
+    return _STYLES_BY_CLASS.get(type(module).__name__)
+
+
+def warn_of_routing(settings: Settings) -> None:
+    """Says that an NLLB-MoE has the routing of transformers."""
+    if not settings.fix_nllb_routing:
+        _log.warning(
+            "nllb-moe computes as in transformers, which takes the one-hot mask of a token for the "
+            "ids of its experts: only experts 0 and 1 of each layer are used. For the top-2 "
+            "routing that it was trained with, give "
+            "settings=overspill.Settings(fix_nllb_routing=True), or --fix-nllb-routing"
+        )
 
 
 def dropouts_inside_experts(config: Any) -> dict[str, float]:
@@ -73,10 +111,17 @@ class HostedDictionary(nn.ModuleDict):
     def of(style: DictionaryStyle) -> type["HostedDictionary"]:
         return _HostedSwitch if style is SWITCH else _HostedNllb
 
+    def read(self, selected: Tensor, weights: Tensor) -> Routing:
+        engine = self.overspill.engine
+        fixed = self.style is NLLB and engine.settings.fix_nllb_routing
+        read = read_nllb_top_2 if fixed else self.style.read
+        return read(selected, weights, engine.n_experts)
+
     def forward(self, hidden_states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
         check_placeholder(self.overspill)
+        check_selected(self, selected)
         engine = self.overspill.engine
-        ids_TK, weights_TK = self.style.read(selected, weights, engine.n_experts)
+        ids_TK, weights_TK = self.read(selected, weights)
         fraction: Any = getattr(self, "moe_token_dropout", 0)
         if fraction and not self.training:
             weights_TK = weights_TK * (1 - fraction)

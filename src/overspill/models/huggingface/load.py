@@ -88,6 +88,7 @@ def load_within(
             kind = type(config).__name__
             raise ConfigError(f"{name}={value!r} is not a field of {kind}, nor an argument of load")
         setattr(config, name, value)
+    budgets.settings.check_model(config.model_type)
     with budgets.claimed(device), CheckpointFolder(folder) as checkpoint:
         made = Skeleton(model_class(config), train)
         on_host = budgets.dense_weights == "host"
@@ -177,6 +178,7 @@ def from_config(
     experts are initialized in the store. `more` are further arguments of `overspill.offload`. With
     a mesh, call `torch.manual_seed` first, with the same seed on all ranks."""
     budgets = Budgets(gpu_memory, host_memory, disk, settings=settings or Settings(), **more)
+    budgets.settings.check_model(config.model_type)
     made = Skeleton(model_class(config), train)
     with silence():
         model = made.model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype)

@@ -39,6 +39,9 @@ class FinetuneModelSection:
     """Recompute the activations of a layer in backward instead of keeping them."""
     balance: bool = False
     """Add the load-balancing loss of the model."""
+    fix_nllb_routing: bool = False
+    """Route tokens of NLLB-MoE to their two experts, as it was trained; transformers uses only the
+    first two experts of a layer."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,16 @@ from overspill.models.huggingface.folder import find_folder, read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.pregates import saved_level
 from overspill.models.huggingface.skeleton import model_class
-from overspill.models.pregate import check_level, find_chains, pregate, pregate_level
+from overspill.models.pregate import (
+    check_level,
+    find_chains,
+    layer_drops,
+    pregate,
+    pregate_level,
+)  # fmt: skip
 from overspill.models.stages.blocks import find_blocks
 from overspill.moe.pregate import positions
+from overspill.moe.settings import Settings
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
@@ -59,6 +66,9 @@ class FinetuneSpec(RunSpec):
     def budgets(self) -> Budgets:
         """In stages on a GPU, hidden states before each block wait in host memory."""
         budgets = super().budgets
+        if self.config.model.fix_nllb_routing:
+            settings = dataclasses.replace(budgets.settings, fix_nllb_routing=True)
+            budgets = dataclasses.replace(budgets, settings=settings)
         if self.config.stages is None or self.device.type != "cuda":
             return budgets
         text, data = self.model_config.get_text_config(), self.config.data
@@ -119,6 +129,8 @@ def plan_finetuning(
     folder = find_folder(config.model.checkpoint)
     model_config = read_config(folder)
     level = config.pregate_level
+    Settings(fix_nllb_routing=config.model.fix_nllb_routing).check_model(model_config.model_type)
+    overrides = _override(config, model_config, say)
     if level:
         _check_level(level, folder, model_config)
     if config.memory.stages > 1:
@@ -135,10 +147,6 @@ def plan_finetuning(
         else load_tokenizer(Path(given).expanduser(), "--tokenizer")
     )
     data = load_data(config.data, tokenizer, seq_len, model_config, config.run.seed, say)
-    overrides = dropouts_inside_experts(model_config) if config.trains_experts else {}
-    if overrides:
-        fields = ", ".join(f"{name}={getattr(model_config, name)}" for name in overrides)
-        say(f"{fields} is set to 0: dropout inside experts is not supported in training")
     model, run, optim = config.model, config.run, config.optim
     per_epoch = -(-len(data.train) // config.sequences_per_step)
     steps = run.steps or max(1, round(run.epochs * per_epoch))
@@ -162,6 +170,7 @@ def plan_finetuning(
             "lora": model.lora,
             "lora_targets": model.lora_targets,
             "pregate_level": level or None,
+            "fix_nllb_routing": model.fix_nllb_routing or None,
         },
         team=team or Team(),
         folder=folder,
@@ -170,6 +179,24 @@ def plan_finetuning(
         data=data,
         overrides=overrides,
     )
+
+
+def _override(
+    config: FinetuneConfig, model_config: Any, say: Callable[[str], None]
+) -> dict[str, float]:
+    """Sets the fields of the model's config that training does not support to 0; returns them."""
+    dropouts = dropouts_inside_experts(model_config) if config.trains_experts else {}
+    drops = layer_drops(model_config) if config.pregate_level else {}
+    for overrides, reason in (
+        (dropouts, "dropout inside experts is not supported in training"),
+        (drops, "layers of a model with pre-gates cannot be dropped"),
+    ):
+        if overrides:
+            fields = ", ".join(f"{name}={getattr(model_config, name)}" for name in overrides)
+            say(f"{fields} is set to 0: {reason}")
+        for name, value in overrides.items():
+            setattr(model_config, name, value)
+    return dropouts | drops
 
 
 def _check_level(level: int, folder: Path, model_config: Any) -> None:
