@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from record import Limit, metric, write_record
+from record import Limit, Metric, metric, write_record
 from serve import PCIE, Even
 from transformers import Qwen3MoeConfig
 
@@ -89,7 +89,8 @@ def run_30b(args: argparse.Namespace, even: bool) -> None:
     )
     engine, prompts = model.overspill, Prompts()
     routing = Even(engine.n_layers, engine.n_experts, config.num_experts_per_tok)
-    metrics = {}
+    metrics: dict[str, Metric] = {}
+    limit = None
     with (
         overspill.LLM(model, context=32_768, max_batch=4, prefill_chunk=args.chunk) as llm,
         routed_by(model, routing) if even else nullcontext(),
@@ -108,6 +109,7 @@ def run_30b(args: argparse.Namespace, even: bool) -> None:
                 seconds = max(uploaded / PCIE, operations(config, tokens) / MATRIX)
                 limit = Limit(tokens / seconds, "tokens/s", "uploads of one pass over PCIe")
         metrics["first_prompt"] = metric(first, "tokens/s")
+        # a prompt of 64 tokens, alone and beside a long one
         alone = [SHORT / each for each in speed(llm, prompts, SHORT, args.rounds)]
         metrics["short_alone"] = metric(alone, "s")
         for tokens in (8192, 30_000):
@@ -115,6 +117,11 @@ def run_30b(args: argparse.Namespace, even: bool) -> None:
             metrics[f"short_beside_{tokens}"] = metric(waits, "s")
         peak = torch.cuda.max_memory_reserved() / 2**30
         metrics["gpu_memory"] = metric([peak], "GiB")
+    with (
+        overspill.LLM(model, context=32_768, max_batch=4, prefill_chunk=512) as llm,
+        routed_by(model, routing) if even else nullcontext(),
+    ):
+        metrics["pieces_of_512"] = metric(speed(llm, prompts, 8192, 2), "tokens/s")
     name = "even routing" if even else "random weights"
     details = {
         "row": f"Qwen3-30B-A3B at full size, 24 GiB, a prompt of 8,192 tokens, {name}",
