@@ -170,6 +170,17 @@ def test_a_moved_base_is_given(adapted: Adapted, tmp_path: Path) -> None:
     assert_same(loaded(tmp_path / "out"), merged_by_peft(adapted))
 
 
+def test_an_adapter_and_its_base_are_downloaded(
+    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"org/lora": adapted.folder, "org/base": adapted.base}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(there[name]))
+    edit(adapted.folder, base_model_name_or_path="org/base", revision="main")
+    done = overspill.merge("org/lora", tmp_path / "out")
+    assert (done.adapter, done.base) == (str(adapted.folder), str(adapted.base))
+    assert_same(loaded(tmp_path / "out"), merged_by_peft(adapted))
+
+
 def test_a_run_stands_for_its_final_adapter(adapted: Adapted, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     adapted.folder.rename(tmp_path / "run" / "best")
