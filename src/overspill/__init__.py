@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from overspill.core.errors import OverspillError
     from overspill.models.gpt import GPTMoE
     from overspill.models.huggingface.load import from_config, load
+    from overspill.models.huggingface.merge import merge
     from overspill.models.huggingface.save import save
     from overspill.models.offload import offload
     from overspill.models.pregate import pregate
@@ -35,6 +36,7 @@ __all__ = [
     "for_trainer",
     "from_config",
     "load",
+    "merge",
     "offload",
     "pregate",
     "save",
@@ -52,6 +54,7 @@ _HOMES = {
     "for_trainer": "overspill.train.hf_trainer",
     "from_config": "overspill.models.huggingface.load",
     "load": "overspill.models.huggingface.load",
+    "merge": "overspill.models.huggingface.merge",
     "save": "overspill.models.huggingface.save",
     "offload": "overspill.models.offload",
     "pregate": "overspill.models.pregate",

@@ -29,8 +29,9 @@ def test_it_names_every_flag_and_no_other() -> None:
         for setting in FinetuneConfig.settings()
         if setting.kind is bool
     }
+    of_other_commands = {"--adapter", "--base"}
     assert flags <= named
-    assert named <= flags | off | {"--json"}
+    assert named <= flags | off | {"--json"} | of_other_commands
 
 
 def _commands() -> list[list[str]]:

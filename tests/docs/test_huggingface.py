@@ -64,6 +64,7 @@ def test_adapters_are_saved_alone(ran: Any) -> None:
     assert any(parameter.grad.any() for parameter in ran["adapters"])
     files = {file.name for file in (ran["folder"] / "adapter").glob("*.safetensors")}
     assert files == {"adapter_model.safetensors"}
+    assert (ran["folder"] / "merged" / "model.safetensors").is_file()
 
 
 def test_the_saved_model_is_the_trained_model(ran: Any) -> None:

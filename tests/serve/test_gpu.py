@@ -21,6 +21,7 @@ from overspill.models.gpt import GPTMoE
 from overspill.serve.blocks import BlockPool
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler, Work
+from tests.models.huggingface.adapters import make_adapter
 from tests.models.huggingface.families import FAMILIES, make_model
 from tests.moe.oracle import delays
 from tests.serve.models import plain_gpt
@@ -58,6 +59,21 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(step, "attend", counted)
     return sizes
+
+
+def test_an_adapter_is_decoded_in_the_graph_like_the_merged_checkpoint(
+    fused: list[int], tmp_path: Path
+) -> None:
+    (mixtral,) = (each for each in FAMILIES if each.name == "mixtral")
+    made = make_adapter(mixtral, tmp_path, torch.bfloat16)
+    overspill.merge(made.folder, tmp_path / "merged")
+    tokens = []
+    for model in (made.folder, tmp_path / "merged", made.base):
+        with overspill.LLM(model, device="cuda", context=64, max_batch=4) as llm:
+            tokens.append([result.token_ids for result in llm.generate(PROMPTS, GREEDY)])
+            assert fused
+            fused.clear()
+    assert tokens[0] == tokens[1] != tokens[2]
 
 
 def set_homes(model: Any, homes: str) -> None:

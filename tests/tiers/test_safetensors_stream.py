@@ -8,7 +8,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from overspill.core.errors import CheckpointError, DiskError
-from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
+from overspill.tiers.safetensors_stream import (
+    StreamReader,
+    StreamWriter,
+    TensorSpec,
+    replace_tensors,
+)
 
 
 def _spec(tensor: torch.Tensor) -> TensorSpec:
@@ -146,3 +151,19 @@ def test_an_interrupt_before_the_first_tensor_closes_the_file(
         StreamWriter(tmp_path / "x.safetensors", {"x": TensorSpec(torch.float32, (3,))})
     opened = {os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()}
     assert str(tmp_path / "x.safetensors") not in opened
+
+
+def test_a_replaced_tensor_leaves_the_others_and_the_header(
+    tmp_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file(tensors, path, {"format": "pt"})
+    size = path.stat().st_size
+    new = {"layer.w_in": torch.randn(6, 4, 5).bfloat16().transpose(0, 1), "step": torch.tensor(4.0)}
+    replace_tensors(path, new.items())
+    found = load_file(path)
+    assert all(torch.equal(found[name], (tensors | new)[name]) for name in tensors)
+    assert path.stat().st_size == size
+    for wrong in (torch.zeros(8), torch.zeros(7).bfloat16()):
+        with pytest.raises(ValueError, match="norm is"):
+            replace_tensors(path, [("norm", wrong)])

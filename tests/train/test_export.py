@@ -165,7 +165,9 @@ def test_a_folder_that_is_no_run_or_is_taken_is_refused(run: Path, tmp_path: Pat
         export(tuned, tmp_path / "out")
     (tuned / "final").mkdir()
     (tuned / "config.json").write_text('{"model": {"checkpoint": "base", "lora": 16}}')
-    with pytest.raises(ConfigError, match=r"adapters of peft: they are in .*tuned/final$"):
+    with pytest.raises(
+        ConfigError, match=r"LoRA adapters: they are in .*tuned/final; overspill merge"
+    ):
         export(tuned, tmp_path / "out")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="already exists"):

@@ -15,7 +15,7 @@ DATA are .jsonl files (also .gz, or folders of them) with "text", with "prompt" 
 or with chat "messages"; .tsv files with the columns sentence and label; or plain text, where \
 "stdlib" stands for the sources of Python's standard library. The run's folder gets its config, \
 metrics, plots, checkpoints to resume from, and the best and the final model as plain Hugging \
-Face checkpoints.
+Face checkpoints, or as adapters with --lora. overspill chat, generate and serve take its folder.
 
 [bold]Examples[/bold]
 
@@ -31,6 +31,12 @@ A classifier; reports the accuracy before and after:
 LoRA adapters, for two passes over the data:
 
   overspill finetune Qwen3-30B-A3B pairs.jsonl --lora 16 --epochs 2 --out runs/adapter
+
+The adapter with its base model, tried, and as one checkpoint:
+
+  overspill generate runs/adapter "2 + 2 = "
+
+  overspill merge runs/adapter merged
 
 Resumed after Ctrl-C:
 

@@ -11,8 +11,8 @@ from overspill.cli.flags import with_flags
 from overspill.serve.config import ServeConfig
 
 _MODEL = (
-    "The folder of a Hugging Face checkpoint, a repository of the hub, or the folder of a run of "
-    "overspill train."
+    "The folder of a Hugging Face checkpoint or of a LoRA adapter, a repository of the hub, or the "
+    "folder of a run of overspill train or finetune."
 )
 _GENERATE = """Continue a text with a Mixture-of-Experts model that may be larger than the GPU.
 
@@ -21,6 +21,10 @@ _GENERATE = """Continue a text with a Mixture-of-Experts model that may be large
   overspill generate runs/nano "def main("
 
   overspill generate allenai/OLMoE-1B-7B-0924 "The capital of France is" --gpu-memory 8GiB
+
+A run of overspill finetune --lora, whose adapter is added to the model that it was trained on:
+
+  overspill generate runs/adapter "2 + 2 = "
 """
 _CHAT = """Chat with a Mixture-of-Experts model that may be larger than the GPU.
 
@@ -32,6 +36,8 @@ The model's chat template is used; a model without one continues the text. Ctrl-
   overspill chat runs/nano
 
   overspill chat Qwen/Qwen3-30B-A3B --gpu-memory 8GiB --system "Answer briefly."
+
+  overspill chat Qwen/Qwen3-30B-A3B --adapter runs/adapter
 """
 
 

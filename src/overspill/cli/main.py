@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli import export, finetune, generate, pregate, probe, serve, train
+from overspill.cli import export, finetune, generate, merge, pregate, probe, serve, train
 from overspill.cli.runs import RanksNeeded
 from overspill.core.errors import OverspillError
 from overspill.parallel.launcher import launch, rank_command
@@ -26,6 +26,7 @@ pregate.add_to(commands)
 generate.add_to(commands)
 serve.add_to(commands)
 export.add_to(commands)
+merge.add_to(commands)
 probe.add_to(commands)
 
 

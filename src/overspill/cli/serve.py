@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 _MODEL = (
-    "The folder of a Hugging Face checkpoint, a repository of the hub, or the folder of a run of "
-    "overspill train."
+    "The folder of a Hugging Face checkpoint or of a LoRA adapter, a repository of the hub, or the "
+    "folder of a run of overspill train or finetune."
 )
 _HELP = """Serve a Mixture-of-Experts model that may be larger than the GPU with OpenAI's API.
 
@@ -35,6 +35,8 @@ SIGTERM or Ctrl-C finishes the answers in progress, a second one ends at once.
   overspill serve runs/nano
 
   overspill serve Qwen/Qwen3-30B-A3B --gpu-memory 20GiB --api-key-file keys.txt --host 0.0.0.0
+
+  overspill serve Qwen/Qwen3-30B-A3B --adapter runs/adapter
 """
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -100,8 +102,9 @@ def _announce(service: "Service", address: str, with_key: bool, as_json: bool) -
         return
     chat = {"model": service.name, "messages": [{"role": "user", "content": "Hello"}]}
     key = ' -H "Authorization: Bearer $OVERSPILL_API_KEY"' if with_key else ""
+    of = "" if service.base is None else f" (an adapter of {service.base})"
     print(
-        f"Serving {service.name} at {address} (for OpenAI's clients: {address}/v1)\n"
+        f"Serving {service.name}{of} at {address} (for OpenAI's clients: {address}/v1)\n"
         f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(json.dumps(chat))}",
         flush=True,

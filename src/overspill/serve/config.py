@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Memory"""
+    """Model and memory"""
 
+    adapter: str | None = None
+    """LoRA adapter to add to the weights of MODEL: a folder that peft has written, a repository of
+    the hub, or the folder of a run of overspill finetune --lora."""
     gpu_memory: SizeText | None = None
     """GPU memory to use, such as 8GiB; default: all that is free."""
     host_memory: SizeText | None = None
@@ -60,7 +63,8 @@ class ModelSection:
             self.max_batch,
             self.device,
             dtypes[self.dtype],
-            self.prefill_chunk,
+            prefill_chunk=self.prefill_chunk,
+            adapter=self.adapter,
         )
 
 

@@ -53,12 +53,14 @@ class LLM:
     """Generates text with a Mixture-of-Experts model that may be larger than the GPU.
 
     `model` is the folder of a Hugging Face checkpoint, a repository of the hub, the folder of a run
-    of `overspill train`, or a model from `overspill.load(..., train=False)`. `context` is the most
-    tokens of a prompt and its answer; `max_batch` the most requests that run at once. `slots` are
-    the GPU slots for copies of experts that are in host memory; without, as many as fit into
-    `gpu_memory`. `prefill_chunk` is the most tokens of prompts that a batch computes; without,
-    batches are as large as is fast and fits into memory. The other arguments are those of
-    `overspill.load`.
+    of `overspill train` or `finetune`, or a model from `overspill.load` or `overspill.offload`.
+    `adapter` is a LoRA adapter to add to its weights, in a folder that peft or
+    `overspill finetune --lora` has written; as `model` it is served with the base model that it
+    names. `context` is the most tokens of a prompt and its answer; `max_batch` the most requests
+    that run at once. `slots` are the GPU slots for copies of experts that are in host memory;
+    without, as many as fit into `gpu_memory`. `prefill_chunk` is the most tokens of prompts that a
+    batch computes; without, batches are as large as is fast and fits into memory. The other
+    arguments are those of `overspill.load`.
 
     Several threads may use it at once: their requests are computed together.
     """
@@ -77,6 +79,7 @@ class LLM:
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
         prefill_chunk: int | None = None,
+        adapter: str | os.PathLike[str] | None = None,
     ) -> None:
         check_mode(mode)
         if prefill_chunk is not None:
@@ -97,11 +100,18 @@ class LLM:
                 "device": device, "dtype": dtype,
             }  # fmt: skip
             check_not_given(given)
+            if adapter is not None:
+                raise ConfigError(
+                    f"adapter={os.fspath(adapter)!r} needs a path as model; for a model that is "
+                    "loaded already, load what overspill.merge makes of both"
+                )
         asked = CacheRequest(context, max_batch, _BLOCK)
-        self._source = source = open_source(model, budgets, asked, dtype)
+        self._source = source = open_source(model, budgets, asked, dtype, adapter)
         self._closed = False
         self.model = source.model
         """The model itself, as a module of PyTorch."""
+        self.adapter: Path | None = source.adapter
+        """Folder of the LoRA adapter in its weights."""
         self.device: torch.device = source.model.overspill.device
         self.context = source.context
         source.model.overspill.served = True

@@ -14,11 +14,12 @@ from overspill.hardware.machine import available_memory
 from overspill.models.attention_cache import IN_USE
 from overspill.models.budgets import Budgets
 from overspill.models.gpt import GPTMoE
-from overspill.models.huggingface.folder import find_folder, read_config
+from overspill.models.huggingface.folder import find_folder, is_adapter, read_config
 from overspill.models.huggingface.load import load_within
+from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
 from overspill.models.huggingface.skeleton import model_class
 from overspill.serve.text import Codec, TransformersCodec
-from overspill.train.trained import is_run, load_trained, read_trained
+from overspill.train.trained import find_model, is_run, load_trained, read_trained
 
 _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "tokenizer_config.json",
@@ -66,15 +67,26 @@ class Source:
     n_blocks: int
     owned: bool
     """The model was loaded here."""
+    adapter: Path | None = None
+    """Folder of the LoRA adapter in its weights."""
 
 
 def open_source(
-    model: Any, budgets: Budgets, asked: CacheRequest, dtype: torch.dtype | str | None
+    model: Any,
+    budgets: Budgets,
+    asked: CacheRequest,
+    dtype: torch.dtype | str | None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> Source:
     if not isinstance(model, str | os.PathLike):
         return _given(model, asked)
-    path = Path(model).expanduser()
+    path = find_model(Path(model).expanduser())
     if is_run(path):
+        if adapter is not None:
+            raise ConfigError(
+                f"adapter={os.fspath(adapter)!r} is for checkpoints of Hugging Face, {path} is a "
+                "run of overspill train; overspill export makes a checkpoint of it"
+            )
         trained = read_trained(path)
         if dtype not in (None, "auto", trained.dtype, str(trained.dtype).removeprefix("torch.")):
             raise ConfigError(
@@ -88,7 +100,15 @@ def open_source(
         _use_all(run_model, budgets, asked.bytes(n_blocks, token_bytes))
         ends = trained.codec.ends
         return Source(run_model, trained.codec, ends, asked.context, n_blocks, owned=True)
-    folder = find_folder(model)
+    folder = find_folder(path if path.is_dir() else model)
+    lora = None if adapter is None else find_adapter(adapter)
+    if is_adapter(folder):
+        if lora is not None:
+            raise ConfigError(
+                f"{folder} and {lora} are both LoRA adapters; make a checkpoint of the first one "
+                "with overspill merge"
+            )
+        lora, folder = folder, find_base(read_lora_config(folder))
     config = read_config(folder)
     _check_decoder(config, folder)
     asked = _within(asked, _positions(config))
@@ -96,10 +116,12 @@ def open_source(
     with torch.device("meta"):
         token_bytes = _token_bytes(model_class(config)(config), dtype)
     budgets, n_blocks = _reserve(budgets, asked, token_bytes)
-    codec = find_codec(folder)  # first: an error leaves no model behind
-    loaded = load_within(folder, budgets, dtype, False, True, True, {})
+    # first: an error leaves no model behind
+    codec = (None if lora is None else find_codec(lora)) or find_codec(folder)
+    loaded = load_within(folder, budgets, dtype, False, True, True, {}, adapter=lora)
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
-    return Source(loaded, codec, _ends(loaded, codec), asked.context, n_blocks, owned=True)
+    ends = _ends(loaded, codec)
+    return Source(loaded, codec, ends, asked.context, n_blocks, owned=True, adapter=lora)
 
 
 def _given(model: Any, asked: CacheRequest) -> Source:

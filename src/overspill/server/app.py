@@ -102,6 +102,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
         "id": service.name, "object": "model", "created": service.created,
         "owned_by": "overspill", "max_model_len": service.llm.context,
     }  # fmt: skip
+    if service.adapter is not None:  # "parent" as in vLLM
+        card |= {"adapter": service.adapter, "parent": service.base}
 
     @app.get("/v1/models")
     async def models() -> Response:

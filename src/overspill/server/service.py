@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from overspill.models.huggingface.lora_config import read_lora_config
 from overspill.server.answers import Answers
 from overspill.server.bridge import Bridge
 from overspill.server.errors import ApiError, draining, invalid, too_busy
@@ -16,6 +17,7 @@ from overspill.server.metrics import Metrics
 from overspill.server.rate import TokenRate
 from overspill.server.settings import ServerConfig
 from overspill.server.starts import Starts
+from overspill.train.trained import model_name
 
 if TYPE_CHECKING:
     from overspill.serve.llm import LLM
@@ -34,13 +36,22 @@ class Service:
     def __init__(
         self, llm: "LLM", model: str, config: ServerConfig, keys: Sequence[str] | None = None
     ) -> None:
-        """`model` is the folder or the repository as it was given. `keys` are those of `config`,
-        if they were read already: a pipe can be read only once."""
+        """`model` is the folder or the repository as it was given, of the model or of an adapter.
+        `keys` are those of `config`, if they were read already: a pipe can be read only once."""
         self.llm = llm
         self.config = config
         self.keys = config.read_keys() if keys is None else keys
-        self.name = config.address.served_name or default_name(model)
-        self._names = frozenset({self.name, model})
+        given = config.model.adapter or model
+        own = default_name(given)
+        self.adapter = None if llm.adapter is None else own
+        """The name of the LoRA adapter in the weights."""
+        self.base = None
+        """The name of the model that the adapter was added to."""
+        if llm.adapter is not None:
+            named = read_lora_config(llm.adapter).base
+            self.base = default_name(model if config.model.adapter or named is None else named)
+        self.name = config.address.served_name or own
+        self._names = frozenset({self.name, given})
         self.max_batch = config.model.max_batch
         self.draining = False
         """New requests are refused; those in progress are finished."""
@@ -134,6 +145,7 @@ class Service:
 
 
 def default_name(model: str) -> str:
-    """The name of a folder, without the folders it is in; that of a repository of the hub."""
+    """The name of a folder, without the folders it is in; that of a repository of the hub. The
+    models of a run have the name of the run."""
     path = Path(model).expanduser()
-    return path.resolve().name if path.exists() else model
+    return model_name(path) if path.exists() else model

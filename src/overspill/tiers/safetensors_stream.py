@@ -1,4 +1,4 @@
-"""Writes and reads safetensors files in pieces, so that no tensor has to be in memory as a whole.
+"""Writes, reads and changes safetensors files in pieces: no tensor has to be in memory as a whole.
 
 Format: the length of the header as 8 bytes, little-endian; the header as JSON (name → dtype, shape,
 begin and end in the data); the data. https://github.com/huggingface/safetensors
@@ -8,7 +8,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -219,6 +219,13 @@ class StreamReader:
                 raise self._corrupt(f"it ends inside {name}")
             done += count
 
+    def overwrite(self, fd: int, name: str, tensor: torch.Tensor) -> None:
+        """Writes tensor `name` through another descriptor of the file."""
+        spec = self.specs[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+            raise ValueError(f"{name} is {spec}, not {tuple(tensor.shape)} of {tensor.dtype}")
+        _pwrite(fd, _bytes_of(tensor.contiguous()), self._begin[name])
+
     def close(self) -> None:
         os.close(self._fd)
         if self._direct is not None:
@@ -232,6 +239,17 @@ class StreamReader:
 
     def _corrupt(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is corrupt: {what}; {self.advice}")
+
+
+def replace_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Overwrites tensors of a file, one after another, by others of their types and shapes."""
+    with StreamReader(path) as reader:
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            for name, tensor in tensors:
+                reader.overwrite(fd, name, tensor)
+        finally:
+            os.close(fd)
 
 
 def _layout(

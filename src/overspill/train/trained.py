@@ -21,10 +21,34 @@ from overspill.train.run_folder import RunFolder
 from overspill.train.tokenizer import Tokenizer, load_tokenizer
 from overspill.train.train_spec import shape_of
 
+_MODELS = ("final", "best")
+
 
 def is_run(path: Path) -> bool:
     """Whether this is the folder of a run, not of a checkpoint of Hugging Face."""
     return RunFolder(path).checkpoints.is_dir()
+
+
+def find_model(path: Path) -> Path:
+    """The folder of the final model of a run of `overspill finetune` or `pregate`, or before its
+    end of the best one; any other path as it is."""
+    model = _finetuned(RunFolder(path))
+    if model is None:
+        return path
+    for name in _MODELS:
+        if (path / name).is_dir():
+            return path / name
+    raise ConfigError(
+        f"{path} is a run of overspill finetune or pregate that has no model yet; finish it with "
+        f"--resume --out {path}"
+    )
+
+
+def model_name(folder: Path) -> str:
+    """The name of a folder; the models of a run of `overspill finetune` have that of the run."""
+    path = folder.resolve()
+    is_output = path.name in _MODELS and _finetuned(RunFolder(path.parent)) is not None
+    return path.parent.name if is_output else path.name
 
 
 def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
@@ -36,11 +60,14 @@ def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
             "--out of overspill train"
         )
     if (model := _finetuned(folder)) is not None:
-        there = [str(run / name) for name in ("final", "best") if (run / name).is_dir()]
-        what = "adapters of peft" if model.get("lora") else "checkpoints of Hugging Face"
+        there = [str(run / name) for name in _MODELS if (run / name).is_dir()]
+        lora = bool(model.get("lora"))
+        what = "LoRA adapters" if lora else "checkpoints of Hugging Face"
+        advice = f"; overspill merge {run} OUT makes a checkpoint" if lora and there else ""
         raise ConfigError(
             f"RUN {run} is a run of overspill finetune or pregate, which writes {what}: "
             + (f"they are in {' and '.join(there)}" if there else "it has none yet")
+            + advice
         )
     newest = checkpoint.newest(folder.checkpoints)
     if newest is None:
@@ -55,7 +82,7 @@ def _finetuned(folder: RunFolder) -> dict[str, Any] | None:
     try:
         model = json.loads(folder.config.read_text(encoding="utf-8"))["model"]
         return dict(model) if "checkpoint" in model else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # reading the settings says why
 
 

@@ -45,6 +45,17 @@ def test_only_adapters_are_trained_and_written(
     )
 
 
+def test_an_adapter_names_its_base_as_it_is_found_from_anywhere(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mixtral.parent)
+    for given, named in (("mixtral", str(mixtral)), ("org/model", "org/model")):
+        model = MixtralForCausalLM(mixtral_config())
+        model.name_or_path = "/a/cache/of/the/hub"
+        lora = add_lora(model, FinetuneModelSection(checkpoint=given, lora=3), seq2seq=False)
+        assert lora.peft_config["default"].base_model_name_or_path == named
+
+
 def test_with_adapters_every_slot_holds_an_expert(mixtral: Path, tmp_path: Path) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
     settings = tiny_settings(mixtral, data, tmp_path / "run", lora=4)

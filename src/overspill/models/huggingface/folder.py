@@ -15,6 +15,7 @@ from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 from overspill.tiers.ssd import BounceBuffers
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
 _CONVERT = (
     'python -c "from transformers import {model} as M; '
@@ -48,10 +49,22 @@ def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
         ) from error
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter of peft, and no model."""
+    whole = (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+    return (folder / ADAPTER_CONFIG).is_file() and not whole
+
+
 def read_config(folder: Path) -> Any:
     """The model's config. Raises if the weights are quantized."""
     from transformers import AutoConfig
 
+    if is_adapter(folder):
+        raise ConfigError(
+            f"{folder} holds a LoRA adapter, not a whole model; overspill merge {folder} OUT makes "
+            "a checkpoint of it and its base model; overspill.LLM, generate, chat and serve take "
+            "it as it is"
+        )
     if not (folder / CONFIG).is_file():
         raise CheckpointError(
             f"{folder} has no {CONFIG}: it is not a Hugging Face checkpoint; give the folder that "
@@ -174,6 +187,14 @@ class CheckpointFolder:
         """The class that the config names; it may be an encoder-decoder."""
         named = json.loads((self.folder / CONFIG).read_text()).get("architectures")
         return str(named[0]) if named else "AutoModelForCausalLM"
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of all tensors."""
+        return [reader.path for reader in self._readers.values()]
+
+    def file_of(self, name: str) -> Path:
+        return self._home[name].path
 
     def read(self, name: str, offset: int, out: Tensor) -> None:
         """Fills `out`, in its dtype, with the elements of tensor `name` from `offset` on."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from overspill.models.budgets import Budgets, Size
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.experts import DictionaryExperts, HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, find_folder, read_config, silence
+from overspill.models.huggingface.lora import open_lora
 from overspill.models.huggingface.pregates import read_pregates
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
@@ -78,8 +80,10 @@ def load_within(
     quiet: bool,
     changes: Mapping[str, Any],
     pregate: bool = True,
+    adapter: Path | None = None,
 ) -> Any:
-    """`load` with all budgets in one object; `changes` replace fields of the model's config."""
+    """`load` with all budgets in one object; `changes` replace fields of the model's config. The
+    LoRA adapter in the folder `adapter` is added to the weights."""
     device = budgets.compute_device
     folder = find_folder(path_or_repo)
     config = read_config(folder)
@@ -93,11 +97,16 @@ def load_within(
         made = Skeleton(model_class(config), train)
         on_host = budgets.dense_weights == "host"
         where = torch.device("cpu") if on_host else device
-        model = _load_dense(made.model_class, folder, config, dtype, where)
-        model.train(train)
-        layers = made.layers
-        recipes = Recipes(model, layers, checkpoint)
-        pregates = read_pregates(folder, model) if pregate else None
+        plain = made.plain, config, checkpoint
+        with nullcontext() if adapter is None else open_lora(adapter, *plain) as lora:
+            model = _load_dense(made.model_class, folder, config, dtype, where)
+            model.train(train)
+            layers = made.layers
+            recipes = Recipes(model, layers, checkpoint)
+            # first: it recognizes the weights with which they were saved
+            pregates = read_pregates(folder, model) if pregate else None
+            if lora is not None:
+                lora.write_to(model)
 
         def finish() -> None:
             made.restore(model)

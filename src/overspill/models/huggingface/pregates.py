@@ -93,7 +93,7 @@ def _saving(kind: type[Any]) -> type[Any]:
                 "give the whole state dict of the model, or none"
             )
         own = {name: state[name] for name in names if name in state}
-        samples = {name: _sample(state[name]) for name in _others(self) if name in state}
+        samples = {name: sample(state[name]) for name in _others(self) if name in state}
         others = asked.pop("kwargs", {})
         plain(**asked, **others, state_dict=state | conventional_gates(self))
         if writes:
@@ -114,7 +114,7 @@ def _others(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _sample(tensor: Tensor) -> Tensor:
+def sample(tensor: Tensor) -> Tensor:
     """Numbers from everywhere in a tensor: training changes few of them in bf16."""
     flat = tensor.detach().reshape(-1)
     step = max(1, flat.numel() // _SAMPLES)
@@ -186,7 +186,7 @@ def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
         known = samples.get(name)
         if known is None or tensor.is_meta:
             continue
-        if not _equal(known, _sample(tensor)):
+        if not _equal(known, sample(tensor)):
             raise _refused(path, f"it was saved with another {name} than that of the checkpoint")
     own = {name: tensors[_OWN + name] for name in there}
     return SavedPregates(level, own)
@@ -200,6 +200,29 @@ def _equal(saved: Tensor, loaded: Tensor) -> bool:
         and torch.equal(saved.isnan(), loaded.isnan())
         and bool(((saved == loaded) | saved.isnan()).all())
     )
+
+
+def saved_gates(folder: Path) -> set[str]:
+    """The names of the gates in a folder that pre-gates replace."""
+    path = folder / FILE
+    if not os.path.lexists(path):
+        return set()
+    _, tensors = _read(path)
+    return {n.removeprefix(_CONVENTIONAL) for n in tensors if n.startswith(_CONVENTIONAL)}
+
+
+def copy_pregates(folder: Path, out: Path, samples: dict[str, Tensor]) -> None:
+    """Copies the file to the folder of a model in which other tensors have changed: `samples` are
+    theirs."""
+    from safetensors.torch import save_file
+
+    path = folder / FILE
+    if not os.path.lexists(path):
+        return
+    facts, tensors = _read(path)
+    known = {_SAMPLE + name: tensor for name, tensor in samples.items()}
+    changed = {name: known.get(name, tensor) for name, tensor in tensors.items()}
+    save_file(changed, out / FILE, facts)
 
 
 def saved_level(folder: Path) -> int | None:

@@ -15,7 +15,8 @@ class Skeleton:
     def __init__(self, plain: Any, train: bool) -> None:
         self.layers: list[HuggingFaceExperts] = []
         """The experts modules of the constructed model, without parameters."""
-        self._plain = plain
+        self.plain = plain
+        """The class of transformers."""
         skeleton = self
 
         class Made(plain):  # type: ignore[misc]
@@ -41,7 +42,7 @@ class Skeleton:
     def restore(self, model: Any) -> None:
         """Gives the model its original class."""
         del model._keys_to_ignore_on_load_unexpected
-        model.__class__ = self._plain
+        model.__class__ = self.plain
 
 
 def model_class(config: Any) -> Any:

@@ -1,6 +1,7 @@
 """`overspill finetune` and `pregate`: steps and evaluations in the loop, the best and the final
 model."""
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -45,6 +46,10 @@ class FinetuneSummary(Summary):
     """Folder of the model with the lowest evaluation loss, or the highest accuracy."""
     best_step: int | None
     final: str | None
+    lora: bool = False
+    """The models are adapters."""
+    servable: bool = True
+    """The model can be served."""
 
     def lines(self) -> list[str]:
         lines = super().lines()
@@ -52,10 +57,16 @@ class FinetuneSummary(Summary):
             lines.insert(1, f"accuracy {self.accuracy_before:.1%} → {self.accuracy:.1%}")
         elif self.eval_loss_before is not None and self.eval_loss is not None:
             lines.insert(1, f"eval loss {self.eval_loss_before:.4f} → {self.eval_loss:.4f}")
+        kind = "adapter" if self.lora else "model"
         if self.final is not None:
-            lines.append(f"final model: {self.final}")
+            lines.append(f"final {kind}: {self.final}")
         if self.best is not None:
-            lines.append(f"best model (step {self.best_step}): {self.best}")
+            lines.append(f"best {kind} (step {self.best_step}): {self.best}")
+        if self.final is not None and self.servable:
+            lines.append(f"to try it: overspill chat {shlex.quote(self.out)}")
+        if self.final is not None and self.lora:
+            command = shlex.join(["overspill", "merge", self.out, f"{self.out}/merged"])
+            lines.append(f"as a plain checkpoint: {command}")
         return lines
 
 
@@ -267,6 +278,8 @@ class Finetuner(Loop[FinetuneSummary]):
             best=str(self.outputs.best) if best else None,
             best_step=best.step if best else None,
             final=str(self.outputs.final) if self.step >= self.spec.steps else None,
+            lora=self.config.model.lora is not None,
+            servable=not self.spec.seq2seq,
         )
 
     def _keep_model(self, keep: Callable[[Write], None]) -> None:

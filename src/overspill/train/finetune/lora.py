@@ -1,7 +1,7 @@
 """LoRA adapters for the dense part of a model, with peft."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -34,8 +34,17 @@ def add_lora(model: nn.Module, section: FinetuneModelSection, seq2seq: bool) -> 
         target_modules=targets,
         task_type="SEQ_2_SEQ_LM" if seq2seq else "CAUSAL_LM",
     )
-    adapted: nn.Module = get_peft_model(model, config)
-    return adapted
+    adapted: Any = get_peft_model(model, config)
+    if section.checkpoint:
+        config.base_model_name_or_path = _base_name(section.checkpoint)
+    return cast(nn.Module, adapted)
+
+
+def _base_name(checkpoint: str) -> str:
+    """The name under which the adapter finds its base again: from any folder, and the repository
+    instead of its copy in a cache."""
+    path = Path(checkpoint).expanduser()
+    return str(path.absolute()) if path.is_dir() else checkpoint
 
 
 def attention_layers(model: nn.Module) -> list[str]:

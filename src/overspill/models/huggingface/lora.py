@@ -1,0 +1,253 @@
+"""LoRA adapters in peft's format, added to dense tensors of a checkpoint as these are read.
+
+`W + scale * B @ A` is computed in float32 on the CPU and rounded once, so that a served adapter and
+a merged checkpoint have the same weights. peft itself is not needed.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.core.errors import CheckpointError, ConfigError
+from overspill.models.huggingface.adapt import experts_paths
+from overspill.models.huggingface.conversion import renamer
+from overspill.models.huggingface.folder import ADAPTER_CONFIG, CheckpointFolder
+from overspill.models.huggingface.lora_config import WEIGHTS, LoraConfig, read_lora_config
+from overspill.models.huggingface.pregates import saved_gates
+from overspill.moe.state_dict import dense_tensors
+from overspill.tiers.safetensors_stream import StreamReader
+
+_PREFIX = "base_model.model."
+_A, _B, _BIAS = "lora_A.weight", "lora_B.weight", "lora_B.bias"
+_TABLE_A, _TABLE_B = "lora_embedding_A", "lora_embedding_B"
+
+
+@dataclass(frozen=True)
+class Change:
+    """How an adapter changes one tensor of its base, by names of tensors in the adapter."""
+
+    replacement: str | None = None
+    """Takes the place of the tensor in the base, before anything is added."""
+    a: str | None = None
+    b: str | None = None
+    """The product B @ A is added."""
+    bias: str | None = None
+    """Is added as it is."""
+    scale: float = 1.0
+    transposed: bool = False
+    """The product is transposed: embeddings have a row for each token."""
+
+
+class LoraTensors:
+    """The dense tensors of a checkpoint that an adapter changes. `model` is of the checkpoint's
+    class, on the meta device, with its experts."""
+
+    def __init__(
+        self, config: LoraConfig, reader: StreamReader, model: Any, base: CheckpointFolder
+    ) -> None:
+        self._reader, self._base = reader, base
+        self._changes = _Matching(config, reader, model).changes()
+        self.keys = self._find_sources(model)
+        """The name in the checkpoint of each tensor, by its name in the model."""
+        for name in sorted(saved_gates(base.folder) & self._changes.keys()):
+            raise ConfigError(
+                f"{config.folder} changes {name}, and {base.folder} has a pre-gate in its place, "
+                "which the adapter would not change; give an adapter of other layers"
+            )
+
+    def _find_sources(self, model: Any) -> dict[str, str]:
+        rename, _ = renamer(model, set())
+        shapes = {name: tuple(tensor.shape) for name, tensor in dense_tensors(model).items()}
+        found: dict[str, str] = {}
+        for key, spec in self._base.specs.items():
+            for name, pattern in rename(key):
+                if name not in self._changes:
+                    continue
+                if pattern is not None or name in found:
+                    raise ConfigError(
+                        f"the adapter changes {name}, which {self._base.folder} stores in several "
+                        "tensors; this is not supported; merge this adapter with peft"
+                    )
+                if spec.shape != shapes[name]:
+                    raise CheckpointError(
+                        f"{self._base.folder} gives {name} the shape {list(spec.shape)}, "
+                        f"config.json says {list(shapes[name])}; they are not of the same model"
+                    )
+                found[name] = key
+        for name in sorted(self._changes.keys() - found.keys()):
+            raise CheckpointError(f"{self._base.folder} holds nothing for {name}; it is incomplete")
+        return found
+
+    @torch.no_grad()
+    def read(self, name: str) -> Tensor:
+        """The changed tensor, not rounded to the dtype of the checkpoint."""
+        change = self._changes[name]
+        if change.replacement is not None:
+            weight = self._wide(change.replacement)
+        else:
+            key = self.keys[name]
+            spec = self._base.specs[key]
+            weight = torch.empty(spec.shape, dtype=spec.dtype)
+            self._base.read(key, 0, weight)
+            weight = _widened(weight)
+        if change.a is not None and change.b is not None:
+            product = self._wide(change.b) @ self._wide(change.a)
+            weight += (product.T if change.transposed else product) * change.scale
+        if change.bias is not None:
+            weight += self._wide(change.bias) * change.scale
+        return weight
+
+    def _wide(self, key: str) -> Tensor:
+        return _widened(self._reader.read(key))
+
+    @torch.no_grad()
+    def write_to(self, model: nn.Module) -> None:
+        """Changes a model that holds the tensors of the checkpoint, in its dtype."""
+        tensors = dense_tensors(model)
+        for name in self.keys:
+            tensors[name].copy_(self.read(name))
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@contextmanager
+def open_lora(
+    adapter: Path, kind: Any, config: Any, base: CheckpointFolder
+) -> Iterator[LoraTensors]:
+    """What the adapter in a folder changes in a checkpoint, whose model has this class and
+    config."""
+    lora = read_lora_config(adapter)
+    with torch.device("meta"):
+        model = kind(copy.deepcopy(config))  # a constructor may change it
+    with StreamReader(adapter / WEIGHTS, advice="copy or download the adapter again") as reader:
+        yield LoraTensors(lora, reader, model, base)
+
+
+class _Matching:
+    """Finds what each tensor of an adapter does to its base, and refuses the ones of other
+    models."""
+
+    def __init__(self, config: LoraConfig, reader: StreamReader, model: Any) -> None:
+        self._config, self._reader, self._model = config, reader, model
+        self._tensors = dense_tensors(model)
+        self._rename, _ = renamer(model, set())
+        self._experts = tuple(f"{path}." for path in experts_paths(model))
+        self._changes: dict[str, Change] = {}
+
+    def changes(self) -> Mapping[str, Change]:
+        for key in self._reader.specs:
+            self._add(key)
+        if not self._changes:
+            raise self._refused("it holds no tensors")
+        for name, change in self._changes.items():
+            self._check_alone(name)
+            self._check_shapes(name, change)
+        self._check_complete()
+        return self._changes
+
+    def _add(self, key: str) -> None:
+        path = key.removeprefix(_PREFIX)
+        if not self._reader.specs[key].dtype.is_floating_point:
+            raise self._refused(f"{key} is not of a floating-point type")
+        for end, field in ((_A, "a"), (_B, "b"), (_TABLE_A, "a"), (_TABLE_B, "b")):
+            if path.endswith(f".{end}"):
+                name = self._find(path.removesuffix(end) + "weight", key)
+                is_table = end in (_TABLE_A, _TABLE_B)
+                self._note(name, **{field: key}, transposed=is_table)
+                return
+        if path.endswith(f".{_BIAS}"):
+            self._note(self._find(path.removesuffix(_BIAS) + "bias", key), bias=key)
+        elif "lora_" in path or "trainable_tokens" in path:
+            what = "DoRA" if "magnitude" in path else "this kind of adapter"
+            raise ConfigError(
+                f"{self._config.folder} has {key}: {what} is not supported; merge it with peft"
+            )
+        else:  # modules_to_save, biases that were trained, embeddings
+            self._note(self._find(path.replace(".base_layer.", "."), key), replacement=key)
+
+    def _note(self, name: str, **facts: Any) -> None:
+        known = self._changes.get(name, Change())
+        if any(getattr(known, f) is not None for f in facts if f != "transposed"):
+            raise self._refused(f"two of its tensors are for {name}")
+        module = name.rpartition(".")[0]
+        self._changes[name] = replace(known, **facts, scale=self._config.scale_of(module))
+
+    def _find(self, name: str, key: str) -> str:
+        """The name in the model, of which the adapter may have that of earlier transformers."""
+        renamed = name if name in self._tensors else self._rename(name)[0][0]
+        if any(each.startswith(self._experts) for each in (name, renamed)):
+            raise ConfigError(
+                f"{self._config.folder} has {key}, an adapter of experts, which is not supported; "
+                "merge this adapter with peft"
+            )
+        if renamed not in self._tensors:
+            where = f"has no {name}"
+            if key.endswith(_BIAS):
+                where += ": a layer without a bias cannot take that of lora_bias"
+            raise self._refused(f"it has {key}, and this {self._model.config.model_type} {where}")
+        return renamed
+
+    def _check_alone(self, name: str) -> None:
+        """Raises for a tensor that other modules use too: the adapter is for one of them."""
+        shared = [n for n, t in self._tensors.items() if t is self._tensors[name] and n != name]
+        if shared:
+            raise ConfigError(
+                f"{self._config.folder} changes {name}, which is also {shared[0]} in this model "
+                "(tie_word_embeddings); such adapters are not supported; untie them, or train an "
+                "adapter of other layers"
+            )
+
+    def _check_shapes(self, name: str, change: Change) -> None:
+        shape = tuple(self._tensors[name].shape)
+        module = self._model.get_submodule(name.rpartition(".")[0])
+        for key in filter(None, (change.replacement, change.bias)):
+            if self._reader.specs[key].shape != shape:
+                raise self._other_shape(key, self._reader.specs[key].shape, name, shape)
+        if change.a is None and change.b is None:
+            return
+        if change.a is None or change.b is None:
+            raise self._refused(f"it has {change.a or change.b} without the other matrix")
+        is_table, kind = isinstance(module, nn.Embedding), type(module).__name__
+        if len(shape) != 2 or change.transposed != is_table or kind == "Conv1D":
+            raise ConfigError(
+                f"{self._config.folder} has {change.a} for a {kind}, which is not supported; merge "
+                "this adapter with peft"
+            )
+        rows, columns = shape[::-1] if change.transposed else shape
+        rank = self._config.rank_of(name.rpartition(".")[0])
+        for key, expected in ((change.a, (rank, columns)), (change.b, (rows, rank))):
+            if self._reader.specs[key].shape != expected:
+                raise self._other_shape(key, self._reader.specs[key].shape, name, expected)
+
+    def _other_shape(
+        self, key: str, shape: tuple[int, ...], name: str, expected: tuple[int, ...]
+    ) -> CheckpointError:
+        return self._refused(
+            f"{key} has the shape {list(shape)}; for {name} of this model and the ranks of "
+            f"{ADAPTER_CONFIG} it would be {list(expected)}"
+        )
+
+    def _check_complete(self) -> None:
+        """Raises if modules that the config names have no tensors: the adapter of a model with
+        fewer layers would change a part of this one."""
+        kinds = (nn.Linear, nn.Embedding)
+        for path, module in self._model.named_modules():
+            named = any(path == end or path.endswith(f".{end}") for end in self._config.targets)
+            if not named or not isinstance(module, kinds) or path.startswith(self._experts):
+                continue
+            if f"{path}.weight" not in self._changes:
+                raise self._refused(f"it has nothing for {path}, which its target_modules name")
+
+    def _refused(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._config.folder} is not an adapter of this model: {reason}; give the base model "
+            "that it was trained on, or copy or download it again"
+        )

@@ -1,0 +1,139 @@
+"""`overspill.merge`: a checkpoint with a LoRA adapter added to its weights."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from overspill.core.errors import ConfigError, DiskError
+from overspill.core.sizes import format_size
+from overspill.hardware.machine import disk_free
+from overspill.models.huggingface.folder import ADAPTER_CONFIG, INDEX, CheckpointFolder, read_config
+from overspill.models.huggingface.lora import LoraTensors, open_lora
+from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
+from overspill.models.huggingface.pregates import copy_pregates, sample
+from overspill.models.huggingface.skeleton import model_class
+from overspill.tiers.aside import folder_aside
+from overspill.tiers.safetensors_stream import replace_tensors
+
+_TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")
+_TEMPLATES = "additional_chat_templates"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written."""
+
+    out: str
+    adapter: str
+    base: str
+    tensors: int
+    """Tensors that the adapter has changed."""
+    bytes: int
+    """Size of the weights."""
+
+
+def merge(
+    adapter: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    base: str | os.PathLike[str] | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Merged:
+    """Writes a plain Hugging Face checkpoint of a LoRA adapter and its base model.
+
+    `adapter` is a folder that peft has written, a repository of the hub, or the folder of a run of
+    `overspill finetune --lora`; `out` a new folder. Without `base` it is the model that the adapter
+    names. Files are copied, and changed one tensor at a time: `W + scale * B @ A` is computed in
+    float32 and rounded once to the dtype of the checkpoint. The tokenizer is the adapter's, if it
+    has one.
+    """
+    from safetensors import SafetensorError
+
+    target = Path(out).expanduser()
+    _check_free(target)
+    folder = find_adapter(adapter)
+    base_folder = find_base(read_lora_config(folder), base)
+    config = read_config(base_folder)
+    with (
+        CheckpointFolder(base_folder) as checkpoint,
+        open_lora(folder, model_class(config), config, checkpoint) as lora,
+    ):
+        size = sum(file.stat().st_size for file in checkpoint.files)
+        if size > (free := disk_free(target)):
+            raise DiskError(
+                f"OUT {target}: the checkpoint needs {format_size(size)}, the disk has "
+                f"{format_size(free)} free; free some space or give another folder"
+            )
+        try:
+            with folder_aside(target) as aside:
+                _copy_texts(base_folder, folder, aside)
+                samples = _write_weights(checkpoint, lora, aside, size, progress)
+                copy_pregates(base_folder, aside, samples)
+        except (OSError, SafetensorError) as error:
+            if isinstance(error, DiskError):
+                raise
+            reason = getattr(error, "strerror", None) or error
+            raise DiskError(
+                f"OUT {target} cannot be written ({reason}); free some space or "
+                "give another folder; no files were left there"
+            ) from error
+    return Merged(str(target), str(folder), str(base_folder), len(lora.keys), size)
+
+
+def _check_free(out: Path) -> None:
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"OUT {out} already exists; give the name of a new folder")
+
+
+def _copy_texts(base: Path, adapter: Path, out: Path) -> None:
+    """Copies config, tokenizer, chat template and the like."""
+    for pattern in _TEXTS:
+        for file in base.glob(pattern):
+            other = file.name == ADAPTER_CONFIG or file.name.endswith(".index.json")
+            if file.is_file() and (file.name == INDEX or not other):
+                shutil.copyfile(file, out / file.name)
+    templates = base / _TEMPLATES
+    own = [name for name in TOKENIZER_FILES if (adapter / name).is_file()]
+    if own:  # a tokenizer has several files, which must be of the same one
+        for name in TOKENIZER_FILES:
+            (out / name).unlink(missing_ok=True)
+        for name in own:
+            shutil.copyfile(adapter / name, out / name)
+        templates = adapter / _TEMPLATES
+    if templates.is_dir():
+        shutil.copytree(templates, out / _TEMPLATES)
+
+
+def _write_weights(
+    checkpoint: CheckpointFolder, lora: LoraTensors, out: Path, size: int, progress: Progress
+) -> dict[str, Tensor]:
+    """Copies the files of the weights and changes the copies. Returns samples of what has
+    changed."""
+    samples: dict[str, Tensor] = {}
+    done = 0
+
+    def changed(file: Path) -> Iterator[tuple[str, Tensor]]:
+        for name, key in lora.keys.items():
+            if checkpoint.file_of(key) == file:
+                tensor = lora.read(name).to(checkpoint.specs[key].dtype)
+                samples[name] = sample(tensor)
+                yield key, tensor
+
+    for file in checkpoint.files:
+        copy = out / file.relative_to(checkpoint.folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+        replace_tensors(copy, changed(file))
+        done += file.stat().st_size
+        progress("merging", done, size)
+    return samples
