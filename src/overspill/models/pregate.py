@@ -45,7 +45,7 @@ def pregate(model: Any, level: int = 1) -> Any:
             f"the model has pre-gates of level {there} already; for others, load the conventional "
             "model: overspill.load(..., pregate=False)"
         )
-    if hasattr(model, "overspill") and model.overspill.served:  # its LLM has keys and values
+    if hasattr(model, "overspill") and model.overspill.servers:  # its LLM has keys and values
         raise OrderError(IN_USE)
     chains = find_chains(model)
     check_level(level, chains)

@@ -8,6 +8,7 @@ are streamed from host memory and disk.
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -104,8 +105,8 @@ class Engine:
                 part, store, homes, self._streaming, self.dense, self._moves, placement, self._lock
             )
             self.stage_order = StageOrder(self._moves, self._streaming, store, self._lock)
-            self.served = False
-            """Whether an LLM has keys and values of the model."""
+            self.servers: weakref.WeakSet[object] = weakref.WeakSet()
+            """Objects that have keys and values of the model."""
             self.rank_rows = self._new_rank_rows()
             """Token rows of other ranks; None: none divide the experts of a layer."""
             undo.pop_all()

@@ -114,11 +114,9 @@ class LLM:
         """Folder of the LoRA adapter in its weights."""
         self.device: torch.device = source.model.overspill.device
         self.context = source.context
-        source.model.overspill.served = True
         try:
             self._loop = self._new_loop(max_batch, slots, mode, prefill_chunk)
         except BaseException:  # the mode may not be for this model
-            source.model.overspill.served = False
             if source.owned:
                 source.model.overspill.close()
             raise
@@ -283,7 +281,6 @@ class LLM:
         self._closed = True
         self._loop.close()
         self._background.join()
-        self.model.overspill.served = False
         if self._source.owned:
             self.model.overspill.close()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overspill.core.errors import OrderError
 from overspill.hardware.machine import available_memory
-from overspill.models.attention_cache import ReplacedAttention, attention_cache
+from overspill.models.attention_cache import IN_USE, ReplacedAttention, attention_cache
 from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -105,6 +105,8 @@ class PagedRunner(Runner):
         self._model = model
         self._device = device
         self._engine: Engine = model.overspill
+        if self._engine.servers and not isinstance(model, GPTMoE):
+            raise OrderError(IN_USE)
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         self._cache = PagedCache(n_blocks, block_size)
         self._attention: AbstractContextManager[None] = nullcontext()
@@ -117,6 +119,7 @@ class PagedRunner(Runner):
             self._decode = decode.Decode(model, self._cache, context, max_batch, slots, mode)
         self._version = WeightsVersion(model)
         self._addresses = self._version.addresses()  # that captured steps read
+        self._engine.servers.add(self)  # last: a failure leaves the model to others
 
     def room(self) -> int:
         """As far as `_token_bytes` tells: a batch that does not fit is computed in smaller ones."""
@@ -216,6 +219,7 @@ class PagedRunner(Runner):
         if self._decode is not None:
             self._decode.close()
         self._cache.close()
+        self._engine.servers.discard(self)
 
 
 @contextmanager
@@ -248,9 +252,15 @@ class SequentialRunner(Runner):
         self._device = device
         self._caches: dict[Request, tuple[Any, int]] = {}
         self._version = WeightsVersion(model)
+        if model.overspill.servers:
+            raise OrderError(IN_USE)
+        model.overspill.servers.add(self)
 
     def weights_changed(self, thorough: bool) -> bool:
         return self._version.changed(dense=thorough)
+
+    def close(self) -> None:
+        self._model.overspill.servers.discard(self)
 
     def run(self, batch: Sequence[Work]) -> Tensor:
         # some requests may have to be computed again

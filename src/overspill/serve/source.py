@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from overspill.core.errors import BudgetError, ConfigError, OrderError
+from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.sizes import format_size, parse_size, round_up
 from overspill.hardware.machine import available_memory
-from overspill.models.attention_cache import IN_USE
 from overspill.models.budgets import Budgets
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.folder import find_folder, is_adapter, read_config
@@ -132,8 +131,6 @@ def _given(model: Any, asked: CacheRequest) -> Source:
         )
     engine = model.overspill
     engine.check_open()
-    if engine.served:
-        raise OrderError(IN_USE)
     if isinstance(model, GPTMoE):
         config = model.config
         token_bytes = 2 * config.n_layers * config.d_model * engine.dtype.itemsize
