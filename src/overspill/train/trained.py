@@ -42,6 +42,7 @@ def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
             f"RUN {run} is a run of overspill finetune or pregate, which writes {what}: "
             + (f"they are in {' and '.join(there)}" if there else "it has none yet")
         )
+    folder.check_links()
     newest = checkpoint.newest(folder.checkpoints)
     if newest is None:
         raise ConfigError(
