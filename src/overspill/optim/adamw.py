@@ -345,6 +345,11 @@ class AdamW(torch.optim.Optimizer):
         check_entries([parameter for parameter, _ in self._parameters()], entries)
         for other in saved:
             check_group({**self.defaults, **other})
+        pairs = zip(self._parameters(), entries, strict=True)
+        if self._engine is not None and any(
+            has_experts(parameter) and entry and entry["step"] for (parameter, _), entry in pairs
+        ):
+            self._engine.training.check_planned()
         self._restart()
         for group, other in zip(self.param_groups, saved, strict=True):
             values = {key: value for key, value in other.items() if key != "params"}
