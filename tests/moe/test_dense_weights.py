@@ -172,7 +172,9 @@ def test_a_gradient_that_the_user_keeps_does_not_change(tmp_path: Path) -> None:
 def test_gradients_of_parameters_that_are_unfrozen_later_are_in_host_memory(
     tmp_path: Path,
 ) -> None:
-    model = TASK.model().requires_grad_(False)
+    model = TASK.model()
+    for parameter in (p for p in model.parameters() if p.dim() < 3):  # all but experts
+        parameter.requires_grad_(False)
     with on_host(model, tmp_path) as engine:
         model.requires_grad_(True)
         optimizer = adamw(model, TASK)

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 import overspill
+from overspill import offload
+from overspill.core.errors import BudgetError, OrderError
+from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
+from overspill.plan.budget import PROCESS
 from overspill.simulate import ReplayedRouting, routed_by
 from overspill.train.checkpoint_tensors import read_optimizer, write_optimizer
 from tests.moe.fake_memory import FakeMemory
@@ -168,3 +172,119 @@ def test_frozen_experts_are_saved_and_loaded_without_states(where: str, tmp_path
         optimizer = adamw(model, task)  # which starts from zero
         train(model, optimizer, task)
         assert engine.bytes_by_tier() == before
+
+
+NOT_PLANNED = "experts were frozen when the model was offloaded, so no memory is planned"
+
+
+def plain_frozen_run(task: Task) -> Run:
+    return plain_unfreezing_run(task, trained_from=task.steps)
+
+
+@pytest.mark.parametrize("where", ["gpu", "host with 2 slots", "disk, 5 at home"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_experts_that_are_frozen_before_train_the_rest_without_memory_for_states(
+    where: str, clip: float | None, tmp_path: Path
+) -> None:
+    task = Task(n_layers=2, steps=3, clip=clip)
+    model = task.model()
+    set_frozen(model, True)
+    with spilled(model, where, tmp_path) as engine:
+        assert engine.placement.training
+        assert not engine.placement.trains_experts
+        before = engine.bytes_by_tier()
+        run = train(model, adamw(model, task), task)
+        assert engine.bytes_by_tier()["disk"] == before["disk"]
+        assert engine.bytes_by_tier()["host"] == before["host"]
+    plain = plain_frozen_run(task)
+    run.norms = []
+    assert_follows(run, plain)
+
+
+def test_a_budget_that_holds_the_weights_suffices_for_frozen_experts(tmp_path: Path) -> None:
+    experts = GPTConfig(
+        vocab=48, n_layers=2, d_model=64, d_hidden=1024, n_heads=2, n_experts=8, top_k=2, max_seq=16
+    )
+    weights = 2 * 8 * 2 * 64 * 1024 * 4
+    given = {"host_memory": PROCESS + weights + (1 << 20), "slots": 2}
+
+    model = GPTMoE(experts)
+    with pytest.raises(BudgetError, match="host-memory"):
+        offload(model, device="cpu", mode="host", quiet=True, **given)
+    set_frozen(model, True)
+    with spilled(model, "host with 2 slots", tmp_path, **given) as engine:
+        assert engine.bytes_by_tier()["host"] >= weights
+        tokens = torch.arange(16).view(1, 16)
+        optimizer = overspill.AdamW(model)
+        loss_of(model, tokens).backward()
+        optimizer.step()
+
+
+def test_experts_of_a_layer_that_is_not_frozen_are_trained_with_those_of_others_frozen(
+    tmp_path: Path,
+) -> None:
+    task = Task(n_layers=2, steps=2)
+    runs = []
+    for offloaded in (False, True):
+        model = task.model()
+        for parameter in model.moe_layers()[0].expert_parameters():
+            parameter.requires_grad_(False)
+        if offloaded:
+            with spilled(model, "host with 2 slots", tmp_path) as engine:
+                assert engine.placement.trains_experts
+                runs.append(train(model, adamw(model, task), task))
+        else:
+            plain = torch.optim.AdamW(model.parameters(), task.lr, weight_decay=task.weight_decay)
+            runs.append(unfrozen_run(model, plain, task))
+    assert_follows(runs[1], runs[0])
+
+
+def unfrozen_run(model: GPTMoE, optimizer: torch.optim.Optimizer, task: Task) -> Run:
+    run = Run()
+    for (tokens,) in task.batches():
+        loss = loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+    run.weights = weights_of(model)
+    return run
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_unfreezing_experts_that_were_offloaded_frozen_is_refused_before_they_compute(
+    clip: float | None, tmp_path: Path
+) -> None:
+    task = Task(n_layers=2, steps=2, clip=clip)
+    batches = [tokens for (tokens,) in task.batches()]
+    trained = task.model()
+    with spilled(trained, "host with 2 slots", tmp_path):
+        optimizer = adamw(trained, task)
+        train(trained, optimizer, task)
+        states = optimizer.state_dict()
+    model = task.model()
+    set_frozen(model, True)
+    with spilled(model, "host with 2 slots", tmp_path):
+        set_frozen(model, False)
+        with pytest.raises(OrderError, match=NOT_PLANNED):
+            adamw(model, task)
+        with pytest.raises(OrderError, match=NOT_PLANNED):  # also without an optimizer for them
+            loss_of(model, batches[0])
+        with torch.no_grad():
+            loss_of(model, batches[0])
+        set_frozen(model, True)
+        optimizer = adamw(model, task)
+        loss_of(model, batches[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saved = optimizer.state_dict()
+        set_frozen(model, False)
+        with pytest.raises(OrderError, match=NOT_PLANNED):
+            loss_of(model, batches[1])
+        set_frozen(model, True)
+        with pytest.raises(OrderError, match=NOT_PLANNED):
+            optimizer.load_state_dict(states)
+        number, entry = next(iter(saved["state"].items()))
+        assert torch.equal(optimizer.state_dict()["state"][number]["exp_avg"], entry["exp_avg"])
+        loss_of(model, batches[1]).backward()
+        optimizer.step()

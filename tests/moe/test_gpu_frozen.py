@@ -53,6 +53,46 @@ def frozen_gradients(
         model.overspill.close()
 
 
+@pytest.mark.parametrize("where", [MODES[0], MODES[3], MODES[5], {"mode": "auto"}], ids=str)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_rest_is_trained_without_memory_for_states_of_frozen_experts(
+    where: dict[str, object], clip: float | None, tmp_path: Path
+) -> None:
+    if where["mode"] == "disk":
+        where = {**where, "disk": tmp_path}
+    losses: list[list[float]] = []
+    for offloaded in (False, True):
+        model = GPTMoE(CONFIG, seed=5, device="cuda")
+        for moe in model.moe_layers():
+            moe.w_in.requires_grad_(False)
+            moe.w_out.requires_grad_(False)
+        optimizer: torch.optim.Optimizer
+        if offloaded:
+            overspill.offload(model, gpu_memory="2GiB", quiet=True, **where)
+            optimizer = overspill.AdamW(model, lr=3e-3, max_grad_norm=clip)
+            before = model.overspill.bytes_by_tier()
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        found = []
+        for tokens in batches(8, seed=5):
+            loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+            loss.backward()
+            if clip is not None and not offloaded:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    engine = model.overspill
+    try:
+        assert not engine.placement.trains_experts
+        assert engine.bytes_by_tier()["disk"] <= before["disk"]
+        engine.check_conserved()
+    finally:
+        engine.close()
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4)
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_frozen_experts_on_the_cpu_give_the_gradients_of_the_gpu(

@@ -155,3 +155,29 @@ def test_a_second_optimizer_does_not_get_experts_of_the_first(tmp_path: Path) ->
         (tokens,) = next(task.batches())
         loss_of(model, tokens).backward()
         first.step()
+
+
+@pytest.mark.parametrize("where", SOME_AT_HOME)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_another_variant_that_a_group_asks_for_later_updates_no_expert(
+    where: str, clip: float | None, tmp_path: Path
+) -> None:
+    task = Task(n_layers=2, steps=1, clip=clip)
+    model = task.model()
+    with spilled(model, where, tmp_path):
+        optimizer = overspill.AdamW(model, lr=task.lr, max_grad_norm=clip)
+        before = weights_of(model)
+        optimizer.param_groups[0]["maximize"] = True
+
+        def one_step() -> None:
+            loss_of(model, next(task.batches())[0]).backward()
+            optimizer.step()
+
+        with pytest.raises(ConfigError, match="maximize=True is not supported"):
+            one_step()
+        assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
+        optimizer.param_groups[0]["maximize"] = False
+        optimizer.zero_grad()
+        one_step()
+        after = weights_of(model)
+        assert not any(torch.equal(after[name], value) for name, value in before.items())

@@ -124,6 +124,10 @@ def test_dense_state_dict_restores_copies_of_the_states() -> None:
         assert mine["exp_avg"].data_ptr() != theirs["exp_avg"].data_ptr()
 
 
+VARIANTS = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
+"""Keys of groups, not arguments, that ask for another step."""
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -138,13 +142,16 @@ def test_dense_state_dict_restores_copies_of_the_states() -> None:
         {"weight_decay": -0.1},
         {"amsgrad": True},
         {"maximize": True},
+        {"capturable": True},
+        {"differentiable": True},
+        {"decoupled_weight_decay": False},
     ],
     ids=str,
 )
 def test_hyperparameters_that_cannot_be_right_are_named(options: dict[str, Any]) -> None:
     (name,) = options
     parameters = [nn.Parameter(torch.ones(2))]
-    if name not in ("amsgrad", "maximize"):
+    if name not in VARIANTS:
         with pytest.raises(ValueError, match=name):
             overspill.AdamW(parameters, **options)
     with pytest.raises(ValueError, match=name):
@@ -153,6 +160,37 @@ def test_hyperparameters_that_cannot_be_right_are_named(options: dict[str, Any])
     with pytest.raises(ValueError, match=name):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], **options})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_another_variant_that_a_group_asks_for_later_is_refused_by_the_step(name: str) -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer = overspill.AdamW([{"params": [first]}, {"params": [second]}])
+    torch_group = torch.optim.AdamW([second]).param_groups[0]
+    (first.sum() + second.sum()).backward()
+    optimizer.param_groups[1][name] = not torch_group[name]
+    with pytest.raises(ConfigError, match=name):
+        optimizer.step()
+    assert first.eq(1).all()
+    optimizer.param_groups[1][name] = torch_group[name]
+    optimizer.step()
+    assert not first.eq(1).any()
+    assert not second.eq(1).any()
+
+
+def test_groups_saved_by_torch_are_accepted_if_they_mean_the_same_step() -> None:
+    """Of Adam without decay too, which computes what AdamW does then."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = overspill.AdamW([parameter])
+    for kind, options in (
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adam, {}),
+    ):
+        optimizer.load_state_dict(kind([parameter], **options).state_dict())  # type: ignore[arg-type]
+        optimizer.step()
+    with pytest.raises(ConfigError, match="decoupled_weight_decay"):
+        optimizer.load_state_dict(torch.optim.Adam([parameter], weight_decay=0.1).state_dict())
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])

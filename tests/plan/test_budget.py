@@ -28,6 +28,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, BudgetRequest]:
         token_bytes=draw(st.integers(64, 200_000)),
         training=draw(st.booleans()),
         dense_buffers=draw(st.integers(1, 2 * GIB)),
+        frozen=draw(st.booleans()),
     )
     share = st.floats(0.01, 1.5)
     all_records = model.experts * model.record
@@ -78,7 +79,7 @@ def test_every_expert_is_placed_and_slots_are_enough(
     assert placement.cache_slots >= min(2, placement.disk_slots)
     assert placement.slots <= max(2, model.experts)
     assert placement.slots >= min(2, model.experts), "one computes while another is uploaded"
-    assert (placement.ring > 0) == model.training
+    assert (placement.ring > 0) == model.trains_experts == placement.trains_experts
     assert placement.max_rows >= 1
 
 
@@ -89,7 +90,7 @@ def test_a_placement_stays_within_its_budgets(case: tuple[ModelSizes, BudgetRequ
     placement = placed(model, request)
     # None: a placement with a disk reserves memory for kept gradients
     kept = request.keep_gradients or (request.keep_gradients is None and placement.mode == "disk")
-    slot_bytes = model.record + (model.weight_record if model.training and kept else 0)
+    slot_bytes = model.record + (model.weight_record if model.trains_experts and kept else 0)
     assert placement.dense_states in (0, model.dense_states)
     dense = model.dense + model.dense_states - placement.dense_states
     if placement.dense_weights:
@@ -121,7 +122,7 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetReque
     model, request = case
     request = replace(request, mode="auto", slots=None, host_slots=None, keep_gradients=None)
     placement = placed(model, request)
-    layer = model.n_experts * model.weight_record if model.training else 0
+    layer = model.n_experts * model.weight_record if model.trains_experts else 0
     dense = model.dense + model.dense_states - placement.dense_states
     if placement.dense_weights:
         dense = model.dense_buffers
@@ -434,3 +435,16 @@ def test_dense_weights_that_cannot_be_on_the_host_are_refused() -> None:
         place(STREAMED, replace(AMPLE, dense_weights="disk"))
     with pytest.raises(ConfigError, match=r"needs the optimizer states there.*dense_states='gpu'"):
         place(STREAMED, replace(MAPPED, dense_weights="host", dense_states="gpu"))
+
+
+def test_frozen_experts_need_their_weights_alone() -> None:
+    """Qwen3-30B-A3B in bf16: 54 GiB of experts, 331 GiB with an fp32 master and fp32 moments."""
+    weights = 3 * 2048 * 768 * 2
+    model = ModelSizes(48, 128, weights, 5 * weights, GIB, 0, 10_000, training=True)
+    request = BudgetRequest(gpu_memory=24 * GIB, host_memory=55 * GIB, mode="host")
+    with pytest.raises(BudgetError, match=r"does not hold the experts, which need 33\d\.\d+ GiB"):
+        place(model, request)
+    frozen = place(replace(model, frozen=True), request)
+    assert (frozen.home_slots, frozen.ring, frozen.training) == (48 * 128, 0, True)
+    with pytest.raises(BudgetError, match=r"which need 55\.0+ GiB"):
+        place(replace(model, frozen=True), replace(request, host_memory=54 * GIB))

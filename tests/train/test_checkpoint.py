@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -96,6 +97,47 @@ def test_leftovers_of_a_killed_run_are_ignored_and_cleaned(tmp_path: Path) -> No
     assert checkpoint.newest(tmp_path) is None
     path = _save(tmp_path, make_session(), step=3)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_old_checkpoint_that_is_a_link_goes_and_its_files_stay(tmp_path: Path) -> None:
+    """It was moved to another disk."""
+    session, folder = make_session(), tmp_path / "checkpoints"
+    old = _save(folder, session, step=1)
+    moved = old.rename(tmp_path / old.name)
+    old.symlink_to(moved, target_is_directory=True)
+    assert _load(old, session).step == 1
+    newer = [_save(folder, session, step) for step in (2, 3)]
+    assert sorted(folder.iterdir()) == newer
+    assert len(list(moved.iterdir())) == 3
+
+
+def test_a_newest_checkpoint_that_links_to_nothing_is_named(tmp_path: Path) -> None:
+    _save(tmp_path, make_session(), step=1)
+    link = tmp_path / "step-00000002"
+    link.symlink_to(tmp_path / "gone")
+    message = "step-00000002 is a link to .*gone, .*remove the link to resume from step-00000001"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.newest(tmp_path)
+    link.rename(tmp_path / "step-00000000")  # an older one does not matter
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000001"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, real = make_session(), os.rename
+    old = [_save(tmp_path, session, step) for step in (1, 2)]
+
+    def rename(source: Path, target: Path) -> None:
+        if source == old[0]:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    message = r"old checkpoint .*1 cannot be removed \(Operation not permitted\), the new one is"
+    with pytest.raises(DiskError, match=message):
+        _save(tmp_path, session, step=3)
+    assert _load(tmp_path / "step-00000003", session).step == 3
 
 
 class Killed(BaseException):

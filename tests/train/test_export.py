@@ -189,6 +189,16 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         export(run, tmp_path / "out")
 
 
+def test_the_root_of_a_disk_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be replaced by the folder that was written beside it, on another disk."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(ConfigError, match="is the root of a disk; give the name of a new folder"):
+        export(run, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,20 +1,24 @@
+import errno
 import json
 import math
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from overspill.core.errors import CheckpointError, ConfigError, NonFiniteError
+from overspill.core.errors import CheckpointError, ConfigError, DiskError, NonFiniteError
 from overspill.train.config import TrainConfig
 from overspill.train.metrics import read_lines
 from overspill.train.session import Builder, RunSpec, Session, build_session
 from overspill.train.summary import Summary
+from overspill.train.train_spec import TrainSpec, plan_training
 from overspill.train.trainer import train
+from tests.full_disk import largest_file
 from tests.train.fakes import FakeEngine, Watcher, build_fake, tiny_settings
 
 BUILDERS = pytest.mark.parametrize(
@@ -238,3 +242,63 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
             _train({**settings, "resume": True}, Watcher())
 
     _train(settings, Watcher(again))
+
+
+def test_a_run_that_begins_while_another_one_plans_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, plan = tiny_settings(tmp_path, steps=3), plan_training
+
+    def slow_plan(*args: Any) -> TrainSpec:
+        monkeypatch.setattr("overspill.train.trainer.plan_training", plan)
+        _train(settings, Watcher())  # of another process
+        return plan(*args)
+
+    monkeypatch.setattr("overspill.train.trainer.plan_training", slow_plan)
+    with pytest.raises(ConfigError, match="run already holds a run; add --resume"):
+        _train({**settings, "steps": 8}, Watcher())
+    assert len(list(read_lines(tmp_path / "run" / "metrics.jsonl"))) == 4  # with an evaluation
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("limit", "message", "taken"),
+    [
+        (500, r"metrics.jsonl cannot be written \(File too large\)", 4),
+        (20_000, r"model.safetensors: writing .* failed \(File too large\)", 6),
+    ],
+    ids=["for a line of the metrics", "for a checkpoint"],
+)
+def test_a_run_whose_disk_is_full_resumes_from_its_last_checkpoint(
+    tmp_path: Path, limit: int, message: str, taken: int
+) -> None:
+    straight, first, second = Watcher(), Watcher(), Watcher()
+    _train(tiny_settings(tmp_path, out=str(tmp_path / "straight")), straight)
+
+    with ExitStack() as full:
+        first = Watcher(lambda step: full.enter_context(largest_file(limit)) if step == 4 else None)
+        with pytest.raises(DiskError, match=message):
+            _train(tiny_settings(tmp_path), first)
+    assert len(first.losses) == taken
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000003"]
+
+    _train(tiny_settings(tmp_path, resume=True), second)
+    assert second.losses == straight.losses[3:]
+    runs = [list(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("straight", "run")]
+    assert [line.get("loss") for line in runs[0]] == [line.get("loss") for line in runs[1]]
+
+
+def test_a_run_ends_well_where_only_its_picture_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(metrics: Path, path: Path, title: str) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("overspill.train.loop.draw_loss", full)
+    display = Watcher()
+    summary = _train(tiny_settings(tmp_path, steps=1), display)
+    assert (summary.steps, summary.interrupted) == (1, False)
+    picture = tmp_path / "run" / "loss.png"
+    assert not picture.exists()
+    assert f"{picture} cannot be written (No space left on device)" in display.lines

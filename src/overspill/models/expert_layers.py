@@ -28,6 +28,10 @@ class ExpertLayer(Protocol):
     @property
     def engine(self) -> Engine | None: ...
 
+    @property
+    def trained(self) -> bool:
+        """Whether its experts are not frozen; before they are given away."""
+
     def expert_parameters(self) -> Sequence[nn.Parameter]:
         """The parameters that will be released."""
 

@@ -63,7 +63,8 @@ def offload(
 
     The model is changed in place and returned; `model.overspill` is its engine. If this fails or is
     interrupted, the model is what it was. In training mode memory for optimizer states is planned;
-    call `model.eval()` first to offload for inference.
+    call `model.eval()` first to offload for inference. What is frozen gets none: experts that are
+    all frozen cannot be trained afterwards.
 
     Args:
         model: a `GPTMoE`, a Mixture-of-Experts model of Hugging Face transformers, or any model

@@ -56,7 +56,8 @@ def plan_offload(
         # after all have seen how much memory is free, and before one allocates it
         ranks.check_same(facts(model, layers, layout, budgets))
     parameters = [p for layer in layers for p in layer.expert_parameters()]
-    sizes = _sizes(model, parameters, layout, part)
+    frozen = not any(layer.trained for layer in layers)
+    sizes = _sizes(model, parameters, layout, part, frozen)
     if budgets.shard_dense:
         check_shardable(model, parameters, ranks, device)
         assert ranks is not None
@@ -71,16 +72,22 @@ def plan_offload(
 
 
 def _sizes(
-    model: nn.Module, experts: Sequence[nn.Parameter], layout: RecordLayout, part: ModelPart
+    model: nn.Module,
+    experts: Sequence[nn.Parameter],
+    layout: RecordLayout,
+    part: ModelPart,
+    frozen: bool,
 ) -> ModelSizes:
+    """What is frozen has neither gradients nor optimizer states; `frozen` are all experts."""
     training = model.training
     blocks = dense_blocks(model, set(map(id, experts)))
     dense = dense_states = 0
     for parameter in (p for block in blocks for p in block.parameters):
-        dense += parameter.nbytes * (2 if training else 1)  # weight and gradient
+        trained = training and parameter.requires_grad
+        dense += parameter.nbytes * (2 if trained else 1)  # weight and gradient
         # both moments, and the low bits of a bf16 master
         low = 2 if parameter.dtype == torch.bfloat16 else 0
-        each = 2 * layout.state_dtype.itemsize + low if training else 0
+        each = 2 * layout.state_dtype.itemsize + low if trained else 0
         dense_states += parameter.numel() * each
     shape = layout.shape
     row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * shape.d_model) * layout.dtype.itemsize
@@ -94,6 +101,7 @@ def _sizes(
         row,
         training,
         buffer_bytes(blocks, training),
+        frozen=frozen,
     )
 
 

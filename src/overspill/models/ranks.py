@@ -105,7 +105,7 @@ def facts(
     settings = budgets.settings
     experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     dense = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]
-    trained = [p.requires_grad for layer in layers for p in layer.expert_parameters()]
+    trained = [layer.trained for layer in layers]
     shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in dense]
     config = vars(model.config) if hasattr(model, "config") else {}
     return {

@@ -63,6 +63,8 @@ def _routed(
         layer_pass.training = True
         if layer_pass.trained:
             check_processes()
+            if engine.can_train:
+                engine.training.check_planned()
         ticket = _Entrance.apply(x_TD, weights_TK, placeholder, engine, layer_pass)  # type: ignore[no-untyped-call]
         args = (x_TD.detach(), weights_TK.detach(), expert_ids_TK, engine, layer_pass)
         y: Tensor = _Experts.apply(ticket, *args)  # type: ignore[no-untyped-call]

@@ -135,7 +135,8 @@ class Engine:
             lambda keep: self._moves.make_room(keep),
         )
         n_ranks = 1 if self.ranks is None else self.ranks.size
-        return TrainingStep(self.n_layers, gradients, self.records, n_ranks)
+        planned = self.placement.trains_experts
+        return TrainingStep(self.n_layers, gradients, self.records, n_ranks, planned)
 
     def _new_rank_rows(self) -> RankRows | None:
         node = None if self.ranks is None else self.ranks.node

@@ -148,7 +148,8 @@ class EngineMemory:
         device = self._homes.device
         if self._streaming.started is None:
             return (
-                f"{rank}mode gpu: all {at_home} experts and their states on {device} "
+                f"{rank}mode gpu: all {at_home} experts"
+                f"{' and their states' if placement.trains_experts else ''} on {device} "
                 f"({sizes['gpu']}){self._describe_dense()}"
             )
         homes = f"{at_home} experts and " if at_home else ""

@@ -169,7 +169,7 @@ class ExpertMoves:
         planned = sum(self._store.homes) == self._placement.homes  # with their states
         if self._gradients is not None:
             self._gradients.allow_host()
-        size = self._home_bytes(self._placement.training, False) if planned else 0
+        size = self._home_bytes(self._placement.trains_experts, False) if planned else 0
         self._user = user
         self._residency = Residency(memory, budget, self, size)
 

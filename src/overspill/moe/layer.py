@@ -90,10 +90,14 @@ class MoE(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.w_in.dtype if self.engine is None else self.engine.dtype
 
+    @property
+    def trained(self) -> bool:
+        return self.w_in.requires_grad
+
     def give_away(self, engine: Engine, layer: int) -> None:
         """Replaces the parameters by a placeholder; the experts are in the engine now."""
         self.engine, self.layer = engine, layer
-        trained = self.w_in.requires_grad
+        trained = self.trained
         del self.w_in, self.w_out
         self.experts = ExpertPlaceholder(engine, layer)
         self.experts.requires_grad_(trained)

@@ -248,6 +248,10 @@ class MoELayer(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.w_in.dtype if self.engine is None else self.engine.dtype
 
+    @property
+    def trained(self) -> bool:
+        return self.w_in.requires_grad
+
     def expert_parameters(self) -> list[nn.Parameter]:
         return [self.w_in, self.w_out]
 
@@ -272,7 +276,7 @@ class MoELayer(nn.Module):
     def give_away(self, engine: Engine, layer: int) -> None:
         """Replaces the parameters by a placeholder; the experts are in the engine now."""
         self.engine = engine
-        trained = self.w_in.requires_grad
+        trained = self.trained
         del self.w_in, self.w_out
         self.experts = ExpertPlaceholder(engine, layer, self.activation)
         self.experts.requires_grad_(trained)

@@ -45,8 +45,9 @@ class Settings:
     """Who issues uploads: a "native" thread, a Python "thread", or "auto" for the faster one."""
     placement: str = "auto"
     """With several ranks, who computes an expert: its owner ("static"); whichever rank balances the
-    token rows of a batch ("dynamic"), which needs all experts in host memory; or "auto": dynamic
-    where that is possible, by measured costs, on GPUs of their own."""
+    token rows of a batch ("dynamic"), which needs all experts in host memory; or "auto": "static"
+    if experts may live on the GPUs, as they may by default; with mode="host", "dynamic" for batches
+    in which it is faster by measured costs, on GPUs of their own."""
     exchange_groups: int | None = None
     """With several ranks, the groups of experts of a layer whose token rows travel together, while
     another group computes; at most as many as the experts of a rank. None: two for large batches on

@@ -60,10 +60,17 @@ class TrainingStep:
     """Follows the backward passes of a step and says what is done with the gradients."""
 
     def __init__(
-        self, n_layers: int, gradients: ExpertGradients, records: ExpertRecords, n_ranks: int = 1
+        self,
+        n_layers: int,
+        gradients: ExpertGradients,
+        records: ExpertRecords,
+        n_ranks: int = 1,
+        planned: bool = True,
     ) -> None:
-        """Gradients are sums over the losses of `n_ranks`, of which the model's is the mean."""
+        """Gradients are sums over the losses of `n_ranks`, of which the model's is the mean.
+        `planned` says whether there is memory for them and for optimizer states."""
         self.gradients = gradients
+        self._planned = planned
         self._records = records
         self._n_ranks = n_ranks
         self.lock = threading.RLock()  # held during a pass and during a step
@@ -96,6 +103,8 @@ class TrainingStep:
             raise OrderError(
                 "the model has an optimizer already; use its parameter groups, or delete it first"
             )
+        if trained:
+            self.check_planned()
         replaces = self._rule is not None
         self._rule, self._has_memory = weakref.ref(rule), False
         if trained:
@@ -115,10 +124,21 @@ class TrainingStep:
         their states are loaded."""
         rule = self.rule
         assert rule is not None
+        self.check_planned()
         if not self._has_memory:
             with DeferredInterrupt():  # while threads are started
                 self.gradients.attach(rule.state_dtype, rule.keep_gradients)
                 self._has_memory = True
+
+    def check_planned(self) -> None:
+        """Raises if experts that are to be trained were frozen when the model was offloaded."""
+        if not self._planned:
+            raise OrderError(
+                "the experts were frozen when the model was offloaded, so no memory is planned for "
+                "their gradients and optimizer states; call requires_grad_(True) before "
+                "overspill.offload (or leave freeze_experts out of overspill.load), or freeze them "
+                "again"
+            )
 
     @property
     def has_states(self) -> bool:

@@ -29,6 +29,7 @@ from overspill.optim.parameters import (
     check_dense,
     check_entries,
     check_group,
+    check_variant,
     has_experts,
     is_placeholder,
 )
@@ -148,6 +149,7 @@ class AdamW(torch.optim.Optimizer):
         if group is None:
             return None
         assert self._engine is not None
+        self._check_variants()  # here too: experts may be updated before step()
         # the gradients are sums over the losses of all ranks
         scale = self._scale if self._ranks is None else self._scale / self._ranks.size
         return self._hyper(group, self._engine.training.steps(layer) + 1, scale)
@@ -197,6 +199,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_variants()
         for parameter, _ in self._with_gradients():
             check_dense(parameter)
         self._average()
@@ -232,6 +235,10 @@ class AdamW(torch.optim.Optimizer):
 
     def _with_gradients(self) -> list[tuple[Tensor, dict[str, Any]]]:
         return [(p, group) for p, group in self._dense() if p.grad is not None]
+
+    def _check_variants(self) -> None:
+        for group in self.param_groups:
+            check_variant(group)
 
     def _average(self) -> None:
         """Dense gradients become means over ranks, also without experts."""
@@ -338,6 +345,11 @@ class AdamW(torch.optim.Optimizer):
         check_entries([parameter for parameter, _ in self._parameters()], entries)
         for other in saved:
             check_group({**self.defaults, **other})
+        pairs = zip(self._parameters(), entries, strict=True)
+        if self._engine is not None and any(
+            has_experts(parameter) and entry and entry["step"] for (parameter, _), entry in pairs
+        ):
+            self._engine.training.check_planned()
         self._restart()
         for group, other in zip(self.param_groups, saved, strict=True):
             values = {key: value for key, value in other.items() if key != "params"}

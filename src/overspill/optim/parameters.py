@@ -9,17 +9,35 @@ from torch import Tensor
 from overspill.core.errors import ConfigError
 from overspill.optim.dense import MOMENTS
 
+_VARIANTS = ("amsgrad", "maximize", "capturable", "differentiable")
+"""Keys of torch.optim.AdamW's groups that change a step. `foreach` and `fused` choose one of
+several implementations of the same step: they have no effect."""
+
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raises for values that torch.optim.AdamW refuses, and for its variants."""
+    """Raises for values that torch.optim.AdamW refuses, and for other variants than AdamW."""
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0:
             raise ConfigError(f"{name}={group[name]} must not be negative")
     if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
         raise ConfigError(f"betas={group['betas']} must be two numbers, each in [0, 1)")
-    for name in ("amsgrad", "maximize"):
+    check_variant(group)
+
+
+def check_variant(group: Mapping[str, Any]) -> None:
+    """Raises if a group asks for another computation than AdamW's. Called in every step, because a
+    group may be changed at any time."""
+    for name in _VARIANTS:
         if group.get(name):
-            raise ConfigError(f"{name}=True is not supported by overspill.AdamW; leave it out")
+            raise ConfigError(
+                f"{name}={group[name]} is not supported by overspill.AdamW; leave it out, or set "
+                "it to False in param_groups"
+            )
+    if group["weight_decay"] and not group.get("decoupled_weight_decay", True):
+        raise ConfigError(
+            "decoupled_weight_decay=False (the L2 penalty of torch.optim.Adam) is not supported by "
+            "overspill.AdamW; set it to True, or weight_decay to 0, in param_groups"
+        )
 
 
 def check_dense(parameter: Tensor) -> None:

@@ -31,14 +31,20 @@ class ModelSizes:
     training: bool
     dense_buffers: int = 0  # GPU memory for the dense part if its weights are in host memory
     dense_on_host: str = "dense optimizer states"  # what `dense_states` are
+    frozen: bool = False  # no expert is trained
 
     @property
     def experts(self) -> int:
         return self.n_layers * self.n_experts
 
     @property
+    def trains_experts(self) -> bool:
+        """Whether experts have gradients and optimizer states."""
+        return self.training and not self.frozen
+
+    @property
     def record(self) -> int:
-        return self.weight_record + (self.state_record if self.training else 0)
+        return self.weight_record + (self.state_record if self.trains_experts else 0)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,8 @@ class Placement:
     ring: int  # gradient buffers
     max_rows: int  # token rows of a wave
     host_memory: int  # the budget for all host memory
-    training: bool = True  # memory for optimizer states is planned
+    training: bool = True  # passes have a backward
+    trains_experts: bool = True  # memory for gradients and optimizer states of experts is planned
     fills: bool = False  # experts move to the compute device until its budget is used
     spare_records: int = 0  # further disk slots, for experts that leave the compute device
     # host memory for the optimizer states of the dense part; 0: they are on the compute device
@@ -196,8 +203,8 @@ def _place(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
     slots = _slots(model, request, free)
     ring = _least_ring(model, count)
     on_host = Placement(
-        "host", homes, slots, count, 0, 0, ring, max_rows, host_memory, model.training, fills,
-        dense_states=model.dense_states,
+        "host", homes, slots, count, 0, 0, ring, max_rows, host_memory, model.training,
+        model.trains_experts, fills, dense_states=model.dense_states,
     )  # fmt: skip
     if count == 0:
         if model.dense_states and on_host.reserved > host_memory:
@@ -225,7 +232,7 @@ def _place(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
 
 def _least_ring(model: ModelSizes, count: int) -> int:
     """Gradient buffers that updates of `count` streamed experts need at least."""
-    return min(model.experts, max(4, count // 6)) if model.training else 0
+    return min(model.experts, max(4, count // 6)) if model.trains_experts else 0
 
 
 def _ring(model: ModelSizes, request: BudgetRequest, count: int) -> int:
@@ -280,7 +287,7 @@ def _homes(model: ModelSizes, request: BudgetRequest) -> int:
 
 def _slot_bytes(model: ModelSizes, keep: bool) -> int:
     """Bytes of one expert in host memory or on disk, with its gradient if that may be kept."""
-    return model.record + (model.weight_record if keep and model.training else 0)
+    return model.record + (model.weight_record if keep and model.trains_experts else 0)
 
 
 def _planned_slot_bytes(model: ModelSizes, request: BudgetRequest) -> int:
@@ -290,7 +297,7 @@ def _planned_slot_bytes(model: ModelSizes, request: BudgetRequest) -> int:
 
 
 def _gpu_need(model: ModelSizes, request: BudgetRequest) -> int:
-    layer_gradients = model.n_experts * model.weight_record if model.training else 0
+    layer_gradients = model.n_experts * model.weight_record if model.trains_experts else 0
     expert_bytes = _slot_bytes(model, request.keep_gradients is True)
     return model.dense + model.experts * expert_bytes + layer_gradients
 

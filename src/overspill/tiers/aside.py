@@ -1,20 +1,24 @@
 """Folders written atomically: filled under a temporary name, synced, then renamed."""
 
+import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from overspill.core.errors import ConfigError
 
 
 @contextmanager
 def folder_aside(target: Path) -> Iterator[Path]:
     """Yields a new folder next to `target`; syncs it and renames it to `target` at the end.
 
-    `target` must not exist or must be an empty folder. After an error the new folder is removed.
-    A folder left by a killed process is removed by the next call with the same target.
+    `target` must not exist, or be an empty folder or a link to one. After an error the new folder
+    is removed. A folder left by a killed process is removed by the next call with the same target.
     """
-    target = target.absolute()  # "." has no name
+    target = Path(os.path.realpath(target))  # "." has no name, and a folder cannot replace a link
     with temporary_folder(target.parent / f".tmp-{target.name}") as aside:
         yield aside
         sync_all(aside)
@@ -25,13 +29,62 @@ def folder_aside(target: Path) -> Iterator[Path]:
 @contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
     """Yields a new folder and removes it at the end, unless it was renamed. Content left there by a
-    killed process is removed first."""
-    shutil.rmtree(path, ignore_errors=True)
+    killed process is removed first; raises if another process has the folder."""
+    if os.path.lexists(path):
+        leftover = _lock(path)
+        remove(path)
+        os.close(leftover)
     path.mkdir(parents=True)
+    lock = _lock(path)
     try:
         yield path
     finally:
+        if _is_open_as(path, lock):  # else it was renamed, and the name may be another process's
+            remove(path)
+        os.close(lock)
+
+
+def _lock(path: Path) -> int:
+    """A descriptor that keeps other processes from the folder until it is closed, or until this
+    process ends."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = _is_open_as(path, fd)  # else another process has removed the folder meanwhile
+    except BlockingIOError:
+        free = False
+    except OSError:
+        free = True  # this file system has no locks for folders
+    if not free:
+        os.close(fd)
+        raise ConfigError(
+            f"{path} is being written by another process; wait for it, or give another folder"
+        )
+    return fd
+
+
+def _is_open_as(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def remove(path: Path) -> None:
+    """Removes a folder as far as possible. Of a link, only the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def write_failure(error: Exception) -> str | None:
+    """Why the system did not write a file; None if that is not what the error says. safetensors and
+    tokenizers, which are in Rust, raise errors of their own types then."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return None if number is None else os.strerror(int(number[1]))
 
 
 def sync_all(folder: Path) -> None:

@@ -20,13 +20,16 @@ def write_perfetto(spans: Iterable[Span], path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
-    with gzip.open(temporary, "wt") if path.suffix == ".gz" else open(temporary, "w") as file:
-        # one event per line, so that a long timeline is never in memory as a whole
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for number, event in enumerate(_events(list(spans))):
-            file.write((",\n" if number else "") + json.dumps(event))
-        file.write("\n]}\n")
-    os.replace(temporary, path)  # never leaves a partial file
+    try:
+        with gzip.open(temporary, "wt") if path.suffix == ".gz" else open(temporary, "w") as file:
+            # one event per line, so that a long timeline is never in memory as a whole
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for number, event in enumerate(_events(list(spans))):
+                file.write((",\n" if number else "") + json.dumps(event))
+            file.write("\n]}\n")
+        os.replace(temporary, path)  # never leaves a partial file
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _events(spans: list[Span]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,6 @@ folder with the final name is therefore complete, whenever the process or the ma
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from overspill.core.errors import CheckpointError, DiskError, RankError
 from overspill.models.joint_writing import is_first, together
 from overspill.moe.engine import Engine
 from overspill.optim.adamw import AdamW
-from overspill.tiers.aside import sync
+from overspill.tiers.aside import remove, sync
 from overspill.train.checkpoint_tensors import (
     read_model,
     read_optimizer,
@@ -54,6 +53,12 @@ class TrainState:
 
 def newest(folder: Path) -> Path | None:
     """The complete checkpoint with the highest step in `folder`."""
+    found = max(_named(folder), key=_step_of, default=None)
+    if found is not None and found.is_symlink() and not found.exists():
+        raise CheckpointError(
+            f"{found} is a link to {os.readlink(found)}, which does not exist; mount its disk, or "
+            f"remove the link {_restart(found)}"
+        )
     return max(_complete(folder), key=_step_of, default=None)
 
 
@@ -105,7 +110,7 @@ def save(
 def clean(folder: Path) -> None:
     """Removes incomplete checkpoints that a killed run left."""
     for leftover in folder.glob(f"{_TMP}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove(leftover)
 
 
 def read_state(path: Path) -> TrainState:
@@ -192,13 +197,21 @@ def _read_state_file(path: Path) -> dict[str, Any]:
 
 
 def _corrupt(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path} is corrupt: {what}; remove that folder {_restart(path)}")
+
+
+def _restart(path: Path) -> str:
+    """Where a run begins without this checkpoint."""
     before = [other for other in _complete(path.parent) if _step_of(other) < _step_of(path)]
-    then = f"to resume from {max(before, key=_step_of).name}" if before else "to start again"
-    return CheckpointError(f"{path} is corrupt: {what}; remove that folder {then}")
+    return f"to resume from {max(before, key=_step_of).name}" if before else "to start again"
 
 
 def _complete(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return [path for path in _named(folder) if path.is_dir()]
+
+
+def _named(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
 
 
 def _step_of(path: Path) -> int:
@@ -209,5 +222,11 @@ def _step_of(path: Path) -> int:
 def _remove(path: Path) -> None:
     # Renamed first: a kill must not leave an incomplete folder with the final name.
     doomed = path.parent / f"{_TMP}old-{path.name}"
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    try:
+        os.rename(path, doomed)
+    except OSError as error:
+        raise DiskError(
+            f"the old checkpoint {path} cannot be removed ({error.strerror}), the new one is "
+            "complete; remove the old one, or continue with a higher --keep"
+        ) from error
+    remove(doomed)

@@ -78,6 +78,8 @@ def export(
 def _check_free(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"OUT {out} already exists; give the name of a new folder")
+    if out.is_mount():  # it cannot be replaced by a complete folder
+        raise ConfigError(f"OUT {out} is the root of a disk; give the name of a new folder in it")
 
 
 def _specs(reader: StreamReader, tensors: Mapping[str, Piece]) -> dict[str, TensorSpec]:

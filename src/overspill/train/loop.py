@@ -3,8 +3,11 @@
 import abc
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -246,12 +249,21 @@ class Loop(abc.ABC, Generic[SummaryT]):
         return _Memory(dict(zip(tiers, map(int, sizes), strict=True)), int(peak))
 
     def _draw(self) -> None:
-        name = self.spec.config.name
-        draw_loss(self.folder.metrics, self.folder.loss_picture, f"{name}: loss")
+        name, folder = self.spec.config.name, self.folder
         spans = self.tracer.recorder.spans()
+        draw: dict[Path, Callable[[Path], None]] = {
+            folder.loss_picture: lambda path: draw_loss(folder.metrics, path, f"{name}: loss")
+        }
         if spans:
-            write_perfetto(spans, self.folder.timeline)
-            draw_timeline(spans, self.folder.timeline_picture, f"{name}: the last traced steps")
+            title = f"{name}: the last traced steps"
+            draw[folder.timeline] = partial(write_perfetto, spans)
+            draw[folder.timeline_picture] = lambda path: draw_timeline(spans, path, title)
+        for path, write in draw.items():
+            try:
+                write(path)
+            except OSError as error:  # the model is saved: nothing else depends on a picture
+                path.unlink(missing_ok=True)
+                self.display.say(f"{path} cannot be written ({error.strerror or error})")
 
     def base_summary(self, interrupted: bool, seconds: float) -> Summary:
         memory, timed = self._memory(), self.timed_seconds > 0

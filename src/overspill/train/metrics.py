@@ -4,9 +4,12 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from overspill.core.errors import DiskError
 
 
 @dataclass(frozen=True)
@@ -54,20 +57,34 @@ class MetricsFile:
         """Removes lines after `first_step`: they belong to an attempt that was killed."""
         kept = [line for line in read_lines(path) if line["step"] <= first_step]
         aside = path.with_suffix(".tmp")
-        with open(aside, "w", encoding="utf-8") as out:
-            out.writelines(json.dumps(line) + "\n" for line in kept)
-        os.replace(aside, path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._path = path
+        with self._written():
+            with open(aside, "w", encoding="utf-8") as out:
+                out.writelines(json.dumps(line) + "\n" for line in kept)
+            os.replace(aside, path)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
         fields = dataclasses.asdict(metrics)
         line = {name: value for name, value in fields.items() if value is not None}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with self._written():
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
     def sync(self) -> None:
         """Forces all lines to the disk. Called before a checkpoint is written."""
-        os.fsync(self._file.fileno())
+        with self._written():
+            os.fsync(self._file.fileno())
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DiskError(
+                f"{self._path} cannot be written ({error.strerror}); free some space, then "
+                "continue with --resume; checkpoints are not affected"
+            ) from error
 
     def close(self) -> None:
         self._file.close()

@@ -1,6 +1,8 @@
 """The folder of a run: its config, metrics, plots, timeline and checkpoints."""
 
+import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -30,7 +32,16 @@ class RunFolder:
     def holds_run(self) -> bool:
         return self.config.exists() or self.checkpoints.exists()
 
+    def check_free(self) -> None:
+        """Raises if there is a run already."""
+        if self.holds_run:
+            raise ConfigError(
+                f"--out {self.path} already holds a run; add --resume to continue it, or give "
+                "another folder"
+            )
+
     def __enter__(self) -> Self:
+        self.check_links()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # The lock ends with the process: a killed run leaves nothing to clean up.
@@ -39,19 +50,40 @@ class RunFolder:
             raise self._not_writable(error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._check_writable()
         except BlockingIOError as error:
             os.close(self._lock)
             raise ConfigError(
                 f"--out {self.path} is in use by another process; wait, or give another folder"
             ) from error
+        except OSError as error:
+            os.close(self._lock)
+            raise self._not_writable(error) from error
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is not None and os.listdir(self.path) == [self._lock_file.name]:
             # No run has started here: keep the name free.
             self._lock_file.unlink()
-            self.path.rmdir()
+            with contextlib.suppress(OSError):  # a link or the root of a disk stays
+                self.path.rmdir()
         os.close(self._lock)
+
+    def check_links(self) -> None:
+        """Raises if the folder, or that of the checkpoints, is a link to nothing: without the disk
+        that it leads to, a run would start again from its first step."""
+        for path in (self.path, self.checkpoints):
+            if path.is_symlink() and not path.exists():
+                raise DiskError(
+                    f"{path} is a link to {os.readlink(path)}, which does not exist; mount its "
+                    "disk, or remove the link"
+                )
+
+    def _check_writable(self) -> None:
+        """Before training, not at the first checkpoint."""
+        for path in (self.path, self.checkpoints):
+            if path.exists() and not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, f"no files can be created in {path}")
 
     def write_config(self, config: RunConfig) -> None:
         """Writes `config` for --resume."""
@@ -65,6 +97,7 @@ class RunFolder:
                 os.fsync(out.fileno())
             os.replace(aside, self.config)
         except OSError as error:
+            aside.unlink(missing_ok=True)
             raise self._not_writable(error) from error
 
     def _not_writable(self, error: OSError) -> DiskError:
@@ -84,10 +117,7 @@ def choose_folder(config: RunConfig) -> RunFolder:
             number += 1
         return folder
     folder = RunFolder(Path(out).expanduser())
-    if folder.holds_run:
-        raise ConfigError(
-            f"--out {out} already holds a run; add --resume to continue it, or give another folder"
-        )
+    folder.check_free()
     return folder
 
 

@@ -63,7 +63,9 @@ class MemorySection:
     """Let the ranks of --gpus or torchrun divide the dense parameters too, with FSDP2."""
     placement: Literal["auto", "static", "dynamic"] = "auto"
     """Which rank computes an expert: its owner (static), or any, by the routing of each batch
-    (dynamic); auto: dynamic where that is expected to be faster."""
+    (dynamic), which needs all experts in host memory; auto: static if experts may live on GPUs, as
+    they may by default; with --mode host, dynamic for batches in which measured costs say that it
+    is faster."""
     dtype: Literal["bf16", "fp32"] | None = None
     """Data type of the weights: bf16 or fp32; default: bf16 on a GPU, fp32 on a CPU."""
     mode: Literal["auto", "gpu", "host", "disk"] = "auto"

@@ -136,6 +136,8 @@ def open_session(
     """The session of a run and the state it starts from, while no other run uses `folder`."""
     first = spec.team.is_first
     with folder if first else nullcontext():
+        if first and not spec.config.run.resume:
+            folder.check_free()  # again: another process may have used it until now
         start = _find_start(folder, spec, display) if spec.config.run.resume else None
         session = build(spec)
         try:

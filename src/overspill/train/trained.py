@@ -69,6 +69,7 @@ def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
             + (f"they are in {' and '.join(there)}" if there else "it has none yet")
             + advice
         )
+    folder.check_links()
     newest = checkpoint.newest(folder.checkpoints)
     if newest is None:
         raise ConfigError(

@@ -180,6 +180,23 @@ def test_for_inference_takes_no_memory_for_an_optimizer(tmp_path: Path) -> None:
     model.overspill.close()
 
 
+def test_frozen_experts_take_no_memory_for_an_optimizer(tmp_path: Path) -> None:
+    plain = make_model(BY_NAME["mixtral"])
+    plain.save_pretrained(tmp_path / "a")
+    model = overspill.load(tmp_path / "a", freeze_experts=True, **budgets("host", tmp_path))
+    assert model.training
+    before = model.overspill.bytes_by_tier()["host"]
+    optimizer = overspill.AdamW(model, lr=0.1)
+    batch = make_batch(BY_NAME["mixtral"], model)
+    model(**batch).loss.backward()
+    optimizer.step()
+    assert model.overspill.bytes_by_tier()["host"] == before
+    assert not torch.equal(model.lm_head.weight, plain.lm_head.weight)
+    name = next(name for name in plain.state_dict() if "experts" in name)
+    assert torch.equal(model.state_dict()[name] + 0, plain.state_dict()[name])
+    model.overspill.close()
+
+
 def test_from_config_draws_as_transformers_does(tmp_path: Path) -> None:
     config = make_model(BY_NAME["mixtral"]).config
     config.initializer_range = 0.5

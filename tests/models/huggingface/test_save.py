@@ -13,6 +13,7 @@ from torch import Tensor
 
 import overspill
 from overspill.core.errors import ConfigError, DiskError, OrderError
+from overspill.tiers.aside import temporary_folder
 from tests.models.huggingface.families import make_batch, make_model
 from tests.models.huggingface.oracle import budgets
 from tests.models.huggingface.test_exactness import BY_NAME
@@ -116,9 +117,28 @@ def test_files_of_others_stay(model: Any, tmp_path: Path) -> None:
 def test_a_link_stays_a_link(model: Any, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    model.save_pretrained(tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert same(plainly(tmp_path / "real"), model.state_dict())
+    (tmp_path / "to new").symlink_to(tmp_path / "new")
+    for link, folder in (("link", "real"), ("to new", "new")):
+        model.save_pretrained(tmp_path / link)
+        assert (tmp_path / link).is_symlink()
+        assert same(plainly(tmp_path / folder), model.state_dict())
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_two_processes_do_not_save_to_one_folder_at_once(
+    exists: bool, model: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    if exists:
+        out.mkdir()
+    temporary = out / ".tmp-checkpoint" if exists else tmp_path / ".tmp-out"
+    with (
+        temporary_folder(temporary),  # of another process
+        pytest.raises(ConfigError, match="is being written by another process"),
+    ):
+        overspill.save(model, out)
+    overspill.save(model, out)
+    assert same(plainly(out), model.state_dict())
 
 
 def test_not_between_backward_and_step(model: Any, tmp_path: Path) -> None:

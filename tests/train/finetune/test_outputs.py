@@ -48,6 +48,20 @@ def test_what_was_there_stays_when_the_disk_is_full(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
+def test_a_library_that_finds_the_disk_full_is_told_as_well(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise Exception("No space left on device (os error 28)")  # as of the tokenizers library
+
+    with pytest.raises(DiskError, match=r"final cannot be written \(No space left on device\)"):
+        Outputs(tmp_path).save_final(fail, is_best=False)
+
+    def other(folder: Path) -> None:
+        raise ValueError("of another kind")
+
+    with pytest.raises(ValueError, match="of another kind"):
+        Outputs(tmp_path).save_final(other, is_best=False)
+
+
 def test_what_a_killed_run_left_is_put_in_order(tmp_path: Path) -> None:
     outputs = Outputs(tmp_path)
     (tmp_path / ".new-best").mkdir()  # complete, and killed before it got its name

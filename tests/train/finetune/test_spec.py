@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from overspill.core.errors import BudgetError, ConfigError
+from overspill.models.huggingface.load import load_within
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.spec import (
     FinetuneSpec,
@@ -48,6 +49,39 @@ def test_the_learning_rate_of_adapters_is_higher(mixtral: Path, tmp_path: Path) 
     assert _plan(mixtral, tmp_path, lr=None, lora=2).lr == 1e-4
     assert _plan(mixtral, tmp_path, lr=0.5, lora=2).lr == 0.5
     assert _plan(mixtral, tmp_path, warmup=None, steps=100).warmup == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "frozen"),
+    [
+        ({}, False),
+        ({"freeze_dense": True}, False),
+        ({"freeze_experts": True}, True),
+        ({"lora": 2}, True),
+    ],
+    ids=str,
+)
+def test_no_memory_is_planned_for_states_of_experts_that_are_not_trained(
+    changes: dict[str, Any],
+    frozen: bool,
+    mixtral: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On several ranks too, whose models are always loaded for training."""
+    load = load_within
+    seen: list[Any] = []
+
+    def training(*args: Any, train: bool, **options: Any) -> Any:
+        model = load(*args, train=True, **options)
+        seen.append(model.overspill.placement)
+        return model
+
+    monkeypatch.setattr("overspill.train.finetune.spec.load_within", training)
+    spec = _plan(mixtral, tmp_path, **changes)
+    model = spec.load_model()
+    assert [placement.trains_experts for placement in seen] == [not frozen]
+    model.overspill.close()
 
 
 def test_a_checkpoint_without_a_tokenizer_is_one_line(mixtral: Path, tmp_path: Path) -> None:

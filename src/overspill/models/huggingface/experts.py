@@ -47,7 +47,7 @@ class HuggingFaceExperts(abc.ABC):
         self.n_experts = n_experts
         self._std = std
         first = self.expert_parameters()[0]
-        self.dtype, self._trained = first.dtype, first.requires_grad
+        self.dtype, self.trained = first.dtype, first.requires_grad
 
     @property
     def experts(self) -> ExpertPlaceholder:
@@ -93,7 +93,7 @@ class HuggingFaceExperts(abc.ABC):
         activation = self.activation()  # before strip(): it may use the parameters
         self.strip()
         placeholder = ExpertPlaceholder(engine, layer, activation, self.places, self.drops)
-        placeholder.requires_grad_(self._trained)
+        placeholder.requires_grad_(self.trained)
         self.module.register_parameter(PLACEHOLDER, placeholder)
         show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
         refuse_replicas(self.module)
@@ -102,7 +102,7 @@ class HuggingFaceExperts(abc.ABC):
         """Other ranks have this layer: replaces the parameters by what stands for theirs."""
         self.strip()
         placeholder = OthersPlaceholder(engine, self.places)
-        placeholder.requires_grad_(self._trained)
+        placeholder.requires_grad_(self.trained)
         self.module.register_parameter(PLACEHOLDER, placeholder)
         show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
 

@@ -40,6 +40,7 @@ def load(
     host_slots: int | None = None,
     *,
     train: bool = True,
+    freeze_experts: bool = False,
     settings: Settings | None = None,
     state_dtype: torch.dtype = torch.float32,
     keep_gradients: bool | None = None,
@@ -58,9 +59,10 @@ def load(
     transformers model with its experts offloaded, without ever holding them in memory twice.
 
     With `train` (the default) the model is in training mode and memory for the optimizer is
-    planned; without it, the model is for inference. `dtype` is the data type of the weights, by
-    default that of the checkpoint. A model that was saved with pre-gates gets them, unless
-    `pregate` is False. Other keyword arguments (`dropout_rate=0`, ...) replace fields of the
+    planned; without it, the model is for inference. With `freeze_experts` the experts are frozen,
+    and no memory is planned for their gradients and optimizer states. `dtype` is the data type of
+    the weights, by default that of the checkpoint. A model that was saved with pre-gates gets them,
+    unless `pregate` is False. Other keyword arguments (`dropout_rate=0`, ...) replace fields of the
     checkpoint's config, as in `from_pretrained`; the rest is as in `overspill.offload`.
     """
     budgets = Budgets(
@@ -68,7 +70,10 @@ def load(
         state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh, shard_dense,
         stages,
     )  # fmt: skip
-    return load_within(path_or_repo, budgets, dtype, train, progress, quiet, config, pregate)
+    return load_within(
+        path_or_repo, budgets, dtype, train, progress, quiet, config, pregate,
+        freeze_experts=freeze_experts,
+    )  # fmt: skip
 
 
 def load_within(
@@ -81,6 +86,7 @@ def load_within(
     changes: Mapping[str, Any],
     pregate: bool = True,
     adapter: Path | None = None,
+    freeze_experts: bool = False,
 ) -> Any:
     """`load` with all budgets in one object; `changes` replace fields of the model's config. The
     LoRA adapter in the folder `adapter` is added to the weights."""
@@ -102,6 +108,8 @@ def load_within(
             model = _load_dense(made.model_class, folder, config, dtype, where)
             model.train(train)
             layers = made.layers
+            for layer in layers:
+                layer.trained = layer.trained and not freeze_experts
             recipes = Recipes(model, layers, checkpoint)
             # first: it recognizes the weights with which they were saved
             pregates = read_pregates(folder, model) if pregate else None

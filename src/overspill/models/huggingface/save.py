@@ -94,7 +94,7 @@ def save_pretrained(
 
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     engine: Engine = model.overspill
-    out = Path(save_directory).absolute()  # "." has no name
+    out = Path(os.path.realpath(save_directory))  # "." has no name, a link may lead to nothing yet
     if engine.ranks is not None:
         engine.ranks.meet("saving a model with a mesh")
         out = engine.ranks.gather(out)[0]

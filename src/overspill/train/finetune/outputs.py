@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from overspill.core.errors import DiskError
-from overspill.tiers.aside import folder_aside
+from overspill.core.errors import DiskError, OverspillError
+from overspill.tiers.aside import folder_aside, write_failure
 
 Write = Callable[[Path], None]
 _OLD = ".old-"
@@ -48,12 +48,13 @@ class Outputs:
             with folder_aside(_fresh(target)) as aside:
                 write(aside)
             self._put(target)
-        except OSError as error:
-            if isinstance(error, DiskError):
+        except Exception as error:
+            reason = write_failure(error)
+            if reason is None or isinstance(error, OverspillError):
                 raise
             raise DiskError(
-                f"{target} cannot be written ({error.strerror}); free some space, then "
-                "continue with --resume"
+                f"{target} cannot be written ({reason}); free some space, then continue with "
+                "--resume"
             ) from error
 
     def _put(self, target: Path) -> None:

@@ -88,6 +88,7 @@ class FinetuneSpec(RunSpec):
             progress=True,
             quiet=True,
             changes=self.overrides,
+            freeze_experts=not self.config.trains_experts,
         )
 
     def prepare(self, model: Any) -> nn.Module:
