@@ -1,7 +1,10 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.chat import encode_chats, set_template
@@ -38,6 +41,10 @@ def _row(template: str, messages: list[dict[str, Any]] = MESSAGES) -> Any:
     return row
 
 
+def _learned(row: Any) -> str:
+    return str(make_tokenizer().decode(row.labels[row.labels != IGNORED]))
+
+
 @pytest.mark.parametrize("template", [TURNS, MARKED, NEVER_OPENED])
 def test_only_the_answers_are_learned(template: str) -> None:
     row = _row(template)
@@ -55,6 +62,13 @@ def test_an_answer_that_occurs_earlier_is_found_where_it_is() -> None:
     assert (row.labels != IGNORED).nonzero()[0].tolist() == [18, 19, 20]
 
 
+@pytest.mark.parametrize("answer", ["a", "s", "assistant", ": ", "10"])
+def test_an_answer_that_is_part_of_the_name_of_its_role_is_found(answer: str) -> None:
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    chat = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
+    assert _learned(_row(template, chat * 2)) == f"{answer}\n" * 2
+
+
 def test_special_tokens_of_a_template_are_tokens() -> None:
     row = _row(
         "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
@@ -64,10 +78,27 @@ def test_special_tokens_of_a_template_are_tokens() -> None:
     assert (row.labels == END).sum() == 2
 
 
-def test_a_template_that_rewrites_the_past_is_refused() -> None:
-    forgets = "{{ messages | length }}" + TURNS
-    with pytest.raises(ConfigError, match=r"f:1: the chat template renders earlier messages"):
-        _row(forgets)
+@pytest.mark.parametrize(
+    "template",
+    [
+        # what it renders before an answer depends on the answer, or on its length
+        "{{ messages | map(attribute='content') | join | length }}" + NEVER_OPENED,
+        "{% for m in messages %}{{ m.content[:1] }}:{{ m.content }};{% endfor %}",
+        # no answer, or each of them twice
+        "{% for m in messages if m.role != 'assistant' %}{{ m.content }};{% endfor %}",
+        "{% for m in messages %}{{ m.content }}={{ m.content }};{% endfor %}",
+    ],
+)
+def test_answers_that_cannot_be_located_are_refused(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"f:1: the answer in message 3 cannot be located"):
+        _row(template)
+
+
+def test_an_answer_of_a_template_that_skips_empty_messages_is_refused() -> None:
+    skips = "{% for m in messages if m.content %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    answers = [{"role": "assistant", "content": content} for content in ("", "x")]
+    with pytest.raises(ConfigError, match=r"f:1: the answer in message 2 cannot be located"):
+        _row(skips, [{"role": "user", "content": "Hi"}, *answers])
 
 
 def test_a_template_that_refuses_says_why() -> None:
@@ -77,11 +108,102 @@ def test_a_template_that_refuses_says_why() -> None:
         _row("{% if false %}{% generation %}x{% endgeneration %}{% endif %}y")
 
 
-def test_a_chat_that_begins_with_the_assistant_is_named() -> None:
-    tokenizer = make_tokenizer(TURNS)
-    chat = Chat("f:1", [{"role": "assistant", "content": "hi"}, *MESSAGES])
-    with pytest.raises(ConfigError, match=r'f:1: "messages" begin with .*put a message'):
-        list(encode_chats(tokenizer, [chat]))
+@pytest.mark.parametrize("template", [TURNS, MARKED, NEVER_OPENED])
+def test_a_chat_may_begin_with_the_assistant(template: str) -> None:
+    chat = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "ho"}]
+    assert _learned(_row(template, chat)) == "hi;"
+
+
+@pytest.mark.parametrize("template", [TURNS, MARKED, NEVER_OPENED])
+def test_of_an_empty_answer_only_the_end_of_the_turn_is_learned(template: str) -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
+    assert _learned(_row(template, [*chat, *chat])) == ";;"
+    with pytest.raises(ConfigError, match=r"f:1: the chat template renders no answer"):
+        _row(template.replace("content };", "content }").replace("}};", "}}"), chat)
+
+
+def test_the_end_of_the_text_is_learned_only_in_the_last_turn() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% if loop.last %}<end>{% else %}|{% endif %}{% endfor %}"
+    )
+    assert _learned(_row(template)) == "HoNo.<end>"
+
+
+def test_an_answer_is_learned_as_the_template_renders_it() -> None:
+    """As Qwen3: only the last answer keeps its thoughts."""
+    thinks = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last or m.role == 'user' else "
+        "m.content.split('</think>')[-1] }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    turn = [
+        {"role": "user", "content": "assistant:"},
+        {"role": "assistant", "content": "<think>a</think>assistant:"},
+    ]
+    for template in (thinks, thinks.partition("{% if add")[0]):
+        row = _row(template, [*turn, *turn])
+        assert _learned(row) == "assistant:;<think>a</think>assistant:;"
+
+
+PIECES = ["a", "assistant", "user", ":", ": ", ";", "\n", "</think>", "\u00df", "10", " ", ""]
+contents = st.lists(st.sampled_from(PIECES), max_size=4).map("".join)
+turns = st.lists(st.tuples(contents, contents), min_size=1, max_size=3)
+Render = Callable[[str, bool], str]
+# The Jinja expression of a content, and the same in Python, told whether it is in the last message.
+FORMS: list[tuple[str, Render]] = [
+    ("m.content", lambda text, last: text),
+    ("m.content | trim", lambda text, last: text.strip()),
+    ("m.content | upper", lambda text, last: text.upper()),
+    (
+        "(m.content if loop.last else m.content.split('</think>')[-1])",
+        lambda text, last: text if last else text.split("</think>")[-1],
+    ),
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    turns=turns,
+    form=st.sampled_from(FORMS),
+    header=st.sampled_from(["{}: ", "{}\n", "{}"]),
+    end=st.sampled_from([";", "\n", " assistant", ""]),
+    opened=st.booleans(),
+    begins=st.booleans(),
+)
+def test_the_tokens_of_answers_are_learned_whatever_they_contain(
+    turns: list[tuple[str, str]],
+    form: tuple[str, Render],
+    header: str,
+    end: str,
+    opened: bool,
+    begins: bool,
+) -> None:
+    """The oracle knows the template: it builds the text piece by piece."""
+    expression, render = form
+    template = (
+        f"{{% for m in messages %}}{{{{ '{header}'.format(m.role) + {expression} + '{end}' }}}}"
+        "{% endfor %}"
+    ).replace("\n", "\\n")
+    if opened:
+        prompt = header.format("assistant").replace("\n", "\\n")
+        template += f"{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}"
+    roles = [pair for asked, told in turns for pair in (("user", asked), ("assistant", told))]
+    roles = roles[1:] if begins else roles
+    text, learned = "", ""
+    for number, (role, content) in enumerate(roles):
+        piece = render(content, number == len(roles) - 1) + end
+        text += header.format(role) + piece
+        learned += "-" * len(header.format(role)) + ("x-"[role == "user"] * len(piece))
+    messages = [{"role": role, "content": content} for role, content in roles]
+    if "x" not in learned:
+        with pytest.raises(ConfigError, match=r"f:1: the chat template renders no answer"):
+            _row(template, messages)
+        return
+    row = _row(template, messages)
+    assert make_tokenizer().decode(row.tokens) == text
+    marks = "".join(mark * len(char.encode()) for mark, char in zip(learned, text, strict=True))
+    assert [label != IGNORED for label in row.labels] == [mark == "x" for mark in marks]
 
 
 def test_a_tokenizer_without_a_template_needs_one(tmp_path: Path) -> None:
