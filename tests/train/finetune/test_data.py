@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +7,7 @@ import pytest
 from transformers import SwitchTransformersConfig
 
 from overspill.core.errors import ConfigError
+from overspill.train.finetune.classification import ChoiceRows
 from overspill.train.finetune.config import FinetuneDataSection
 from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.rows import IGNORED
@@ -142,7 +144,22 @@ def test_labels_of_the_evaluation_must_be_known(tmp_path: Path) -> None:
         _load(train, eval_data=str(dev))
     data = _load(train, labels="a,b,c", eval_data=str(dev))
     assert [choice.label for choice in data.eval_choices] == [0, 2]
-    assert all(len(choice.rows) == 3 for choice in data.eval_choices)
+    assert all(len(choice.answers) == 3 for choice in data.eval_choices)
+
+
+def test_rows_of_labels_are_not_kept(tmp_path: Path) -> None:
+    """1,000 examples of 500 labels: the rows of all labels would take 300 MB."""
+    path = tmp_path / "a.tsv"
+    lines = [f"{n} {'word ' * 8}\t{n % 500}" for n in range(1000)]
+    path.write_text("\n".join(["sentence\tlabel", *lines]))
+    tracemalloc.start()
+    data = _load(path, seq_len=128, eval_split=0.05)
+    for tokens in data.tokens:  # as the check of the vocabulary
+        assert len(tokens)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(data.train), len(ChoiceRows(data.eval_choices))) == (950, 50 * 500)
+    assert peak < 16 << 20
 
 
 @pytest.mark.parametrize(

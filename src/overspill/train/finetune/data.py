@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,7 +12,13 @@ import numpy as np
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.chat import encode_chats, set_template
-from overspill.train.finetune.classification import Choice, LabelForm, encode_choices, read_words
+from overspill.train.finetune.classification import (
+    Choice,
+    ChoiceRows,
+    LabelForm,
+    encode_choices,
+    read_words,
+)
 from overspill.train.finetune.config import FinetuneDataSection
 from overspill.train.finetune.encoding import (
     Tokenizer,
@@ -32,7 +39,7 @@ from overspill.train.finetune.examples import (
     read_examples,
 )
 from overspill.train.finetune.packing import pack_cut, pack_whole
-from overspill.train.finetune.rows import Row, shorten, split, without_first_label
+from overspill.train.finetune.rows import Ids, Row, shorten, split, without_first_label
 
 
 @dataclass(frozen=True)
@@ -62,10 +69,17 @@ class FinetuneData:
         return bool(self.eval_rows or self.eval_choices)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Iterator[Row]:
         """All rows, including those of every label."""
-        choices = [row for choice in self.eval_choices for row in choice.rows]
-        return [*self.train, *self.eval_rows, *choices]
+        return itertools.chain(self.train, self.eval_rows, ChoiceRows(self.eval_choices))
+
+    @property
+    def tokens(self) -> Iterator[Ids]:
+        """All tokens and labels, those of labels of sentences only once."""
+        for row in (*self.train, *self.eval_rows):
+            yield from (row.tokens, row.labels)
+        yield from (choice.head for choice in self.eval_choices)
+        yield from (answer for choice in self.eval_choices[:1] for answer in choice.answers)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -220,8 +234,8 @@ def _check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, model_config: An
     size = getattr(model_config.get_text_config(), "vocab_size", None)
     if size is None:
         return
-    for row in data.rows:
-        highest = max(int(row.tokens.max()), int(row.labels.max()))
+    for tokens in data.tokens:
+        highest = int(tokens.max(initial=0))
         if highest >= size:
             raise ConfigError(
                 f"the tokenizer {tokenizer.name_or_path} produces token {highest}, the model's "

@@ -285,12 +285,13 @@ def _expected(wanted: str, found: str, where: str) -> ConfigError:
 
 def _keys(content: dict[str, Any]) -> str:
     names = ", ".join(f'"{key}"' for key in content)
-    return "an object with " + _cut(names) if names else "an empty object"
+    return "an object with " + shorten_text(names) if names else "an empty object"
 
 
 def _short(value: Any) -> str:
-    return repr(_cut(value)) if isinstance(value, str) else _cut(json.dumps(value))
+    return repr(shorten_text(value)) if isinstance(value, str) else shorten_text(json.dumps(value))
 
 
-def _cut(text: str) -> str:
+def shorten_text(text: str) -> str:
+    """The beginning of a text, for an error message."""
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
