@@ -129,7 +129,16 @@ def test_a_weight_map_with_a_value_that_is_no_file_of_the_folder(
 
 @pytest.mark.parametrize(
     "index",
-    ["{", "[]", "7", "{}", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {}}'],
+    [
+        "{",
+        "[" * 100_000,
+        "[]",
+        "7",
+        "{}",
+        '{"weight_map": null}',
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+    ],
 )
 def test_an_index_without_a_usable_weight_map(folder: Path, index: str) -> None:
     (folder / "model.safetensors.index.json").write_text(index)

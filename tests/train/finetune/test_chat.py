@@ -212,7 +212,7 @@ def test_a_tokenizer_without_a_template_needs_one(tmp_path: Path) -> None:
         set_template(tokenizer, None)
     with pytest.raises(ConfigError, match=r"--chat-template /no/such cannot be read"):
         set_template(tokenizer, "/no/such")
-    (tmp_path / "chat.jinja").write_text(TURNS)
+    (tmp_path / "chat.jinja").write_text(TURNS, encoding="utf-8-sig")
     set_template(tokenizer, str(tmp_path / "chat.jinja"))
     (row,) = encode_chats(tokenizer, [Chat("f:1", MESSAGES)])
     assert tokenizer.decode(row.tokens) == TEXT

@@ -131,6 +131,12 @@ def test_the_sources_of_python_are_examples(
         ('{"text": ""}', r':2: expected .* "text", found an empty "text"'),
         ('{"prompt": "a", "completion": "b"}', r':2: expected .* "text", found an object with'),
         ("x" * 100, r":2: expected .* found 'x{40}…'"),
+        ('{"text": ' + "[" * 100_000, r":2: expected .* found '\{\"text\": \[{31}…'$"),
+        ('{"text": ' + "9" * 5000 + "}", r":2: expected .* found '\{\"text\": 9{31}…'$"),
+        (
+            '{"text": ' + "[" * 900 + "]" * 900 + "}",
+            r":2: expected .* found \"text\" = (\[{40}…|deep)",
+        ),
     ],
 )
 def test_a_bad_line_of_text_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -194,6 +200,27 @@ def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
         read_examples([str(text), str(table)])
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: expected a sentence, a tab .* found JSON"):
         read_examples([str(table), str(text)])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", '{"text": "one"}', {"text": "one"}),
+        ("a.jsonl", '{"prompt": "a", "completion": "b"}', {"prompt": "a", "completion": "b"}),
+        ("a.tsv", "sentence\tlabel\nfine\t1", {"sentence": "fine", "label": "1"}),
+        ("a.txt", "one", {"text": "one"}),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_may_begin_with_a_byte_order_mark(
+    name: str, content: str, expected: dict[str, str], packed: bool, tmp_path: Path
+) -> None:
+    encoded = content.encode("utf-8-sig")
+    path = tmp_path / (f"{name}.gz" if packed else name)
+    path.write_bytes(gzip.compress(encoded) if packed else encoded)
+    (found,) = read_examples([str(path)]).items
+    assert found.where.startswith(str(path))
+    assert {key: value for key, value in vars(found).items() if key != "where"} == expected
 
 
 @pytest.mark.parametrize(

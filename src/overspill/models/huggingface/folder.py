@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import CheckpointError, ConfigError
+from overspill.core.json_text import parse_json
 from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 from overspill.tiers.ssd import BounceBuffers
 
@@ -152,7 +153,7 @@ class CheckpointFolder:
         """The index, whose values must be names of files in this folder."""
         path = self.folder / INDEX
         try:
-            found = json.loads(path.read_text())["weight_map"]
+            found = parse_json(path.read_bytes())["weight_map"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} is no JSON object with a weight_map; download it again"
@@ -172,7 +173,7 @@ class CheckpointFolder:
 
     def _architecture(self) -> str:
         """The class that the config names; it may be an encoder-decoder."""
-        named = json.loads((self.folder / CONFIG).read_text()).get("architectures")
+        named = parse_json((self.folder / CONFIG).read_bytes()).get("architectures")
         return str(named[0]) if named else "AutoModelForCausalLM"
 
     def read(self, name: str, offset: int, out: Tensor) -> None:

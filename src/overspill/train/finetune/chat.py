@@ -22,7 +22,7 @@ def set_template(tokenizer: Tokenizer, file: str | None) -> None:
     """Sets the template in `file`; without a file the tokenizer must have a template."""
     if file is not None:
         try:
-            tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise ConfigError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import ConfigError
+from overspill.core.json_text import parse_json
 from overspill.train.data import PLAIN_TEXT, STDLIB, find_files, read_blocks
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".tsv", ".tsv.gz")
@@ -165,6 +166,7 @@ def _lines(file: Path, flag: str) -> Iterator[tuple[str, str]]:
             for number, content in enumerate(handle, start=1):
                 where = f"{file}:{number}"
                 line = _decode(content, where).rstrip("\r\n")
+                line = line.removeprefix("\ufeff") if number == 1 else line  # byte order mark
                 if number == 1 and _is_table(file):
                     _check_header(line, where)
                 elif line.strip():
@@ -200,7 +202,7 @@ def _parse_labelled(line: str, where: str) -> Labelled:
 def _parse_json(line: str, where: str, kind: Kind | None) -> dict[str, Any]:
     wanted = "a JSON object" if kind is None else kind.value
     try:
-        content = json.loads(line)
+        content = parse_json(line)
     except ValueError as error:
         raise _expected(wanted, _short(line), where) from error
     if not isinstance(content, dict):
@@ -289,7 +291,12 @@ def _keys(content: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return repr(shorten_text(value)) if isinstance(value, str) else shorten_text(json.dumps(value))
+    if isinstance(value, str):
+        return repr(shorten_text(value))
+    try:
+        return shorten_text(json.dumps(value))
+    except RecursionError:  # reading nested values takes less of Python's stack
+        return "deeply nested JSON"
 
 
 def shorten_text(text: str) -> str:
