@@ -26,7 +26,8 @@ from overspill.train.finetune.classification import (
     encode_choices,
 )
 from overspill.train.finetune.evaluation import chosen, row_losses
-from overspill.train.finetune.examples import Labelled, read_examples
+from overspill.train.finetune.examples import read_examples
+from overspill.train.finetune.kinds import Labelled
 from overspill.train.finetune.rows import Row, collate
 
 WIKITEXT, SST2 = "wikitext-2", "sst2"

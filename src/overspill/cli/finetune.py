@@ -12,10 +12,10 @@ from overspill.train.finetune.config import FinetuneConfig
 _HELP = """Fine-tune a Hugging Face Mixture-of-Experts checkpoint that is larger than the GPU.
 
 DATA are .jsonl files (also .gz, or folders of them) with "text", with "prompt" and "completion", \
-or with chat "messages"; .tsv files with the columns sentence and label; or plain text, where \
-"stdlib" stands for the sources of Python's standard library. The run's folder gets its config, \
-metrics, plots, checkpoints to resume from, and the best and the final model as plain Hugging \
-Face checkpoints.
+with chat "messages", or as of Alpaca or ShareGPT; .tsv files with the columns sentence and \
+label; or plain text, where "stdlib" stands for the sources of Python's standard library. The \
+run's folder gets its config, metrics, plots, checkpoints to resume from, and the best and the \
+final model as plain Hugging Face checkpoints.
 
 [bold]Examples[/bold]
 

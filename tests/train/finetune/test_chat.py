@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.chat import encode_chats, set_template
-from overspill.train.finetune.examples import Chat
+from overspill.train.finetune.kinds import Chat
 from overspill.train.finetune.rows import IGNORED
 from tests.train.finetune.tiny import END, make_tokenizer
 
@@ -216,3 +217,62 @@ def test_a_tokenizer_without_a_template_needs_one(tmp_path: Path) -> None:
     set_template(tokenizer, str(tmp_path / "chat.jinja"))
     (row,) = encode_chats(tokenizer, [Chat("f:1", MESSAGES)])
     assert tokenizer.decode(row.tokens) == TEXT
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLING: list[dict[str, Any]] = [
+    {"role": "user", "content": "2?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "5"},
+    {"role": "assistant", "content": "5."},
+]
+WRITTEN = '{"name": "add", "arguments": {"a": 2}}'
+# As Qwen's templates: calls after a text that may be missing.
+QWEN = (
+    "{% if tools %}{{ tools | tojson }};{% endif %}{% for m in messages %}{{ m.role }}:"
+    "{% if m.content is string %}{{ m.content }}{% endif %}{% for call in m.tool_calls %}"
+    "<call>{{ call.function | tojson }}</call>{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+# As those of gpt-oss and Llama: a result needs the call before it, and a call has another end.
+STRICT = (
+    "{% set ns = namespace(called=false) %}{% for m in messages %}"
+    "{% if m.role == 'tool' and not ns.called %}{{ raise_exception('no call') }}{% endif %}"
+    "{{ m.role }}:{% if m.tool_calls %}{% set ns.called = true %}"
+    "<call>{{ m.tool_calls[0].function | tojson }}|{% else %}{{ m.content }};{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "learned"),
+    [
+        (QWEN, f"<call>{WRITTEN}</call>;5.;"),
+        (QWEN.partition("{% if add_")[0], f"<call>{WRITTEN}</call>;5.;"),
+        (QWEN.replace("m.content is string", "true"), f"<call>{WRITTEN}</call>;5.;"),
+        (QWEN.replace("m.content is string", "m.content + ''"), f"<call>{WRITTEN}</call>;5.;"),
+        (STRICT, f"<call>{WRITTEN}|5.;"),
+    ],
+)
+def test_calls_of_tools_are_learned_and_their_results_are_not(template: str, learned: str) -> None:
+    assert _learned(_row(template, CALLING)) == learned
+
+
+def test_calls_that_cannot_be_located_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"f:1: the answer in message 2 cannot be located"):
+        _row(STRICT.partition("{% if add_")[0], CALLING)
+
+
+def test_the_template_gets_the_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    (row,) = encode_chats(make_tokenizer(QWEN), [Chat("f:1", CALLING, tools)])
+    assert str(make_tokenizer().decode(row.tokens)).startswith(json.dumps(tools) + ";user:2?;")
+    assert _learned(row) == f"<call>{WRITTEN}</call>;5.;"
+
+
+def test_a_template_that_would_leave_out_tools_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"f:1: the chat template does not support tool_calls"):
+        _row(TURNS, CALLING)
+    chat = Chat("f:1", MESSAGES, [{"type": "function"}])
+    with pytest.raises(ConfigError, match=r"f:1: the chat template does not support tools; give"):
+        list(encode_chats(make_tokenizer(TURNS), [chat]))

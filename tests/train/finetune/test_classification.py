@@ -10,7 +10,7 @@ from overspill.train.finetune.classification import (
     number_labels,
     read_words,
 )
-from overspill.train.finetune.examples import Labelled
+from overspill.train.finetune.kinds import Labelled
 from overspill.train.finetune.rows import IGNORED
 from tests.train.finetune.tiny import END, make_tokenizer
 

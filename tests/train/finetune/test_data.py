@@ -10,6 +10,7 @@ from overspill.core.errors import ConfigError
 from overspill.train.finetune.classification import ChoiceRows
 from overspill.train.finetune.config import FinetuneDataSection
 from overspill.train.finetune.data import FinetuneData, load_data
+from overspill.train.finetune.kinds import Kind
 from overspill.train.finetune.rows import IGNORED
 from tests.train.finetune.tiny import (
     VOCAB,
@@ -198,6 +199,23 @@ def test_an_encoder_decoder_needs_sources_and_targets(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     assert tokenizer.decode(row.tokens) == content["prompt"]
     assert tokenizer.decode(row.labels) == content["completion"] + "<end>"
+
+
+def test_rows_of_alpaca_are_chats_if_there_is_a_template(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "a.jsonl", [{"instruction": "Add.", "output": "5"}] * 2)
+    tokenizer, settings = make_tokenizer(TEMPLATE), {"eval_split": 0.0, "packing": False}
+    row = _load(rows, 256, lines=3, **settings).train[0]
+    assert tokenizer.decode(row.tokens) == "Add.;5;"
+    section = FinetuneDataSection(data=(str(rows),), **settings)
+    said: list[str] = []
+    for plain, config in (
+        (make_tokenizer(), mixtral_config()),
+        (tokenizer, SwitchTransformersConfig(vocab_size=VOCAB)),
+    ):
+        data = load_data(section, plain, 256, config, 0, said.append)
+        assert data.kind is Kind.PAIR
+        assert tokenizer.decode(data.train[0].labels[-2:]) == "5<end>"
+    assert said[0] == "data: instructions become pairs, with the prompt of Alpaca"
 
 
 def test_a_foreign_tokenizer_is_told_before_the_model_crashes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from transformers import MixtralForCausalLM
 
 from overspill.train.finetune.classification import ChoiceRows, LabelForm, encode_choices
 from overspill.train.finetune.evaluation import chosen, mean_loss, row_losses, summed_losses
-from overspill.train.finetune.examples import Labelled
+from overspill.train.finetune.kinds import Labelled
 from overspill.train.finetune.rows import IGNORED, Batch, Row, collate, make_row
 from tests.train.finetune.tiny import make_tokenizer, mixtral_config
 

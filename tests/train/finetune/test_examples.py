@@ -7,14 +7,8 @@ import pytest
 from overspill.core.errors import ConfigError
 from overspill.train import data
 from overspill.train.finetune import examples
-from overspill.train.finetune.examples import (
-    Chat,
-    Kind,
-    Labelled,
-    Pair,
-    Text,
-    read_examples,
-)
+from overspill.train.finetune.examples import read_examples
+from overspill.train.finetune.kinds import Chat, Kind, Labelled, Pair, Text
 from tests.train.finetune.tiny import write_jsonl
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]

@@ -2,14 +2,15 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.encoding import Tokenizer
-from overspill.train.finetune.examples import Chat
+from overspill.train.finetune.kinds import Chat
 from overspill.train.finetune.rows import Row, make_row
+from overspill.train.messages import Message, fill_texts
 
 Span = tuple[int, int]
 
@@ -64,46 +65,66 @@ class _Renderer:
     """The chat template, applied to the messages of an example or to variants of them."""
 
     def __init__(self, tokenizer: Tokenizer, example: Chat) -> None:
-        self.example = example
+        self.where = example.where
         self._tokenizer = tokenizer
-        self._template: str = tokenizer.get_chat_template()
+        self._tools = example.tools
+        try:
+            self._template: str = tokenizer.get_chat_template(tools=example.tools)
+        except ValueError as error:  # several templates without a default
+            raise ConfigError(
+                f"{self.where}: no chat template is for these messages ({error}); give one with "
+                "--chat-template FILE"
+            ) from error
+        self._check_tools(example)
+        self.messages = fill_texts(example.messages, self.text)
+
+    def _check_tools(self, example: Chat) -> None:
+        """A template that does not mention tools or their calls would silently leave them out."""
+        given = {
+            "tools": bool(example.tools),
+            "tool_calls": any(message.get("tool_calls") for message in example.messages),
+        }
+        for name, there in given.items():
+            if there and name not in self._template:
+                raise ConfigError(
+                    f"{self.where}: the chat template does not support {name}; give one that does "
+                    "with --chat-template FILE"
+                )
 
     @property
     def marks(self) -> bool:
         """Whether the template marks with {% generation %} what the model writes."""
         return _MARKS.search(self._template) is not None
 
-    def text(self, messages: Sequence[Mapping[str, Any]], opens_turn: bool = False) -> str:
+    def text(self, messages: Sequence[Message], opens_turn: bool = False) -> str:
         return self._render(messages, add_generation_prompt=opens_turn)[0]
 
     def marked(self) -> tuple[str, list[Span]]:
         """The text of the example, and the spans that the template marks."""
-        return self._render(self.example.messages, return_assistant_tokens_mask=True)
+        return self._render(self.messages, return_assistant_tokens_mask=True)
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], **options: bool
-    ) -> tuple[str, list[Span]]:
+    def _render(self, messages: Sequence[Message], **options: bool) -> tuple[str, list[Span]]:
         # as apply_chat_template, which would return tokens instead of the spans
         from transformers.utils.chat_template_utils import render_jinja_template
 
         variables = {**self._tokenizer.special_tokens_map, **options}
         try:
             texts, spans = render_jinja_template(
-                [list(messages)], chat_template=self._template, **variables
+                [list(messages)], self._tools, chat_template=self._template, **variables
             )
         except Exception as error:  # jinja and templates raise any type
             raise ConfigError(
-                f"{self.example.where}: the chat template refuses these messages ({error})"
+                f"{self.where}: the chat template refuses these messages ({error})"
             ) from error
         return texts[0], spans[0] if spans else []
 
 
 def _find_answers(renderer: _Renderer) -> tuple[str, list[Span]]:
     """The text of an example, and the spans of the assistant's messages in it."""
-    text = renderer.text(renderer.example.messages)
+    text = renderer.text(renderer.messages)
     spans = [
         _find_answer(renderer, number, text)
-        for number, message in enumerate(renderer.example.messages)
+        for number, message in enumerate(renderer.messages)
         if message["role"] == "assistant"
     ]
     return text, spans
@@ -123,11 +144,11 @@ def _find_answer(renderer: _Renderer, number: int, text: str) -> Span:
             ends_alike = around.after.startswith(around.closing)
             end = content_end + (len(around.closing) if ends_alike else 0)
     else:  # what follows depends on the content: a call of a tool before its result, for example
-        ended = renderer.text(renderer.example.messages[: number + 1])
+        ended = renderer.text(renderer.messages[: number + 1])
         end = len(ended) if text.startswith(ended) else None
     if start is None or end is None or start > end:
         raise ConfigError(
-            f"{renderer.example.where}: the answer in message {number + 1} cannot be located in "
+            f"{renderer.where}: the answer in message {number + 1} cannot be located in "
             "the text that the chat template renders; mark answers with {% generation %} in a "
             "template given with --chat-template, or correct the line"
         )
@@ -136,7 +157,7 @@ def _find_answer(renderer: _Renderer, number: int, text: str) -> Span:
 
 def _prompt_end(renderer: _Renderer, number: int, text: str) -> int | None:
     """The end of the generation prompt of message `number`; None if `text` has none there."""
-    earlier = renderer.example.messages[:number]
+    earlier = renderer.messages[:number]
     if not earlier:
         return None
     prompt = renderer.text(earlier, opens_turn=True)
@@ -156,7 +177,7 @@ class _Around(NamedTuple):
 def _around(renderer: _Renderer, number: int, text: str) -> _Around | None:
     """The text around the content of message `number`, found with a sentinel in place of the
     content; None if the template does not render the sentinel once."""
-    messages = renderer.example.messages
+    messages = renderer.messages
     own = {key: value for key, value in messages[number].items() if key not in _BESIDE_CONTENT}
     # changing case and stripping spaces keeps digits; it cannot overlap with itself
     sentinels = ("1" + "0" * zeros + "2" for zeros in itertools.count(12))

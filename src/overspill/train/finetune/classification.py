@@ -12,7 +12,7 @@ import numpy as np
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.encoding import Tokenizer, encode, encode_prompts
-from overspill.train.finetune.examples import Labelled, shorten_text
+from overspill.train.finetune.kinds import Labelled, shorten_text
 from overspill.train.finetune.rows import IGNORED, Ids, Row, ids, too_long
 
 _MOST_DIGITS = 9  # of a label that is a number; int() refuses thousands

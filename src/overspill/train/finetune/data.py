@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from overspill.core.errors import ConfigError
+from overspill.train.finetune import alpaca
 from overspill.train.finetune.chat import encode_chats, set_template
 from overspill.train.finetune.classification import (
     Choice,
@@ -27,17 +28,8 @@ from overspill.train.finetune.encoding import (
     encode_texts,
     separator,
 )
-from overspill.train.finetune.examples import (
-    Chat,
-    Example,
-    Examples,
-    Kind,
-    Labelled,
-    Pair,
-    Text,
-    find_examples,
-    read_examples,
-)
+from overspill.train.finetune.examples import Examples, find_examples, read_examples
+from overspill.train.finetune.kinds import Chat, Example, Kind, Labelled, Pair, Text
 from overspill.train.finetune.packing import pack_cut, pack_whole
 from overspill.train.finetune.rows import Ids, Row, shorten, split, without_first_label
 
@@ -116,7 +108,15 @@ def load_data(
     held_out = None
     if section.eval_data is not None:
         held_out = read_examples([section.eval_data], "--eval-data", examples.kind)
-    plan = _plan_encoding(section, examples, seq_len, bool(model_config.is_encoder_decoder))
+    seq2seq = bool(model_config.is_encoder_decoder)
+    if examples.kind is Kind.INSTRUCTION:
+        has_template = (tokenizer.chat_template or section.chat_template) is not None
+        to_chats = has_template and not seq2seq
+        examples = alpaca.convert(examples, to_chats)
+        held_out = held_out and alpaca.convert(held_out, to_chats)
+        form = "chats, by the chat template" if to_chats else "pairs, with the prompt of Alpaca"
+        say(f"data: instructions become {form}")
+    plan = _plan_encoding(section, examples, seq_len, seq2seq)
     if plan.kind is Kind.CHAT:
         set_template(tokenizer, section.chat_template)
     elif section.chat_template is not None:
