@@ -1,8 +1,11 @@
 """The settings of `overspill generate` and `overspill chat`."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from overspill.models.huggingface.checks import check_checkpoint, check_tokenizer
+from overspill.train.run_folder import is_run
 from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
 
 if TYPE_CHECKING:
@@ -38,6 +41,15 @@ class ModelSection:
     """Tokens of a prompt with its answer at most."""
     max_batch: Count = 16
     """Answers that are computed at once at most."""
+
+    def check(self, model: str, needs_text: bool) -> None:
+        """Raises if `model` cannot be loaded, or has no tokenizer although `needs_text`, before
+        torch is imported."""
+        if is_run(Path(model).expanduser()):
+            return
+        folder = check_checkpoint(model)
+        if needs_text:
+            check_tokenizer(folder, "MODEL")
 
     def open(self, model: str) -> "LLM":
         # Importing torch takes seconds: only after the flags are checked.
@@ -88,6 +100,7 @@ class ServeConfig(Config):
     sampling: SamplingSection = field(default_factory=SamplingSection)
 
     def open(self, model: str) -> "LLM":
+        self.model.check(model, needs_text=True)
         return self.model.open(model)
 
     def params(self) -> "SamplingParams":

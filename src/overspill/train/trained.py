@@ -22,11 +22,6 @@ from overspill.train.tokenizer import Tokenizer, load_tokenizer
 from overspill.train.train_spec import shape_of
 
 
-def is_run(path: Path) -> bool:
-    """Whether this is the folder of a run, not of a checkpoint of Hugging Face."""
-    return RunFolder(path).checkpoints.is_dir()
-
-
 def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
     """The settings of a run and its newest checkpoint."""
     folder = RunFolder(run)

@@ -190,4 +190,4 @@ def _around(renderer: _Renderer, number: int, text: str) -> _Around | None:
         return None
     if len(parts) != 2 or len(closings) != 2:
         return None
-    return _Around(*parts, closings[1])
+    return _Around(parts[0], parts[1], closings[1])

@@ -26,11 +26,11 @@ from overspill.train.finetune.spec import FinetuneSpec, plan_finetuning
 from overspill.train.loop import Loop, Losses, StepWork
 from overspill.train.metrics import EvalMetrics, read_lines
 from overspill.train.progress import Display
-from overspill.train.run_folder import RunFolder, choose_folder
+from overspill.train.run_folder import RunFolder, choose_folder, is_run
 from overspill.train.session import Builder, Session, build_session, open_session
 from overspill.train.summary import Summary
 from overspill.train.team import Team
-from overspill.train.trained import find_checkpoint, is_run
+from overspill.train.trained import find_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

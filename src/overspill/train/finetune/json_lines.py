@@ -108,12 +108,12 @@ def _parse_message(message: Any, number: int, where: str) -> dict[str, Any]:
     if not (isinstance(message.get("content"), str | list) or calls):
         raise expected(Kind.CHAT.value, f"message {number} without a string 'content'", where)
     try:
-        message = read_message(message)
+        read = read_message(message)
     except ConfigError as error:
         raise ConfigError(f"{where}: message {number}: {error}") from error
-    for key, value in message.items():
+    for key, value in read.items():
         _check_value(value, f"{key!r} of message {number}", where)
-    return message
+    return read
 
 
 def _of_sharegpt(message: dict[str, Any], number: int, where: str) -> dict[str, Any]:
