@@ -6,7 +6,7 @@ from typing import Any
 
 from overspill.core.errors import ConfigError
 from overspill.serve.text import Codec
-from overspill.train.messages import Message, fill_texts, read_message
+from overspill.train.messages import Message, fit_template, read_message
 
 
 def has_template(codec: Codec | None) -> bool:
@@ -55,5 +55,5 @@ def _by_template(
         except Exception as error:  # jinja and templates raise any type
             raise ConfigError(f"the chat template refuses this chat: {error}") from error
 
-    accepted = fill_texts(chat, lambda messages: str(apply(messages, False)))
+    accepted = fit_template(chat, lambda messages: str(apply(messages, False)))
     return [int(token) for token in apply(accepted, True)]

@@ -252,6 +252,11 @@ STRICT = (
         (QWEN.replace("m.content is string", "true"), f"<call>{WRITTEN}</call>;5.;"),
         (QWEN.replace("m.content is string", "m.content + ''"), f"<call>{WRITTEN}</call>;5.;"),
         (STRICT, f"<call>{WRITTEN}|5.;"),
+        # as DeepSeek's, which take arguments as text
+        (
+            QWEN.replace("call.function | tojson", "'' + call.function.arguments"),
+            '<call>{"a": 2}</call>;5.;',
+        ),
     ],
 )
 def test_calls_of_tools_are_learned_and_their_results_are_not(template: str, learned: str) -> None:

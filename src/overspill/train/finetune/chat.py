@@ -10,7 +10,7 @@ from overspill.core.errors import ConfigError
 from overspill.train.finetune.encoding import Tokenizer
 from overspill.train.finetune.kinds import Chat
 from overspill.train.finetune.rows import Row, make_row
-from overspill.train.messages import Message, fill_texts
+from overspill.train.messages import Message, fit_template
 
 Span = tuple[int, int]
 
@@ -76,7 +76,7 @@ class _Renderer:
                 "--chat-template FILE"
             ) from error
         self._check_tools(example)
-        self.messages = fill_texts(example.messages, self.text)
+        self.messages = fit_template(example.messages, self.text)
 
     def _check_tools(self, example: Chat) -> None:
         """A template that does not mention tools or their calls would silently leave them out."""
