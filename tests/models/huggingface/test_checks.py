@@ -155,6 +155,25 @@ def test_a_config_that_is_no_json_object_is_named(
         check_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("depth", [100, 500, 900, 980])
+def test_a_config_of_any_depth_is_read(depth: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * depth + '{"moe": 1}' + "}" * depth)
+    try:
+        assert read_json_config(tmp_path)
+    except CheckpointError as error:
+        assert "nested too deeply" in str(error)  # noqa: PT017 - either is right
+
+
+@pytest.mark.parametrize("named", [7, {}, [], [7], ["M; import os"], "M"])
+def test_commands_contain_no_more_than_a_name_of_a_config(named: Any, tmp_path: Path) -> None:
+    folder = _write(tmp_path, "pytorch_model.bin", architectures=named)
+    with pytest.raises(CheckpointError, match=r"as T, AutoModelForCausalLM as M; M\.from_pre"):
+        check_checkpoint(folder)
+    _write(tmp_path, quantization_config={"quant_method": named})
+    with pytest.raises(ConfigError, match="is quantized"):
+        check_checkpoint(folder)
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError, match=r"a\.txt is a file; give the folder of a checkpoint"):

@@ -1,4 +1,7 @@
 import gzip
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +240,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x")
     with pytest.raises(ConfigError, match=r"a\.csv: unsupported ending; .* \.jsonl"):
         read_examples([str(tmp_path / "a.csv")])
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{"instruction": "a", "output": "b"}] * 2), encoding="utf-8-sig")
+    with pytest.raises(ConfigError, match=r"rows\.json: .* line of a \.jsonl file: ") as error:
+        read_examples([str(rows)])
+    command = str(error.value).partition("file: python")[2]
+    subprocess.run(f"{sys.executable}{command}", shell=True, check=True)
+    assert len(read_examples([f"{rows}l"]).items) == 2
+    (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(ConfigError, match="has no data file"):
         read_examples([str(tmp_path)])
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')

@@ -3,7 +3,7 @@ files: before torch and transformers are imported, which takes seconds, and befo
 downloaded."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def read_json_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} cannot be used: it is not a JSON object")
     _check_quantization(folder, config)
-    if not any(_names_experts(config)):
+    if not _names_experts(config):
         kind = config.get("model_type", "of an unknown type")
         raise ConfigError(
             f"{folder} is a dense model ({kind}): its {CONFIG} names no experts; give a "
@@ -113,14 +113,19 @@ def read_json_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _names_experts(config: Mapping[str, Any]) -> Iterator[bool]:
-    """For each field, whether it says that the model has experts; None, 0 and False do not."""
-    yield "moe" in str(config.get("model_type"))
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _names_experts(value)
-        else:
-            yield bool(value) and ("expert" in name.lower() or "moe" in name.lower())
+def _names_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a field says that the model has experts; None, 0 and False do not."""
+    parts = [config]  # the config of a language model may be a part of another one
+    while parts:
+        for name, value in parts.pop().items():
+            if isinstance(value, dict):
+                parts.append(value)
+            elif name == "model_type":
+                if "moe" in str(value).lower():
+                    return True
+            elif value and ("expert" in name.lower() or "moe" in name.lower()):
+                return True
+    return False
 
 
 def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
@@ -131,7 +136,7 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
     given = next((place[name] for place in places for name in names if place.get(name)), None)
     if given is None and not (folder / _MODELOPT).is_file():
         return
-    method = given.get("quant_method", "unknown") if isinstance(given, dict) else "modelopt"
+    method = str(given.get("quant_method", "unknown")) if isinstance(given, dict) else "modelopt"
     advice = "its page on the hub usually names it as the base model"
     if method in _DEQUANTIZED:
         settings = _DEQUANTIZED[method]
@@ -154,10 +159,10 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         return
     if any((folder / name).exists() for name in _PICKLES):
-        named = config.get("architectures") or ["AutoModelForCausalLM"]
         command = _CONVERT.format(
-            folder=folder, out=f"{folder}-safetensors", model=named[0], settings="", how="", form=""
-        )
+            folder=folder, out=f"{folder}-safetensors", model=_architecture(config), settings="",
+            how="", form="",
+        )  # fmt: skip
         raise CheckpointError(
             f"{folder} has pickled weights (.bin), which can run any code; Overspill reads "
             f"safetensors only. If you trust it, convert it with: {command}"
@@ -165,6 +170,14 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     if gguf := _find_gguf(folder):
         raise _is_gguf(gguf)
     raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; download its weights")
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """The class that the config names; it may be an encoder-decoder."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    known = isinstance(first, str) and first.isidentifier()  # it becomes a part of a command
+    return str(first) if known else "AutoModelForCausalLM"
 
 
 def check_tokenizer(folder: Path, flag: str) -> None:

@@ -19,6 +19,10 @@ from overspill.train.finetune.kinds import Example, Kind, Labelled, Text, expect
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".tsv", ".tsv.gz")
 _SUPPORTED = f"{', '.join(_ENDINGS)}; or those of plain text: {' '.join(sorted(PLAIN_TEXT))}"
+_SPLIT = (
+    'python -c "import json; '
+    "[print(json.dumps(row)) for row in json.load(open('{0}', encoding='utf-8-sig'))]\" > {0}l"
+)
 _BLOCK_CHARS = 1 << 12
 _HEADER = ["sentence", "label"]
 
@@ -83,9 +87,12 @@ def find_examples(sources: Sequence[str], flag: str = "DATA") -> list[Path]:
                 f'"{STDLIB}" for the sources of Python\'s standard library'
             )
         elif not (path.name.endswith(_ENDINGS) or _is_text(path)):
-            raise ConfigError(
-                f"{flag} {source}: unsupported ending; rename it to one of {_SUPPORTED}"
-            )
+            advice = f"rename it to one of {_SUPPORTED}"
+            if path.suffix == ".json":
+                advice = (
+                    f"write each of its rows as a line of a .jsonl file: {_SPLIT.format(source)}"
+                )
+            raise ConfigError(f"{flag} {source}: unsupported ending; {advice}")
         else:
             files.append(path)
     return files
