@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from overspill.models.huggingface.checks import check_checkpoint, check_tokenizer
+from overspill.models.huggingface.checks import check_checkpoint, check_tokenizer, is_adapter
 from overspill.train.run_folder import is_run
 from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
 
@@ -48,7 +48,7 @@ class ModelSection:
         if is_run(Path(model).expanduser()):
             return
         folder = check_checkpoint(model)
-        if needs_text:
+        if needs_text and not is_adapter(folder):
             check_tokenizer(folder, "MODEL")
 
     def open(self, model: str) -> "LLM":

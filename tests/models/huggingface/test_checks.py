@@ -143,6 +143,17 @@ def test_weights_of_the_hub_are_downloaded_after_the_config_was_checked(
     assert asked == [False, False, True]
 
 
+def test_an_adapter_is_not_taken_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds a LoRA adapter, not a whole model"):
+        overspill.load(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: tmp_path)
+    assert find_folder("some/adapter") == check_checkpoint("some/adapter") == tmp_path
+    assert check_checkpoint(_write(tmp_path, "model.safetensors")) == tmp_path
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [("{", "Expecting"), ("[]", "not a JSON object"), ("[" * 10**5, "nested too deeply")],

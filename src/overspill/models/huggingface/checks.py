@@ -11,6 +11,7 @@ from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.json_text import parse_json
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model",
@@ -39,13 +40,20 @@ def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
 
 
 def check_checkpoint(path_or_repo: str | os.PathLike[str]) -> Path:
-    """Raises if Overspill cannot load the checkpoint. Returns the folder of all its files but the
-    weights, which are not downloaded."""
+    """Raises if Overspill cannot load the checkpoint; no-op for an adapter, which is checked with
+    its base model. Returns the folder of all files but the weights, which are not downloaded."""
     path = Path(path_or_repo).expanduser()
-    if path.is_dir():
+    if not path.is_dir():
+        return _check_download(_repository(path_or_repo))
+    if not is_adapter(path):
         check_weights(path, read_json_config(path))
-        return path
-    return _check_download(_repository(path_or_repo))
+    return path
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter of peft, and no model."""
+    whole = (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+    return (folder / ADAPTER_CONFIG).is_file() and not whole
 
 
 def _repository(path_or_repo: str | os.PathLike[str]) -> str:
@@ -71,7 +79,8 @@ def _check_download(name: str) -> Path:
             f"{name} has GGUF files; Overspill reads safetensors in bf16, fp16 or fp32: give the "
             "repository that they were made from, which its page names as the base model"
         )
-    read_json_config(folder)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        read_json_config(folder)
     return folder
 
 

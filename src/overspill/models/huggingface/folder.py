@@ -9,15 +9,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from overspill.core.errors import CheckpointError
+from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.json_text import parse_json
-from overspill.models.huggingface.checks import CONFIG, INDEX, SINGLE, check_checkpoint
+from overspill.models.huggingface.checks import CONFIG, INDEX, SINGLE, check_checkpoint, is_adapter
 from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 from overspill.tiers.ssd import BounceBuffers
 
 
 def read_config(folder: Path) -> Any:
     """The model's config. Raises if the weights are quantized or there are no experts."""
+    if is_adapter(folder):
+        raise ConfigError(f"{folder} holds a LoRA adapter, not a whole model; give its base model")
     check_checkpoint(folder)
     from transformers import AutoConfig
 
