@@ -19,9 +19,15 @@ from torch import Tensor
 from overspill.models import GPTMoE
 from overspill.train.batch_order import BatchOrder
 from overspill.train.data import Windows
-from overspill.train.finetune.classification import Choice, LabelForm, encode_choices
+from overspill.train.finetune.classification import (
+    Choice,
+    ChoiceRows,
+    LabelForm,
+    encode_choices,
+)
 from overspill.train.finetune.evaluation import chosen, row_losses
-from overspill.train.finetune.examples import Labelled, read_examples
+from overspill.train.finetune.examples import read_examples
+from overspill.train.finetune.kinds import Labelled
 from overspill.train.finetune.rows import Row, collate
 
 WIKITEXT, SST2 = "wikitext-2", "sst2"
@@ -111,12 +117,11 @@ class Sst2:
     @torch.no_grad()
     def evaluate(self, model: GPTMoE) -> float:
         model.eval()
-        rows = [row for choice in self.test for row in choice.rows]
 
         def logits(input_ids: Tensor, **_: object) -> Any:
             return model(input_ids)  # causal attention needs no mask for padding on the right
 
-        losses = row_losses(logits, rows, 128, self._collate, seq2seq=False)
+        losses = row_losses(logits, ChoiceRows(self.test), 128, self._collate, seq2seq=False)
         picked = chosen(losses, self.test)
         model.train()
         hits = sum(number == choice.label for number, choice in zip(picked, self.test, strict=True))

@@ -34,6 +34,49 @@ def test_help_does_not_wait_for_torch() -> None:
     assert b"train" in done.stdout
 
 
+def test_a_model_that_cannot_be_loaded_is_refused_before_torch_is_imported(
+    tmp_path: Path,
+) -> None:
+    quantized = {"model_type": "qwen3_moe", "num_experts": 4, "quantization_config": {"bits": 4}}
+    for name, config in (
+        ("dense", {"model_type": "llama"}),
+        ("quantized", quantized),
+        ("mute", {"model_type": "mixtral", "num_local_experts": 8}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mute" / "model.safetensors").touch()
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    wrong = [
+        (command, model, reason)
+        for command in (["finetune", "", "a.jsonl"], ["pregate", "", "a.jsonl"],
+                        ["generate", "", "a"], ["chat", ""], ["serve", ""])
+        for model, reason in (("dense", "is a dense model"), ("quantized", "is quantized"),
+                              ("a.gguf", "is a GGUF file"), ("mute", "has no tokenizer"))
+        if (command[0], model) != ("serve", "mute")  # it answers prompts of token ids
+    ]  # fmt: skip
+    code = (
+        "import sys; from overspill.cli.main import app; "
+        f"codes = [app([command[0], model, *command[2:]]) for command, model, _ in {wrong}]; "
+        f"assert codes == {[2] * len(wrong)}, codes; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(root / "src")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(wrong)
+    for line, (_, _, reason) in zip(lines, wrong, strict=True):
+        assert reason in line
+
+
 def test_help_shows_every_setting_and_an_example(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

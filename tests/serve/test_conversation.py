@@ -69,6 +69,23 @@ def test_a_template_that_needs_text_gets_an_empty_one(llm: LLM, template: Any) -
     assert text_of(llm, chat) == "user:hi.assistant:.assistant:."
 
 
+def test_a_missing_text_is_not_written_as_none(llm: LLM, template: Any) -> None:
+    template("{% for m in messages %}{{ m.role }}:{{ m.content }}.{% endfor %}")
+    chat = [{"role": "user", "content": "None"}, {"role": "assistant", "content": None}]
+    assert text_of(llm, chat) == "user:None.assistant:."
+
+
+def test_a_template_that_needs_arguments_as_text_gets_them(llm: LLM, template: Any) -> None:
+    """As DeepSeek's."""
+    template(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ '[' + call.function.arguments + ']' }}{% endfor %}.{% endfor %}"
+    )
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": "\u00e9"}'}}
+    chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert text_of(llm, chat) == 'user:hi.assistant:[{"a": "\u00e9"}].'
+
+
 def test_parts_of_text_are_joined(llm: LLM, template: Any) -> None:
     template(TEMPLATE)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

@@ -19,7 +19,7 @@ PATHS = ("/", "/v1/models", "/v1/models/tiny", "/metrics", "/stats", "/openapi.j
 @pytest.fixture(scope="module")
 def locked(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     file = tmp_path_factory.mktemp("keys") / "keys"
-    file.write_text("first-key\n\nsecond-key\n")
+    file.write_text("first-key\n\nsecond-key\n", encoding="utf-8-sig")
     with running(llm, api_key="third-key", api_key_file=str(file)) as server:
         yield server
 

@@ -274,3 +274,14 @@ def test_errors_never_repeat_the_value(server: Running) -> None:
     body = {**CHAT, "temperature": "a secret"}
     answer = server.http.post("/v1/chat/completions", json=body)
     assert "secret" not in json.dumps(answer.json())
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "[" + "9" * 5000])
+@pytest.mark.parametrize("field", ["messages", "tools", "response_format", "logit_bias", "seed"])
+def test_json_that_python_cannot_hold_is_a_bad_request(
+    field: str, value: str, server: Running
+) -> None:
+    body = json.dumps({**CHAT, "max_tokens": 1})[:-1] + f', "{field}": {value}'
+    answer = server.http.post("/v1/chat/completions", content=body + "}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("the body is not valid JSON")

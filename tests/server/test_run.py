@@ -178,10 +178,10 @@ def test_a_port_in_use_is_one_line(model_folder: str, capsys: pytest.CaptureFixt
     ],
 )
 def test_a_wrong_flag_is_one_line(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert app(["serve", "/nowhere", *flags]) == 2
+    assert app(["serve", model_folder, *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -199,10 +199,12 @@ def test_without_the_extra_it_says_what_to_install(
 
 
 def test_an_open_server_without_a_key_is_warned_of(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("OVERSPILL_API_KEY", raising=False)
+    (tmp_path / "config.json").write_text('{"model_type": "unknown_moe"}')
+    (tmp_path / "model.safetensors").touch()
     for flags, warned in (([], True), (["--api-key", "k"], False)):
         capsys.readouterr()
-        assert app(["serve", "/nowhere", "--host", "0.0.0.0", "--port", "0", *flags]) == 2
+        assert app(["serve", str(tmp_path), "--host", "0.0.0.0", "--port", "0", *flags]) == 2
         assert ("--api-key-file" in capsys.readouterr().err) == warned

@@ -131,9 +131,10 @@ def test_counts_are_drawn_with_their_shares(tmp_path: Path) -> None:
     path.write_text(json.dumps({"ranked": [[1, 2]]}))
     with pytest.raises(ConfigError, match="no counts"):
         DrawnRouting.from_counts(path, model="ranked")
-    path.write_text("[")
-    with pytest.raises(ConfigError, match=r"counts.json is not a JSON file of counts"):
-        DrawnRouting.from_counts(path)
+    for text in ("[", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"counts.json is not a JSON file of counts"):
+            DrawnRouting.from_counts(path)
 
 
 @needs_recordings

@@ -120,6 +120,7 @@ def test_every_truncation_is_detected(tmp_path: Path, tensors: dict[str, torch.T
         b'{"a": 3}',
         b"[1, 2]",
         b'{"a": ',
+        b'{"a": ' + b"[" * 100_000,
     ],
 )
 def test_a_broken_header_is_a_clear_error(tmp_path: Path, header: bytes) -> None:

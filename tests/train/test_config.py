@@ -44,6 +44,12 @@ def test_toml_may_use_sections_or_not(tmp_path: Path) -> None:
     assert (config.run.steps, config.data.seq_len, config.optim.lr) == (3, 64, 1.0)
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.toml", "steps = 3"), ("a.json", '{"steps": 3}')])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert TrainConfig.read_file(tmp_path / name) == {"steps": 3}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -51,6 +57,9 @@ def test_toml_may_use_sections_or_not(tmp_path: Path) -> None:
         ("a.toml", "[optimizer]\nlr = 1.0", r"unknown section \[optimizer\]"),
         ("a.toml", "[optim]\nsteps = 1", r"steps is in \[optim\]; move it to \[run\]"),
         ("a.json", "[1]", "is not a table"),
+        ("a.json", "[" * 100_000, r"a\.json cannot be parsed: it is nested too deeply"),
+        ("a.toml", "x = " + "[" * 100_000, r"a\.toml cannot be parsed"),
+        ("a.toml", "steps = " + "9" * 5000, r"a\.toml cannot be parsed"),
         ("a.json", '{"stpes": 1}', "unknown setting 'stpes'; did you mean 'steps'"),
         ("a.json", '{"steps": "many"}', "steps = 'many' has the wrong type; give int"),
         ("a.json", '{"steps": true}', "steps = True has the wrong type"),

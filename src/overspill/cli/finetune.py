@@ -1,5 +1,6 @@
 """`overspill finetune`: every setting of `FinetuneConfig` is a flag."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -7,15 +8,19 @@ import typer
 from overspill.cli.flags import with_flags
 from overspill.cli.runs import check_ranks, resolve_resume, run_and_report
 from overspill.core.errors import ConfigError
+from overspill.models.huggingface.checks import check_checkpoint, check_tokenizer
+from overspill.parallel.launcher import RankPlace
 from overspill.train.finetune.config import FinetuneConfig
+from overspill.train.run_folder import is_run
 
 _HELP = """Fine-tune a Hugging Face Mixture-of-Experts checkpoint that is larger than the GPU.
 
 DATA are .jsonl files (also .gz, or folders of them) with "text", with "prompt" and "completion", \
-or with chat "messages"; .tsv files with the columns sentence and label; or plain text, where \
-"stdlib" stands for the sources of Python's standard library. The run's folder gets its config, \
-metrics, plots, checkpoints to resume from, and the best and the final model as plain Hugging \
-Face checkpoints, or as adapters with --lora. overspill chat, generate and serve take its folder.
+with chat "messages", or as of Alpaca or ShareGPT; .tsv files with the columns sentence and \
+label; or plain text, where "stdlib" stands for the sources of Python's standard library. The \
+run's folder gets its config, metrics, plots, checkpoints to resume from, and the best and the \
+final model as plain Hugging Face checkpoints, or as adapters with --lora. overspill chat, \
+generate and serve take its folder.
 
 [bold]Examples[/bold]
 
@@ -75,6 +80,8 @@ def add_command(app: typer.Typer, kind: type[FinetuneConfig], text: str) -> None
         # An omitted argument is None or an empty list.
         given = {n: v for n, v in values.items() if v not in (None, [])}
         config = resolve(given, kind)
+        if RankPlace.find() is None:  # ranks say what is wrong only once, later
+            _check_checkpoint(config)
         check_ranks(config, given)
         # Importing torch takes seconds: only after the flags are checked.
         from overspill.train.finetune.finetuner import finetune
@@ -89,3 +96,15 @@ def resolve(flags: dict[str, Any], kind: type[FinetuneConfig] = FinetuneConfig) 
     if flags.get("resume") and "out" not in flags and "checkpoint" not in flags:
         raise ConfigError("--resume needs the folder of the run to continue; give it with --out")
     return resolve_resume(kind, [flags])
+
+
+def _check_checkpoint(config: FinetuneConfig) -> None:
+    """Raises if the checkpoint cannot be loaded or there is no tokenizer."""
+    checkpoint, tokenizer = config.model.checkpoint, config.model.tokenizer
+    if not checkpoint or is_run(Path(checkpoint).expanduser()):
+        return
+    folder = check_checkpoint(checkpoint)
+    if tokenizer is None:
+        check_tokenizer(folder, "CHECKPOINT")
+    else:
+        check_tokenizer(Path(tokenizer).expanduser(), "--tokenizer")

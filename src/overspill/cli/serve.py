@@ -53,6 +53,7 @@ def _serve(model: str, as_json: bool, **flags: Any) -> None:
     keys = config.read_keys()
     config.allowed_origins  # noqa: B018 - it checks them
     _check_installed()
+    config.model.check(model, needs_text=False)
     # Imported only after the flags are checked.
     from overspill.server.run import address_of, bind, serve
     from overspill.server.service import Service

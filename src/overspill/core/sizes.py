@@ -2,6 +2,7 @@
 
 import math
 import re
+import reprlib
 
 from overspill.core.errors import ConfigError
 
@@ -26,15 +27,15 @@ _UNITS = {
 def parse_size(size: str | int | float, name: str = "size") -> int:
     """Bytes of `size`; `name` is the argument or flag for the error message."""
     if isinstance(size, int | float):
-        value = int(size)
+        exact: int | float = size
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\s*", size)
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(f"{name}={size!r} is not a size; write it like 12GiB, 800MB or 4096")
-        value = int(float(match[1]) * _UNITS[match[2].lower()])
-    if value <= 0:
-        raise ConfigError(f"{name}={size!r} must be more than zero")
-    return value
+        exact = float(match[1]) * _UNITS[match[2].lower()]
+    if not 1 <= exact < math.inf:
+        raise ConfigError(f"{name}={reprlib.repr(size)} must be more than zero and finite")
+    return int(exact)
 
 
 def format_size(size: int | float, up: bool = False) -> str:

@@ -19,6 +19,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from overspill.core.experts import ExpertShape
+from overspill.core.json_text import parse_json
 from overspill.hardware.machine import gpu, total_memory, usable_cores
 from overspill.hardware.native import cache_folder
 
@@ -163,7 +164,7 @@ def read_profile(path: Path | None = None, machine: str | None = None) -> Profil
     empty = Profile(machine or this_machine(), this_version())
     path = path or profile_file(empty.machine)
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(path.read_text())
         for expected, stored in (
             (empty.machine, data["machine"]),
             (empty.version, data["version"]),

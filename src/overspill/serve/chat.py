@@ -1,17 +1,20 @@
 """A conversation with a model."""
 
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 from overspill.core.errors import ConfigError
-from overspill.serve.llm import LLM
 from overspill.serve.params import SamplingParams
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from overspill.serve.llm import LLM
 
 
 class Chat:
     """Questions and answers so far. If they no longer fit into the context, the oldest ones are
     left out, but not the system message."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None = None) -> None:
         self._llm = llm
         self._params = params
         self._system = [] if system is None else [{"role": "system", "content": system}]

@@ -1,8 +1,11 @@
 """The settings of `overspill generate` and `overspill chat`."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from overspill.models.huggingface.checks import check_checkpoint, check_tokenizer, is_adapter
+from overspill.train.run_folder import is_run
 from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
 
 if TYPE_CHECKING:
@@ -43,6 +46,15 @@ class ModelSection:
     """Answers that are computed at once at most."""
     prefill_chunk: Count | None = None
     """Tokens of prompts in a batch at most; default: as many as is fast and fits into memory."""
+
+    def check(self, model: str, needs_text: bool) -> None:
+        """Raises if `model` cannot be loaded, or has no tokenizer although `needs_text`, before
+        torch is imported."""
+        if is_run(Path(model).expanduser()):
+            return
+        folder = check_checkpoint(model)
+        if needs_text and not is_adapter(folder):
+            check_tokenizer(folder, "MODEL")
 
     def open(self, model: str) -> "LLM":
         # Importing torch takes seconds: only after the flags are checked.
@@ -95,6 +107,7 @@ class ServeConfig(Config):
     sampling: SamplingSection = field(default_factory=SamplingSection)
 
     def open(self, model: str) -> "LLM":
+        self.model.check(model, needs_text=True)
         return self.model.open(model)
 
     def params(self) -> "SamplingParams":

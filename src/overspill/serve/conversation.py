@@ -1,14 +1,12 @@
 """The prompt of a chat, by the chat template of a model."""
 
-import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overspill.core.errors import ConfigError
 from overspill.serve.text import Codec
-
-Message = Mapping[str, Any]
+from overspill.train.messages import Message, fit_template, read_message
 
 
 def has_template(codec: Codec | None) -> bool:
@@ -33,7 +31,7 @@ def chat_tokens(
     """The tokens of a chat by the chat template; without one, its lines as plain text."""
     if not isinstance(messages, list | tuple):
         raise ConfigError(f"{reprlib.repr(messages)} is not a chat; give a list of messages")
-    chat = [_read(message) for message in messages]
+    chat = [read_message(message) for message in messages]
     if codec is None:
         raise ConfigError("this model has no tokenizer; a chat needs one")
     if has_template(codec):
@@ -47,64 +45,15 @@ def _by_template(
     codec: Any, chat: list[dict[str, Any]], tools: list[Any] | None, arguments: Mapping[str, Any]
 ) -> list[int]:
     options = {"add_generation_prompt": True, **arguments}
-    try:
-        ids = _apply(codec, chat, tools, options)
-    except ConfigError:
-        if all(message["content"] is not None for message in chat):
-            raise
-        # some templates tell calls of tools by a missing text, others need one
-        filled = [{**message, "content": message["content"] or ""} for message in chat]
-        ids = _apply(codec, filled, tools, options)
-    return [int(token) for token in ids]
 
-
-def _apply(
-    codec: Any, chat: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]
-) -> Any:
-    try:
-        return codec.tokenizer.apply_chat_template(
-            chat, tools=tools, **{**options, "tokenize": True, "return_dict": False}
-        )
-    except Exception as error:  # jinja and templates raise any type
-        raise ConfigError(f"the chat template refuses this chat: {error}") from error
-
-
-def _read(message: Any) -> dict[str, Any]:
-    """A message as templates expect it: its text in one piece, and arguments of tools as
-    dictionaries."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ConfigError(
-            f"{reprlib.repr(message)} is not a message; give {{'role': 'user', 'content': 'text'}}"
-        )
-    read = {**message, "content": _text(message.get("content"))}
-    calls = message.get("tool_calls")
-    if isinstance(calls, list | tuple):
-        read["tool_calls"] = [_read_call(call) for call in calls]
-    return read
-
-
-def _text(content: Any) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list | tuple) else [content]
-    texts = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str) or part.get("type", "text") != "text":
-            raise ConfigError(
-                f"{reprlib.repr(part)} in a message is not text; give a string, or parts such as "
-                "{'type': 'text', 'text': '...'}"
+    def apply(messages: Sequence[Message], tokenize: bool) -> Any:
+        form = {"tokenize": tokenize, "return_dict": False}
+        try:
+            return codec.tokenizer.apply_chat_template(
+                list(messages), tools=tools, **{**options, **form}
             )
-        texts.append(text)
-    return "".join(texts)
+        except Exception as error:  # jinja and templates raise any type
+            raise ConfigError(f"the chat template refuses this chat: {error}") from error
 
-
-def _read_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        parsed = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call  # the model wrote what is no JSON: it sees that again
-    return {**call, "function": {**function, "arguments": parsed}}
+    accepted = fit_template(chat, lambda messages: str(apply(messages, False)))
+    return [int(token) for token in apply(accepted, True)]

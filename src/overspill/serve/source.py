@@ -13,16 +13,15 @@ from overspill.core.sizes import format_size, parse_size, round_up
 from overspill.hardware.machine import available_memory
 from overspill.models.budgets import Budgets
 from overspill.models.gpt import GPTMoE
-from overspill.models.huggingface.folder import find_folder, is_adapter, read_config
+from overspill.models.huggingface.checks import find_folder, has_tokenizer, is_adapter
+from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
-from overspill.models.huggingface.skeleton import model_class
+from overspill.models.huggingface.skeleton import meta_model, model_class
 from overspill.serve.text import Codec, TransformersCodec
-from overspill.train.trained import find_model, is_run, load_trained, read_trained
+from overspill.train.run_folder import is_run
+from overspill.train.trained import find_model, load_trained, read_trained
 
-_TOKENIZERS = (
-    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "tokenizer_config.json",
-)  # fmt: skip
 _SEGMENT = 2 << 20
 _CACHE_SHARE = 0.25
 """Share of the GPU's budget, or of free host memory, that keys and values get at most."""
@@ -112,8 +111,7 @@ def open_source(
     _check_decoder(config, folder)
     asked = _within(asked, _positions(config))
     _check_generates(model_class(config))
-    with torch.device("meta"):
-        token_bytes = _token_bytes(model_class(config)(config), dtype)
+    token_bytes = _token_bytes(meta_model(config), dtype)
     budgets, n_blocks = _reserve(budgets, asked, token_bytes)
     # first: an error leaves no model behind
     codec = (None if lora is None else find_codec(lora)) or find_codec(folder)
@@ -222,7 +220,7 @@ def _projected(model: Any) -> int:
 
 def find_codec(folder: Path) -> Codec | None:
     """The tokenizer in a checkpoint's folder; None if there is none."""
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    if not has_tokenizer(folder):
         return None
     from transformers import AutoTokenizer
 

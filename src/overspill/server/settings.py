@@ -113,7 +113,7 @@ def _is_origin(text: str) -> bool:
 def _read_lines(name: str) -> list[str]:
     path = Path(name).expanduser()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(
             f"--api-key-file {path} cannot be read ({error.strerror}); check the path"

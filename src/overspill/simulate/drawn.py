@@ -3,7 +3,6 @@
 Shapes: T tokens, L layers, E experts, K top-k.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import ConfigError
+from overspill.core.json_text import parse_json
 from overspill.simulate.imbalance import hot_shares, zipf_shares
 
 # A probability of 1 in fixed point: sums are exact, so an expert with probability 1 is never drawn
@@ -134,7 +134,7 @@ def _read_counts(
 ) -> tuple[list[list[float]], int | None]:
     """Counts [L, E], and top_k if the file has it."""
     try:
-        file = json.loads(path.read_text())
+        file = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not a JSON file of counts ({error})") from error
     if isinstance(file, dict) and "popularity" in file:

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 
 from overspill.core.errors import CheckpointError, DiskError
+from overspill.core.json_text import parse_json
 from overspill.core.sizes import format_size, round_up
 from overspill.tiers.ssd import DIRECT_FROM, BounceBuffers, DirectFile, reserve
 
@@ -172,7 +173,7 @@ class StreamReader:
         if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
             raise self._corrupt(f"its {size} bytes do not begin with a safetensors header")
         try:
-            header = json.loads(_pread(self._fd, length, 8))
+            header = parse_json(_pread(self._fd, length, 8))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self.specs: dict[str, TensorSpec] = {}
             self._begin: dict[str, int] = {}

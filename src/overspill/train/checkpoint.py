@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from overspill.core.errors import CheckpointError, DiskError, RankError
+from overspill.core.json_text import parse_json
 from overspill.models.joint_writing import is_first, together
 from overspill.moe.engine import Engine
 from overspill.optim.adamw import AdamW
@@ -169,7 +170,7 @@ def _write_state(folder: Path, state: TrainState) -> None:
 def _read_state_file(path: Path) -> dict[str, Any]:
     file = path / _STATE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(
             f"{path} is not a checkpoint of overspill ({_STATE}: {error.strerror}); give the --out "

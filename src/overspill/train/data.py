@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from overspill.core.errors import ConfigError, DiskError
+from overspill.core.json_text import parse_json
 from overspill.train.batch_order import BatchOrder
 from overspill.train.tokenizer import Tokenizer
 
@@ -83,7 +84,7 @@ def read_blocks(
     is done with bytes that are not UTF-8, as for `open`."""
     opener: Callable[..., IO[str]] = gzip.open if file.suffix.lower() == ".gz" else open
     try:
-        with opener(file, "rt", encoding="utf-8", errors=errors) as handle:
+        with opener(file, "rt", encoding="utf-8-sig", errors=errors) as handle:
             while lines := handle.readlines(characters):
                 yield "".join(lines)
     except (OSError, EOFError, UnicodeError, zlib.error) as error:
@@ -119,7 +120,7 @@ def tokenize(
                 "with enough space"
             ) from error
     try:
-        facts = json.loads(facts_path.read_text())
+        facts = parse_json(facts_path.read_text())
         tokens = np.load(array_path, mmap_mode="r", allow_pickle=False)
         return TokenFile(tokens=tokens, digest=str(facts["digest"]))
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import DiskError
+from overspill.core.json_text import parse_json
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, encoding="utf-8", errors="replace") as file:
         for text in file:
             try:
-                line = json.loads(text)
+                line = parse_json(text)
             except ValueError:
                 continue
             if isinstance(line, dict) and isinstance(line.get("step"), int):

@@ -14,6 +14,11 @@ from overspill.train.sections import RunConfig
 _RUNS = Path("runs")
 
 
+def is_run(path: Path) -> bool:
+    """Whether this is the folder of a run, not of a checkpoint of Hugging Face."""
+    return RunFolder(path).checkpoints.is_dir()
+
+
 class RunFolder:
     """The files of a run. As a context manager it locks out other processes."""
 

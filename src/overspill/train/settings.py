@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from overspill.core.errors import ConfigError
+from overspill.core.json_text import parse_json
 from overspill.core.sizes import parse_size
 
 _REMOVED = frozenset({"lookahead", "pin", "resident_share"})
@@ -138,13 +139,13 @@ class Config:
     def read_file(cls, path: Path) -> dict[str, Any]:
         """The flat settings of a .toml or .json file."""
         try:
-            text = path.read_text(encoding="utf-8")
-            tree = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+            text = path.read_text(encoding="utf-8-sig")
+            tree = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
         except OSError as error:
             raise ConfigError(
                 f"config file {path} cannot be read ({error.strerror}); check the path"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"config file {path} cannot be parsed: {error}; fix it") from error
         if not isinstance(tree, dict):
             raise ConfigError(f"config file {path} is not a table; write `name = value` lines")

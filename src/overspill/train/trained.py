@@ -1,6 +1,5 @@
 """The model of a run, for inference."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 
 from overspill.core.errors import CheckpointError, ConfigError
+from overspill.core.json_text import parse_json
 from overspill.models.budgets import Budgets
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
@@ -22,11 +22,6 @@ from overspill.train.tokenizer import Tokenizer, load_tokenizer
 from overspill.train.train_spec import shape_of
 
 _MODELS = ("final", "best")
-
-
-def is_run(path: Path) -> bool:
-    """Whether this is the folder of a run, not of a checkpoint of Hugging Face."""
-    return RunFolder(path).checkpoints.is_dir()
 
 
 def find_model(path: Path) -> Path:
@@ -81,7 +76,7 @@ def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
 def _finetuned(folder: RunFolder) -> dict[str, Any] | None:
     """The settings of the model if a run has trained a checkpoint of Hugging Face."""
     try:
-        model = json.loads(folder.config.read_text(encoding="utf-8"))["model"]
+        model = parse_json(folder.config.read_text(encoding="utf-8"))["model"]
         return dict(model) if "checkpoint" in model else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # reading the settings says why

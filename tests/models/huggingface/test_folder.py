@@ -86,7 +86,7 @@ def test_dense_model(folder: Path) -> None:
         num_attention_heads=2,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "dense")
-    with pytest.raises(ConfigError, match=r"llama .* not supported: it has no experts") as error:
+    with pytest.raises(ConfigError, match=r"is a dense model \(llama\)") as error:
         load(folder / "dense")
     one_line(error)
 
@@ -103,7 +103,8 @@ def test_pickles_are_refused_with_the_command_that_converts_them(folder: Path) -
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(
-        CheckpointError, match=r"safetensors only.*import MixtralForCausalLM as M.*save_pretrained"
+        CheckpointError,
+        match=r"safetensors only.*import .*MixtralForCausalLM as M.*save_pretrained",
     ):
         load(folder)
 
@@ -129,7 +130,16 @@ def test_a_weight_map_with_a_value_that_is_no_file_of_the_folder(
 
 @pytest.mark.parametrize(
     "index",
-    ["{", "[]", "7", "{}", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {}}'],
+    [
+        "{",
+        "[" * 100_000,
+        "[]",
+        "7",
+        "{}",
+        '{"weight_map": null}',
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+    ],
 )
 def test_an_index_without_a_usable_weight_map(folder: Path, index: str) -> None:
     (folder / "model.safetensors.index.json").write_text(index)

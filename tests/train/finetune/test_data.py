@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -6,8 +7,10 @@ import pytest
 from transformers import SwitchTransformersConfig
 
 from overspill.core.errors import ConfigError
+from overspill.train.finetune.classification import ChoiceRows
 from overspill.train.finetune.config import FinetuneDataSection
 from overspill.train.finetune.data import FinetuneData, load_data
+from overspill.train.finetune.kinds import Kind
 from overspill.train.finetune.rows import IGNORED
 from tests.train.finetune.tiny import (
     VOCAB,
@@ -142,7 +145,22 @@ def test_labels_of_the_evaluation_must_be_known(tmp_path: Path) -> None:
         _load(train, eval_data=str(dev))
     data = _load(train, labels="a,b,c", eval_data=str(dev))
     assert [choice.label for choice in data.eval_choices] == [0, 2]
-    assert all(len(choice.rows) == 3 for choice in data.eval_choices)
+    assert all(len(choice.answers) == 3 for choice in data.eval_choices)
+
+
+def test_rows_of_labels_are_not_kept(tmp_path: Path) -> None:
+    """1,000 examples of 500 labels: the rows of all labels would take 300 MB."""
+    path = tmp_path / "a.tsv"
+    lines = [f"{n} {'word ' * 8}\t{n % 500}" for n in range(1000)]
+    path.write_text("\n".join(["sentence\tlabel", *lines]))
+    tracemalloc.start()
+    data = _load(path, seq_len=128, eval_split=0.05)
+    for tokens in data.tokens:  # as the check of the vocabulary
+        assert len(tokens)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(data.train), len(ChoiceRows(data.eval_choices))) == (950, 50 * 500)
+    assert peak < 16 << 20
 
 
 @pytest.mark.parametrize(
@@ -181,6 +199,23 @@ def test_an_encoder_decoder_needs_sources_and_targets(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     assert tokenizer.decode(row.tokens) == content["prompt"]
     assert tokenizer.decode(row.labels) == content["completion"] + "<end>"
+
+
+def test_rows_of_alpaca_are_chats_if_there_is_a_template(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "a.jsonl", [{"instruction": "Add.", "output": "5"}] * 2)
+    tokenizer, settings = make_tokenizer(TEMPLATE), {"eval_split": 0.0, "packing": False}
+    row = _load(rows, 256, lines=3, **settings).train[0]
+    assert tokenizer.decode(row.tokens) == "Add.;5;"
+    section = FinetuneDataSection(data=(str(rows),), **settings)
+    said: list[str] = []
+    for plain, config in (
+        (make_tokenizer(), mixtral_config()),
+        (tokenizer, SwitchTransformersConfig(vocab_size=VOCAB)),
+    ):
+        data = load_data(section, plain, 256, config, 0, said.append)
+        assert data.kind is Kind.PAIR
+        assert tokenizer.decode(data.train[0].labels[-2:]) == "5<end>"
+    assert said[0] == "data: instructions become pairs, with the prompt of Alpaca"
 
 
 def test_a_foreign_tokenizer_is_told_before_the_model_crashes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from overspill.train.finetune.encoding import (
     encode_texts,
     separator,
 )
-from overspill.train.finetune.examples import Pair, Text
+from overspill.train.finetune.kinds import Pair, Text
 from overspill.train.finetune.rows import IGNORED, Row
 from tests.train.finetune.tiny import END, make_tokenizer
 

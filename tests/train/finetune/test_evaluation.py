@@ -1,10 +1,14 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from transformers import MixtralForCausalLM
 
-from overspill.train.finetune.classification import LabelForm, encode_choices
+from overspill.train.finetune.classification import ChoiceRows, LabelForm, encode_choices
 from overspill.train.finetune.evaluation import chosen, mean_loss, row_losses, summed_losses
-from overspill.train.finetune.examples import Labelled
+from overspill.train.finetune.kinds import Labelled
 from overspill.train.finetune.rows import IGNORED, Batch, Row, collate, make_row
 from tests.train.finetune.tiny import make_tokenizer, mixtral_config
 
@@ -53,7 +57,7 @@ def test_the_chosen_label_is_the_most_likely_completion() -> None:
     form = LabelForm(words, "{sentence}:", " {label}", seq2seq=False)
     examples = [Labelled(f"f:{n}", "x" * n + "y", "0") for n in range(1, 7)]
     choices = encode_choices(tokenizer, examples, form, 64, truncate=False)
-    rows = [row for choice in choices for row in choice.rows]
+    rows = ChoiceRows(choices)
     picked = chosen(row_losses(model, rows, 4, _collate, seq2seq=False), choices)
     for example, pick in zip(examples, picked, strict=True):
         scores = []
@@ -66,3 +70,21 @@ def test_the_chosen_label_is_the_most_likely_completion() -> None:
                 prompt = [*prompt, token]
             scores.append(score)
         assert scores[pick] == max(scores)
+
+
+def test_rows_are_read_batch_by_batch() -> None:
+    read: list[slice] = []
+    calls: list[int] = []
+
+    class Rows(list[Row]):
+        def __getitem__(self, at: Any) -> Any:
+            read.append(at)
+            return super().__getitem__(at)
+
+    def model(input_ids: Tensor, **_: object) -> Any:
+        calls.append(len(input_ids))
+        assert len(read) == len(calls), "no more batches are read than computed"
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 300))
+
+    assert len(row_losses(model, Rows(_rows()), 2, _collate, seq2seq=False)) == 5  # type: ignore[arg-type]
+    assert calls == [2, 2, 1]

@@ -1,4 +1,7 @@
 import gzip
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +10,8 @@ import pytest
 from overspill.core.errors import ConfigError
 from overspill.train import data
 from overspill.train.finetune import examples
-from overspill.train.finetune.examples import (
-    Chat,
-    Kind,
-    Labelled,
-    Pair,
-    Text,
-    read_examples,
-)
+from overspill.train.finetune.examples import read_examples
+from overspill.train.finetune.kinds import Chat, Kind, Labelled, Pair, Text
 from tests.train.finetune.tiny import write_jsonl
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -131,6 +128,12 @@ def test_the_sources_of_python_are_examples(
         ('{"text": ""}', r':2: expected .* "text", found an empty "text"'),
         ('{"prompt": "a", "completion": "b"}', r':2: expected .* "text", found an object with'),
         ("x" * 100, r":2: expected .* found 'x{40}…'"),
+        ('{"text": ' + "[" * 100_000, r":2: expected .* found '\{\"text\": \[{31}…'$"),
+        ('{"text": ' + "9" * 5000 + "}", r":2: expected .* found '\{\"text\": 9{31}…'$"),
+        (
+            '{"text": ' + "[" * 900 + "]" * 900 + "}",
+            r":2: expected .* found \"text\" = (\[{40}…|deep)",
+        ),
     ],
 )
 def test_a_bad_line_of_text_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -197,6 +200,27 @@ def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", '{"text": "one"}', {"text": "one"}),
+        ("a.jsonl", '{"prompt": "a", "completion": "b"}', {"prompt": "a", "completion": "b"}),
+        ("a.tsv", "sentence\tlabel\nfine\t1", {"sentence": "fine", "label": "1"}),
+        ("a.txt", "one", {"text": "one"}),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_may_begin_with_a_byte_order_mark(
+    name: str, content: str, expected: dict[str, str], packed: bool, tmp_path: Path
+) -> None:
+    encoded = content.encode("utf-8-sig")
+    path = tmp_path / (f"{name}.gz" if packed else name)
+    path.write_bytes(gzip.compress(encoded) if packed else encoded)
+    (found,) = read_examples([str(path)]).items
+    assert found.where.startswith(str(path))
+    assert {key: value for key, value in vars(found).items() if key != "where"} == expected
+
+
+@pytest.mark.parametrize(
     ("example", "field"),
     [
         ({"text": "a\ud800b"}, '"text"'),
@@ -216,6 +240,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x")
     with pytest.raises(ConfigError, match=r"a\.csv: unsupported ending; .* \.jsonl"):
         read_examples([str(tmp_path / "a.csv")])
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{"instruction": "a", "output": "b"}] * 2), encoding="utf-8-sig")
+    with pytest.raises(ConfigError, match=r"rows\.json: .* line of a \.jsonl file: ") as error:
+        read_examples([str(rows)])
+    command = str(error.value).partition("file: python")[2]
+    subprocess.run(f"{sys.executable}{command}", shell=True, check=True)
+    assert len(read_examples([f"{rows}l"]).items) == 2
+    (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(ConfigError, match="has no data file"):
         read_examples([str(tmp_path)])
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')

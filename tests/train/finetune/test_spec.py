@@ -17,7 +17,13 @@ from overspill.train.finetune.spec import (
     load_tokenizer,
     plan_finetuning,
 )
-from tests.train.finetune.tiny import mixtral_config, tiny_settings, write_pairs
+from tests.models.huggingface.refused import REFUSED
+from tests.train.finetune.tiny import (
+    make_tokenizer,
+    mixtral_config,
+    tiny_settings,
+    write_pairs,
+)
 
 
 def _plan(checkpoint: Path, folder: Path, **changes: Any) -> FinetuneSpec:
@@ -87,13 +93,26 @@ def test_no_memory_is_planned_for_states_of_experts_that_are_not_trained(
 def test_a_checkpoint_without_a_tokenizer_is_one_line(mixtral: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
-    shutil.copy(mixtral / "config.json", bare)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(mixtral / name, bare)
     with pytest.raises(ConfigError, match=r"CHECKPOINT .*bare has no tokenizer; .* --tokenizer"):
         _plan(bare, tmp_path)
     assert _plan(bare, tmp_path, tokenizer=str(mixtral)).steps == 10
     (bare / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"--tokenizer .*bare: the tokenizer cannot be read \("):
         load_tokenizer(bare, "--tokenizer")
+
+
+def test_a_family_that_is_not_supported_is_named_before_data_is_read(tmp_path: Path) -> None:
+    refused = next(family for family in REFUSED if family.name == "dbrx")
+    refused.build().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"dbrx .*is not supported"):
+        plan_finetuning(
+            FinetuneConfig.make({"checkpoint": str(tmp_path), "data": ["/nowhere"]}),
+            lambda line: pytest.fail(line),
+        )
 
 
 def test_what_is_not_there_is_named(mixtral: Path, tmp_path: Path) -> None:

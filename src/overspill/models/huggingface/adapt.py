@@ -104,7 +104,7 @@ def _refuse_others(model: Any, found: Sequence[HuggingFaceExperts]) -> None:
         why = "it has no experts"
         if any(isinstance(count, int) and count > 1 for count in counts):
             why = "its experts do not go through transformers' experts interface"
-        raise ConfigError(f"{name} is not supported: {why}; see the family table in the docs")
+        raise ConfigError(f"{name} is not supported: {why}; see docs/families.md")
 
 
 def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:

@@ -1,7 +1,6 @@
-"""A checkpoint folder of Hugging Face: finds it, checks it, reads its tensors by name."""
+"""A checkpoint folder of Hugging Face: its config, and its tensors by name."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,78 +10,28 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import CheckpointError, ConfigError
+from overspill.core.json_text import parse_json
+from overspill.models.huggingface.checks import CONFIG, INDEX, SINGLE, check_checkpoint, is_adapter
 from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 from overspill.tiers.ssd import BounceBuffers
 
-SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-ADAPTER_CONFIG = "adapter_config.json"
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
-_CONVERT = (
-    'python -c "from transformers import {model} as M; '
-    "M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
-)
-
-
-def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
-    """The local folder of a checkpoint; a repository of the hub is downloaded, unless cached."""
-    path = Path(path_or_repo).expanduser()
-    if path.is_dir():
-        return path
-    name = str(path_or_repo)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ConfigError(
-            f"{name} does not exist; give the folder of a checkpoint or a repository like "
-            "mistralai/Mixtral-8x7B-v0.1"
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-            )
-        )
-    except Exception as error:  # no network, no such repository, no access
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"{name} is neither a folder nor a repository that can be downloaded ({reason})"
-        ) from error
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder has an adapter of peft, and no model."""
-    whole = (folder / INDEX).is_file() or (folder / SINGLE).is_file()
-    return (folder / ADAPTER_CONFIG).is_file() and not whole
-
 
 def read_config(folder: Path) -> Any:
-    """The model's config. Raises if the weights are quantized."""
-    from transformers import AutoConfig
-
+    """The model's config. Raises if the weights are quantized or there are no experts."""
     if is_adapter(folder):
         raise ConfigError(
             f"{folder} holds a LoRA adapter, not a whole model; overspill merge {folder} OUT makes "
             "a checkpoint of it and its base model; overspill.LLM, generate, chat and serve take "
             "it as it is"
         )
-    if not (folder / CONFIG).is_file():
-        raise CheckpointError(
-            f"{folder} has no {CONFIG}: it is not a Hugging Face checkpoint; give the folder that "
-            "holds config.json and the .safetensors files"
-        )
+    check_checkpoint(folder)
+    from transformers import AutoConfig
+
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # an unknown model_type, or invalid JSON
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # an unknown model_type, for example
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder / CONFIG} cannot be used: {reason}") from error
-    quantized = getattr(config, "quantization_config", None)
-    if quantized is not None:
-        kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ConfigError(
-            f"{folder} is quantized ({kind}); Overspill needs the unquantized checkpoint in "
-            "bf16, fp16 or fp32"
-        )
-    return config
 
 
 def _short(value: object) -> str:
@@ -147,25 +96,13 @@ class CheckpointFolder:
 
     def _index(self) -> Mapping[str, str] | None:
         """Tensor → file, or None if there is only one file."""
-        if (self.folder / INDEX).is_file():
-            return self._weight_map()
-        if (self.folder / SINGLE).is_file():
-            return None
-        if any((self.folder / name).exists() for name in _PICKLES):
-            command = _CONVERT.format(folder=self.folder, model=self._architecture())
-            raise CheckpointError(
-                f"{self.folder} has pickled weights (.bin), which can run any code; Overspill "
-                f"reads safetensors only. If you trust it, convert it with: {command}"
-            )
-        raise CheckpointError(
-            f"{self.folder} has neither {SINGLE} nor {INDEX}; download its weights"
-        )
+        return self._weight_map() if (self.folder / INDEX).is_file() else None
 
     def _weight_map(self) -> Mapping[str, str]:
         """The index, whose values must be names of files in this folder."""
         path = self.folder / INDEX
         try:
-            found = json.loads(path.read_text())["weight_map"]
+            found = parse_json(path.read_bytes())["weight_map"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} is no JSON object with a weight_map; download it again"
@@ -182,11 +119,6 @@ class CheckpointFolder:
                     "not the name of a file in this folder; correct it or download it again"
                 )
         return found
-
-    def _architecture(self) -> str:
-        """The class that the config names; it may be an encoder-decoder."""
-        named = json.loads((self.folder / CONFIG).read_text()).get("architectures")
-        return str(named[0]) if named else "AutoModelForCausalLM"
 
     @property
     def files(self) -> list[Path]:

@@ -13,8 +13,9 @@ from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.models.budgets import Budgets, Size
 from overspill.models.huggingface.adapt import adapt
+from overspill.models.huggingface.checks import find_folder
 from overspill.models.huggingface.experts import DictionaryExperts, HuggingFaceExperts
-from overspill.models.huggingface.folder import CheckpointFolder, find_folder, read_config, silence
+from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
 from overspill.models.huggingface.pregates import read_pregates
 from overspill.models.huggingface.recipes import Recipes

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.models.huggingface.adapt import experts_paths
+from overspill.models.huggingface.checks import ADAPTER_CONFIG
 from overspill.models.huggingface.conversion import renamer
-from overspill.models.huggingface.folder import ADAPTER_CONFIG, CheckpointFolder
+from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.lora_config import WEIGHTS, LoraConfig, read_lora_config
 from overspill.models.huggingface.pregates import saved_gates
 from overspill.moe.state_dict import dense_tensors

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.folder import ADAPTER_CONFIG, find_folder
+from overspill.models.huggingface.checks import ADAPTER_CONFIG, find_folder
 
 WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"

@@ -11,7 +11,8 @@ from torch import Tensor
 from overspill.core.errors import ConfigError, DiskError
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import disk_free
-from overspill.models.huggingface.folder import ADAPTER_CONFIG, INDEX, CheckpointFolder, read_config
+from overspill.models.huggingface.checks import ADAPTER_CONFIG, INDEX
+from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.lora import LoraTensors, open_lora
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
 from overspill.models.huggingface.pregates import copy_pregates, sample

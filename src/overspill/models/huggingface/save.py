@@ -17,7 +17,8 @@ from overspill.core.errors import ConfigError, DiskError
 from overspill.core.experts import ExpertId
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import disk_free
-from overspill.models.huggingface.folder import INDEX, SINGLE, silence
+from overspill.models.huggingface.checks import INDEX, SINGLE
+from overspill.models.huggingface.folder import silence
 from overspill.models.huggingface.pregates import FILE as PREGATES
 from overspill.models.joint_writing import is_first, together, writes_experts
 from overspill.models.pregate import pregate_level

@@ -3,7 +3,9 @@
 import re
 from typing import Any
 
-from overspill.core.errors import ConfigError
+import torch
+
+from overspill.core.errors import CheckpointError, ConfigError
 from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.experts import DictionaryExperts, HuggingFaceExperts
 
@@ -45,6 +47,20 @@ class Skeleton:
         model.__class__ = self.plain
 
 
+def meta_model(config: Any) -> Any:
+    """The model of a config, with parameters that take no memory."""
+    kind = model_class(config)
+    try:
+        with torch.device("meta"):
+            return kind(config)
+    except Exception as error:  # constructors of models raise many types
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(
+            f"{config.name_or_path or config.model_type} cannot be built by transformers "
+            f"({reason}); check its config.json"
+        ) from error
+
+
 def model_class(config: Any) -> Any:
     """The model class, with its head, that a config names."""
     import transformers
@@ -58,6 +74,6 @@ def model_class(config: Any) -> Any:
             return auto._model_mapping[type(config)]
     raise ConfigError(
         f"{config.model_type} ({', '.join(config.architectures or ['no architecture'])}) is not a "
-        "language model of this version of transformers; update transformers, or see the family "
-        "table in the docs"
+        "language model of this version of transformers; update transformers, or see "
+        "docs/families.md"
     )

@@ -3,25 +3,69 @@
 The predicted label of a sentence is the one with the most likely tokens after its prompt.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
 
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.encoding import Tokenizer, encode, encode_prompts
-from overspill.train.finetune.examples import Labelled
-from overspill.train.finetune.rows import Row, ids, make_row, too_long
+from overspill.train.finetune.kinds import Labelled, shorten_text
+from overspill.train.finetune.rows import IGNORED, Ids, Row, ids, too_long
+
+_MOST_DIGITS = 9  # of a label that is a number; int() refuses thousands
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A sentence completed with each label; only the tokens of the label are learned."""
+    """A sentence to complete with one of the labels; only the tokens of the label are learned.
+    Rows are made when they are read: with many labels they take far more memory."""
 
-    rows: tuple[Row, ...]
+    where: str
+    head: Ids
+    """The sentence in the prompt; for an encoder-decoder model the source."""
+    answers: Sequence[Ids]
+    """The tokens of each label, which all choices share."""
     label: int
+    seq2seq: bool
+
+    def row(self, label: int) -> Row:
+        """The sentence, completed with a label."""
+        answer = self.answers[label]
+        if self.seq2seq:
+            return Row(self.where, self.head, answer)
+        silent = np.full_like(self.head, IGNORED)
+        tokens = np.concatenate([self.head, answer])
+        return Row(self.where, tokens, np.concatenate([silent, answer]))
 
     @property
     def right(self) -> Row:
-        return self.rows[self.label]
+        return self.row(self.label)
+
+
+class ChoiceRows(Sequence[Row]):
+    """The rows of all labels of all choices, made when they are read."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self._choices = choices
+        self._width = len(choices[0].answers) if choices else 0
+
+    def __len__(self) -> int:
+        return len(self._choices) * self._width
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Row]: ...
+
+    def __getitem__(self, at: int | slice) -> Row | list[Row]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        number, label = divmod(range(len(self))[at], self._width)
+        return self._choices[number].row(label)
 
 
 def read_words(labels: str | None, examples: Sequence[Labelled]) -> tuple[str, ...]:
@@ -38,9 +82,10 @@ def _count_numbers(examples: Sequence[Labelled]) -> tuple[str, ...]:
     wanted = "a label 0, 1, 2, …, or --labels with its word"
     numbers: dict[int, str] = {}
     for example in examples:
-        if not example.label.isdecimal():
+        number = _number(example.label)
+        if number is None:
             raise _expected(example, wanted)
-        numbers.setdefault(int(example.label), example.where)
+        numbers.setdefault(number, example.where)
     highest = max(numbers)
     missing = next((number for number in range(highest) if number not in numbers), None)
     if missing is not None:
@@ -53,17 +98,27 @@ def _count_numbers(examples: Sequence[Labelled]) -> tuple[str, ...]:
     return tuple(str(number) for number in range(highest + 1))
 
 
-def number_of(example: Labelled, words: Sequence[str]) -> int:
-    """The label of an example as a number."""
-    if example.label in words:
-        return words.index(example.label)
-    if example.label.isdecimal() and int(example.label) < len(words):
-        return int(example.label)
-    raise _expected(example, f"a label from 0 to {len(words) - 1} or one of {', '.join(words)}")
+def _number(label: str) -> int | None:
+    return int(label) if label.isdecimal() and len(label) <= _MOST_DIGITS else None
+
+
+def number_labels(examples: Sequence[Labelled], words: Sequence[str]) -> list[int]:
+    """The labels of the examples as numbers."""
+    by_word = {word: number for number, word in enumerate(words)}
+    numbers = []
+    for example in examples:
+        number = by_word.get(example.label, _number(example.label))
+        if number is None or number >= len(words):
+            last = len(words) - 1
+            names = shorten_text(", ".join(words))
+            raise _expected(example, f"a label from 0 to {last} or one of {names}")
+        numbers.append(number)
+    return numbers
 
 
 def _expected(example: Labelled, wanted: str) -> ConfigError:
-    return ConfigError(f"{example.where}: expected {wanted}, found {example.label!r}")
+    found = shorten_text(example.label)
+    return ConfigError(f"{example.where}: expected {wanted}, found {found!r}")
 
 
 @dataclass(frozen=True)
@@ -83,8 +138,8 @@ def encode_choices(
     seq_len: int,
     truncate: bool,
 ) -> list[Choice]:
-    numbers = [number_of(example, form.words) for example in examples]
-    answers = _answers(tokenizer, form)
+    numbers = number_labels(examples, form.words)
+    answers = [ids(answer) for answer in _answers(tokenizer, form)]
     prompts = [form.prompt.replace("{sentence}", example.sentence) for example in examples]
     heads = (encode if form.seq2seq else encode_prompts)(tokenizer, prompts)
     # All labels follow the same prompt: the longest determines the space for it.
@@ -96,15 +151,8 @@ def encode_choices(
             if not truncate or room < 1:
                 raise too_long(example.where, len(head) + seq_len - room, seq_len)
             head = head[:room] if form.seq2seq else head[-room:]
-        rows = tuple(_row(example.where, head, answer, form.seq2seq) for answer in answers)
-        choices.append(Choice(rows, number))
+        choices.append(Choice(example.where, ids(head), answers, number, form.seq2seq))
     return choices
-
-
-def _row(where: str, head: list[int], answer: list[int], seq2seq: bool) -> Row:
-    if seq2seq:
-        return Row(where, ids(head), ids(answer))
-    return make_row(where, head + answer, [False] * len(head) + [True] * len(answer))
 
 
 def _answers(tokenizer: Tokenizer, form: LabelForm) -> list[list[int]]:
@@ -114,14 +162,17 @@ def _answers(tokenizer: Tokenizer, form: LabelForm) -> list[list[int]]:
     if form.seq2seq:
         texts = [text.strip() for text in texts]  # a target has no text before it
     answers = encode(tokenizer, texts, special=False)
-    begins = any(a is not b and a == b[: len(a)] for a in answers for b in answers)
+    # in this order a label is followed by those that begin with it
+    begins = any(a == b[: len(a)] for a, b in itertools.pairwise(sorted(answers)))
     end = tokenizer.eos_token_id
     if begins and end is not None:
         answers = [[*answer, end] for answer in answers]
-    for number, answer in enumerate(answers):
-        if not answer or answer in answers[:number]:
+    seen: set[tuple[int, ...]] = set()
+    for word, answer in zip(form.words, answers, strict=True):
+        if not answer or tuple(answer) in seen:
             raise ConfigError(
-                f"label {form.words[number]!r} has the same tokens as another label, or none; give "
-                "other words with --labels"
+                f"label {word!r} has the same tokens as another label, or none; give other words "
+                "with --labels"
             )
+        seen.add(tuple(answer))
     return answers

@@ -3,15 +3,23 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from overspill.core.errors import ConfigError
+from overspill.train.finetune import alpaca
 from overspill.train.finetune.chat import encode_chats, set_template
-from overspill.train.finetune.classification import Choice, LabelForm, encode_choices, read_words
+from overspill.train.finetune.classification import (
+    Choice,
+    ChoiceRows,
+    LabelForm,
+    encode_choices,
+    read_words,
+)
 from overspill.train.finetune.config import FinetuneDataSection
 from overspill.train.finetune.encoding import (
     Tokenizer,
@@ -20,19 +28,10 @@ from overspill.train.finetune.encoding import (
     encode_texts,
     separator,
 )
-from overspill.train.finetune.examples import (
-    Chat,
-    Example,
-    Examples,
-    Kind,
-    Labelled,
-    Pair,
-    Text,
-    find_examples,
-    read_examples,
-)
+from overspill.train.finetune.examples import Examples, find_examples, read_examples
+from overspill.train.finetune.kinds import Chat, Example, Kind, Labelled, Pair, Text
 from overspill.train.finetune.packing import pack_cut, pack_whole
-from overspill.train.finetune.rows import Row, shorten, split, without_first_label
+from overspill.train.finetune.rows import Ids, Row, shorten, split, without_first_label
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,17 @@ class FinetuneData:
         return bool(self.eval_rows or self.eval_choices)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Iterator[Row]:
         """All rows, including those of every label."""
-        choices = [row for choice in self.eval_choices for row in choice.rows]
-        return [*self.train, *self.eval_rows, *choices]
+        return itertools.chain(self.train, self.eval_rows, ChoiceRows(self.eval_choices))
+
+    @property
+    def tokens(self) -> Iterator[Ids]:
+        """All tokens and labels, those of labels of sentences only once."""
+        for row in (*self.train, *self.eval_rows):
+            yield from (row.tokens, row.labels)
+        yield from (choice.head for choice in self.eval_choices)
+        yield from (answer for choice in self.eval_choices[:1] for answer in choice.answers)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -102,7 +108,15 @@ def load_data(
     held_out = None
     if section.eval_data is not None:
         held_out = read_examples([section.eval_data], "--eval-data", examples.kind)
-    plan = _plan_encoding(section, examples, seq_len, bool(model_config.is_encoder_decoder))
+    seq2seq = bool(model_config.is_encoder_decoder)
+    if examples.kind is Kind.INSTRUCTION:
+        has_template = (tokenizer.chat_template or section.chat_template) is not None
+        to_chats = has_template and not seq2seq
+        examples = alpaca.convert(examples, to_chats)
+        held_out = held_out and alpaca.convert(held_out, to_chats)
+        form = "chats, by the chat template" if to_chats else "pairs, with the prompt of Alpaca"
+        say(f"data: instructions become {form}")
+    plan = _plan_encoding(section, examples, seq_len, seq2seq)
     if plan.kind is Kind.CHAT:
         set_template(tokenizer, section.chat_template)
     elif section.chat_template is not None:
@@ -220,8 +234,8 @@ def _check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, model_config: An
     size = getattr(model_config.get_text_config(), "vocab_size", None)
     if size is None:
         return
-    for row in data.rows:
-        highest = max(int(row.tokens.max()), int(row.labels.max()))
+    for tokens in data.tokens:
+        highest = int(tokens.max(initial=0))
         if highest >= size:
             raise ConfigError(
                 f"the tokenizer {tokenizer.name_or_path} produces token {highest}, the model's "

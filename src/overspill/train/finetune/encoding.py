@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from overspill.train.finetune.examples import Pair, Text
+from overspill.train.finetune.kinds import Pair, Text
 from overspill.train.finetune.rows import Ids, Row, ids, make_row
 
 _AT_ONCE = 1000  # texts per tokenizer call, which is multithreaded

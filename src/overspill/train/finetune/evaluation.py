@@ -40,12 +40,13 @@ def row_losses(
     at_once: int = 1,
 ) -> list[float]:
     """The summed loss of each row. Each rank of `team` computes a part of every batch. In `stages`,
-    `at_once` batches pass one before the next."""
+    `at_once` batches pass one before the next. Rows are read as they are needed: a sequence may
+    make them."""
     team = team or Team()
     found: list[list[float]] = []
-    parts = [team.own(rows[at : at + batch]) for at in range(0, len(rows), batch)]
-    for first in range(0, len(parts), at_once):
-        group = parts[first : first + at_once]
+    starts = range(0, len(rows), batch)
+    for first in range(0, len(starts), at_once):
+        group = [team.own(rows[at : at + batch]) for at in starts[first : first + at_once]]
         batches = [collate(own) for own, _ in group]
 
         def take(number: int, output: Any, group: Any = group, batches: Any = batches) -> None:
@@ -72,7 +73,7 @@ def chosen(losses: Sequence[float], choices: Sequence[Choice]) -> list[int]:
     """The most likely label of each sentence; `losses` are those of all rows of all choices."""
     picked, at = [], 0
     for choice in choices:
-        own = losses[at : at + len(choice.rows)]
+        own = losses[at : at + len(choice.answers)]
         picked.append(own.index(min(own)))
-        at += len(choice.rows)
+        at += len(own)
     return picked

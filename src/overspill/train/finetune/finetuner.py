@@ -16,6 +16,7 @@ from overspill.models.stages.stages import Stages
 from overspill.train.batch_order import BatchOrder
 from overspill.train.checkpoint import TrainState
 from overspill.train.export import export
+from overspill.train.finetune.classification import ChoiceRows
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import check_sources
 from overspill.train.finetune.evaluation import chosen, mean_loss, row_losses, summed_losses
@@ -26,11 +27,11 @@ from overspill.train.finetune.spec import FinetuneSpec, plan_finetuning
 from overspill.train.loop import Loop, Losses, StepWork
 from overspill.train.metrics import EvalMetrics, read_lines
 from overspill.train.progress import Display
-from overspill.train.run_folder import RunFolder, choose_folder
+from overspill.train.run_folder import RunFolder, choose_folder, is_run
 from overspill.train.session import Builder, Session, build_session, open_session
 from overspill.train.summary import Summary
 from overspill.train.team import Team
-from overspill.train.trained import find_checkpoint, is_run
+from overspill.train.trained import find_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,10 +223,10 @@ class Finetuner(Loop[FinetuneSummary]):
         if not choices:
             rows = self.data.eval_rows
             return EvalMetrics(self.step, mean_loss(self._row_losses(rows), rows))
-        losses = self._row_losses([row for choice in choices for row in choice.rows])
+        losses = self._row_losses(ChoiceRows(choices))
         picked = chosen(losses, choices)
         hits = sum(p == choice.label for p, choice in zip(picked, choices, strict=True))
-        width = len(choices[0].rows)
+        width = len(choices[0].answers)
         right = [losses[width * n + choice.label] for n, choice in enumerate(choices)]
         loss = mean_loss(right, [choice.right for choice in choices])
         return EvalMetrics(self.step, loss, hits / len(choices))

@@ -12,11 +12,13 @@ from torch import nn
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import choose_device
 from overspill.models.budgets import Budgets
+from overspill.models.huggingface.adapt import find_experts
+from overspill.models.huggingface.checks import check_tokenizer, find_folder
 from overspill.models.huggingface.dictionaries import dropouts_inside_experts
-from overspill.models.huggingface.folder import find_folder, read_config
+from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.pregates import saved_level
-from overspill.models.huggingface.skeleton import model_class
+from overspill.models.huggingface.skeleton import meta_model
 from overspill.models.pregate import (
     check_level,
     find_chains,
@@ -129,6 +131,7 @@ def plan_finetuning(
         raise ConfigError("CHECKPOINT is missing; give the folder of a Hugging Face checkpoint")
     folder = find_folder(config.model.checkpoint)
     model_config = read_config(folder)
+    find_experts(meta_model(model_config).eval())  # a family may not be supported
     level = config.pregate_level
     Settings(fix_nllb_routing=config.model.fix_nllb_routing).check_model(model_config.model_type)
     overrides = _override(config, model_config, say)
@@ -208,16 +211,14 @@ def _check_level(level: int, folder: Path, model_config: Any) -> None:
             f"--level {level}: {folder} has pre-gates of level {there}; continue them with --level "
             f"{there}, or give a conventional checkpoint"
         )
-    with torch.device("meta"):
-        check_level(level, find_chains(model_class(model_config)(model_config)))
+    check_level(level, find_chains(meta_model(model_config)))
 
 
 def _check_stages(count: int, folder: Path, model_config: Any) -> None:
     """Raises if the model cannot be divided into so many stages, before it is loaded."""
     if saved_level(folder) is not None:
         raise ConfigError(f"--stages: {folder} has pre-gates, which stages do not support; drop it")
-    with torch.device("meta"):
-        blocks = find_blocks(model_class(model_config)(model_config))
+    blocks = find_blocks(meta_model(model_config))
     if count > len(blocks):
         raise ConfigError(
             f"--stages {count}: a stage needs a block, and {model_config.model_type} has "
@@ -225,20 +226,11 @@ def _check_stages(count: int, folder: Path, model_config: Any) -> None:
         )
 
 
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tokenizer_config.json",
-)  # fmt: skip
-
-
 def load_tokenizer(folder: Path, flag: str) -> Tokenizer:
     """The tokenizer in `folder`; errors name `flag`."""
+    check_tokenizer(folder, flag)
     from transformers import AutoTokenizer
 
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(
-            f"{flag} {folder} has no tokenizer; give the folder of one with --tokenizer"
-        )
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # transformers raises many types

@@ -1,0 +1,13 @@
+"""Reads JSON that others have written."""
+
+import json
+from typing import Any
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The content of JSON text, which may begin with a byte order mark. Raises ValueError for
+    whatever is wrong, also for nesting that Python cannot follow."""
+    try:
+        return json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -1,0 +1,214 @@
+"""Finds a checkpoint and refuses what cannot be loaded, by its config.json and the names of its
+files: before torch and transformers are imported, which takes seconds, and before weights are
+downloaded."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from overspill.core.errors import CheckpointError, ConfigError
+from overspill.core.json_text import parse_json
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tokenizer_config.json",
+)  # fmt: skip
+_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+_WEIGHTS = ["*.safetensors"]
+_MODELOPT = "hf_quant_config.json"
+_DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+"""The settings of transformers that load a format in bf16."""
+_CONVERT = (
+    'python -c "from transformers import AutoTokenizer as T, {model} as M{settings}; '
+    "M.from_pretrained('{folder}'{how}).save_pretrained('{out}'{form}); "
+    "T.from_pretrained('{folder}').save_pretrained('{out}')\""
+)
+
+
+def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
+    """The local folder of a checkpoint; a repository of the hub is downloaded, unless cached."""
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir():
+        return path
+    name = _repository(path_or_repo)
+    _check_download(name)
+    return _download(name, [*_SMALL_FILES, *_WEIGHTS])
+
+
+def check_checkpoint(path_or_repo: str | os.PathLike[str]) -> Path:
+    """Raises if Overspill cannot load the checkpoint; no-op for an adapter, which is checked with
+    its base model. Returns the folder of all files but the weights, which are not downloaded."""
+    path = Path(path_or_repo).expanduser()
+    if not path.is_dir():
+        return _check_download(_repository(path_or_repo))
+    if not is_adapter(path):
+        check_weights(path, read_json_config(path))
+    return path
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter of peft, and no model."""
+    whole = (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+    return (folder / ADAPTER_CONFIG).is_file() and not whole
+
+
+def _repository(path_or_repo: str | os.PathLike[str]) -> str:
+    """The name of a repository of the hub."""
+    path, name = Path(path_or_repo).expanduser(), str(path_or_repo)
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            raise _is_gguf(path)
+        raise ConfigError(f"{name} is a file; give the folder of a checkpoint")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"{name} does not exist; give the folder of a checkpoint or a repository like "
+            "mistralai/Mixtral-8x7B-v0.1"
+        )
+    return name
+
+
+def _check_download(name: str) -> Path:
+    """Downloads all but the weights of a repository and checks its config."""
+    folder = _download(name, _SMALL_FILES)
+    if not (folder / CONFIG).is_file() and "gguf" in name.lower():
+        raise ConfigError(
+            f"{name} has GGUF files; Overspill reads safetensors in bf16, fp16 or fp32: give the "
+            "repository that they were made from, which its page names as the base model"
+        )
+    if not (folder / ADAPTER_CONFIG).is_file():
+        read_json_config(folder)
+    return folder
+
+
+def _download(name: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # no network, no such repository, no access
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{name} is neither a folder nor a repository that can be downloaded ({reason})"
+        ) from error
+
+
+def read_json_config(folder: Path) -> dict[str, Any]:
+    """The content of config.json. Raises if the weights are quantized or there are no experts."""
+    path = folder / CONFIG
+    if not path.is_file():
+        if gguf := _find_gguf(folder):
+            raise _is_gguf(gguf)
+        raise CheckpointError(
+            f"{folder} has no {CONFIG}: it is not a Hugging Face checkpoint; give the folder that "
+            "holds config.json and the .safetensors files"
+        )
+    try:
+        config = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} cannot be used: it is not a JSON object")
+    _check_quantization(folder, config)
+    if not _names_experts(config):
+        kind = config.get("model_type", "of an unknown type")
+        raise ConfigError(
+            f"{folder} is a dense model ({kind}): its {CONFIG} names no experts; give a "
+            "Mixture-of-Experts checkpoint, of a family in docs/families.md"
+        )
+    return config
+
+
+def _names_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a field says that the model has experts; None, 0 and False do not."""
+    parts = [config]  # the config of a language model may be a part of another one
+    while parts:
+        for name, value in parts.pop().items():
+            if isinstance(value, dict):
+                parts.append(value)
+            elif name == "model_type":
+                if "moe" in str(value).lower():
+                    return True
+            elif value and ("expert" in name.lower() or "moe" in name.lower()):
+                return True
+    return False
+
+
+def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises if the weights are quantized."""
+    text = config.get("text_config")
+    places = [config, text] if isinstance(text, dict) else [config]
+    names = ("quantization_config", "compression_config")
+    given = next((place[name] for place in places for name in names if place.get(name)), None)
+    if given is None and not (folder / _MODELOPT).is_file():
+        return
+    method = str(given.get("quant_method", "unknown")) if isinstance(given, dict) else "modelopt"
+    advice = "its page on the hub usually names it as the base model"
+    if method in _DEQUANTIZED:
+        settings = _DEQUANTIZED[method]
+        advice = "make it with: " + _CONVERT.format(
+            folder=folder,
+            out=f"{folder}-bf16",
+            model="AutoModelForCausalLM",
+            settings=f", {settings}",
+            how=f", quantization_config={settings}(dequantize=True), dtype='bfloat16'",
+            form=", save_original_format=False",  # that would be the quantized one
+        )
+    raise ConfigError(
+        f"{folder} is quantized ({method}); Overspill needs the unquantized checkpoint in bf16, "
+        f"fp16 or fp32; {advice}"
+    )
+
+
+def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises if there are no weights in safetensors."""
+    if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+        return
+    if any((folder / name).exists() for name in _PICKLES):
+        command = _CONVERT.format(
+            folder=folder, out=f"{folder}-safetensors", model=_architecture(config), settings="",
+            how="", form="",
+        )  # fmt: skip
+        raise CheckpointError(
+            f"{folder} has pickled weights (.bin), which can run any code; Overspill reads "
+            f"safetensors only. If you trust it, convert it with: {command}"
+        )
+    if gguf := _find_gguf(folder):
+        raise _is_gguf(gguf)
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; download its weights")
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """The class that the config names; it may be an encoder-decoder."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    known = isinstance(first, str) and first.isidentifier()  # it becomes a part of a command
+    return str(first) if known else "AutoModelForCausalLM"
+
+
+def check_tokenizer(folder: Path, flag: str) -> None:
+    """Raises if a folder has no tokenizer; the error names the argument that gave it."""
+    if not has_tokenizer(folder):
+        raise ConfigError(
+            f"{flag} {folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of "
+            "the original model into it"
+            + ("" if flag == "MODEL" else ", or give the folder of one with --tokenizer")
+        )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _find_gguf(folder: Path) -> Path | None:
+    return next(iter(sorted(folder.glob("*.gguf"))), None)
+
+
+def _is_gguf(file: Path) -> ConfigError:
+    return ConfigError(
+        f"{file} is a GGUF file; Overspill reads safetensors in bf16, fp16 or fp32: give the "
+        "checkpoint that it was made from, which its page on the hub names as the base model"
+    )
