@@ -116,9 +116,10 @@ def draw(args: argparse.Namespace) -> None:
         browser.prefer(prefers_color_scheme="light")
         browser.open(mock.address)
         threading.Thread(target=play, args=(mock, recording["stats"], ended)).start()
-        browser.click("#show-settings")
-        browser.click("#fixed")  # the answer is code
-        browser.click("#show-settings")
+        if args.plain:
+            browser.click("#show-settings")
+            browser.click("#plain")  # the answer is code, not Markdown
+            browser.click("#show-settings")
         time.sleep(recording["after"])
         browser.click("#prompt")
         browser.type(recording["prompt"])
@@ -147,6 +148,7 @@ def main() -> None:
     other = commands.add_parser("draw")
     other.add_argument("file", type=Path)
     other.add_argument("folder", type=Path)
+    other.add_argument("--plain", action="store_true", help="the answer is no Markdown")
     other.set_defaults(run=draw)
     args, args.flags = parser.parse_known_args()
     args.run(args)

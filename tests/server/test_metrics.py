@@ -36,7 +36,9 @@ def test_metrics_count_what_was_asked_and_answered(llm: LLM) -> None:
 
 def test_stats_have_what_the_page_shows(llm: LLM) -> None:
     with running(llm, max_queue=7) as server:
-        server.http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 5})
+        server.http.post(
+            "/v1/completions", json={"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
+        )
         stats = server.http.get("/stats").json()
     assert stats["new_tokens"] == 5
     assert stats["tokens_per_second"] > 0
