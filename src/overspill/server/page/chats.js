@@ -78,7 +78,7 @@ function check({ id, at, title, messages, used, model }) {
     role === (number % 2 ? "assistant" : "user") && typeof content === "string");
   if (!whole || !messages.length || messages.length % 2) return null;
   return {
-    id, at, title: String(title ?? ""), used: Number(used) || 0, model: model ?? null,
+    id, at, title: String(title ?? ""), used: Number(used) || 0, model: typeof model === "string" ? model : null,
     messages: messages.map(({ role, content, facts }) => ({ role, content, facts: String(facts ?? "") })),
   };
 }

@@ -40,7 +40,11 @@ function listChats() {
   $("no-chats").hidden = rows.length > 0;
   $("delete-chats").hidden = rows.length === 0;
 }
-$("chats").addEventListener("beforetoggle", event => { if (event.newState === "open") listChats(); });
+let listed = false;
+$("chats").addEventListener("beforetoggle", event => {
+  listed = event.newState === "open";
+  if (listed) listChats();
+});
 $("delete-chats").addEventListener("click", () => {
   if (!confirm("Delete all chats that this browser has kept?")) return;
   chats.clear();
@@ -57,7 +61,7 @@ $("prompt").addEventListener("keydown", event => {
   send();
 });
 document.addEventListener("keydown", event => {
-  if (event.key !== "Escape" || !isRunning() || $("chats").matches(":popover-open")) return;
+  if (event.key !== "Escape" || !isRunning() || listed) return;  // it closes the list of chats
   stop();
   $("prompt").focus();
 });
