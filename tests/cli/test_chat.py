@@ -31,8 +31,9 @@ class _Input(io.StringIO):
 def script(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
     """Runs the command with these lines as its input; returns its exit code, output and errors."""
 
-    def say(lines: str, *flags: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", _Input(lines))
+    def say(lines: str | io.TextIOWrapper | None, *flags: str) -> tuple[int, str, str]:
+        stream = _Input(lines) if isinstance(lines, str) else lines
+        monkeypatch.setattr("sys.stdin", stream)
         capsys.readouterr()
         words = ["chat", str(run), "--max-tokens", "4", "--temperature", "0", "--context", "16"]
         code = app([*words, *flags])
@@ -114,6 +115,21 @@ def test_a_message_of_several_lines_is_between_quotes(
     )
     assert code == 0
     assert asked == ["a\n /new\n\nb", "/new", "/usr/bin", "c"]
+
+
+def test_input_that_is_not_text_is_read_with_replacements(
+    script: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    ask = Chat.ask
+    monkeypatch.setattr(Chat, "ask", lambda self, text: asked.append(text) or ask(self, text))
+    stream = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8", errors="strict")
+    assert script(stream)[0] == 0
+    assert asked == ["a\ufffd"]
+
+
+def test_a_closed_input_is_an_empty_one(script: Say) -> None:
+    assert script(None) == (0, "", "")
 
 
 def test_an_unknown_command_is_told_and_not_sent(script: Say) -> None:

@@ -1,6 +1,7 @@
 """`overspill chat`."""
 
 import contextlib
+import io
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ from rich.text import Text
 from overspill.cli.arguments import Model
 from overspill.cli.flags import with_flags
 from overspill.cli.generate import config_of
-from overspill.cli.output import show
+from overspill.cli.output import is_terminal, show
 from overspill.core.errors import OverspillError
 from overspill.serve.config import ServeConfig
 
@@ -60,7 +61,7 @@ def _chat(model: str, system: str | None, as_json: bool, **flags: Any) -> None:
     params = config.params()
     from overspill.serve.chat import Chat
 
-    notes = _Notes(shown=sys.stdin.isatty() and not as_json)
+    notes = _Notes(shown=is_terminal(sys.stdin) and not as_json)
     notes.dim(f"loading {model} ...")
     with config.open(model) as llm:
         session = _Session(llm, Chat(llm, params, system), params, notes, as_json)
@@ -76,7 +77,7 @@ class _Notes:
 
     def __init__(self, shown: bool) -> None:
         self.shown = shown
-        self._console = Console(stderr=not sys.stdout.isatty(), highlight=False, soft_wrap=True)
+        self._console = Console(stderr=not is_terminal(sys.stdout), highlight=False, soft_wrap=True)
         self._errors = self._console if shown else Console(stderr=True, soft_wrap=True)
 
     def dim(self, text: str) -> None:
@@ -254,6 +255,8 @@ class _Reader:
 
     def __init__(self, notes: _Notes) -> None:
         self._notes = notes
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # no tokenizer takes what is not UTF-8
         if notes.shown:
             with contextlib.suppress(ImportError):  # some builds of Python have none
                 import readline  # noqa: F401 - from now on `input` edits lines and has a history
@@ -292,8 +295,10 @@ class _Reader:
 
     def _line(self, prompt: str) -> str:
         if not self._notes.shown:
-            return input()
-        if sys.stdout.isatty():
+            if sys.stdin is None or not (line := sys.stdin.readline()):
+                raise EOFError
+            return line.removesuffix("\n")
+        if is_terminal(sys.stdout):
             return input(prompt)
         print(prompt, end="", file=sys.stderr, flush=True)  # answers go to a file
         return input()
