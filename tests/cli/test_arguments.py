@@ -15,19 +15,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs, a fine-tuning with its final checkpoint, a checkpoint, and other folders."""
+    """Two runs, a fine-tuning with its final adapter, a checkpoint, and other folders."""
     for name in ("runs/nano/checkpoints", "runs/big/checkpoints", "runs/tuned/checkpoints"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("runs/tuned/final", "mixtral", "docs", ".hidden", "runs/empty"):
         (tmp_path / name).mkdir()
-    for name in ("runs/nano", "runs/big", "runs/tuned", "runs/tuned/final", "mixtral", "docs"):
+    for name in ("runs/nano", "runs/big", "runs/tuned", "mixtral", "docs"):
         (tmp_path / name / "config.json").touch()
-    for name in ("runs/tuned/final", "mixtral", ".hidden"):
+    (tmp_path / "runs/tuned/final/adapter_config.json").touch()
+    for name in ("mixtral", ".hidden"):
         (tmp_path / name / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
 
 
-RUNS = ["runs/big", "runs/nano", "runs/tuned/final"]
+RUNS = ["runs/big", "runs/nano", "runs/tuned"]
 
 
 @pytest.mark.parametrize(

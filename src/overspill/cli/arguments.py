@@ -4,23 +4,19 @@ The shell runs these functions at each press of Tab: they read a few folders, an
 """
 
 import os
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 _RUNS = "runs"
-_INSIDE = ("final", "best")
-"""Folders of a fine-tuning with a checkpoint each."""
 _MOST_ENTRIES = 1000
 
 
 def complete_model(incomplete: str) -> list[str]:
     """Folders with a model that begin so. With none the shell completes any path, as for a file."""
-    beside = [path for path in _folders(os.path.dirname(incomplete)) if path.startswith(incomplete)]
-    runs = [] if os.path.dirname(incomplete) else _folders(_RUNS)
-    found = {model for folder in (*beside, *runs) for model in _models(folder)}
-    return sorted(model for model in found if model.startswith(incomplete))
+    parent = os.path.dirname(incomplete)
+    found = set(_folders(parent)) | set([] if parent else _folders(_RUNS))
+    return sorted(path for path in found if path.startswith(incomplete) and _is_model(path))
 
 
 def complete_preset(incomplete: str) -> list[str]:
@@ -30,20 +26,15 @@ def complete_preset(incomplete: str) -> list[str]:
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
-def _models(folder: str) -> Iterator[str]:
-    for path in (folder, *(os.path.join(folder, name) for name in _INSIDE)):
-        if _is_model(path):
-            yield path
-
-
 def _is_model(path: str) -> bool:
-    """Whether it is the folder of a run of `overspill train` or a checkpoint of Hugging Face."""
-    if not os.path.isfile(os.path.join(path, "config.json")):
+    """Whether it is the folder of a run, a checkpoint of Hugging Face, or a LoRA adapter."""
+    try:
+        names = set(os.listdir(path))
+    except OSError:
         return False
-    if os.path.isdir(os.path.join(path, "checkpoints")):
-        return not any(os.path.isdir(os.path.join(path, name)) for name in _INSIDE)
-    with os.scandir(path) as entries:
-        return any(entry.name.endswith(".safetensors") for entry in entries)
+    has_weights = any(name.endswith(".safetensors") for name in names)
+    is_checkpoint = "config.json" in names and ("checkpoints" in names or has_weights)
+    return is_checkpoint or "adapter_config.json" in names
 
 
 def _folders(parent: str) -> list[str]:
@@ -64,8 +55,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="The folder of a Hugging Face checkpoint, a repository of the hub, or the folder of "
-        "a run of overspill train.",
+        help="The folder of a Hugging Face checkpoint or of a LoRA adapter, a repository of the "
+        "hub, or the folder of a run of overspill train or finetune.",
         autocompletion=complete_model,
     ),
 ]

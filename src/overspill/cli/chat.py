@@ -37,6 +37,8 @@ not a terminal, each line is a question, and only answers are printed.
   overspill chat runs/nano
 
   overspill chat Qwen/Qwen3-30B-A3B --gpu-memory 8GiB --system "Answer briefly."
+
+  overspill chat Qwen/Qwen3-30B-A3B --adapter runs/adapter
 """
 _QUOTES = '"""'
 _COMMANDS = """\

@@ -18,6 +18,10 @@ _HELP = """Continue a text with a Mixture-of-Experts model that may be larger th
   overspill generate runs/nano "def main("
 
   overspill generate allenai/OLMoE-1B-7B-0924 "The capital of France is" --gpu-memory 8GiB
+
+A run of overspill finetune --lora, whose adapter is added to the model that it was trained on:
+
+  overspill generate runs/adapter "2 + 2 = "
 """
 
 

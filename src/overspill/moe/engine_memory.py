@@ -159,9 +159,8 @@ class EngineMemory:
         rank = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}, "
         device = self._homes.device
         if self._streaming.started is None:
-            states = " and their states" if placement.training else ""
             return (
-                f"{rank}mode gpu: all {at_home} experts{states} on {device} "
+                f"{rank}mode gpu: all {at_home} experts and their states on {device} "
                 f"({sizes['gpu']}){self._describe_dense()}"
             )
         homes = f"{at_home} experts and " if at_home else ""
