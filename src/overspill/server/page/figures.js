@@ -113,6 +113,7 @@ function setState(state, text) {
 }
 function showAge(reason) {  // null: the figures are current
   const age = received === null ? "" : ` Figures of ${Math.round((performance.now() - received) / 1000)} s ago.`;
+  if (reason !== null && $("age").hidden) $("announce").textContent = reason;  // once, not with each second
   $("stats").classList.toggle("stale", reason !== null && received !== null);
   $("age").hidden = reason === null;
   if (reason !== null) $("age").textContent = reason + age;
