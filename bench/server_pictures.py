@@ -53,18 +53,28 @@ def watch(address: str, stats: list[dict[str, Any]], ended: threading.Event) -> 
         connection.close()
 
 
-def read_chat(address: str, model: str, prompt: str, tokens: int) -> tuple[list[str], float]:
-    """The pieces of an answer, and the seconds between them."""
-    body = {
-        "model": model, "messages": [{"role": "user", "content": prompt}], "stream": True,
-        "max_tokens": tokens, "temperature": 0.8, "seed": 3,
-    }  # fmt: skip
-    pieces, start = [], time.perf_counter()
-    for line in post(address, "/v1/chat/completions", body):
-        if line.startswith(b"data: {"):
-            text = json.loads(line[6:])["choices"][0]["delta"].get("content")
-            pieces += [text] if text else []
-    return pieces, (time.perf_counter() - start) / max(1, len(pieces))
+def read_chat(address: str, model: str, prompts: list[str], tokens: int) -> list[dict[str, Any]]:
+    """Questions, the pieces of their answers, and the seconds between pieces."""
+    messages: list[dict[str, str]] = []
+    turns: list[dict[str, Any]] = []
+    for prompt in prompts:
+        messages.append({"role": "user", "content": prompt})
+        body = {
+            "model": model, "messages": messages, "stream": True, "max_tokens": tokens,
+            "temperature": 0.8, "seed": 3, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        pieces, usage, start = [], {}, time.perf_counter()
+        for line in post(address, "/v1/chat/completions", body):
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                text = event["choices"][0]["delta"].get("content") if event["choices"] else None
+                pieces += [text] if text else []
+                usage = event.get("usage") or usage
+        delay = (time.perf_counter() - start) / max(1, len(pieces))
+        turn = {"prompt": prompt, "pieces": pieces, "delay": delay}
+        turns.append({**turn, "prompt_tokens": usage["prompt_tokens"]})
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+    return turns
 
 
 def record(args: argparse.Namespace) -> None:
@@ -83,19 +93,15 @@ def record(args: argparse.Namespace) -> None:
         for thread in threads:
             thread.start()
         time.sleep(args.seconds)
-        pieces, delay = read_chat(address, model, args.prompt, args.tokens)
+        turns = read_chat(address, model, args.prompt, args.tokens)
         ended.set()
         for thread in threads:
             thread.join()
     finally:
         server.terminate()
         server.wait(30)
-    content = {
-        "prompt": args.prompt, "after": args.seconds, "pieces": pieces, "delay": delay,
-        "stats": stats,
-    }  # fmt: skip
-    args.file.write_text(json.dumps(content))
-    print("".join(pieces))
+    args.file.write_text(json.dumps({"after": args.seconds, "turns": turns, "stats": stats}))
+    print("\n".join("".join(turn["pieces"]) for turn in turns))
 
 
 def play(mock: Mock, stats: list[dict[str, Any]], ended: threading.Event) -> None:
@@ -111,19 +117,24 @@ def draw(args: argparse.Namespace) -> None:
     with TemporaryDirectory() as folder, mock_server() as mock, Browser(Path(folder)) as browser:
         mock.stats = recording["stats"][0]
         mock.model = recording["stats"][0]["model"]
-        mock.pieces, mock.delay = recording["pieces"], recording["delay"]
+        mock.context = recording["stats"][0]["context"]
         browser.resize(1280, 800)
         browser.prefer(prefers_color_scheme="light")
         browser.open(mock.address)
         threading.Thread(target=play, args=(mock, recording["stats"], ended)).start()
-        browser.click("#show-settings")
-        browser.click("#fixed")  # the answer is code
-        browser.click("#show-settings")
+        if args.plain:
+            browser.click("#show-settings")
+            browser.click("#plain")  # the answer is code, not Markdown
+            browser.click("#show-settings")
         time.sleep(recording["after"])
-        browser.click("#prompt")
-        browser.type(recording["prompt"])
-        browser.press("Enter")
-        browser.wait_for("document.querySelector('article.assistant .meta button')", 120)
+        for number, turn in enumerate(recording["turns"], 1):
+            mock.pieces, mock.delay = turn["pieces"], turn["delay"]
+            mock.prompt_tokens = turn["prompt_tokens"]
+            browser.click("#prompt")
+            browser.type(turn["prompt"])
+            browser.press("Enter")
+            done = "document.querySelectorAll('article.assistant .meta button').length"
+            browser.wait_for(f"{done} === {number}", 120)
         browser.evaluate("document.activeElement.blur()")
         browser.screenshot(args.folder / "server-chat.png")
         browser.resize(360, 740, 2, mobile=True)
@@ -139,7 +150,7 @@ def main() -> None:
     one = commands.add_parser("record", help="other flags are those of overspill serve")
     one.add_argument("model")
     one.add_argument("file", type=Path)
-    one.add_argument("--prompt", default="def read_lines(path):")
+    one.add_argument("--prompt", nargs="+", default=["def read_lines(path):"])
     one.add_argument("--tokens", type=int, default=200)
     one.add_argument("--clients", type=int, default=3)
     one.add_argument("--seconds", type=int, default=SECONDS)
@@ -147,6 +158,7 @@ def main() -> None:
     other = commands.add_parser("draw")
     other.add_argument("file", type=Path)
     other.add_argument("folder", type=Path)
+    other.add_argument("--plain", action="store_true", help="the answer is no Markdown")
     other.set_defaults(run=draw)
     args, args.flags = parser.parse_known_args()
     args.run(args)

@@ -1,26 +1,10 @@
-import io
 import json
 from pathlib import Path
 
 import pytest
 
 from overspill.cli.main import app
-from overspill.serve.chat import Chat
-from overspill.serve.llm import LLM
-from overspill.serve.params import SamplingParams
-from tests.train.fakes import tiny_settings
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    flags = [
-        word
-        for name, value in tiny_settings(folder, steps=1).items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    assert app(["train", *flags]) == 0
-    return folder / "run"
+from tests.cli.trained import run as run  # a fixture
 
 
 def test_generate_streams_what_json_gives(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,40 +16,6 @@ def test_generate_streams_what_json_gives(run: Path, capsys: pytest.CaptureFixtu
     assert text == result["text"] + "\n"
     assert result["prompt_tokens"] == 3
     assert result["stats"]["new_tokens"] == len(result["token_ids"])
-
-
-def test_chat_answers_each_line(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def chat(lines: str) -> list[str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-        words = ["chat", str(run), "--max-tokens", "4", "--temperature", "0", "--json"]
-        assert app(words) == 0
-        return [json.loads(line)["answer"] for line in capsys.readouterr().out.splitlines()]
-
-    first, _ = chat("a\n\nb\n")
-    assert chat("a\n/new\na\n/exit\nb\n") == [first, first]
-
-
-def test_a_chat_leaves_out_its_oldest_turns(run: Path) -> None:
-    with LLM(str(run), context=32) as llm:
-        chat = Chat(llm, SamplingParams(max_tokens=4), system="S")
-        prompts = []
-        for question in "abcdefgh":
-            "".join(chat.ask(question))
-            prompts.append(len(llm.chat_tokens(chat.turns)))
-        assert len(chat.turns) == 16
-        assert prompts[-1] > llm.context
-
-
-def test_a_question_that_is_too_long_ends_only_its_answer(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("x" * 5000 + "\na\n"))
-    assert app(["chat", str(run), "--max-tokens", "2"]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first.startswith("error: the question has 5000 tokens")
-    assert rest
 
 
 @pytest.mark.parametrize(

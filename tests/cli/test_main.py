@@ -9,6 +9,7 @@ import pytest
 from overspill.cli.main import app
 from overspill.cli.train import resolve
 from overspill.core.errors import ConfigError
+from overspill.serve.config import ServeConfig
 from overspill.train.config import TrainConfig
 from tests.train.fakes import tiny_settings
 
@@ -188,3 +189,15 @@ def test_an_unknown_word_is_taken_for_a_preset_and_a_missing_file_is_not(tmp_pat
     assert resolve("anything", {}).model.preset == "anything"
     with pytest.raises(ConfigError, match=r"config file a\.toml cannot be read"):
         resolve("a.toml", {})
+
+
+def test_ctrl_c_while_a_model_is_loaded_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(self: ServeConfig, model: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ServeConfig, "open", interrupt)
+    for words in (["generate", "model", "a"], ["chat", "model"]):
+        assert app(words) == 130
+    assert capsys.readouterr().err == ""

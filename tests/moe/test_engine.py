@@ -55,6 +55,24 @@ def test_the_norm_over_all_parameters_is_that_of_the_plain_model(
         )
 
 
+def test_memory_is_within_its_budgets(tmp_path: Path) -> None:
+    given = {"device": "cpu", "quiet": True, "gpu_memory": "256MiB", "host_memory": "3GiB"}
+    for disk in (None, tmp_path):
+        model = TASK.model()
+        spill = {} if disk is None else {"disk": disk, "mode": "disk", "slots": 4, "host_slots": 3}
+        overspill.offload(model, **given, **spill)
+        engine = model.overspill
+        used, budgets = engine.bytes_by_tier(), engine.budget_by_tier()
+        assert (budgets["gpu"], budgets["host"]) == (256 << 20, 3 << 30)
+        assert used["gpu"] <= 256 << 20
+        if disk is None:
+            assert (used["disk"], budgets["disk"]) == (0, None)
+        else:
+            assert budgets["disk"] > used["disk"] > 0
+        assert engine.memory.reserved_bytes() is None, "there is no GPU"
+        engine.close()
+
+
 def test_gradients_of_experts_cannot_be_set(tmp_path: Path) -> None:
     model = TASK.model()
     with spilled(model, "gpu", tmp_path):

@@ -479,7 +479,9 @@ with overspill.LLM(sys.argv[1], gpu_memory=budget, context=2048, max_batch=8) as
     assert use is not None
     assert use["budget"] == budget
     assert use["reserved"] <= budget
-    assert llm.stats()["cache_bytes"] > 0
+    stats = llm.stats()
+    assert stats["cache_bytes"] > 0
+    assert 0 < stats["gpu_reserved"] <= stats["budgets"]["gpu"] == budget
 """
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from overspill.server.page import page_response
+from overspill.server.page import page_response, part_names, part_response
 
 STATS: dict[str, Any] = {
     "model": "tiny",
@@ -19,6 +19,8 @@ STATS: dict[str, Any] = {
     "kv_blocks": 64,
     "kv_blocks_free": 48,
     "bytes_per_tier": {"gpu": 3 << 30, "host": 12 << 30, "disk": 0},
+    "budget_per_tier": {"gpu": 8 << 30, "host": 48 << 30, "disk": None},
+    "gpu_reserved": 6 << 30,
     "hit_rate_per_layer": [0.0, 0.25, 0.5, 0.75, 1.0],
 }
 
@@ -35,6 +37,13 @@ class Mock:
     key: str | None = None
     refusal: tuple[int, str] | None = None
     """Status and message of an error instead of an answer."""
+    code: str | None = None
+    """Of that error."""
+    context: int = 100
+    prompt_tokens: int = 5
+    finish_reason: str = "stop"
+    gone: bool = False
+    """No figures are given out: connections are closed at once."""
     stats: dict[str, Any] = field(default_factory=lambda: dict(STATS))
     asked: list[dict[str, Any]] = field(default_factory=list)
     disconnected: threading.Event = field(default_factory=threading.Event)
@@ -53,14 +62,23 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/":
             page = page_response()
             self._send(page.status_code, bytes(page.body), dict(page.headers))
+        elif self.path.removeprefix("/page/") in part_names():
+            part = part_response(self.path.removeprefix("/page/"))
+            self._send(part.status_code, bytes(part.body), dict(part.headers))
         elif self._refuse_without_key():
             return
         elif self.path == "/stats":
-            self._json(200, self.mock.stats)
+            if self.mock.gone:
+                self.close_connection = True
+            else:
+                self._json(200, self.mock.stats)
         elif self.path == "/v1/models":
-            self._json(
-                200, {"object": "list", "data": [{"id": self.mock.model, "object": "model"}]}
-            )
+            card = {
+                "id": self.mock.model,
+                "object": "model",
+                "max_model_len": self.mock.context,
+            }
+            self._json(200, {"object": "list", "data": [card]})
         else:
             self._json(404, {"error": {"message": f"no {self.path}"}})
 
@@ -72,13 +90,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.mock.refusal is not None:
             status, message = self.mock.refusal
             headers = {"Retry-After": "7"} if status == 429 else {}
-            self._json(status, {"error": {"message": message, "type": "x"}}, headers)
+            error = {"message": message, "type": "x", "code": self.mock.code}
+            self._json(status, {"error": error}, headers)
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         try:
-            for data in _events(self.mock.pieces):
+            for data in _events(self.mock):
                 time.sleep(self.mock.delay)
                 self.wfile.write(data)
         except (BrokenPipeError, ConnectionResetError):
@@ -103,15 +122,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def _events(pieces: list[str]) -> Iterator[bytes]:
+def _events(mock: Mock) -> Iterator[bytes]:
     def event(choices: list[Any], **more: Any) -> bytes:
         return b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n"
 
     yield event([{"index": 0, "delta": {"role": "assistant", "content": ""}}])
-    for piece in pieces:
+    for piece in mock.pieces:
         yield event([{"index": 0, "delta": {"content": piece}, "finish_reason": None}])
-    yield event([{"index": 0, "delta": {}, "finish_reason": "stop"}])
-    yield event([], usage={"prompt_tokens": 5, "completion_tokens": len(pieces)})
+    yield event([{"index": 0, "delta": {}, "finish_reason": mock.finish_reason}])
+    tokens = {"prompt_tokens": mock.prompt_tokens, "completion_tokens": len(mock.pieces)}
+    yield event([], usage=tokens)
     yield b"data: [DONE]\n\n"
 
 

@@ -13,7 +13,16 @@ from overspill.serve.llm import LLM
 from overspill.server.settings import ServerConfig
 from tests.server.running import Running, running
 
-PATHS = ("/", "/v1/models", "/v1/models/tiny", "/metrics", "/stats", "/openapi.json", "/nowhere")
+PATHS = (
+    "/",
+    "/page/main.js",
+    "/v1/models",
+    "/v1/models/tiny",
+    "/metrics",
+    "/stats",
+    "/openapi.json",
+    "/nowhere",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +53,10 @@ def test_each_key_opens_everything(locked: Running) -> None:
         with locked.client(key) as client:
             assert [model.id for model in client.models.list()] == ["tiny"]
     # a browser sends the key as a password after this challenge
-    assert locked.http.get("/").headers["www-authenticate"].startswith("Basic")
+    for path in ("/", "/page/main.js"):
+        assert locked.http.get(path).headers["www-authenticate"].startswith("Basic")
+    assert locked.http.get("/stats").headers["www-authenticate"] == "Bearer"
+    assert locked.http.get("/page/main.js", auth=("", "first-key")).status_code == 200
     assert locked.http.get("/stats", auth=("", "first-key")).status_code == 200
 
 

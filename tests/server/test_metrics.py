@@ -28,19 +28,24 @@ def test_metrics_count_what_was_asked_and_answered(llm: LLM) -> None:
     assert found["overspill_time_per_token_seconds_count",] == 4
     assert found["overspill_new_tokens_total",] == 20
     assert found["overspill_running",] == found["overspill_waiting",] == 0
-    assert found["overspill_bytes", "gpu"] > 0
+    assert 0 < found["overspill_bytes", "gpu"] < found["overspill_budget_bytes", "gpu"]
+    assert found["overspill_budget_bytes", "host"] > 0
+    assert ("overspill_budget_bytes", "disk") not in found, "no experts are there"
     assert "made/up" not in text
 
 
 def test_stats_have_what_the_page_shows(llm: LLM) -> None:
     with running(llm, max_queue=7) as server:
-        server.http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 5})
+        server.http.post(
+            "/v1/completions", json={"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
+        )
         stats = server.http.get("/stats").json()
     assert stats["new_tokens"] == 5
     assert stats["tokens_per_second"] > 0
     assert stats["hit_rate_per_layer"] is None  # there is no GPU
     assert stats["kv_blocks"] == stats["kv_blocks_free"] > 0
-    assert set(stats["bytes_per_tier"]) == {"gpu", "host", "disk"}
+    assert set(stats["bytes_per_tier"]) == set(stats["budget_per_tier"]) == {"gpu", "host", "disk"}
+    assert stats["gpu_reserved"] is None  # there is no GPU
     assert (stats["running"], stats["waiting"], stats["max_queue"]) == (0, 0, 7)
 
 

@@ -38,7 +38,7 @@ def browser(shared_browser: Browser, server: Mock) -> Iterator[Browser]:
     shared_browser.resize(1280, 800)
     shared_browser.prefer(prefers_color_scheme="light")
     shared_browser.open(server.address)
-    shared_browser.evaluate("sessionStorage.clear()")
+    shared_browser.evaluate("sessionStorage.clear(); localStorage.clear()")
     shared_browser.open(server.address)
     shared_browser.wait_for("document.querySelector('#model').textContent === 'tiny'")
     shared_browser.problems.clear()
@@ -163,7 +163,127 @@ def test_script_in_an_answer_is_shown_and_not_executed(browser: Browser, server:
     assert browser.evaluate("document.querySelectorAll('article img, article script').length") == 0
     assert browser.text("article.user .body") == evil
     assert browser.text(f"{ANSWER} pre") == evil
-    assert browser.text(f"{ANSWER} > div:last-child code") == evil
+    assert browser.text(f"{ANSWER} > p:last-child code") == evil
+
+
+def test_markdown_is_shown_while_it_comes(browser: Browser, server: Mock) -> None:
+    text = (
+        "## Title\nSome **bold** `code` and [a link](https://a.b/c) [none](javascript:alert(1))\n\n"
+        "1. one\n2. two\n\n| a | b |\n|--|--|\n| 1 | 2 |\n\n```py\nx = 1\n\ny = 2\n```\n"
+    )
+    server.pieces, server.delay = list(text), 0.001
+    send(browser, "go on")
+    browser.wait_for(f"document.querySelector({json.dumps(ANSWER + ' li')})")
+    assert browser.text(f"{ANSWER} h4") == "Title"
+    browser.wait_for(ANSWERED)
+    assert browser.text(f"{ANSWER} strong") == "bold"
+    assert browser.evaluate("[...document.querySelectorAll('article a')].map(a => a.href)") == [
+        "https://a.b/c"
+    ]
+    assert browser.text(f"{ANSWER} td:last-child") == "2"
+    assert browser.text(f"{ANSWER} pre") == "x = 1\n\ny = 2"
+    assert browser.text(f"{ANSWER} .code-head span") == "py"
+    assert browser.evaluate("document.querySelectorAll('.tail').length") == 0, "the cursor"
+    browser.click("#show-settings")
+    browser.click("#plain")
+    assert browser.text(ANSWER).startswith("## Title\nSome **bold**")
+
+
+def test_code_is_copied_as_it_is(browser: Browser, server: Mock) -> None:
+    code = "\n".join(f"  line {number}" for number in range(120))
+    server.pieces = ["```\n", code, "\n```"]
+    send(browser, "go on")
+    browser.wait_for(ANSWERED)
+    browser.evaluate("navigator.clipboard.writeText = async text => { window.copied = text; }")
+    browser.evaluate(f"document.querySelector({json.dumps(ANSWER)}).scrollIntoView()")
+    browser.click(f"{ANSWER} .code-head button")
+    browser.wait_for("window.copied")
+    assert browser.evaluate("window.copied") == code
+    assert browser.text(f"{ANSWER} pre") == code, "and shown so, although it is laid out in parts"
+
+
+def test_chats_survive_a_reload_and_can_be_deleted(browser: Browser, server: Mock) -> None:
+    send(browser, "first question")
+    browser.wait_for(ANSWERED)
+    browser.click("#new")
+    send(browser, "second question")
+    browser.wait_for(ANSWERED)
+    browser.open(server.address)
+    assert browser.text("article.user .body") == "second question"
+    assert browser.text(ANSWER) == "Hello"
+    assert "2 tokens" in browser.text("article.assistant .meta")
+    send(browser, "more")
+    browser.wait_for("document.querySelectorAll('article.assistant .meta button').length === 2")
+    assert len(server.asked[2]["messages"]) == 3
+    assert server.asked[2]["messages"][1] == {"role": "assistant", "content": "Hello"}
+    browser.click("#show-chats")
+    titles = "[...document.querySelectorAll('#chat-list .chat span')].map(each => each.innerText)"
+    assert browser.evaluate(titles) == ["second question", "first question"]
+    browser.click("#chat-list li:last-child .chat")
+    assert browser.text("article.user .body") == "first question"
+    browser.click("#show-chats")
+    browser.click("#chat-list li:first-child .quiet")
+    assert browser.evaluate(titles) == ["first question"]
+    browser.evaluate("window.confirm = () => true")
+    browser.click("#delete-chats")
+    assert browser.evaluate("localStorage.length") == 0
+    assert browser.evaluate("document.querySelectorAll('article').length") == 0
+    browser.open(server.address)
+    assert browser.evaluate("document.querySelectorAll('article').length") == 0
+
+
+def test_an_answer_that_was_cut_by_a_reload_is_kept(browser: Browser, server: Mock) -> None:
+    server.pieces, server.delay = ["piece "] * 500, 0.02
+    send(browser, "go on")
+    browser.wait_for(f"document.querySelector({json.dumps(ANSWER)})?.innerText.length > 20")
+    browser.open(server.address)
+    assert browser.text(ANSWER).startswith("piece piece")
+    assert "incomplete" in browser.text("article.assistant .meta")
+
+
+def test_a_full_context_is_told_with_a_way_out(browser: Browser, server: Mock) -> None:
+    server.prompt_tokens, server.finish_reason = 98, "length"
+    send(browser, "long")
+    browser.wait_for("document.querySelector('.notice')")
+    assert "The context of 100 tokens is full, so the answer was cut." in browser.text(".notice")
+    assert browser.text("#context") == "Context 100 of 100"
+    assert browser.evaluate("document.getElementById('context').className") == "full"
+    server.refusal, server.code = (400, "too long"), "context_length_exceeded"
+    send(browser, "again")
+    browser.wait_for("document.querySelector('.notice')?.innerText.includes('no longer fits')")
+    server.refusal = None
+    browser.click(".notice button")
+    assert browser.evaluate("document.querySelectorAll('article, .notice').length") == 0
+    assert browser.evaluate("document.getElementById('prompt').value") == "again"
+    server.prompt_tokens, server.finish_reason = 5, "stop"
+    browser.press("Enter")
+    browser.wait_for(ANSWERED)
+    assert server.asked[2]["messages"] == [{"role": "user", "content": "again"}]
+    assert browser.text("#context") == "Context 7 of 100"
+    expect_failed_loads(browser, 400)
+
+
+def test_a_message_that_fits_no_conversation_is_an_error(browser: Browser, server: Mock) -> None:
+    server.refusal, server.code = (400, "shorten it"), "context_length_exceeded"
+    send(browser, "long")
+    browser.wait_for("document.querySelector('.error')")
+    assert browser.text(".error") == "shorten it (HTTP 400)"
+    expect_failed_loads(browser, 400)
+
+
+def test_figures_that_are_not_current_are_dimmed(browser: Browser, server: Mock) -> None:
+    server.gone = True
+    browser.wait_for("document.querySelector('#stats.stale')")
+    assert "The server does not answer. Figures of" in browser.text("#age")
+    assert (
+        float(browser.evaluate("getComputedStyle(document.querySelector('aside section')).opacity"))
+        < 0.6
+    )
+    assert browser.text("#speed") == "123", "the last ones are still there"
+    server.gone = False
+    browser.wait_for("!document.querySelector('#stats.stale')")
+    assert browser.evaluate("document.getElementById('age').hidden")
+    browser.problems.clear()  # it names the failed loads
 
 
 def test_live_figures_are_drawn(browser: Browser, server: Mock) -> None:
@@ -176,7 +296,13 @@ def test_live_figures_are_drawn(browser: Browser, server: Mock) -> None:
         "document.getElementById('heat').getAttribute('aria-label')"
     )
     assert browser.text("#speed") == "123"
-    assert browser.text("#tiers").split("\n")[:2] == ["GPU", "3.0 GiB"]
+    assert [line for line in browser.text("#tiers").split("\n") if line] == [
+        *("GPU", "6.0 GiB of 8.0 GiB", "of it 3.0 GiB for experts"),
+        *("Host memory", "12 GiB of 48 GiB"),
+        *("Disk", "not used"),
+    ]
+    widths = "[...document.querySelectorAll('#tiers .track div')].map(each => each.style.width)"
+    assert browser.evaluate(widths) == ["75%", "25%"]
     assert "16 of 64 blocks" in browser.text("#blocks")
     assert browser.evaluate(pixels("chart")) > 0
 
@@ -255,6 +381,7 @@ def test_the_real_server_answers_the_page_that_was_opened_with_a_password(
         shared_browser.evaluate("document.getElementById('max-tokens').value = 8")
         send(shared_browser, "hello")
         shared_browser.wait_for(ANSWERED)
+        assert shared_browser.text("#context").endswith(" of 512")
         assert shared_browser.text(ANSWER)
         assert "tokens" in shared_browser.text("article.assistant .meta")
         assert "blocks" in shared_browser.text("#blocks")

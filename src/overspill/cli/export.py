@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from overspill.cli.arguments import complete_model
+
 _HELP = """Write a run's newest checkpoint as a plain Hugging Face checkpoint.
 
 The model is written as a Mixtral, tensor by tensor, together with its tokenizer. It must have \
@@ -25,7 +27,10 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The folder of a run.", autocompletion=complete_model),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder to write.")],
     tokenizer: Annotated[
         str | None,

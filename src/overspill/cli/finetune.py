@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from overspill.cli.arguments import complete_model
 from overspill.cli.flags import with_flags
 from overspill.cli.runs import check_ranks, resolve_resume, run_and_report
 from overspill.core.errors import ConfigError
@@ -64,6 +65,7 @@ def add_command(app: typer.Typer, kind: type[FinetuneConfig], text: str) -> None
         metavar="CHECKPOINT",
         help="The folder of a Hugging Face checkpoint, or of a run of overspill train.",
         show_default=False,
+        autocompletion=complete_model,
     )
     data = typer.Argument(
         metavar="DATA",

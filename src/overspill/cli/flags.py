@@ -54,7 +54,13 @@ def _flag(setting: Setting) -> inspect.Parameter:
             names = [setting.flag]
         elif setting.default is not None:
             shown += f" [dim]\\[{'on' if setting.default else 'off'}][/dim]"
-    option = typer.Option(*names, help=shown, show_default=False, rich_help_panel=setting.title)
+    option = typer.Option(
+        *names,
+        help=shown,
+        show_default=False,
+        rich_help_panel=setting.title,
+        autocompletion=_choices(setting) if setting.choices else None,
+    )
     kind: Any = setting.kind
     return inspect.Parameter(
         setting.name,
@@ -62,3 +68,12 @@ def _flag(setting: Setting) -> inspect.Parameter:
         default=None,
         annotation=Annotated[kind | None, option],
     )
+
+
+def _choices(setting: Setting) -> Callable[[str], list[str]]:
+    """For completion by the shell."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in setting.choices if choice.startswith(incomplete)]
+
+    return complete

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli import export, finetune, generate, merge, pregate, probe, serve, train
+from overspill.cli import (
+    chat,
+    export,
+    finetune,
+    generate,
+    merge,
+    pregate,
+    probe,
+    serve,
+    train,
+)  # fmt: skip
 from overspill.cli.runs import RanksNeeded
 from overspill.core.errors import OverspillError
 from overspill.parallel.launcher import launch, rank_command
@@ -16,7 +26,6 @@ commands = typer.Typer(
     name="overspill",
     help="Train, fine-tune and serve Mixture-of-Experts models that are larger than the GPU.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -24,6 +33,7 @@ train.add_to(commands)
 finetune.add_to(commands)
 pregate.add_to(commands)
 generate.add_to(commands)
+chat.add_to(commands)
 serve.add_to(commands)
 export.add_to(commands)
 merge.add_to(commands)
@@ -54,7 +64,8 @@ def _root(
 def app(arguments: Sequence[str] | None = None) -> int:
     """The installed `overspill`: runs a command and returns the exit code.
 
-    The code is 2 for errors of the user, with one line on the standard error that names the fix.
+    The code is 2 for errors of the user, with one line on the standard error that names the fix,
+    and 130 after Ctrl-C.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -63,6 +74,8 @@ def app(arguments: Sequence[str] | None = None) -> int:
         return launch(needed.count, rank_command(given))
     except OverspillError as error:
         return _fail(str(error))
+    except KeyboardInterrupt:  # such as while a model is loaded
+        return 130
     except Exception as error:
         # A wrong flag. Its class has changed name and module between versions of typer.
         message = getattr(error, "format_message", None)

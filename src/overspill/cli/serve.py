@@ -8,10 +8,11 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from overspill.cli.arguments import Model
 from overspill.cli.flags import with_flags
 from overspill.core.errors import ConfigError
 from overspill.core.garbage import short_collections
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from overspill.server.service import Service
 
 PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
-_MODEL = (
-    "The folder of a Hugging Face checkpoint or of a LoRA adapter, a repository of the hub, or the "
-    "folder of a run of overspill train or finetune."
-)
 _HELP = """Serve a Mixture-of-Experts model that may be larger than the GPU with OpenAI's API.
 
 Clients of OpenAI's API use it by the address that is printed; a browser shows a page there. \
@@ -42,8 +39,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def add_to(app: typer.Typer) -> None:
-    model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
-    command = with_flags(_serve, {"model": model}, ServerConfig.settings())
+    command = with_flags(_serve, {"model": Model}, ServerConfig.settings())
     app.command("serve", help=_HELP)(command)
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from overspill.cli.arguments import complete_preset
 from overspill.cli.flags import with_flags
 from overspill.cli.runs import check_ranks, resolve_resume, run_and_report
 from overspill.train.config import TrainConfig
@@ -39,7 +40,9 @@ _SOURCE_HELP = "A preset (nano, moe-s, moe-m, moe-l, moe-xl, w1) or a config fil
 
 
 def add_to(app: typer.Typer) -> None:
-    source = typer.Argument(metavar="PRESET|CONFIG", help=_SOURCE_HELP)
+    source = typer.Argument(
+        metavar="PRESET|CONFIG", help=_SOURCE_HELP, autocompletion=complete_preset
+    )
     arguments = {"source": Annotated[str | None, source]}
     flags = [setting for setting in TrainConfig.settings() if setting.name != "preset"]
     app.command("train", help=_HELP)(with_flags(_train, arguments, flags))

@@ -229,6 +229,10 @@ class Engine:
         """See `EngineMemory.bytes_by_tier`."""
         return self.memory.bytes_by_tier()
 
+    def budget_by_tier(self) -> dict[str, int | None]:
+        """See `EngineMemory.budget_by_tier`."""
+        return self.memory.budget_by_tier()
+
     def gpu_use(self) -> dict[str, int] | None:
         """See `EngineMemory.gpu_use`."""
         return self.memory.gpu_use()

@@ -58,6 +58,18 @@ class EngineMemory:
             "disk": self._store.memory.disk_bytes,
         }
 
+    def budget_by_tier(self) -> dict[str, int | None]:
+        """Bytes that this model may use of each tier; None for the disk if it uses none."""
+        device = self._placement.gpu_memory if self._gpu is None else self._gpu.budget
+        disk = self._store.memory.disk_budget()
+        return {"gpu": device, "host": self._placement.host_memory, "disk": disk}
+
+    def reserved_bytes(self) -> int | None:
+        """What this process has reserved on the GPU for this model; None without a GPU."""
+        if self._gpu is None:
+            return None
+        return torch.cuda.memory_reserved(self._homes.device) - self._gpu.held_by_others()
+
     def device_bytes(self) -> int:
         """What this model holds on the compute device between two passes."""
         return self.bytes_by_tier()["gpu"] + self._dense.device_bytes()
@@ -66,9 +78,9 @@ class EngineMemory:
         """Bytes of the GPU's budget, of what this process has reserved, and what it is for: experts
         at home, slots and gradients of streamed ones, and the rest (dense part, activations).
         None without a GPU."""
-        if self._gpu is None:
+        reserved = self.reserved_bytes()
+        if self._gpu is None or reserved is None:
             return None
-        reserved = torch.cuda.memory_reserved(self._homes.device) - self._gpu.held_by_others()
         experts, slots = self._homes.nbytes, self._streaming.device_bytes
         return {
             "budget": min(self._gpu.budget, self._gpu.available()),

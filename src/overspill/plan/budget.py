@@ -88,6 +88,7 @@ class Placement:
     # host memory for the optimizer states of the dense part; 0: they are on the compute device
     dense_states: int = 0
     dense_weights: int = 0  # the same for its weights and gradients
+    gpu_memory: int = 0  # the budget for the compute device
 
     @property
     def reserved(self) -> int:
@@ -205,6 +206,7 @@ def _place(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
     on_host = Placement(
         "host", homes, slots, count, 0, 0, ring, max_rows, host_memory, model.training,
         model.trains_experts, fills, dense_states=model.dense_states,
+        gpu_memory=request.gpu_memory,
     )  # fmt: skip
     if count == 0:
         if model.dense_states and on_host.reserved > host_memory:

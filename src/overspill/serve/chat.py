@@ -4,10 +4,14 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from overspill.core.errors import ConfigError
-from overspill.serve.params import SamplingParams
+from overspill.serve.params import Piece, SamplingParams
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from overspill.serve.llm import LLM
+
+
+class QuestionTooLong(ConfigError):
+    """A question that does not fit into the context, whatever is left out."""
 
 
 class Chat:
@@ -18,40 +22,58 @@ class Chat:
         self._llm = llm
         self._params = params
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self.turns: list[dict[str, str]] = []
-        """The messages of user and assistant."""
-
-    def ask(self, question: str) -> Generator[str, None, None]:
-        """The answer, piece by piece. What was given out when the caller stops reading belongs to
-        the conversation; after an error neither question nor answer does."""
-        before = list(self.turns)
-        self.turns.append({"role": "user", "content": question})
-        answer = ""
-        try:
-            for piece in self._llm.stream(self._prompt(), self._params):
-                answer += piece.text
-                yield piece.text
-        except Exception:
-            self.turns = before
-            raise
-        finally:
-            if len(self.turns) > len(before):
-                self.turns.append({"role": "assistant", "content": answer})
+        self.forget()
 
     def forget(self) -> None:
-        self.turns = []
+        self.turns: list[dict[str, str]] = []
+        """The messages of user and assistant."""
+        self.left_out = 0
+        """How many of them, from the first on, the model no longer gets. They stay left out, so
+        that the keys and values of the others are found in the cache."""
+        self.used_tokens = 0
+        """Tokens of the last prompt with its answer."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the last answer has ended because the context had no more room."""
+        return self.used_tokens >= self._llm.context
+
+    def ask(self, question: str) -> Generator[Piece, None, None]:
+        """The answer, piece by piece. What was given out when the caller stops reading belongs to
+        the conversation; after an error, and if nothing was given out, the question does not."""
+        before = list(self.turns), self.left_out
+        self.turns.append({"role": "user", "content": question})
+        answer, ended = "", False
+        try:
+            prompt = self._prompt()
+            self.used_tokens = len(prompt)
+            for piece in self._llm.stream(prompt, self._params):
+                answer += piece.text
+                self.used_tokens += len(piece.token_ids)
+                yield piece
+            ended = True
+        except Exception:
+            answer = ""
+            raise
+        finally:
+            if answer or ended:
+                self.turns.append({"role": "assistant", "content": answer})
+            else:
+                self.turns, self.left_out = before
 
     def _prompt(self) -> list[int]:
         """The longest end of the conversation that leaves room for an answer."""
         room = max(1, self._llm.context - min(self._params.max_tokens, self._llm.context // 2))
-        first = 0
         while True:
-            tokens = self._llm.chat_tokens([*self._system, *self.turns[first:]])
+            tokens = self._llm.chat_tokens([*self._system, *self.turns[self.left_out :]])
             if len(tokens) <= room:
                 return tokens
-            if first + 2 >= len(self.turns):
-                raise ConfigError(
-                    f"the question has {len(tokens)} tokens, the context of {self._llm.context} "
-                    f"has room for {room} beside an answer; shorten it, or raise --context"
+            if self.left_out + 2 >= len(self.turns):
+                asked = "the question and the system message have" if self._system else (
+                    "the question has"
+                )  # fmt: skip
+                raise QuestionTooLong(
+                    f"{asked} {len(tokens)} tokens, the context of {self._llm.context} has room "
+                    f"for {room} beside an answer; shorten it, or raise --context"
                 )
-            first += 2
+            self.left_out += 2

@@ -221,6 +221,8 @@ class LLM:
             "kv_blocks_free": pool.n_free,
             "cache_bytes": self._loop.runner.cache_bytes,
             "bytes": engine.bytes_by_tier(),
+            "budgets": engine.budget_by_tier(),
+            "gpu_reserved": engine.memory.reserved_bytes(),
             "uploaded_bytes": engine.recorder.counters().get("upload", 0),
             **self._loop.runner.stats(),
         }

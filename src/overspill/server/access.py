@@ -83,8 +83,10 @@ class Access:
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(matches):
             problem = "is wrong" if given else "is missing: send `Authorization: Bearer KEY`"
-            # a browser asks the user for a password if it opens the page, not if the page asks
-            challenge = 'Basic realm="overspill"' if path == "/" else "Bearer"
+            # a browser asks the user for a password if it opens the page, not if the page asks; it
+            # sends the password for other files of the page only if it is asked for one again
+            opens = path == "/" or path.startswith("/page/")
+            challenge = 'Basic realm="overspill"' if opens else "Bearer"
             raise ApiError(
                 401,
                 f"the API key {problem}",

@@ -1,5 +1,6 @@
 """The application: paths, and the middleware around them."""
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from overspill.server.exchange import Exchange
 from overspill.server.failures import Failures
 from overspill.server.limits import Limits
 from overspill.server.metrics import CONTENT_TYPE
-from overspill.server.page import page_response
+from overspill.server.page import page_response, part_names, part_response
 from overspill.server.protocol import ChatRequest, CompletionRequest, parse
 from overspill.server.requests_log import RequestLog
 from overspill.server.service import Service
@@ -69,7 +70,16 @@ def _routes(service: Service) -> FastAPI:
     async def page() -> Response:
         return page_response()
 
+    for name in part_names():  # each has its path: nothing of a request names a file
+        app.get(f"/page/{name}", include_in_schema=False)(_part(name))
     return app
+
+
+def _part(name: str) -> Callable[[], Awaitable[Response]]:
+    async def part() -> Response:
+        return part_response(name)
+
+    return part
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:

@@ -82,10 +82,15 @@ class _Engine(Collector):
                 yield GaugeMetricFamily(f"overspill_{name}", text, stats[name])
         for name, text in (("prompt_tokens", "Tokens of prompts"), ("new_tokens", "New tokens")):
             yield CounterMetricFamily(f"overspill_{name}", text, stats[name])
-        tiers = GaugeMetricFamily("overspill_bytes", "Memory by tier", labels=["tier"])
-        for tier, size in stats["bytes_per_tier"].items():
-            tiers.add_metric([tier], size)
-        yield tiers
+        for name, sizes, text in (
+            ("bytes", stats["bytes_per_tier"], "Memory by tier"),
+            ("budget_bytes", stats["budget_per_tier"], "Memory that may be used, by tier"),
+        ):
+            tiers = GaugeMetricFamily(f"overspill_{name}", text, labels=["tier"])
+            for tier, size in sizes.items():
+                if size is not None:
+                    tiers.add_metric([tier], size)
+            yield tiers
         if stats["hit_rate_per_layer"]:
             text = "Share of expert uses that found the expert on the GPU"
             layers = GaugeMetricFamily("overspill_layer_hit_rate", text, labels=["layer"])

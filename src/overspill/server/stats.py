@@ -30,6 +30,8 @@ def read_stats(service: "Service") -> dict[str, Any]:
         "hit_rate": sum(layers) / len(layers) if layers else None,
         "hit_rate_per_layer": layers or None,
         "bytes_per_tier": engine["bytes"],
+        "budget_per_tier": engine["budgets"],
+        "gpu_reserved": engine["gpu_reserved"],
         "cache_bytes": engine["cache_bytes"],
         "kv_blocks": engine["kv_blocks"],
         "kv_blocks_free": engine["kv_blocks_free"],

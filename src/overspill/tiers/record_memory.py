@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from overspill.hardware.machine import disk_free
 from overspill.tiers.entry import Part
 from overspill.tiers.layout import ALIGN, RecordLayout
 from overspill.tiers.slab import HostSlab, Progress
@@ -80,6 +81,10 @@ class RecordMemory:
     @property
     def disk_bytes(self) -> int:
         return sum(file.nbytes for file in self.files.values())
+
+    def disk_budget(self) -> int | None:
+        """Bytes of the files with what is free on their disk; None without files."""
+        return self.disk_bytes + disk_free(self._folder) if self._folder is not None else None
 
     def read(self, part: Part, record: int) -> Tensor:
         """A copy of a record on disk."""

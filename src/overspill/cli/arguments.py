@@ -1,0 +1,62 @@
+"""The argument MODEL, and completion of arguments by the shell.
+
+The shell runs these functions at each press of Tab: they read a few folders, and import nothing.
+"""
+
+import os
+from typing import Annotated
+
+import typer
+
+_RUNS = "runs"
+_MOST_ENTRIES = 1000
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Folders with a model that begin so. With none the shell completes any path, as for a file."""
+    parent = os.path.dirname(incomplete)
+    found = set(_folders(parent)) | set([] if parent else _folders(_RUNS))
+    return sorted(path for path in found if path.startswith(incomplete) and _is_model(path))
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Presets that begin so; config files are completed by the shell."""
+    from overspill.models.presets import PRESETS  # loads no torch, and is not needed to run
+
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
+def _is_model(path: str) -> bool:
+    """Whether it is the folder of a run, a checkpoint of Hugging Face, or a LoRA adapter."""
+    try:
+        names = set(os.listdir(path))
+    except OSError:
+        return False
+    has_weights = any(name.endswith(".safetensors") for name in names)
+    is_checkpoint = "config.json" in names and ("checkpoints" in names or has_weights)
+    return is_checkpoint or "adapter_config.json" in names
+
+
+def _folders(parent: str) -> list[str]:
+    """The folders in a folder, hidden ones not; none if it cannot be read."""
+    try:
+        with os.scandir(parent or ".") as entries:
+            names = [
+                entry.name
+                for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)
+                if not entry.name.startswith(".") and entry.is_dir()
+            ]
+    except OSError:
+        return []
+    return [os.path.join(parent, name) for name in names]
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="The folder of a Hugging Face checkpoint or of a LoRA adapter, a repository of the "
+        "hub, or the folder of a run of overspill train or finetune.",
+        autocompletion=complete_model,
+    ),
+]
