@@ -114,7 +114,12 @@ def read_json_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be used: it is not a JSON object")
     _check_quantization(folder, config)
     if not _names_experts(config):
-        kind = config.get("model_type", "of an unknown type")
+        kind = config.get("model_type")
+        if kind is None:
+            raise CheckpointError(
+                f"{path} cannot be used: it has no model_type, so it is not that of a model of "
+                "Hugging Face"
+            )
         raise ConfigError(
             f"{folder} is a dense model ({kind}): its {CONFIG} names no experts; give a "
             "Mixture-of-Experts checkpoint, of a family in docs/families.md"
