@@ -47,9 +47,11 @@ format: $(DEV)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-tables: $(DEV)  ## write the tables of the docs from bench/results and from the tests
+tables: $(DEV)  ## write the tables and pictures of the docs from bench/results and from the tests
 	$(BIN)/python bench/tables.py --write README.md docs/benchmarks.md docs/finetuning.md docs/pre-gates.md docs/multi-gpu.md docs/moe-layer.md docs/stages.md
 	$(BIN)/python -m tests.docs.test_families --write
+	$(BIN)/python bench/pregate_plot.py
+	$(BIN)/python bench/mpipe.py draw
 
 clean:  ## remove the environment and all caches, but not runs/
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache \
