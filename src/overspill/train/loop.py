@@ -14,6 +14,7 @@ from overspill.core.garbage import short_collections
 from overspill.hardware import machine
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
+from overspill.trace.spans import STEP
 from overspill.train import checkpoint
 from overspill.train.checkpoint import TrainState
 from overspill.train.metrics import EvalMetrics, MetricsFile, StepMetrics
@@ -160,6 +161,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
             self.optimizer.step()
         except NonFiniteError as error:
             raise self._not_finite(str(error)) from error
+        self.tracer.recorder.mark(STEP)
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.tracer.after_step(self.step)
