@@ -147,8 +147,9 @@ class EngineMemory:
         rank = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}, "
         device = self._homes.device
         if self._streaming.started is None:
+            mode = "mode gpu: " if device.type == "cuda" else ""
             return (
-                f"{rank}mode gpu: all {at_home} experts and their states on {device} "
+                f"{rank}{mode}all {at_home} experts and their states on {device} "
                 f"({sizes['gpu']}){self._describe_dense()}"
             )
         homes = f"{at_home} experts and " if at_home else ""
