@@ -15,8 +15,8 @@ def check_peft() -> None:
         import peft  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "--lora needs peft, which is not installed; run pip install '.[lora]' in the checkout of "
-            "Overspill"
+            "--lora needs peft, which is not installed; run pip install '.[lora]' in the "
+            "checkout of Overspill"
         ) from error
 
 
