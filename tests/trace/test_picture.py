@@ -96,5 +96,6 @@ def test_training_is_drawn_with_its_passes_and_the_ends_of_steps(
 
 
 def test_nothing_to_draw_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="was the recorder started"):
-        draw_timeline([], tmp_path / "t.png", "empty")
+    for spans in ([], [Span("compute", "step", 5, 5)]):
+        with pytest.raises(ConfigError, match="was the recorder started"):
+            draw_timeline(spans, tmp_path / "t.png", "empty")

@@ -54,10 +54,11 @@ def draw_timeline(
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    spans = list(spans)
+    given = list(spans)
+    spans = [span for span in given if (span.row, span.name) != (COMPUTE, STEP)]
     if not spans:
         raise ConfigError(f"there are no spans to draw in {path}; was the recorder started?")
-    rows, trained = rows_in_order(spans), passes(spans)
+    rows, trained = rows_in_order(spans), passes(given)
     trained = trained if any(span.name == "backward" for span in trained) else []
     since_ns = min(span.start_ns for span in spans)
     until_ns = max(max(span.end_ns for span in spans), since_ns + 1)
@@ -74,12 +75,12 @@ def draw_timeline(
     axes.set_ylim(len(rows) - 0.5, -1.05 if trained else -0.5)  # the first row on top
     figure.draw_without_rendering()  # computes the widths, which decide what text fits a bar
     for position, row in enumerate(rows):
-        own = [s for s in spans if s.row == row and (s.row, s.name) != (COMPUTE, STEP)]
+        own = [span for span in spans if span.row == row]
         _draw_row(axes, own, position, since_ns, unit_ns, colours or {})
     _label_rows(axes, spans, rows, since_ns, until_ns)
     if trained:
         _mark_passes(axes, trained, since_ns, unit_ns)
-        _mark_steps(axes, step_ends(spans), since_ns, unit_ns)
+        _mark_steps(axes, step_ends(given), since_ns, unit_ns)
 
     axes.set_yticks(range(len(rows)), rows, fontsize=11, color=_INK)
     axes.set_xlabel(f"time ({unit})", color=_INK)

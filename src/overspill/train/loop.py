@@ -251,7 +251,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
         name = self.spec.config.name
         draw_loss(self.folder.metrics, self.folder.loss_picture, f"{name}: loss")
         spans = self.tracer.recorder.spans()
-        if spans:
+        if any(span.name != STEP for span in spans):  # else all experts live on the device
             write_perfetto(spans, self.folder.timeline)
             draw_timeline(spans, self.folder.timeline_picture, f"{name}: the last traced steps")
 

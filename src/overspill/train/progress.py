@@ -121,7 +121,7 @@ def evaluation_line(metrics: EvalMetrics) -> str:
 def load_lines(metrics: StepMetrics) -> list[str]:
     """Busy shares and token rows of ranks, as far as this step measured them."""
     lines = []
-    if metrics.busy is not None:
+    if metrics.busy is not None and any(metrics.busy.values()):  # else nothing is transferred
         lines.append("busy: " + busy_line(metrics.busy))
     if metrics.rank_rows is not None:
         rows, dash = metrics.rank_rows, " "
