@@ -54,6 +54,7 @@ tables: $(DEV)  ## write the tables and pictures of the docs from bench/results 
 	$(BIN)/python -m tests.docs.test_families --write
 	$(BIN)/python bench/pregate_plot.py
 	$(BIN)/python bench/mpipe.py draw
+	$(BIN)/python bench/tiers_picture.py
 
 clean:  ## remove the environment and all caches, but not runs/
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache \
