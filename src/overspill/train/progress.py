@@ -121,7 +121,8 @@ def evaluation_line(metrics: EvalMetrics) -> str:
 def load_lines(metrics: StepMetrics) -> list[str]:
     """Busy shares and token rows of ranks, as far as this step measured them."""
     lines = []
-    if metrics.busy is not None and any(metrics.busy.values()):  # else nothing is transferred
+    if metrics.busy is not None and max(metrics.busy.values()) >= 0.005:
+        # else all experts live on the device, and nothing is recorded
         lines.append("busy: " + busy_line(metrics.busy))
     if metrics.rank_rows is not None:
         rows, dash = metrics.rank_rows, " "
