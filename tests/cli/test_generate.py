@@ -1,10 +1,12 @@
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from overspill.cli.main import app
+from overspill.core.visible import visible
 from overspill.serve.chat import Chat
 from overspill.serve.llm import LLM
 from overspill.serve.params import SamplingParams
@@ -32,6 +34,19 @@ def test_generate_streams_what_json_gives(run: Path, capsys: pytest.CaptureFixtu
     assert text == result["text"] + "\n"
     assert result["prompt_tokens"] == 3
     assert result["stats"]["new_tokens"] == len(result["token_ids"])
+
+
+def test_a_terminal_gets_no_control_characters(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is untrained: many of its bytes are control characters."""
+    words = ["generate", str(run), "abc", "--max-tokens", "40", "--seed", "3"]
+    shown = []
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        assert app(words) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[1] == visible(shown[0]) != shown[0]
 
 
 def test_chat_answers_each_line(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from overspill.cli.flags import with_flags
+from overspill.core.visible import visible
 from overspill.serve.config import ServeConfig
 
 _MODEL = (
@@ -51,7 +52,8 @@ def _config(flags: dict[str, Any]) -> ServeConfig:
 
 
 def _show(text: str) -> None:
-    print(text, end="", flush=True)
+    """A terminal must not obey what a model writes; a file gets the text as it is."""
+    print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _generate(model: str, prompt: str, as_json: bool, **flags: Any) -> None:
