@@ -20,6 +20,8 @@ from overspill.train.finetune.config import FinetuneConfig, PregateConfig
 from overspill.train.metrics import read_lines
 from tests.docs.readme import README, ROOT, blocks, run
 
+_WORDS_OF_GPUS = re.compile(r"gpu|pcie|cuda", re.IGNORECASE)
+"""A run on a CPU has nothing to say about them."""
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 
@@ -31,7 +33,9 @@ def test_the_example_runs() -> None:
     names["model"].overspill.close()
 
 
-def test_the_fine_tuning_commands_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fine_tuning_commands_learn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     commands = [words for words in _section("Fine-tune") if words[:2] != ["overspill", "chat"]]
     for program, *words in commands:
@@ -46,18 +50,22 @@ def test_the_fine_tuning_commands_learn(tmp_path: Path, monkeypatch: pytest.Monk
             lines = read_lines(Path(words[words.index("--out") + 1]) / "metrics.jsonl")
             losses = [line["loss"] for line in lines if "loss" in line]
             assert losses[-1] < losses[0]
+    assert not _WORDS_OF_GPUS.search(capsys.readouterr().out)
     assert (tmp_path / "runs/full/final/model.safetensors.index.json").is_file()
     assert (tmp_path / "runs/lora/final/adapter_model.safetensors").is_file()
 
 
 def test_the_commands_for_serving_and_pre_gates_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("a question\n"))
     monkeypatch.setattr("overspill.train.data._STDLIB_BYTES", 1 << 18)  # one is enough
     small = "--steps 1 --d-model 32 --d-hidden 32 --heads 2 --seq-len 64 --layers 4 --eval-every 0"
     assert app(["train", "nano", *small.split(), "--out", "runs/nano"]) == 0  # as make train does
+    said = capsys.readouterr().out.replace("--gpu-memory", "")
+    assert "compute" in said
+    assert not _WORDS_OF_GPUS.search(said)
     for program, *words in [*_section("Serve"), *_section("Pre-gates")]:
         if program != "overspill" or words[0] == "serve":
             continue
