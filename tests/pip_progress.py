@@ -7,6 +7,7 @@ It runs before anything is installed, so it uses the standard library only.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -52,7 +53,7 @@ class Progress:
         while not self._done.wait(1.0):
             if self._live:
                 text = f"{self._what}: {self._now}{self._share} ({self._seconds} s)"
-                self._out.write(f"\r\x1b[K{text[:99]}")
+                self._out.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
                 self._out.flush()
 
     def end(self, failed: bool) -> None:

@@ -241,3 +241,23 @@ def test_the_clocks_are_read_without_waiting_for_work() -> None:
     recorder.device_span("compute", "late", b, c)
     torch.cuda.synchronize()
     assert recorder.spans()[1].start_ns == pytest.approx(early.end_ns, abs=2_000)
+
+
+@pytest.mark.gpu
+def test_a_mark_is_set_when_the_gpu_has_done_what_came_before() -> None:
+    recorder = Recorder()
+    x = torch.randn(8192, 8192, device="cuda")
+    x @ x
+    torch.cuda.synchronize()
+    recorder.start()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(10):
+        x @ x
+    end.record()
+    recorder.device_span("compute", "matmul", start, end)
+    recorder.mark("step")
+    torch.cuda.synchronize()
+    work, mark = recorder.spans()
+    assert (mark.row, mark.name) == ("compute", "step")
+    assert mark.start_ns == mark.end_ns == pytest.approx(work.end_ns, abs=50_000)

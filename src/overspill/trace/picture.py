@@ -144,7 +144,7 @@ def _mark_steps(axes: "Axes", ends: Sequence[int], since_ns: int, unit_ns: float
         at = (end_ns - since_ns) / unit_ns
         axes.axvline(at, color=_INK, linewidth=1.1, linestyle=(0, (4, 3)))
         # above the axes: bars are as high as the space between two rows
-        text = {"xycoords": axes.get_xaxis_transform(), "xytext": (-3, 3)}
+        text: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "xytext": (-3, 3)}
         axes.annotate(
             f"step {number} ends", (at, 1.0), textcoords="offset points", ha="right", va="bottom",
             fontsize=8, color=_INK, annotation_clip=False, **text,
