@@ -37,9 +37,11 @@ def test_a_short_run_says_nothing(tmp_path: Path) -> None:
 
 
 def test_a_disk_on_the_root_file_system_is_named(tmp_path: Path) -> None:
+    (tmp_path / "system").mkdir()
     (warning,) = _warnings(tmp_path, disk=str(tmp_path / "system" / "spill"))
     assert f"--disk {tmp_path}/system/spill is on the root file system" in warning
     assert _warnings(tmp_path, disk=str(tmp_path / "ssd")) == []
+    assert _warnings(tmp_path, disk=str(tmp_path / "not mounted" / "system" / "spill")) == []
 
 
 def test_the_rate_of_the_cpu_is_measured() -> None:

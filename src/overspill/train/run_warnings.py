@@ -37,7 +37,8 @@ class ModelSize:
 def warnings_before(spec: "RunSpec") -> Iterator[str]:
     """What the user should know before memory is allocated and files are written."""
     folder = spec.budgets.folder
-    if folder is not None and is_on_root(folder):
+    # a folder whose parent does not exist is an error a moment later
+    if folder is not None and folder.absolute().parent.exists() and is_on_root(folder):
         yield (
             f"warning: --disk {folder} is on the root file system, with "
             f"{format_size(disk_free(folder))} free: if experts go there, they share it with the "
