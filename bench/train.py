@@ -123,7 +123,7 @@ def main() -> None:
         optimizer = optimize(model, norm)
         clip = norm is not None
         name = args.name or record_name(batch, offloaded, clip, args.preset)
-        title = row_of(batch, offloaded, clip, args.preset)
+        title = row_of(batch, offloaded, clip, args.preset.upper())
         title += f", {args.gpu_memory} of GPU memory" if offloaded else ""
         timeline = None if args.timeline is None else args.timeline / name
         work = Work(batch)
