@@ -37,16 +37,19 @@ def test_the_fine_tuning_commands_learn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    commands = [words for words in _section("Fine-tune") if words[:2] != ["overspill", "chat"]]
-    for program, *words in commands:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a question\n"))
+    for program, *words in _section("Fine-tune"):
         if program == "python":
             monkeypatch.setattr(sys, "argv", words)
             runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-        else:
-            assert program == "overspill"
+            continue
+        assert program == "overspill"
+        few = ["--max-tokens", "8"] if words[0] in ("chat", "generate") else []
+        if words[0] == "finetune" and "--lora" not in words:
+            few = ["--steps", "16"]  # fewer show it too
+        assert app([*words, *few]) == 0
+        if words[0] == "finetune":
             assert int(words[words.index("--steps") + 1]) >= 20
-            few = [] if "--lora" in words else ["--steps", "16"]  # fewer show it too
-            assert app([*words, *few]) == 0
             lines = read_lines(Path(words[words.index("--out") + 1]) / "metrics.jsonl")
             losses = [line["loss"] for line in lines if "loss" in line]
             assert losses[-1] < losses[0]
@@ -192,6 +195,8 @@ def _files_made(words: Sequence[str]) -> set[str]:
         return {"runs/nano"}
     if words[0] == "python":
         return {words[2]}
+    if words[:2] in (["overspill", "export"], ["overspill", "merge"]):
+        return {*words[3:4]}
     return {*_value(words, "--out")}
 
 

@@ -56,6 +56,7 @@ class Recorder:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1 span")
         self.enabled = False
+        self._device = device
         self._read_clocks = read_clocks or GpuClock(device).read
         # Guards the fields below: worker threads add spans while the main thread reads.
         self._lock = threading.Lock()
@@ -149,9 +150,10 @@ class Recorder:
 
         if not self.enabled:
             return
-        if torch.cuda.is_initialized():
+        on_cpu = self._device is not None and self._device.type == "cpu"
+        if torch.cuda.is_initialized() and not on_cpu:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
             self.device_span(COMPUTE, name, event, event)
         else:
             self.host_span(COMPUTE, name, time.perf_counter_ns())
