@@ -16,7 +16,9 @@ help:  ## show this list
 	@echo 'PYTHON=python3.12 selects the interpreter; TRAIN_ARGS and TEST_ARGS are passed to the commands.'
 
 train: $(INSTALLED)  ## train a small MoE with an eighth of its experts on the compute device
-	$(BIN)/overspill train nano $(TRAIN_ARGS)
+	@echo 'Training nano: two to four minutes on two cores.'
+	@$(BIN)/overspill train nano $(TRAIN_ARGS)
+	@echo 'Next: source $(BIN)/activate, then the commands of README.md.'
 
 # Kernels are compiled while pip installs; if that fails, the tests say why.
 test:  ## run all checks in parallel: ruff, mypy, import-linter, pytest
@@ -47,9 +49,12 @@ format: $(DEV)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-tables: $(DEV)  ## write the tables of the docs from bench/results and from the tests
+tables: $(DEV)  ## write the tables and pictures of the docs from bench/results and from the tests
 	$(BIN)/python bench/tables.py --write README.md docs/benchmarks.md docs/finetuning.md docs/pre-gates.md docs/multi-gpu.md docs/moe-layer.md docs/stages.md
 	$(BIN)/python -m tests.docs.test_families --write
+	$(BIN)/python bench/pregate_plot.py
+	$(BIN)/python bench/mpipe.py draw
+	$(BIN)/python bench/tiers_picture.py
 
 clean:  ## remove the environment and all caches, but not runs/
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache \
@@ -62,32 +67,35 @@ clean:  ## remove the environment and all caches, but not runs/
 # Python compiles those that are.
 TORCH := $(VENV)/.torch
 EARLY := $(VENV)/.early
-PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install --no-compile -c constraints.txt
+SHOW := @$(PYTHON) tests/pip_progress.py
 
 # The pip that comes with Python 3.11 takes 9 s longer.
 $(VENV)/.pip: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"Overspill needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
+	@echo 'Installing into $(VENV): PyTorch, transformers and others. This takes some minutes, of which' \
+		'most is the download: 0.4 GB, and some GB more where PyTorch comes with CUDA.'
+	@$(PYTHON) -m venv $(VENV)
+	$(SHOW) pip $(PIP) --upgrade pip
 	@touch $@
 
 $(TORCH): $(VENV)/.pip
-	$(PIP) torch "setuptools>=77"
+	$(SHOW) PyTorch $(PIP) --progress-bar raw torch "setuptools>=77"
 	@touch $@
 
 # Most of its time pip reads the pages of an index, one after the other: these are read while torch
 # is installed. They need nothing that torch needs, so no package is installed twice.
 $(EARLY): $(VENV)/.pip
-	$(PIP) hypothesis matplotlib pytest-timeout regex ruff
+	$(SHOW) "test tools" $(PIP) --progress-bar raw hypothesis matplotlib pytest-timeout regex ruff
 	@touch $@
 
 $(INSTALLED): $(TORCH)
-	$(PIP) --no-build-isolation -e ".[serve]"
+	$(SHOW) "Overspill" $(PIP) --progress-bar raw --no-build-isolation -e ".[lora,serve]"
 	@touch $@
 
 # Bytecode is compiled meanwhile. If that fails, the tests compile it.
 $(DEV): $(TORCH) $(EARLY)
 	PYTHONPATH=src PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/compile_ahead.py bytecode & \
-		$(PIP) --no-build-isolation -e ".[dev]"
+		$(PYTHON) tests/pip_progress.py Overspill $(PIP) --progress-bar raw --no-build-isolation -e ".[dev]"
 	@touch $(INSTALLED) $@

@@ -54,7 +54,7 @@ def main() -> None:
                 "change": "" if speed is whole else f"{share:+.1%}",
                 "optimizer busy": f"{run.busy['optimizer']:.0%}",
                 "upload busy": f"{run.busy['upload']:.0%}",
-                "GPU busy": f"{run.busy['gpu compute']:.0%}",
+                "GPU busy": f"{run.busy['compute']:.0%}",
             }
         )
     engine.close()

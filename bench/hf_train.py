@@ -29,6 +29,7 @@ from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from overspill.plan.budget import ModelSizes, place
 from overspill.tiers.layout import RecordLayout
+from overspill.trace.spans import STEP
 
 BF16_ADAM_RATE = 7.15e9
 
@@ -101,6 +102,7 @@ def steps(model: Any, optimizer: overspill.AdamW, batch: int, rounds: int) -> It
                 loss = model(input_ids=part, labels=part).loss / rounds
                 loss.backward()
         optimizer.step()
+        model.overspill.recorder.mark(STEP)
         optimizer.zero_grad()
         yield loss.detach() * rounds
 
@@ -212,7 +214,8 @@ def main() -> None:
     run = steps(model, optimizer, args.batch, args.accumulate)
     traced = 1 if big else 2
     tokens = args.batch * SEQ
-    measured = measure_steps(engine, run, tokens, args.warm, args.steps, timeline, traced)
+    title = f"Mixtral, {args.batch}×{SEQ} tokens a step, {args.gpu_memory} of GPU memory"
+    measured = measure_steps(engine, run, tokens, args.warm, args.steps, timeline, traced, title)
     show(name, measured)
     dense = model.num_parameters() - engine.expert_parameters
     save(name, engine, dense, measured, disk, args)

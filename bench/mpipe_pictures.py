@@ -24,12 +24,19 @@ def _settings(table: Sequence[Row]) -> list[str]:
     return [f"{row['layer']}\n({_thousands(row['tokens'])})" for row in table]
 
 
-def _bars(axes: "Axes", labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
-    """Groups of bars, one for each label."""
+def _bars(
+    axes: "Axes",
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    labelled: bool = True,
+) -> None:
+    """Groups of bars, one for each label; `labelled`: the series get a legend."""
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         left = [at - 0.4 + (number + 0.5) * width for at in range(len(values))]
-        axes.bar(left, values, width * 0.92, color=_COLOURS[number], label=name)
+        axes.bar(
+            left, values, width * 0.92, color=_COLOURS[number], label=name if labelled else None
+        )
     axes.set_xticks(range(len(labels)), labels, fontsize=9)
 
 
@@ -43,19 +50,19 @@ def draw_8(axes: "Axes", table: Sequence[Row]) -> None:
     axes.set_ylabel("speedup over FastMoE-like")
 
 
-def draw_9(axes: "Axes", table: Sequence[Row]) -> None:
-    shares = [key for key in table[0] if key.startswith("memory of ")]
-    _bars(axes, _settings(table), {key: [row[key] for row in table] for key in shares})
-    axes.set_ylabel("memory, of FastMoE-like")
-    right = axes.twinx()
-    for key, style in (("over FastMoE-like", "o-"), ("over FasterMoE-like", "s--")):
-        values = [row[key] for row in table]
-        right.plot(range(len(table)), values, style, color=_INK, label=f"MPipeMoE {key}")
-    right.set_ylabel("speedup", color=_INK)
-    right.set_ylim(bottom=0)
-    right.tick_params(length=0, colors=_INK)
-    for side in right.spines.values():
-        side.set_visible(False)
+def draw_9(upper: "Axes", lower: "Axes", table: Sequence[Row]) -> None:
+    """Memory above, speed below."""
+    methods = ("FastMoE-like", "FasterMoE-like", "MPipeMoE")
+    _bars(upper, _settings(table), {m: [row[f"memory of {m}"] for row in table] for m in methods})
+    upper.set_ylabel("memory\n(FastMoE-like = 1)")
+    speeds = {
+        "FastMoE-like": [1.0 for _ in table],
+        "FasterMoE-like": [row["over FastMoE-like"] / row["over FasterMoE-like"] for row in table],
+        "MPipeMoE": [row["over FastMoE-like"] for row in table],
+    }
+    _bars(lower, _settings(table), speeds, labelled=False)
+    lower.set_ylabel("speed\n(FastMoE-like = 1)")
+    lower.set_xlabel("layer (tokens)", color=_INK)
 
 
 def draw_10(axes: "Axes", table: Sequence[Row]) -> None:
@@ -67,12 +74,22 @@ def draw_10(axes: "Axes", table: Sequence[Row]) -> None:
 
 
 def draw_11(axes: "Axes", table: Sequence[Row]) -> None:
-    for row, colour in zip(table, _COLOURS, strict=False):
-        detail = f", n = {row['n']}" if row["n"] and "(" not in row["method"] else ""
-        detail += f", {row['strategy']}" if row["strategy"] != "none" else ""
-        label = row["method"] + detail
-        axes.plot(row["MiB"], row["ms"], "o", color=colour, markersize=10, label=label)
-    axes.set_xlim(left=0)
+    """Each point has its name beside it; methods that run the same code share one."""
+    points: dict[tuple[int, int], tuple[Row, list[str]]] = {}
+    for row in table:
+        label = row["method"].partition(" (")[0]
+        if row["n"]:
+            label += f", {'fixed' if '(' in row['method'] else 'chosen'} n = {row['n']}"
+        label += f"\nstrategy {row['strategy']}" if row["strategy"] != "none" else ""
+        place = round(row["MiB"] / 50), round(row["ms"])
+        points.setdefault(place, (row, []))[1].append(label)
+    for (row, labels), colour in zip(points.values(), _COLOURS, strict=False):
+        axes.plot(row["MiB"], row["ms"], "o", color=colour, markersize=10)
+        axes.annotate(
+            "\n".join(labels), (row["MiB"], row["ms"]), xytext=(0, -10),
+            textcoords="offset points", ha="center", va="top", fontsize=10, color=_INK,
+        )  # fmt: skip
+    axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
     axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     axes.set_xlabel("peak memory, MiB", color=_INK)
     axes.set_ylabel("ms a step")
@@ -81,12 +98,16 @@ def draw_11(axes: "Axes", table: Sequence[Row]) -> None:
 def draw_12(axes: "Axes", table: Sequence[Row]) -> None:
     tokens = [row["tokens"] for row in table]
     for name, colour in _NUMBERS.items():
-        axes.plot(tokens, [row[f"{name}, ms"] for row in table], "o-", color=colour, label=name)
+        label = f"{name} partition{'' if name == 'n = 1' else 's'}"
+        times = [row[f"{name}, ms"] for row in table]
+        axes.plot(tokens, times, "o-", color=colour, label=label)
     adaptive = [row["adaptive, ms"] for row in table]
-    axes.plot(tokens, adaptive, "--", color=_INK, linewidth=2, label="adaptive")
+    axes.plot(tokens, adaptive, "--", color=_INK, linewidth=2, label="n chosen by MPipeMoE")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(tokens, [_thousands(each) for each in tokens], fontsize=9)
+    marks = (5, 10, 20, 40, 60)
+    axes.set_yticks(marks, [str(each) for each in marks])
     axes.minorticks_off()
     axes.set_xlabel("tokens", color=_INK)
     axes.set_ylabel("ms a step")
@@ -102,7 +123,7 @@ def draw_13(axes: "Axes", table: Sequence[Row]) -> None:
     axes.set_ylabel("ms a step")
 
 
-DRAW: dict[str, Callable[["Axes", Sequence[Row]], None]] = {
+DRAW: dict[str, Callable[..., None]] = {
     "mpipe-figure-8": draw_8,
     "mpipe-figure-9": draw_9,
     "mpipe-figure-10": draw_10,
@@ -110,6 +131,9 @@ DRAW: dict[str, Callable[["Axes", Sequence[Row]], None]] = {
     "mpipe-figure-12": draw_12,
     "mpipe-figure-13": draw_13,
 }
+"""Each gets its axes, from above, and the table."""
+_PANELS = {"mpipe-figure-9": 2}
+"""How many axes a picture has, if not one."""
 
 
 def draw_record(record: dict[str, Any], path: Path) -> None:
@@ -117,17 +141,20 @@ def draw_record(record: dict[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.6), dpi=140, layout="constrained")
+    count = _PANELS.get(record["name"], 1)
+    figure = Figure(figsize=(10, 3.1 + 1.5 * count), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color=_FAINT, linewidth=0.8)
-    DRAW[record["name"]](axes, record["table"])
-    axes.set_title(record["config"]["row"], loc="left", fontsize=12, color=_INK)
-    axes.tick_params(length=0, colors=_INK)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    panels = figure.subplots(count, 1, squeeze=False)[:, 0]
+    DRAW[record["name"]](*panels, record["table"])
+    for axes in panels:
+        axes.set_axisbelow(True)
+        axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+        axes.tick_params(length=0, colors=_INK)
+        for side in axes.spines.values():
+            side.set_visible(False)
+    panels[0].set_title(record["config"]["row"], loc="left", fontsize=12, color=_INK)
+    if any(axes.get_legend_handles_labels()[1] for axes in panels):
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
     print(path.name)

@@ -109,4 +109,4 @@ def _text(span: Span, begin: int) -> str:
 
 def _span(text: str) -> Span:
     row, name, *numbers = text.split(", ")
-    return Span(row, name, *map(int, numbers))
+    return Span(row.removeprefix("gpu "), name, *map(int, numbers))  # the row's name before

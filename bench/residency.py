@@ -94,7 +94,7 @@ def measure_case(
     timeline = None
     if args.timeline is not None and case.budget == args.timeline_at:
         timeline = args.timeline / case.name
-    timed = measure_steps(engine, run, case.batch * SEQ, 0, args.steps, timeline)
+    timed = measure_steps(engine, run, case.batch * SEQ, 0, args.steps, timeline, title=case.row)
     show(f"{case.name}, {sum(engine.homes)} experts on the GPU", timed)
     return Measured(timed, engine.homes, settled)
 

@@ -181,7 +181,7 @@ class Bench:
             if args.timeline is not None:
                 spans = record_tokens(llm, work.size, 40 if work.size == 1 else 10)
                 path = args.timeline / f"timeline-{work.name}"
-                draw_tokens(spans, path, f"{work.name}: two steps")
+                draw_tokens(spans, path, f"{row(work, engine)}: two steps")
         metrics = {"tokens_per_second": metric([each.speed for each in rounds], "tokens/s")}
         dense, experts = token_bytes(llm.model)
         if work.on_gpu:

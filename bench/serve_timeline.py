@@ -36,7 +36,7 @@ def record_tokens(llm: overspill.LLM, requests: int, tokens: int) -> list[Span]:
         if event.device_type() != torch.autograd.DeviceType.CUDA:
             continue
         name = event.name()
-        row = "upload" if "HtoD" in name or "_migrate" in name else "gpu compute"
+        row = "upload" if "HtoD" in name or "_migrate" in name else "compute"
         label = next((label for key, label in _KINDS.items() if key in name), name[:20])
         start = event.start_ns() - ahead
         spans.append(Span(row, label, start, start + event.duration_ns()))

@@ -74,7 +74,8 @@ def main() -> None:
     name = f"ssd-{args.preset}-{args.experts}"
     timeline = None if args.timeline is None else args.timeline / name
     began = time.perf_counter()
-    run = measure(model, optimizer, work, 0, args.steps, timeline, traced=1)
+    title = f"{args.preset} with {args.experts} experts, {args.host_memory} of host memory"
+    run = measure(model, optimizer, work, 0, args.steps, timeline, 1, title)
     took = time.perf_counter() - began
     moved = {kind: engine.recorder.counters()[kind] - start[kind] for kind in start}
     show(name, run)

@@ -2,8 +2,9 @@
 
 A table is between `<!-- bench:NAME start -->` and `<!-- bench:NAME end -->`. It shows the records
 whose name is NAME or starts with NAME and a dash. A record that fits several names of a file is
-shown under the longest of them only. The name `summary` shows the records of SUMMARY, a row each,
-and `limits` shows those of LIMITS as ratios to another row of their tables.
+shown under the longest of them only. The names `summary` and `overview` show the records of SUMMARY
+and of OVERVIEW, a row each, `headline` the figures of HEADLINE with their words, and `limits` the
+records of LIMITS as ratios to another row of their tables.
 
     python3 bench/tables.py --write README.md docs/benchmarks.md   # warns about outdated records
     python3 bench/tables.py --check README.md        # exit code 1 if a table is out of date
@@ -28,7 +29,20 @@ _MARKED = re.compile(
 _MARKER = re.compile(r"<!-- bench:.*?-->")
 _NOTED = 0.01  # steal time below this share is not mentioned
 
+HEADLINE = {
+    "residency-w1-5gib": "training W1 in 5 GiB of GPU memory",
+    "train-w1-vs-deepspeed": "the speed of DeepSpeed ZeRO-3 offload on W1, in less memory",
+    "serve-w2-none": "generating with W2, no expert on the GPU; llama.cpp: 68",
+}
+"""Records whose figure is at the top of the README, with words for it."""
 SUMMARY = (
+    "train-w1-16x1024",
+    "train-w1-gpu-only-16x1024",
+    "train-hf-w1-16x1024",
+    "dense-offload-mixtral",
+    "serve-w2-quarter-random",
+)
+OVERVIEW = (
     "train-w1-16x1024",
     "train-w1-16x1024-clip",
     "train-w1-64x1024",
@@ -49,7 +63,7 @@ SUMMARY = (
     "split-frozen-g0.4",
     "load-30gb",
 )
-"""Records of the table `summary`, in its order. Those that do not exist are left out."""
+"""Records of the tables, in their order. Those that do not exist are left out."""
 LIMITS = (
     ("pregate-switch-64", "gpu-only"),
     ("pregate-switch-128", "gpu-only"),
@@ -83,10 +97,12 @@ def fill(text: str, records: Sequence[Record]) -> str:
         return max(fitting, key=len, default=None)
 
     def table(match: re.Match[str]) -> str:
-        if match["name"] == "summary":
-            content = summary(records)
+        if match["name"] == "headline":
+            content = headline(records)
         elif match["name"] == "limits":
             content = limits(records)
+        elif match["name"] in ("summary", "overview"):
+            content = summary(records, SUMMARY if match["name"] == "summary" else OVERVIEW)
         else:
             content = render([one for one in records if home(one) == match["name"]])
         return f"{match[1]}\n{content}\n\n{match[3]}"
@@ -94,10 +110,23 @@ def fill(text: str, records: Sequence[Record]) -> str:
     return _MARKED.sub(table, text)
 
 
-def summary(records: Sequence[Record]) -> str:
-    """The records of SUMMARY, with date and commit in their rows."""
+def headline(records: Sequence[Record]) -> str:
+    """A column for each figure of HEADLINE, with its words below."""
     by_name = {record["name"]: record for record in records}
-    chosen = [by_name[name] for name in SUMMARY if name in by_name]
+    chosen = [by_name[name] for name in HEADLINE if name in by_name]
+    if not chosen:
+        return "*Not measured yet.*"
+    row = {}
+    for record in chosen:
+        first = next(iter(record["metrics"].values()))
+        row[f"{_number(first['median'])} {first['unit']}"] = HEADLINE[record["name"]]
+    return f"{_markdown([row])}\n\n{_measured_on(chosen)}"
+
+
+def summary(records: Sequence[Record], names: Sequence[str]) -> str:
+    """The records with these names, with date and commit in their rows."""
+    by_name = {record["name"]: record for record in records}
+    chosen = [by_name[name] for name in names if name in by_name]
     if not chosen:
         return "*Not measured yet.*"
     rows = []

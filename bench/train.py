@@ -40,6 +40,14 @@ def limit(config: GPTConfig, tokens: int, streamed: int) -> Limit:
     return Limit(tokens / seconds, "tokens/s", source)
 
 
+def row_of(batch: int, offloaded: bool, clip: bool, preset: str = "w1") -> str:
+    """The workload in words, for tables and pictures."""
+    row = f"{preset}, {batch}×{SEQ} tokens a step"
+    if clip:
+        row += ", exact clipping"
+    return row if offloaded else f"{row}, everything on the GPU"
+
+
 def metrics_of(config: GPTConfig, runs: Sequence[Run]) -> dict[str, Metric]:
     """The metrics of a workload that was measured several times in one process."""
     # the lowest: the peak of a process includes what was measured before
@@ -68,13 +76,8 @@ def save(
     """Writes the record of a run; `given` are the arguments it was made with."""
     batch = run.tokens // SEQ
     name = name or record_name(batch, offloaded, clip, str(given["preset"]))
-    row = f"{given['preset']}, {batch}×{SEQ} tokens a step"
-    if clip:
-        row += ", exact clipping"
-    if not offloaded:
-        row += ", everything on the GPU"
     details = {
-        "row": row,
+        "row": row_of(batch, offloaded, clip, str(given["preset"])),
         "show": ["gpu_memory", "host_memory"],
         **given,
         "expert_parameters": config.expert_params,
@@ -104,7 +107,7 @@ def main() -> None:
         help="use all GPU memory for experts",
     )
     parser.add_argument("--timeline", type=Path, default=None, help="folder for timelines")
-    parser.add_argument("--name", default=None, help="of the record, if there is only one")
+    parser.add_argument("--name", default=None, help="of the only record and timeline")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     config = get_preset(args.preset)
@@ -119,12 +122,15 @@ def main() -> None:
         optimizer = None  # an engine has one optimizer at a time
         optimizer = optimize(model, norm)
         clip = norm is not None
-        name = record_name(batch, offloaded, clip, args.preset)
+        name = args.name or record_name(batch, offloaded, clip, args.preset)
+        title = row_of(batch, offloaded, clip, args.preset.upper())
+        title += f", {args.gpu_memory} of GPU memory" if offloaded else ""
         timeline = None if args.timeline is None else args.timeline / name
-        run = measure(model, optimizer, Work(batch), args.warm, args.steps, timeline)
+        work = Work(batch)
+        run = measure(model, optimizer, work, args.warm, args.steps, timeline, title=title)
         show(name, run)
         described = {**given, "placement": engine.describe()}
-        save(config, run, offloaded, clip, described, args.out, args.name)
+        save(config, run, offloaded, clip, described, args.out, name)
     engine.close()
 
 

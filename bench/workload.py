@@ -19,6 +19,7 @@ from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
+from overspill.trace.spans import STEP
 
 SEQ = 1024
 
@@ -87,6 +88,7 @@ def steps(model: GPTMoE, optimizer: overspill.AdamW, work: Work) -> Iterator[tor
                 loss = model(part[:, :-1], part[:, 1:], pieces=pieces).loss / rounds
                 loss.backward()
         optimizer.step()
+        model.overspill.recorder.mark(STEP)
         optimizer.zero_grad()
         yield loss.detach()
 
@@ -99,10 +101,11 @@ def measure(
     count: int,
     timeline: Path | None = None,
     traced: int = 2,
+    title: str = "",
 ) -> Run:
     """Times steps of a GPTMoE on random tokens."""
-    run = steps(model, optimizer, work)
-    return measure_steps(model.overspill, run, work.batch * SEQ, warm, count, timeline, traced)
+    run, tokens = steps(model, optimizer, work), work.batch * SEQ
+    return measure_steps(model.overspill, run, tokens, warm, count, timeline, traced, title)
 
 
 def synchronize() -> None:
@@ -152,8 +155,10 @@ def measure_steps(
     count: int,
     timeline: Path | None = None,
     traced: int = 2,
+    title: str = "",
 ) -> Run:
-    """Times `count` steps after `warm` steps, then traces further steps for the busy shares."""
+    """Times `count` steps after `warm` steps, then traces further steps for the busy shares and,
+    with `timeline`, a picture with that title."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     seconds, loss = time_steps(run, warm, count)
@@ -171,8 +176,8 @@ def measure_steps(
         # an update that was cut off when the recorder was stopped before may have ended since
         spans = [span for span in engine.recorder.spans() if span.end_ns > began]
         write_perfetto(spans, timeline.with_name(f"{timeline.name}.json.gz"))
-        title = f"{timeline.name}: {traced} steps"
-        draw_timeline(spans, timeline.with_name(f"{timeline.name}.png"), title)
+        heading = f"{title or timeline.name}: {traced} steps"
+        draw_timeline(spans, timeline.with_name(f"{timeline.name}.png"), heading)
     engine.recorder.clear()
     host = peak_resident_memory()
     return Run(tokens, seconds, float(loss), gpu, host, busy, on_gpu_share(engine))

@@ -38,6 +38,14 @@ CHATS = (
     ("Where do they live?", "Wherever they fit."),
     ("Is anything lost?", "No, nothing."),
     ("A full disk?", "It says so."),
+    ("Who updates an expert?", "The CPU does."),
+    ("When is it updated?", "After its gradient."),
+    ("Is the GPU idle then?", "No, it goes on."),
+    ("What if memory is short?", "Experts go to the disk."),
+    ("And if there is more?", "They stay on the GPU."),
+    ("May I stop a run?", "Yes, then resume it."),
+    ("What is the result?", "A plain checkpoint."),
+    ("Are losses the same?", "Yes, they are."),
 )
 
 

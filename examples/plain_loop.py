@@ -1,7 +1,7 @@
 """Fine-tunes a Mixture-of-Experts checkpoint in a plain PyTorch loop.
 
     python examples/make_tiny_checkpoint.py tiny
-    python examples/plain_loop.py tiny --device cpu --out tuned
+    python examples/plain_loop.py tiny --device cpu --lr 1e-2 --out tuned
 
 For a model larger than the GPU, say what it may take:
 
@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("checkpoint", help="folder or repository of a checkpoint")
     parser.add_argument("--data", type=Path, help="JSONL with text (CHECKPOINT/text.jsonl)")
     parser.add_argument("--out", type=Path, default=Path("tuned"), help="folder to write")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step")
     parser.add_argument("--seq-len", type=int, default=64)

@@ -6,8 +6,8 @@ two processes compute on the CPU; leave it out to use two GPUs.
     overspill train --resume --out runs/two --gpus 4 --steps 8
 
     python examples/make_tiny_checkpoint.py tiny
-    overspill finetune tiny tiny/text.jsonl --gpus 2 --device cpu --out runs/tuned
-    torchrun --nproc-per-node 2 examples/several_gpus.py tiny --device cpu --out tuned
+    overspill finetune tiny tiny/text.jsonl --gpus 2 --device cpu --steps 20 --out runs/tuned
+    torchrun --nproc-per-node 2 examples/several_gpus.py tiny --device cpu --lr 1e-2 --out tuned
 
 The ranks divide the experts of each layer. Each passes its own part of the batch to the model, and
 the loss is the mean over ranks.
@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("checkpoint", help="folder or repository of a checkpoint")
     parser.add_argument("--data", type=Path, help="JSONL with text (CHECKPOINT/text.jsonl)")
     parser.add_argument("--out", type=Path, default=Path("tuned"), help="folder to write")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=2, help="sequences for each rank")
     parser.add_argument("--seq-len", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-3)

@@ -1,7 +1,7 @@
 """Fine-tunes a Mixture-of-Experts checkpoint with transformers' Trainer.
 
     python examples/make_tiny_checkpoint.py tiny
-    python examples/trainer.py tiny --device cpu --out runs/trainer
+    python examples/trainer.py tiny --device cpu --lr 1e-2 --out runs/trainer
 
 Two lines differ from training without Overspill: how the model is loaded, and the argument
 `optimizer_cls_and_kwargs`. Clipping, accumulation, schedulers, evaluation, checkpoints and resuming
@@ -48,8 +48,8 @@ def main() -> None:
         gradient_checkpointing=True,
         logging_steps=1,
         eval_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
+        eval_steps=args.save_every,
+        save_steps=args.save_every,
         save_total_limit=2,
         report_to="none",
         use_cpu=args.device == "cpu",
@@ -77,7 +77,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="JSONL with text (CHECKPOINT/text.jsonl)")
     parser.add_argument("--out", default="runs/trainer", help="folder to write")
     parser.add_argument("--resume", help="a checkpoint-N below --out to go on from")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--gpu-memory", help="such as 22GiB; left out: what the GPU has")
     parser.add_argument("--host-memory", help="such as 100GiB; left out: what is free")

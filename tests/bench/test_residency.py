@@ -155,7 +155,7 @@ def test_on_a_gpu_a_small_model_ends_up_there_within_each_budget(
 
 
 def _run(seconds: list[float], host_bytes: int) -> Any:
-    busy = {"gpu compute": 0.5}
+    busy = {"compute": 0.5}
     return importlib.import_module("workload").Run(16, seconds, 3.0, 2**30, host_bytes, busy)
 
 

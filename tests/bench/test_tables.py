@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from bench.tables import fill, main, outdated, read_records
+from bench.tables import (
+    HEADLINE,
+    OVERVIEW,
+    RESULTS,
+    SUMMARY,
+    fill,
+    main,
+    outdated,
+    read_records,
+)
 
 TEXT = "# Speed\n<!-- bench:train start -->\nold\n<!-- bench:train end -->\nkept\n"
 
@@ -107,7 +116,23 @@ def test_the_picture_of_a_record_is_above_its_table() -> None:
     assert "![Figure 8](figure-8.png)\n\n| n | ms |\n| --- | --- |\n| 4 | 1.23 |" in filled
 
 
-def test_the_summary_shows_chosen_records_in_its_own_order() -> None:
+def test_the_headline_has_figures_above_their_words() -> None:
+    speed = {"speed": _metric(17188.5, "tokens/s"), "memory": _metric(3.9, "GiB")}
+    records = [record("residency-w1-5gib", metrics=speed), record("train-w1-16x1024")]
+    filled = fill(TEXT.replace("bench:train", "bench:headline"), records)
+    words = HEADLINE["residency-w1-5gib"]
+    assert f"| 17,188 tokens/s |\n| --- |\n| {words} |\n" in filled
+    assert "torch 2.11.0; 2025-03-02 at abc1234.</sub>" in filled
+
+
+def test_the_readme_has_five_rows_of_results_and_three_figures() -> None:
+    names = {record["name"] for record in read_records(RESULTS)}
+    assert len(SUMMARY) == 5
+    assert len(HEADLINE) == 3
+    assert {*SUMMARY, *OVERVIEW, *HEADLINE} <= names
+
+
+def test_the_overview_shows_chosen_records_in_its_own_order() -> None:
     records = [
         record("load-30gb", config={"row": "load"}, metrics={"rate": _metric(2.5, "GB/s")}),
         record("train-w1-16x1024", config={"row": "W1", "compare": "peer 5"}),
@@ -119,7 +144,7 @@ def test_the_summary_shows_chosen_records_in_its_own_order() -> None:
         ),
         record("train-w1"),
     ]
-    filled = fill(TEXT.replace("bench:train", "bench:summary"), records)
+    filled = fill(TEXT.replace("bench:train", "bench:overview"), records)
     assert [line for line in filled.splitlines() if line.startswith("|")] == [
         "| work | figure (low–high) | memory | compare | measured |",
         "| --- | --- | --- | --- | --- |",

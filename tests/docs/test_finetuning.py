@@ -8,6 +8,7 @@ import pytest
 
 from overspill.cli.main import app
 from overspill.train.finetune.config import FinetuneConfig
+from overspill.train.metrics import read_lines
 from tests.train.finetune.tiny import save_mixtral
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "finetuning.md").read_text()
@@ -52,3 +53,7 @@ def test_its_commands_run_on_its_data(
     assert command[0] == "overspill"
     assert app(command[1:]) == 0
     assert (Path(command[-1]) / "final").is_dir()
+    lines = read_lines(Path(command[-1]) / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) >= 20
+    assert losses[-1] < losses[0]

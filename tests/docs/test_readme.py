@@ -6,65 +6,204 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from overspill.cli.main import app
+from overspill.cli.main import app, commands
+from overspill.train.config import TrainConfig
+from overspill.train.finetune.config import FinetuneConfig, PregateConfig
+from overspill.train.metrics import read_lines
+from tests.docs.readme import README, ROOT, blocks, run
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+_WORDS_OF_GPUS = re.compile(r"gpu|pcie|cuda", re.IGNORECASE)
+"""A run on a CPU has nothing to say about them."""
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 
 def test_the_example_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = (block.text for block in blocks() if block.language == "python")
     names: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), names)
     assert names["opt"].steps_taken == 3
     names["model"].overspill.close()
 
 
-def test_the_fine_tuning_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = README.split("## Fine-tune Mixtral")[1]
-    (block,) = re.findall(r"```bash\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+def test_the_fine_tuning_commands_learn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for line in block.replace("\\\n", " ").strip().splitlines():
-        program, *words = shlex.split(line)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a question\n"))
+    for program, *words in _section("Fine-tune"):
         if program == "python":
             monkeypatch.setattr(sys, "argv", words)
             runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-        else:
-            assert program == "overspill"
-            assert app(words) == 0
+            continue
+        assert program == "overspill"
+        few = ["--max-tokens", "8"] if words[0] in ("chat", "generate") else []
+        if words[0] == "finetune" and "--lora" not in words:
+            few = ["--steps", "16"]  # fewer show it too
+        assert app([*words, *few]) == 0
+        if words[0] == "finetune":
+            assert int(words[words.index("--steps") + 1]) >= 20
+            lines = read_lines(Path(words[words.index("--out") + 1]) / "metrics.jsonl")
+            losses = [line["loss"] for line in lines if "loss" in line]
+            assert losses[-1] < losses[0]
+    assert not _WORDS_OF_GPUS.search(capsys.readouterr().out)
     assert (tmp_path / "runs/full/final/model.safetensors.index.json").is_file()
     assert (tmp_path / "runs/lora/final/adapter_model.safetensors").is_file()
 
 
 def test_the_commands_for_serving_and_pre_gates_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("a question\n"))
     monkeypatch.setattr("overspill.train.data._STDLIB_BYTES", 1 << 18)  # one is enough
-    lines: list[str] = []
-    for name in ("Serve", "Pre-gates"):
-        section = README.split(f"## {name}\n")[1].split("\n## ")[0]
-        (block,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
-        lines += block.strip().splitlines()
-    assert lines[0] == lines[3]  # both sections begin with the same run
-    for line in dict.fromkeys(lines):
-        program, *words = shlex.split(line.replace("--steps 20", "--steps 1"))
-        assert program == "overspill"
-        few = ["--max-tokens", "8"] if words[0] in ("generate", "chat") else []
-        if words[0] == "train":
-            few = ["--d-model", "32", "--d-hidden", "32", "--heads", "2", "--seq-len", "64"]
-            few += ["--layers", "4", "--eval-every", "0"]
+    small = "--steps 1 --d-model 32 --d-hidden 32 --heads 2 --seq-len 64 --layers 4 --eval-every 0"
+    assert app(["train", "nano", *small.split(), "--out", "runs/nano"]) == 0  # as make train does
+    said = capsys.readouterr().out.replace("--gpu-memory", "")
+    assert "compute" in said
+    assert not _WORDS_OF_GPUS.search(said)
+    for program, *words in [*_section("Serve"), *_section("Pre-gates")]:
+        if program != "overspill" or words[0] == "serve":
+            continue
+        few = ["--max-tokens", "8"] if words[0] in ("generate", "chat") else ["--steps", "1"]
         assert app([*words, *few]) == 0
     assert (tmp_path / "runs/pregated/final/pregates.safetensors").is_file()
     for code in re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL
     ):
         exec(compile(code, "docs/serving.md", "exec"), {})
+
+
+def _section(name: str) -> list[list[str]]:
+    """The commands of a section that run on any machine."""
+    section = README.split(f"## {name}\n")[1].split("\n## ")[0]
+    found = [block for block in blocks(section) if block.language == "bash"]
+    return [shlex.split(command) for block in found for command in block.commands]
+
+
+# -- followed literally ---------------------------------------------------------------------------
+
+
+def test_every_command_is_there_when_the_reader_gets_to_it() -> None:
+    """The programs that a clone of the repository has, and those that a command has installed."""
+    programs = {"make", "source", "python3"}
+    for command in _literal_commands():
+        program, *words = shlex.split(command)
+        assert program in programs, f"{command}: {program} is not there yet"
+        if program == "make":
+            programs.add(".venv")
+        if (program, words) == ("source", [".venv/bin/activate"]):
+            assert ".venv" in programs
+            programs |= {"overspill", "python", "pip", "curl"}
+
+
+def test_every_file_is_there_when_a_command_reads_it() -> None:
+    made: set[str] = set()
+    for command in _literal_commands():
+        words = shlex.split(command)
+        for name in _files_read(words):
+            there = (ROOT / name).exists() or any(
+                name == one or name.startswith(f"{one}/") for one in made
+            )
+            assert there, f"{command}: {name} does not exist"
+        new = _files_made(words)
+        again = made & new if "--resume" not in words else set()
+        assert not again, f"{command}: {again} is there already"
+        made |= new
+
+
+def test_files_that_the_reader_must_have_are_named_before_the_commands() -> None:
+    for block in blocks():
+        if block.language != "sh":
+            continue
+        for command in block.commands:
+            words = shlex.split(command)
+            for name in {*_files_read(words), *_value(words, "--disk")}:
+                known = re.escape(name.split("/spill")[0].rstrip("/"))
+                hub = re.fullmatch(r"[A-Za-z]+/[A-Za-z0-9.-]+", name) and "/" in name
+                assert hub or re.search(rf"`{known}/?`", block.before), f"{command}: {name}"
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in DOCS)])
+def test_the_command_line_accepts_every_command(page: str) -> None:
+    root: Any = typer.main.get_command(commands)
+    for block in blocks((ROOT / page).read_text()):
+        if block.language == "bash" and "bench/" in block.text:
+            continue  # those of benchmarks have programs of their own
+        for command in block.commands if block.language in ("bash", "sh") else []:
+            program, *words = shlex.split(command)
+            if program != "overspill":
+                continue
+            name, *rest = words
+            context = root.commands[name].make_context(name, rest)
+            kind = {"train": TrainConfig, "finetune": FinetuneConfig, "pregate": PregateConfig}
+            if name in kind:
+                given = {n: v for n, v in context.params.items() if v not in (None, [], ())}
+                given.pop("as_json", None)
+                source = given.pop("source", "nano")
+                kind[name].make({"preset": source} if name == "train" else {}, given)
+
+
+def test_installation_commands_name_extras_that_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    sources = [*(ROOT / "src").rglob("*.py"), *DOCS, ROOT / "README.md"]
+    for path in sources:
+        text = path.read_text()
+        assert not re.search(r"pip install [\"']?overspill", text), f"{path}: on no index"
+        for named in re.findall(r"'\.\[([a-z,]+)\]'", text):
+            assert {*named.split(",")} <= {*extras}, path
+    assert "peft" in str(extras["lora"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_commands_run_in_a_new_clone(tmp_path: Path) -> None:
+    """With fewer steps, an empty home, and the packages of this environment instead of pip's."""
+    done = run(tmp_path / "first hour", full=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.stdout.endswith("all commands ran\n")
+
+
+def _literal_commands() -> list[str]:
+    return [c for block in blocks() if block.language == "bash" for c in block.commands]
+
+
+def _files_read(words: Sequence[str]) -> set[str]:
+    """Files and folders that a command needs."""
+    program, *rest = words
+    if program == "python":
+        return {rest[0]}
+    if program != "overspill" or "--resume" in rest:
+        return {*_value(rest, "--out")} if program == "overspill" else set()
+    name, *rest = rest
+    positional = [
+        w for n, w in enumerate(rest) if w[0] != "-" and (n == 0 or rest[n - 1][0] != "-")
+    ]
+    read = {"train": [], "finetune": positional, "pregate": positional}.get(name, positional[:1])
+    return {*read, *_value(rest, "--data")} - {"stdlib"}
+
+
+def _files_made(words: Sequence[str]) -> set[str]:
+    if words[:2] == ["make", "train"]:
+        return {"runs/nano"}
+    if words[0] == "python":
+        return {words[2]}
+    if words[:2] in (["overspill", "export"], ["overspill", "merge"]):
+        return {*words[3:4]}
+    return {*_value(words, "--out")}
+
+
+def _value(words: Sequence[str], flag: str) -> list[str]:
+    return [words[words.index(flag) + 1]] if flag in words else []
 
 
 def test_all_links_exist() -> None:

@@ -72,7 +72,7 @@ def test_the_trainer_goes_on_where_it_stopped(checkpoint: Path, tmp_path: Path) 
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "run"
-    args = (checkpoint, "--device", "cpu", "--out", out)
+    args = (checkpoint, "--device", "cpu", "--steps", 4, "--save-every", 2, "--out", out)
     run("trainer.py", *args)
     whole = AutoModelForCausalLM.from_pretrained(out).state_dict()
     run("trainer.py", *args, "--resume", out / "checkpoint-2")

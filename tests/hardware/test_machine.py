@@ -96,3 +96,9 @@ def test_other_devices_are_refused() -> None:
         machine.choose_device("tpu")
     with pytest.raises(ConfigError, match="--device meta is not supported; give cuda or cpu"):
         machine.choose_device("meta")
+
+
+def test_a_folder_is_on_root_if_the_nearest_one_that_exists_is(tmp_path: Path) -> None:
+    assert machine.is_on_root(tmp_path / "not" / "there", root=tmp_path)
+    assert machine.is_on_root("/")
+    assert not machine.is_on_root("/proc/self")

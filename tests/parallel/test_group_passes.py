@@ -127,7 +127,7 @@ def order_of_work(mesh: DeviceMesh) -> list[str]:
     with torch.no_grad():
         loss_of(model, torch.arange(24).view(2, 12))
     engine.recorder.stop()
-    rows = ("exchange", "gpu compute")
+    rows = ("exchange", "compute")
     spans = sorted(engine.recorder.spans(), key=lambda span: span.start_ns)
     return [span.name for span in spans if span.row in rows and span.name != "dense"]
 

@@ -167,7 +167,7 @@ def test_a_schema_that_becomes_too_complex_fails_its_request_alone(llm: LLM) -> 
 
 def test_a_missing_library_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"needs llguidance.*pip install 'overspill\[serve\]'"):
+    with pytest.raises(ConfigError, match=r"needs llguidance.*pip install '\.\[serve\]'"):
         llm.generate("a", SamplingParams(json_schema={"const": "not compiled yet"}))
 
 

@@ -195,7 +195,7 @@ def test_without_the_extra_it_says_what_to_install(
     assert app(["serve", "/nowhere", "--host", "0.0.0.0"]) == 2
     error = capsys.readouterr().err
     assert "no_such_package" in error
-    assert "pip install overspill[serve]" in error
+    assert "pip install '.[serve]' in the checkout" in error
 
 
 def test_an_open_server_without_a_key_is_warned_of(

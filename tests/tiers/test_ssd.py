@@ -202,9 +202,27 @@ def test_a_file_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
         RecordFile(tmp_path / "nowhere" / "r.bin", 2, SLOT)
 
 
-def test_the_folder_is_created_and_left_empty(tmp_path: Path) -> None:
-    check_folder(tmp_path / "a" / "b", need=1)
-    assert not list((tmp_path / "a" / "b").iterdir())
+def test_the_folder_is_created_and_left_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        check_folder(tmp_path / "spill", need=1)
+    assert not list((tmp_path / "spill").iterdir())
+    assert caplog.messages == [f"created the folder {tmp_path / 'spill'} for experts on disk"]
+
+
+def test_the_folder_of_a_disk_that_is_not_mounted_is_not_created(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=r"nvme does not exist; create it, or mount the SSD there"):
+        check_folder(tmp_path / "nvme" / "spill", need=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_relative_folder_is_created_in_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_folder(Path("spill"), need=1)
+    assert (tmp_path / "spill").is_dir()
 
 
 def test_the_probe_of_a_folder_follows_no_link(tmp_path: Path) -> None:

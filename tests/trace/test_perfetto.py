@@ -16,7 +16,7 @@ SPANS = [
     Span("upload", "L0.1", 1_000_000, 1_500_000, 17_000_000),
     Span("upload", "L0.2", 1_200_000, 1_700_000, 17_000_000),  # overlaps the one before
     Span("upload", "L0.3", 1_700_000, 1_900_000, 0),
-    Span("gpu compute", "wave 0", 1_500_000, 1_800_123),
+    Span("compute", "wave 0", 1_500_000, 1_800_123),
     Span("cpu experts", "own row", 1_000_500, 1_000_500),
 ]
 
@@ -32,7 +32,7 @@ def test_rows_are_threads_in_order_and_overlaps_get_their_own(tmp_path: Path) ->
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     in_order = [names[tid] for tid in sorted(names, key=order.__getitem__)]
-    assert in_order == ["gpu compute", "upload", "upload 2", "cpu experts"]
+    assert in_order == ["compute", "upload", "upload 2", "cpu experts"]
     row_of = {e["name"]: names[e["tid"]] for e in events if e["ph"] == "X"}
     assert row_of["L0.1"] == "upload"
     assert row_of["L0.2"] == "upload 2"

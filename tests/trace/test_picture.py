@@ -3,8 +3,10 @@
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
 
 from overspill.core.errors import ConfigError
 from overspill.trace.picture import _stacked, draw_timeline
@@ -16,6 +18,19 @@ def png_size(path: Path) -> tuple[int, int]:
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
     return width, height
+
+
+def two_steps() -> list[Span]:
+    """Two layers with two waves each, forward and backward, and dense work between them."""
+    spans, at = [], 0
+    for _ in range(2):
+        for name in ("forward 0.0-3", "forward 0.4-7", "dense", "forward 1.0-7", "dense",
+                     "backward 1.0-7", "dense", "backward 0.0-3", "backward 0.4-7"):  # fmt: skip
+            spans.append(Span("compute", name, at, at + 900))
+            spans.append(Span("upload", "expert 0.0", at + 10, at + 500))
+            at += 1000
+        spans.append(Span("compute", "step", at, at))
+    return spans
 
 
 def test_three_thousand_spans_are_drawn_in_a_moment(tmp_path: Path) -> None:
@@ -60,6 +75,27 @@ def test_only_spans_that_overlap_share_the_height() -> None:
     ]
 
 
+def test_training_is_drawn_with_its_passes_and_the_ends_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words: list[str] = []
+    annotate = Axes.annotate
+
+    def noting(axes: Axes, text: str, *args: Any, **how: Any) -> object:
+        words.append(text)
+        return annotate(axes, text, *args, **how)
+
+    monkeypatch.setattr(Axes, "annotate", noting)
+    draw_timeline(two_steps(), tmp_path / "t.png", "two steps")
+    passes_and_steps = [w for w in words if w in ("forward", "backward") or w.startswith("step")]
+    assert passes_and_steps == ["forward", "backward"] * 2 + ["step 1 ends", "step 2 ends"]
+    words.clear()
+    serving = [span for span in two_steps() if not span.name.startswith(("backward", "step"))]
+    draw_timeline(serving, tmp_path / "t.png", "no training")
+    assert "forward" not in words
+
+
 def test_nothing_to_draw_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="was the recorder started"):
-        draw_timeline([], tmp_path / "t.png", "empty")
+    for spans in ([], [Span("compute", "step", 5, 5)]):
+        with pytest.raises(ConfigError, match="was the recorder started"):
+            draw_timeline(spans, tmp_path / "t.png", "empty")

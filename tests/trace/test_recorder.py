@@ -207,14 +207,14 @@ def test_device_spans_lie_on_the_hosts_clock() -> None:
         for _ in range(10):
             x @ x
         b.record()
-    recorder.device_span("gpu compute", "matmul", a, b)
+    recorder.device_span("compute", "matmul", a, b)
     assert recorder.collect() == 1, "the host is far ahead of the GPU here"
     stream.synchronize()
     after = time.perf_counter_ns()
     (span,) = recorder.spans()
     assert before - 100_000 <= span.start_ns < span.end_ns <= after + 100_000
     assert span.end_ns - span.start_ns == pytest.approx(a.elapsed_time(b) * 1e6, abs=2_000)
-    assert recorder.busy(before, after)["gpu compute"] > 0.8
+    assert recorder.busy(before, after)["compute"] > 0.8
 
 
 @pytest.mark.gpu
@@ -233,11 +233,31 @@ def test_the_clocks_are_read_without_waiting_for_work() -> None:
     recorder = Recorder(read_clocks=lambda: base)
     recorder.start()
     # a span that began before its base was read
-    recorder.device_span("gpu compute", "early", a, b)
+    recorder.device_span("compute", "early", a, b)
     torch.cuda.synchronize()
     (early,) = recorder.spans()
     assert early.start_ns < base.host_ns
     c.record()
-    recorder.device_span("gpu compute", "late", b, c)
+    recorder.device_span("compute", "late", b, c)
     torch.cuda.synchronize()
     assert recorder.spans()[1].start_ns == pytest.approx(early.end_ns, abs=2_000)
+
+
+@pytest.mark.gpu
+def test_a_mark_is_set_when_the_gpu_has_done_what_came_before() -> None:
+    recorder = Recorder()
+    x = torch.randn(8192, 8192, device="cuda")
+    x @ x
+    torch.cuda.synchronize()
+    recorder.start()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(10):
+        x @ x
+    end.record()
+    recorder.device_span("compute", "matmul", start, end)
+    recorder.mark("step")
+    torch.cuda.synchronize()
+    work, mark = recorder.spans()
+    assert (mark.row, mark.name) == ("compute", "step")
+    assert mark.start_ns == mark.end_ns == pytest.approx(work.end_ns, abs=50_000)

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overspill.trace.spans import ROWS, Span, assign_lanes, busy_shares, rows_in_order
+from overspill.trace.recorder import Recorder
+from overspill.trace.spans import (
+    ROWS,
+    Span,
+    assign_lanes,
+    busy_shares,
+    passes,
+    rows_in_order,
+    step_ends,
+)
 
 times = st.integers(0, 60)
 random_spans = st.lists(
@@ -66,3 +75,32 @@ def test_spans_one_after_the_other_need_one_lane() -> None:
 def test_rows_come_in_the_order_of_the_timeline() -> None:
     spans = [Span(row, "x", 0, 1) for row in ("zebra", "main", "upload", "antelope")]
     assert rows_in_order(spans) == ["upload", "main", "antelope", "zebra"]
+
+
+def test_passes_go_from_the_first_wave_to_the_last_one() -> None:
+    names = ("forward 0.0-3", "dense", "forward 1.0-7", "dense", "backward 1.0-7", "backward 0.0-7")
+    spans = [Span("compute", name, 10 * at, 10 * at + 9) for at, name in enumerate(names)]
+    other = Span("upload", "forward is no pass here", 0, 1000)
+    assert passes([*reversed(spans), other]) == [
+        Span("pass", "forward", 0, 29),
+        Span("pass", "backward", 40, 59),
+    ]
+
+
+def test_a_step_ends_a_pass_also_if_the_next_one_is_of_the_same_kind() -> None:
+    spans = [Span("compute", name, at, at + 1) for at, name in enumerate(("forward 0.0", "step"))]
+    again = Span("compute", "forward 0.0", 5, 6)
+    assert len(passes([*spans, again])) == 2
+    assert step_ends([*spans, again]) == [2]
+
+
+def test_a_mark_follows_what_was_recorded_before() -> None:
+    recorder = Recorder()
+    recorder.mark("step")  # off: no mark
+    recorder.start()
+    with recorder.span("compute", "backward 0.0-1"):
+        pass
+    recorder.mark("step")
+    recorder.stop()
+    (end,) = step_ends(recorder.spans())
+    assert end >= passes(recorder.spans())[0].end_ns

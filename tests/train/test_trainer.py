@@ -62,10 +62,17 @@ def test_the_timeline_of_an_offloaded_run_opens_and_no_thread_outlives_it(tmp_pa
     _train(tiny_settings(tmp_path, steps=4, trace_steps=2), Watcher(), build_session)
     assert set(threading.enumerate()) <= before
     rows = {span.row for span in read_perfetto(tmp_path / "run" / "timeline.json.gz")}
-    assert {"upload", "optimizer"} <= rows
+    assert {"compute", "upload", "optimizer"} <= rows
     assert (tmp_path / "run" / "timeline.png").exists()
     lines = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
     assert any(line.get("busy", {}).get("upload", 0) > 0 for line in lines)
+
+
+@pytest.mark.usefixtures("pictures")
+def test_a_run_without_transfers_has_no_timeline(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, steps=2, trace_steps=2, slots=None, mode="gpu")
+    _train(settings, Watcher(), build_session)
+    assert not (tmp_path / "run" / "timeline.png").exists()
 
 
 @pytest.mark.slow

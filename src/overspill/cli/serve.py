@@ -90,7 +90,7 @@ def _check_installed() -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         needed = f"overspill serve needs {', '.join(missing)}"
-        raise ConfigError(f"{needed}; install what it needs: pip install overspill[serve]")
+        raise ConfigError(f"{needed}; run pip install '.[serve]' in the checkout of Overspill")
 
 
 def _announce(service: "Service", address: str, with_key: bool, as_json: bool) -> None:

@@ -88,10 +88,20 @@ def choose_device(device: "str | torch.device | None" = None) -> "torch.device":
 
 def disk_free(folder: str | os.PathLike[str]) -> int:
     """Free bytes on the disk of `folder`, which need not exist."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def is_on_root(folder: str | os.PathLike[str], root: str | os.PathLike[str] = "/") -> bool:
+    """Whether `folder`, which need not exist, is on the file system of `root`."""
+    return os.stat(_existing(folder)).st_dev == os.stat(root).st_dev
+
+
+def _existing(folder: str | os.PathLike[str]) -> Path:
+    """The folder, or the one of its parents that exists."""
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
-    return shutil.disk_usage(path).free
+    return path
 
 
 def _meminfo(proc: Path) -> dict[str, int]:

@@ -75,7 +75,7 @@ class Budgets:
 
     @property
     def folder(self) -> Path | None:
-        return None if self.disk is None else Path(self.disk)
+        return None if self.disk is None else Path(self.disk).expanduser()
 
     def claimed(self, device: torch.device) -> AbstractContextManager[None]:
         """While the model is loaded and offloaded: other models on the GPU make room for it."""

@@ -5,6 +5,7 @@ import time
 import torch
 
 from overspill.trace.recorder import Recorder
+from overspill.trace.spans import COMPUTE
 
 _Start = torch.cuda.Event | int | None
 
@@ -45,8 +46,8 @@ class ComputeTrace:
 
     def _end(self, name: str, start: _Start) -> None:
         if isinstance(start, int):
-            self.recorder.host_span("gpu compute", name, start)
+            self.recorder.host_span(COMPUTE, name, start)
         elif start is not None:
             end = self._now()
             if isinstance(end, torch.cuda.Event):
-                self.recorder.device_span("gpu compute", name, start, end)
+                self.recorder.device_span(COMPUTE, name, start, end)

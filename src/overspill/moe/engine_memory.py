@@ -159,8 +159,9 @@ class EngineMemory:
         rank = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}, "
         device = self._homes.device
         if self._streaming.started is None:
+            mode = "mode gpu: " if device.type == "cuda" else ""
             return (
-                f"{rank}mode gpu: all {at_home} experts"
+                f"{rank}{mode}all {at_home} experts"
                 f"{' and their states' if placement.trains_experts else ''} on {device} "
                 f"({sizes['gpu']}){self._describe_dense()}"
             )

@@ -159,7 +159,8 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError as error:
         raise ConfigError(
-            "json_schema needs llguidance, which is not installed; pip install 'overspill[serve]'"
+            "json_schema needs llguidance, which is not installed; run pip install '.[serve]' in "
+            "the checkout of Overspill"
         ) from error
     return llguidance
 

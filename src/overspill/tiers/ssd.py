@@ -21,9 +21,17 @@ PRESENT, ARRIVING = -1, -2  # instead of an offset in a file, as in cpu_misses.h
 
 
 def check_folder(folder: Path, need: int) -> None:
-    """Raises DiskError if `folder` cannot be written or has less than `need` bytes free."""
+    """Raises DiskError if `folder` cannot be written or has less than `need` bytes free. Creates
+    it, but not its parents: that of a disk which is not mounted would be on another one."""
+    if not folder.exists() and not folder.absolute().parent.exists():
+        raise DiskError(
+            f"the disk folder {folder} cannot be created: {folder.absolute().parent} does not "
+            "exist; create it, or mount the SSD there, or give another --disk"
+        )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(exist_ok=True)  # another rank may create it too
+            log.warning("created the folder %s for experts on disk", folder)
         # a file that is new and has a random name: others may write to a shared folder too
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
             probe.write(b"x")

@@ -5,14 +5,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overspill.core.errors import ConfigError
-from overspill.trace.spans import Span, assign_lanes, busy_shares, rows_in_order
+from overspill.trace.spans import (
+    COMPUTE,
+    STEP,
+    Span,
+    assign_lanes,
+    busy_shares,
+    passes,
+    rows_in_order,
+    step_ends,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Two alternating shades per row keep adjacent spans distinguishable.
 _SHADES = {
-    "gpu compute": ("#2f7d4f", "#5fae7f"),
+    "compute": ("#2f7d4f", "#5fae7f"),
     "cpu compute": ("#b0413e", "#dd8784"),
     "cpu load": ("#8a6d1d", "#c2a75a"),
     "upload": ("#2f6db3", "#6fa3dc"),
@@ -23,8 +32,11 @@ _SHADES = {
     "main": ("#5c6773", "#99a3ad"),
 }
 _OTHER = ("#7d6a4f", "#b3a184")
+_PASSES = {"forward": ("#dfe6ee", "#22272e"), "backward": ("#8794a3", "#ffffff")}
+"""Fill and text colour of the band above the rows."""
 _INK, _FAINT = "#22272e", "#d5dae0"
 _BAR_HEIGHT = 0.76
+_PASS_TOP, _PASS_HEIGHT = -0.98, 0.34
 
 
 def draw_timeline(
@@ -34,35 +46,41 @@ def draw_timeline(
     colours: Mapping[Span, str] | None = None,
 ) -> None:
     """One band of bars per row, and at the right the busy share of each row. Overlapping spans of
-    a row share its band. Spans in `colours`, dark ones, have these instead of their row's."""
+    a row share its band. Spans in `colours`, dark ones, have these instead of their row's. In
+    training, a band above the rows names the passes, and lines mark the ends of steps."""
     # Imported here because matplotlib takes a second to import. Not pyplot: it keeps global state
     # and may need a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    spans = list(spans)
+    given = list(spans)
+    spans = [span for span in given if (span.row, span.name) != (COMPUTE, STEP)]
     if not spans:
         raise ConfigError(f"there are no spans to draw in {path}; was the recorder started?")
-    rows = rows_in_order(spans)
+    rows, trained = rows_in_order(spans), passes(given)
+    trained = trained if any(span.name == "backward" for span in trained) else []
     since_ns = min(span.start_ns for span in spans)
     until_ns = max(max(span.end_ns for span in spans), since_ns + 1)
     unit, unit_ns = _time_unit(until_ns - since_ns)
 
     figure = Figure(
-        figsize=(13, 1.5 + 0.62 * len(rows)),
+        figsize=(13, 1.5 + 0.62 * (len(rows) + 0.5 * bool(trained))),
         dpi=160,
         layout=ConstrainedLayoutEngine(w_pad=0.2, h_pad=0.15),
     )
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_xlim(0, (until_ns - since_ns) / unit_ns)
-    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
+    axes.set_ylim(len(rows) - 0.5, -1.05 if trained else -0.5)  # the first row on top
     figure.draw_without_rendering()  # computes the widths, which decide what text fits a bar
     for position, row in enumerate(rows):
         own = [span for span in spans if span.row == row]
         _draw_row(axes, own, position, since_ns, unit_ns, colours or {})
     _label_rows(axes, spans, rows, since_ns, until_ns)
+    if trained:
+        _mark_passes(axes, trained, since_ns, unit_ns)
+        _mark_steps(axes, step_ends(given), since_ns, unit_ns)
 
     axes.set_yticks(range(len(rows)), rows, fontsize=11, color=_INK)
     axes.set_xlabel(f"time ({unit})", color=_INK)
@@ -108,6 +126,29 @@ def _draw_row(
     # One collection, because thousands of patches take seconds to draw. Not snapped to pixels, so
     # that bars thinner than a pixel blend to a shade of the busy share.
     axes.add_collection(PolyCollection(bars, facecolors=colours, linewidths=0, snap=False))
+
+
+def _mark_passes(axes: "Axes", trained: Sequence[Span], since_ns: int, unit_ns: float) -> None:
+    pixel_ns = axes.get_xlim()[1] * unit_ns / axes.get_window_extent().width
+    for span in trained:
+        fill, ink = _PASSES[span.name]
+        left, width = (span.start_ns - since_ns) / unit_ns, (span.end_ns - span.start_ns) / unit_ns
+        axes.broken_barh([(left, width)], (_PASS_TOP, _PASS_HEIGHT), color=fill, linewidth=0)
+        if (span.end_ns - span.start_ns) / pixel_ns > 12 * len(span.name) + 8:
+            at = left + width / 2, _PASS_TOP + _PASS_HEIGHT / 2
+            axes.annotate(span.name, at, ha="center", va="center", fontsize=9, color=ink)
+
+
+def _mark_steps(axes: "Axes", ends: Sequence[int], since_ns: int, unit_ns: float) -> None:
+    for number, end_ns in enumerate(ends, start=1):
+        at = (end_ns - since_ns) / unit_ns
+        axes.axvline(at, color=_INK, linewidth=1.1, linestyle=(0, (4, 3)))
+        # above the axes: bars are as high as the space between two rows
+        text: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "xytext": (-3, 3)}
+        axes.annotate(
+            f"step {number} ends", (at, 1.0), textcoords="offset points", ha="right", va="bottom",
+            fontsize=8, color=_INK, annotation_clip=False, **text,
+        )  # fmt: skip
 
 
 def _stacked(spans: Iterable[Span], slack_ns: int) -> Iterator[tuple[Span, int, int]]:

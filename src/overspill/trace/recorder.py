@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
-from overspill.trace.spans import ROWS, Span, busy_shares
+from overspill.trace.spans import COMPUTE, ROWS, Span, busy_shares
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,7 @@ class Recorder:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1 span")
         self.enabled = False
+        self._device = device
         self._read_clocks = read_clocks or GpuClock(device).read
         # Guards the fields below: worker threads add spans while the main thread reads.
         self._lock = threading.Lock()
@@ -141,6 +142,21 @@ class Recorder:
         base = self._base
         with self._lock:
             self._pending.append(_PendingSpan(row, name, start_event, end_event, bytes, base))
+
+    def mark(self, name: str) -> None:
+        """A span without length on the row of the device that computes, when it has ended what was
+        queued before."""
+        import torch
+
+        if not self.enabled:
+            return
+        on_cpu = self._device is not None and self._device.type == "cpu"
+        if torch.cuda.is_initialized() and not on_cpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self.device_span(COMPUTE, name, event, event)
+        else:
+            self.host_span(COMPUTE, name, time.perf_counter_ns())
 
     def add_bytes(self, counter: str, n: int) -> None:
         with self._lock:

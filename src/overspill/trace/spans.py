@@ -1,10 +1,14 @@
-"""Spans of time on the named rows of a timeline."""
+"""Spans of time on the named rows of a timeline, and the passes of a training run in them."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
+COMPUTE = "compute"
+"""The row of the device that computes: a GPU, or a CPU in its place."""
+STEP = "step"
+"""Name of the span without length on that row at which an optimizer step has ended."""
 ROWS = (
-    "gpu compute",
+    COMPUTE,
     "cpu compute",
     "cpu load",
     "upload",
@@ -65,3 +69,29 @@ def rows_in_order(spans: Iterable[Span]) -> list[str]:
     """The rows that have spans: those of `ROWS` in their order, then others by name."""
     used = {span.row for span in spans}
     return [row for row in ROWS if row in used] + sorted(used.difference(ROWS))
+
+
+def passes(spans: Iterable[Span]) -> list[Span]:
+    """One span for each forward and backward pass of the model: from its first wave of experts to
+    its last one."""
+    found: list[Span] = []
+    between = True  # also two forwards in a row are two passes if a step is between them
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
+        if span.row != COMPUTE:
+            continue
+        name = span.name.partition(" ")[0]
+        if name == STEP:
+            between = True
+        if name not in ("forward", "backward"):
+            continue
+        if between or found[-1].name != name:
+            found.append(Span("pass", name, span.start_ns, span.end_ns))
+            between = False
+        else:
+            found[-1] = found[-1]._replace(end_ns=max(span.end_ns, found[-1].end_ns))
+    return found
+
+
+def step_ends(spans: Iterable[Span]) -> list[int]:
+    """When each optimizer step has ended on the device that computes."""
+    return sorted(span.end_ns for span in spans if (span.row, span.name) == (COMPUTE, STEP))

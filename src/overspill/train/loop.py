@@ -17,6 +17,7 @@ from overspill.core.garbage import short_collections
 from overspill.hardware import machine
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
+from overspill.trace.spans import STEP
 from overspill.train import checkpoint
 from overspill.train.checkpoint import TrainState
 from overspill.train.metrics import EvalMetrics, MetricsFile, StepMetrics
@@ -163,6 +164,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
             self.optimizer.step()
         except NonFiniteError as error:
             raise self._not_finite(str(error)) from error
+        self.tracer.recorder.mark(STEP)
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.tracer.after_step(self.step)
@@ -254,7 +256,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
         draw: dict[Path, Callable[[Path], None]] = {
             folder.loss_picture: lambda path: draw_loss(folder.metrics, path, f"{name}: loss")
         }
-        if spans:
+        if any(span.name != STEP for span in spans):  # else all experts live on the device
             title = f"{name}: the last traced steps"
             draw[folder.timeline] = partial(write_perfetto, spans)
             draw[folder.timeline_picture] = lambda path: draw_timeline(spans, path, title)

@@ -1,4 +1,5 @@
-"""The output of a run: a progress bar on a terminal, plain lines elsewhere."""
+"""The output of a run: a progress bar on a terminal, plain lines elsewhere. No line of a step is
+longer than `WIDTH`."""
 
 import os
 import shlex
@@ -11,15 +12,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from overspill.core.sizes import format_size
+from overspill.trace.spans import COMPUTE
 from overspill.train.metrics import EvalMetrics, StepMetrics
+
+WIDTH = 100
+_FEW_RANKS = 4
+"""With more of them only the fewest and the most token rows are shown."""
 
 
 class Display:
-    """Prints one line per logged step, for files and pipes."""
+    """Prints lines for each logged step, for files and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._steps = 0
+        self._memory = ""
 
     def say(self, line: str) -> None:
         # soft_wrap: no line breaks, for grep. No markup: paths may contain brackets.
@@ -31,9 +38,14 @@ class Display:
 
     def step(self, metrics: StepMetrics, log: bool) -> None:
         """Called after each step; with `log` its metrics are printed."""
-        if log:
-            parts = [headline(metrics), *details(metrics)]
-            self.say(f"step {metrics.step}/{self._steps}  " + "  |  ".join(parts))
+        if not log:
+            return
+        self.say(f"step {metrics.step}/{self._steps}  {headline(metrics)}")
+        memory = memory_line(metrics)
+        changed = [memory] if memory != self._memory else []
+        self._memory = memory
+        for line in [*load_lines(metrics), *filter(None, changed)]:
+            self.say(f"  {line}")
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         self.say(f"step {metrics.step}/{self._steps}  eval loss {evaluation_line(metrics)}")
@@ -43,20 +55,21 @@ class Display:
 
 
 class LiveDisplay(Display):
-    """A progress bar with the latest metrics; below it memory use and busy shares."""
+    """A progress bar with the latest metrics; below it busy shares, memory use and evaluation."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             TimeRemainingColumn(),
             TextColumn("{task.fields[headline]}"),
             console=console,
         )
         self._details = Text()
-        self._eval = ""
+        self._shown: list[str] = []
+        self._eval: list[str] = []
         self._live = Live(Group(self._progress, self._details), console=console)
         self._task = self._progress.add_task("", total=1, headline="")
 
@@ -66,13 +79,17 @@ class LiveDisplay(Display):
         self._live.start()
 
     def step(self, metrics: StepMetrics, log: bool) -> None:
-        text = headline(metrics) + self._eval
-        self._progress.update(self._task, completed=metrics.step, headline=text)
+        self._progress.update(self._task, completed=metrics.step, headline=headline(metrics))
         if log:
-            self._details.plain = "  |  ".join(details(metrics))
+            self._shown = [*load_lines(metrics), *filter(None, [memory_line(metrics)])]
+            self._show()
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        self._eval = f"  eval {evaluation_line(metrics)}"
+        self._eval = [f"eval loss {evaluation_line(metrics)}"]
+        self._show()
+
+    def _show(self) -> None:
+        self._details.plain = "\n".join([*self._shown, *self._eval])
 
     def end(self) -> None:
         self._live.stop()
@@ -101,41 +118,44 @@ def evaluation_line(metrics: EvalMetrics) -> str:
     return f"{metrics.eval_loss:.4f}{accuracy}"
 
 
-def details(metrics: StepMetrics) -> list[str]:
-    """Memory use and busy shares, if this step measured them."""
-    parts = []
-    if metrics.bytes_by_tier is not None:
-        sizes = {tier: format_size(size) for tier, size in metrics.bytes_by_tier.items()}
-        if metrics.gpu_use is not None:
-            sizes["gpu"] = _use_line(metrics.gpu_use)
-        parts.append("  ".join(f"{tier} {size}" for tier, size in sizes.items()))
+def load_lines(metrics: StepMetrics) -> list[str]:
+    """Busy shares and token rows of ranks, as far as this step measured them."""
+    lines = []
+    if metrics.busy is not None and max(metrics.busy.values()) >= 0.005:
+        # else all experts live on the device, and nothing is recorded
+        lines.append("busy: " + busy_line(metrics.busy))
     if metrics.rank_rows is not None:
-        rows = " ".join(f"{count:,}" for count in metrics.rank_rows)
-        parts.append(
-            f"token rows of ranks {rows} (most over mean {metrics.rank_balance:.2f}, static "
-            f"{metrics.rank_balance_static:.2f})"
+        rows, dash = metrics.rank_rows, " "
+        if len(rows) > _FEW_RANKS:
+            rows, dash = [min(rows), max(rows)], "–"
+        lines.append(
+            f"token rows of ranks {dash.join(f'{count:,}' for count in rows)} "
+            f"(most over mean {metrics.rank_balance:.2f}, static {metrics.rank_balance_static:.2f})"
         )
-    if metrics.busy is not None:
-        parts.append("busy: " + busy_line(metrics.busy))
-    return parts
+    return lines
+
+
+def memory_line(metrics: StepMetrics) -> str:
+    """The bytes of experts by tier, or "" if this step did not measure them."""
+    if metrics.bytes_by_tier is None:
+        return ""
+    sizes = {tier: format_size(size) for tier, size in metrics.bytes_by_tier.items()}
+    # the tier of the device that computes: with a GPU it is named, and its budget shown
+    first = sizes.pop("gpu")
+    shown = [f"device {first}" if metrics.gpu_use is None else _use_line(metrics.gpu_use)]
+    return "  ".join([*shown, *(f"{tier} {size}" for tier, size in sizes.items())])
 
 
 def _use_line(use: dict[str, int]) -> str:
-    size = {name: format_size(count) for name, count in use.items()}
-    what = ", ".join(f"{name} {size[name]}" for name in ("experts", "slots", "rest"))
-    return f"{size['reserved']} of {size['budget']} ({what})"
+    gib = {name: f"{count / 2**30:.1f}" for name, count in use.items()}
+    what = ", ".join(f"{name} {gib[name]}" for name in ("experts", "slots", "rest"))
+    return f"GPU {gib['reserved']} of {gib['budget']} GiB ({what})"
 
 
 def busy_line(busy: dict[str, float]) -> str:
-    """The trace lanes, grouped by device."""
-    ssd = max(busy.get("ssd read", 0.0), busy.get("ssd write", 0.0))
-    shares = {
-        "GPU": busy.get("gpu compute", 0.0),
-        "PCIe up": busy.get("upload", 0.0),
-        "PCIe down": busy.get("download", 0.0),
-        "CPU optimizer": busy.get("optimizer", 0.0),
-        "SSD": ssd,
-    }
+    """The rows of the timeline that say what limits a run."""
+    shares = {row: busy.get(row, 0.0) for row in (COMPUTE, "upload", "download", "optimizer")}
+    shares["SSD"] = max(busy.get("ssd read", 0.0), busy.get("ssd write", 0.0))
     return "  ".join(f"{name} {share:.0%}" for name, share in shares.items())
 
 

@@ -18,6 +18,7 @@ from overspill.train import checkpoint
 from overspill.train.checkpoint import Fact, TrainState
 from overspill.train.progress import Display
 from overspill.train.run_folder import RunFolder
+from overspill.train.run_warnings import ModelSize, warnings_before
 from overspill.train.sections import RunConfig
 from overspill.train.team import Team
 
@@ -95,6 +96,10 @@ class RunSpec(abc.ABC):
         )
 
     @abc.abstractmethod
+    def model_size(self) -> ModelSize:
+        """How many parameters the model has."""
+
+    @abc.abstractmethod
     def load_model(self) -> Any:
         """The offloaded model, within `budgets`."""
 
@@ -139,6 +144,9 @@ def open_session(
         if first and not spec.config.run.resume:
             folder.check_free()  # again: another process may have used it until now
         start = _find_start(folder, spec, display) if spec.config.run.resume else None
+        if first:
+            for line in warnings_before(spec):
+                display.say(line)
         session = build(spec)
         try:
             spec.team.follow(session.engine)

@@ -15,6 +15,7 @@ from overspill.models.presets import get_preset
 from overspill.train.checkpoint import Fact
 from overspill.train.config import TrainConfig
 from overspill.train.data import TokenData, find_files, split, tokenize
+from overspill.train.run_warnings import ModelSize
 from overspill.train.session import RunSpec
 from overspill.train.team import Team
 from overspill.train.tokenizer import Tokenizer, load_tokenizer, vocab_size
@@ -31,6 +32,10 @@ class TrainSpec(RunSpec):
     config: TrainConfig
     shape: GPTConfig
     data: TokenData
+
+    def model_size(self) -> ModelSize:
+        shape = self.shape
+        return ModelSize(shape.dense_params, shape.expert_params, shape.top_k / shape.n_experts)
 
     def load_model(self) -> Any:
         model = GPTMoE(

@@ -314,7 +314,7 @@ def test_lora_without_peft_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), tmp_path / "run", lora=2)
-    with pytest.raises(ConfigError, match=r"--lora needs peft.*overspill\[lora\]"):
+    with pytest.raises(ConfigError, match=r"--lora needs peft.*pip install '\.\[lora\]'"):
         _finetune(settings)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from overspill.core.errors import BudgetError, ConfigError
 from overspill.models.huggingface.load import load_within
+from overspill.models.huggingface.skeleton import model_class
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.spec import (
     FinetuneSpec,
@@ -151,3 +152,19 @@ def test_stages_on_a_gpu_leave_host_memory_for_activations(mixtral: Path, tmp_pa
     tight = dataclasses.replace(budgets, host_memory="600KiB", device="cpu")
     with pytest.raises(BudgetError, match=r"activations .* need 640.0 KiB.* is 600.0 KiB"):
         tight.request(torch.device("cpu"))
+
+
+def test_the_size_of_a_checkpoint_is_known_before_it_is_loaded(
+    mixtral: Path, tmp_path: Path
+) -> None:
+    spec = _plan(mixtral, tmp_path)
+    with torch.device("meta"):
+        total = sum(
+            p.numel() for p in model_class(spec.model_config)(spec.model_config).parameters()
+        )
+    size = spec.model_size()
+    config = spec.model_config
+    experts = 3 * config.hidden_size * config.intermediate_size * config.num_local_experts
+    assert size.experts == config.num_hidden_layers * experts
+    assert size.dense == total - size.experts
+    assert size.used == config.num_experts_per_tok / config.num_local_experts

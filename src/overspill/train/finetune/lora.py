@@ -15,7 +15,8 @@ def check_peft() -> None:
         import peft  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "--lora needs peft, which is not installed; pip install 'overspill[lora]'"
+            "--lora needs peft, which is not installed; run pip install '.[lora]' in the "
+            "checkout of Overspill"
         ) from error
 
 

@@ -33,11 +33,14 @@ from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
 from overspill.train.finetune.lora import add_lora
+from overspill.train.run_warnings import ModelSize
 from overspill.train.session import RunSpec
 from overspill.train.team import Team
 
 _SEQ_LEN = 1024  # default: long enough for most examples, and not the 128k of some models
 _LR, _LORA_LR = 1e-5, 1e-4
+_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k")
+"""Names of the number of experts per token in configs of transformers."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,16 @@ class FinetuneSpec(RunSpec):
         own = -(-text.num_hidden_layers // self.team.n_stages) * data.accumulate
         # torch's allocator of pinned memory gives out powers of two
         return dataclasses.replace(budgets, host_reserved=own * (1 << (hidden - 1).bit_length()))
+
+    def model_size(self) -> ModelSize:
+        model = meta_model(self.model_config).eval()
+        layers = find_experts(model)
+        experts = sum(layer.n_experts * layer.shape.numel for layer in layers)
+        text = self.model_config.get_text_config()
+        per_token = next((getattr(text, name) for name in _TOP_K if hasattr(text, name)), 1)
+        most = max((layer.n_experts for layer in layers), default=1)
+        dense = max(0, sum(p.numel() for p in model.parameters()) - experts)
+        return ModelSize(dense, experts, min(1.0, per_token / most))
 
     def load_model(self) -> Any:
         return load_within(
