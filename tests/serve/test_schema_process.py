@@ -26,16 +26,16 @@ def unlimited() -> Iterator[SchemaProcess]:
     process.close()
 
 
-def children(process: SchemaProcess) -> list[str]:
-    """The states of its processes that compile."""
+def children(process: SchemaProcess) -> list[int]:
+    """Its processes that compile."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            _, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except OSError:  # it has ended meanwhile
             continue
         if int(parent) == process.pid:
-            found.append(state)
+            found.append(int(stat.parent.name))
     return found
 
 
@@ -94,6 +94,25 @@ def test_a_process_that_was_killed_starts_again(unlimited: SchemaProcess) -> Non
     os.kill(first, signal.SIGKILL)
     assert unlimited.compile(QUICK, Attempt()) == expected
     assert unlimited.pid != first
+
+
+def test_a_schema_that_compiles_when_the_process_is_killed_is_compiled_again(
+    unlimited: SchemaProcess,
+) -> None:
+    attempt = Attempt()
+    thread, errors = compile_in_thread(unlimited, attempt)
+    (orphan,) = children(unlimited)
+    assert unlimited.pid is not None
+    os.kill(unlimited.pid, signal.SIGKILL)
+    try:
+        unlimited.compile(QUICK, Attempt())
+        assert not errors
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+    wait_until(lambda: bool(children(unlimited)))
+    attempt.cancel()
+    thread.join(10)
+    assert isinstance(errors[0], OrderError)
 
 
 def test_close_ends_what_is_compiled(unlimited: SchemaProcess) -> None:

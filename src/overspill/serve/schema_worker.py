@@ -82,6 +82,9 @@ class Worker:
         ends, alive = os.pipe()
         child = os.fork()
         if child == 0:
+            self._control.close()  # whoever has it must see at once when this process ends
+            for _, other in self._children.values():
+                other.close()
             _compile_and_exit(client, *self._limits)
         os.close(alive)
         self._children[ends] = child, client
