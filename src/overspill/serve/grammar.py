@@ -19,8 +19,6 @@ from overspill.serve.schema_process import Attempt, BusyError, SchemaProcess, fi
 from overspill.serve.text import Codec
 
 _log = logging.getLogger("overspill")
-_LONGEST = 65_536
-"""Characters of a schema."""
 _KEPT = 16
 """Compiled schemas that no request uses, and reasons why others cannot be."""
 _AT_ONCE = 8
@@ -163,10 +161,6 @@ class Grammars:
 
     def compile(self, schema: str) -> Compilation:
         """Begins to compile a schema, if it is not compiled yet, and returns at once."""
-        if len(schema) > _LONGEST:
-            raise ConfigError(
-                f"json_schema has {len(schema)} characters; give one with at most {_LONGEST}"
-            )
         if self._codec is None:
             raise ConfigError("this model has no tokenizer; a json_schema needs one")
         _llguidance()
