@@ -279,6 +279,18 @@ def test_only_schemas_that_are_not_in_use_are_forgotten(noted: tuple[Grammars, l
     assert compiled == [*schemas, schemas[1]]
 
 
+def test_a_schema_whose_table_has_grown_is_not_kept(
+    noted: tuple[Grammars, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, compiled = noted
+    for seconds, times in ((1e9, 1), (-1e9, 2)):
+        monkeypatch.setattr("overspill.serve.grammar._WORN_SECONDS", seconds)
+        grammars.from_schema('{"const": 2}')
+        grammars.from_schema('{"const": 1}')
+        assert compiled.count('{"const": 1}') == times
+    assert list(grammars._entries) == ['{"const": 1}']
+
+
 def test_a_schema_that_many_wait_for_is_cancelled_by_the_last() -> None:
     grammars = Grammars(BYTES, BYTES.ends, 320)
     grammars._process = SchemaProcess(600, 2 << 30)

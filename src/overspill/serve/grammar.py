@@ -174,10 +174,16 @@ class Grammars:
                 entry = _Entry(attempt, outcome)
             entry.holders += 1
             self._entries[schema] = entry
-            unused = [text for text, each in self._entries.items() if not each.holders]
-            for text in unused[: max(0, len(self._entries) - _KEPT)]:
-                del self._entries[text]
+            self._forget()
         return Compilation(entry, functools.partial(self._release, schema, entry))
+
+    def _forget(self) -> None:
+        """Under the lock: schemas that no request uses, if they are too many or hold much."""
+        unused = [text for text, entry in self._entries.items() if not entry.holders]
+        too_many = max(0, len(self._entries) - _KEPT)
+        for number, text in enumerate(unused):
+            if number < too_many or _is_worn(self._entries[text]):
+                del self._entries[text]
 
     def _release(self, schema: str, entry: _Entry) -> None:
         with self._lock:
