@@ -1,6 +1,7 @@
 """A failure in one batch fails its requests with one clear error; later requests work."""
 
 import errno
+import itertools
 import math
 import os
 import re
@@ -31,6 +32,7 @@ from tests.slow import slow_rows
 from tests.waiting import wait_until
 
 SHORT = SamplingParams(max_tokens=4)
+MIDDLE = SamplingParams(max_tokens=10)
 LONG = SamplingParams(max_tokens=24)
 
 
@@ -265,6 +267,52 @@ def test_a_failing_disk_does_not_change_later_tokens_of_any_model(
                 llm.generate(prompts, params)
             fail.on = False
             assert tokens_of(llm, prompts, params) == expected
+
+
+def test_reads_that_fail_in_any_batch_of_long_prompts_and_answers_change_no_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer runs while a prompt is computed in pieces; the disk fails in two passes, from the
+    first to the last ones. Blocks of prompts that failed are found again."""
+    monkeypatch.setattr("overspill.serve.llm._CHUNK", 16)
+    fail = FailingJob("ssd read")
+    failed: set[str] = set()
+    with served_gpt("disk", tmp_path, Settings(inject=fail), max_batch=4) as llm:
+        for first in range(9):
+            prompts = {
+                "answer": [1, 2, first],
+                "long": [3, first, *range(8, 46)],
+                "short": [4, first],
+            }
+            passes = itertools.count()
+
+            def begin(*_: object, first: int = first, passes: Iterator[int] = passes) -> None:
+                fail.on = first <= next(passes) < first + 2
+
+            with gated(llm) as gate:
+                hook = llm.model.embedding.register_forward_pre_hook(begin)
+                submissions = {"answer": llm.submit(prompts["answer"], MIDDLE)}
+                gate.wait_for_batch()
+                for name in ("long", "short"):
+                    submissions[name] = llm.submit(prompts[name], SHORT)
+            for name, submission in submissions.items():
+                try:
+                    result = submission.result(60)
+                except DiskError:
+                    failed.add(name)
+                else:
+                    assert result.token_ids == gpt_tokens(prompts[name], len(result.token_ids))
+                    assert len(result.token_ids) == (10 if name == "answer" else 4)
+            hook.remove()
+            fail.on = False
+            assert tokens_of(llm, list(prompts.values()), SHORT) == [
+                gpt_tokens(prompt, 4) for prompt in prompts.values()
+            ]
+            pool = llm._loop.scheduler.pool
+            pool.check_conserved()
+            assert pool.n_free == pool.n_blocks
+        llm.model.overspill.check_conserved()
+    assert {"answer", "long"} <= failed
 
 
 class BadRecord:

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from llguidance import LLMatcher
 
 from overspill import LLM, SamplingParams
-from overspill.core.errors import ConfigError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.serve.grammar import Grammar, Grammars
+from overspill.serve.schema_process import Attempt, SchemaProcess
 from overspill.train.tokenizer import ByteTokenizer
 from overspill.train.trained import RunCodec
 from tests.serve.submissions import SHORT, gated, small_cache, wait_until_idle
 from tests.serve.test_llm import checkpoint as checkpoint  # a fixture
 from tests.serve.test_llm import run as run  # a fixture
+from tests.serve.test_schema_process import HOURS
 from tests.serve.test_text import byte_level, words
+from tests.waiting import wait_until
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -222,18 +224,30 @@ def test_a_vocabulary_that_cannot_write_the_schema_is_refused() -> None:
         Grammars(codec, codec.ends, 9).from_schema('{"type": "integer"}')
 
 
-def test_grammars_of_one_schema_are_compiled_once_and_independent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compiled: list[str] = []
-    read = LLMatcher.grammar_from_json_schema
+class Noted(SchemaProcess):
+    """Notes what it compiles."""
 
-    def noted(schema: str, **options: Any) -> str:
-        compiled.append(schema)
-        return read(schema, **options)
+    def __init__(self) -> None:
+        super().__init__(600, 16 << 20)
+        self.compiled: list[str] = []
 
-    monkeypatch.setattr(LLMatcher, "grammar_from_json_schema", noted)
+    def compile(self, schema: str, attempt: Attempt) -> str:
+        self.compiled.append(schema)
+        return super().compile(schema, attempt)
+
+
+@pytest.fixture
+def noted() -> Iterator[tuple[Grammars, list[str]]]:
     grammars = Grammars(BYTES, BYTES.ends, 320)
+    grammars._process = process = Noted()
+    yield grammars, process.compiled
+    grammars.close()
+
+
+def test_grammars_of_one_schema_are_compiled_once_and_independent(
+    noted: tuple[Grammars, list[str]],
+) -> None:
+    grammars, compiled = noted
     properties = {f"p{number}": {"type": "string"} for number in range(3)}
     schema = json.dumps({"type": "object", "properties": properties})
     first, second = (grammars.from_schema(schema) for _ in range(2))
@@ -243,3 +257,68 @@ def test_grammars_of_one_schema_are_compiled_once_and_independent(
     with pytest.raises(ConfigError):
         second.accept(ord("{"))
     first.accept(ord("}"))
+    grammars.from_schema(schema)
+    assert len(compiled) == 2, "copies share what may have made one fail"
+
+
+def test_a_schema_that_reaches_a_limit_does_so_once(noted: tuple[Grammars, list[str]]) -> None:
+    grammars, compiled = noted
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="json_schema is too complex"):
+            grammars.from_schema(HOURS)
+    assert compiled == [HOURS]
+
+
+def test_only_schemas_that_are_not_in_use_are_forgotten(noted: tuple[Grammars, list[str]]) -> None:
+    grammars, compiled = noted
+    schemas = [json.dumps({"const": number}) for number in range(20)]
+    with grammars.compile(schemas[0]) as used:
+        used.check()
+        for schema in [*schemas[1:], schemas[0], schemas[1], schemas[19]]:
+            grammars.from_schema(schema)
+    assert compiled == [*schemas, schemas[1]]
+
+
+def test_a_schema_whose_table_has_grown_is_not_kept(
+    noted: tuple[Grammars, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, compiled = noted
+    for seconds, times in ((1e9, 1), (-1e9, 2)):
+        monkeypatch.setattr("overspill.serve.grammar._WORN_SECONDS", seconds)
+        grammars.from_schema('{"const": 2}')
+        grammars.from_schema('{"const": 1}')
+        assert compiled.count('{"const": 1}') == times
+    assert list(grammars._entries) == ['{"const": 1}']
+
+
+def test_a_schema_that_many_wait_for_is_cancelled_by_the_last() -> None:
+    grammars = Grammars(BYTES, BYTES.ends, 320)
+    grammars._process = SchemaProcess(600, 2 << 30)
+    first, second = grammars.compile(HOURS), grammars.compile(HOURS)
+    with first:
+        with second:
+            grammars.from_schema('{"const": 1}')
+        assert not first.done
+    wait_until(lambda: first.done)
+    grammars.close()
+    with pytest.raises(OrderError, match="closed"):
+        grammars.compile(HOURS)
+
+
+def test_an_answer_that_needs_too_many_states_fails_and_later_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("overspill.serve.grammar._MOST_STATES", 300)
+    grammars = Grammars(BYTES, BYTES.ends, 320)
+    schema = '{"type": "string", "pattern": ".*a.{30}$"}'
+
+    def answer(count: int) -> None:
+        grammar = grammars.from_schema(schema)
+        for byte in b'"' + b"ab" * count:
+            grammar.mask_(torch.zeros(320))
+            grammar.accept(byte)
+
+    for _ in range(2):
+        answer(2)
+        with pytest.raises(ConfigError, match="too many states"):
+            answer(1000)

@@ -51,6 +51,7 @@ INVALID: list[tuple[str, Any, str]] = [
     ("json_schema", "{", "json_schema is not JSON"),
     ("json_schema", "[]", "json_schema='\\[\\]' must be a JSON schema: a dictionary"),
     ("json_schema", 5, "json_schema=5 must be a JSON schema"),
+    ("json_schema", {"enum": ["a" * 65_536]}, "json_schema has 65\\d+ characters; .* most 65536"),
     ("json_schema", {"a": {1}}, "json_schema is not JSON .*set is not JSON serializable"),
     ("json_schema", {"a": float("nan")}, "json_schema is not JSON .*not JSON compliant"),
 ]

@@ -3,38 +3,46 @@
 import functools
 import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from overspill.core.errors import ConfigError
+from overspill.core.errors import ConfigError, OrderError
+from overspill.serve.schema_process import Attempt, BusyError, SchemaProcess, first_line
 from overspill.serve.text import Codec
 
 _log = logging.getLogger("overspill")
-_SPACE = r"[ ]|\n[ \t]{0,16}"
-"""Between the parts of JSON. A weak model may never end spaces that it need not end."""
-_LONGEST = 65_536
-"""Characters of a schema: compiling a longer one may take minutes."""
 _KEPT = 16
-"""Compiled schemas."""
+"""Compiled schemas that no request uses, and reasons why others cannot be."""
+_AT_ONCE = 8
+"""Schemas that are compiled at the same time."""
+_MOST_STATES = 100_000
+"""Of the texts that were possible while answers follow a schema; each takes a kilobyte."""
+_WORN_SECONDS = 1.0
+"""Of masks, after which a schema gets a new table of them."""
 _SPECIAL = b"\xff"  # begins tokens that are no text, in llguidance
 
 
 class Grammar:
     """The state of one answer. Only `accept` changes it."""
 
-    def __init__(self, matcher: Any) -> None:
-        """`matcher` is an LLMatcher of llguidance."""
-        self._matcher = matcher
+    def __init__(self, compiled: "_Compiled") -> None:
+        self._compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()
 
     def mask_(self, logits_V: Tensor) -> None:
         """Sets the logits of tokens that may not come next to minus infinity, in place. If that
         cannot be computed, `accept` raises."""
+        began = time.perf_counter()
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._compiled.used_seconds += time.perf_counter() - began
         allowed = torch.zeros(len(logits_V), dtype=torch.bool)
         bits = torch.from_numpy(np.unpackbits(packed, count=None, bitorder="little"))
         count = min(len(allowed), len(bits))
@@ -44,9 +52,10 @@ class Grammar:
     def accept(self, token: int) -> None:
         """The token was chosen."""
         if not self._matcher.consume_token(token):
-            reason = _reason(self._matcher)
+            self._compiled.has_failed = True
             raise ConfigError(
-                f"the json_schema cannot be followed any further ({reason}); give a simpler one"
+                "the json_schema cannot be followed any further "
+                f"({_reason(self._matcher)}); give a simpler one"
             )
 
     @property
@@ -55,51 +64,174 @@ class Grammar:
         return bool(self._matcher.is_stopped())
 
 
+@dataclass
+class _Compiled:
+    """A schema as a matcher. Its copies share a table of the texts that were possible so far, which
+    only grows; they fail together when it is full."""
+
+    matcher: Any
+    """An LLMatcher of llguidance at its beginning."""
+    seconds: float
+    """For compiling it."""
+    used_seconds: float = 0.0
+    """For masks of its copies."""
+    has_failed: bool = False
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether later answers should have a new table. Masks take long only while it grows."""
+        return self.has_failed or self.used_seconds > _WORN_SECONDS + 10 * self.seconds
+
+
+@dataclass
+class _Entry:
+    attempt: Attempt
+    outcome: "Future[_Compiled | str]"
+    """Or why it cannot be compiled."""
+    holders: int = 0
+
+
+def _is_worn(entry: _Entry) -> bool:
+    outcome = entry.outcome
+    if entry.holders or not outcome.done() or outcome.cancelled() or outcome.exception():
+        return False
+    compiled = outcome.result()
+    return isinstance(compiled, _Compiled) and compiled.is_worn
+
+
+class Compilation:
+    """A context in which a schema is compiled and stays so; one that is left before is cancelled.
+    Any thread may use it."""
+
+    def __init__(self, entry: _Entry, release: Callable[[], None]) -> None:
+        self._entry = entry
+        self._release = release
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Calls the function, perhaps in another thread, when it has ended."""
+        self._entry.outcome.add_done_callback(lambda _: call())
+
+    @property
+    def done(self) -> bool:
+        return self._entry.outcome.done()
+
+    def check(self) -> None:
+        """Waits until it has ended; raises if there is no grammar."""
+        self._result()
+
+    def grammar(self) -> Grammar:
+        """For one answer, when it has ended."""
+        return Grammar(self._result())
+
+    def _result(self) -> _Compiled:
+        try:
+            outcome = self._entry.outcome.result()
+        except CancelledError:
+            raise OrderError("this LLM was closed; make a new one") from None
+        if isinstance(outcome, str):
+            raise ConfigError(outcome)
+        return outcome
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+
 class Grammars:
-    """Makes grammars for one model."""
+    """Makes grammars for one model. Compiling takes a tenth of a second for hundreds of properties:
+    several answers of a request, and later ones, get a copy."""
 
     def __init__(self, codec: Codec | None, ends: Collection[int], vocabulary: int) -> None:
         self._codec = codec
         self._ends = sorted(end for end in ends if 0 <= end < vocabulary)
         self._vocabulary = vocabulary
-        self._lock = threading.Lock()  # guards the next
-        self._compiled: OrderedDict[str, Any] = OrderedDict()  # the last ones that were used
+        self._lock = threading.Lock()  # guards the next two; nothing is compiled meanwhile
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the last ones that were used
+        self._closed = False
+        self._tokenizer_lock = threading.Lock()  # one thread reads the vocabulary
+        self._process = SchemaProcess()
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "overspill-schema")
 
     def from_schema(self, schema: str) -> Grammar:
-        """For answers that are JSON of this schema. Compiling takes a second for hundreds of
-        properties: several answers of a request, and later ones, get a copy."""
-        with self._lock:
-            matcher = self._compiled.pop(schema, None)
-            if matcher is None:
-                matcher = self._compile(schema)
-            self._compiled[schema] = matcher
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
-            return Grammar(matcher.deep_copy())
+        """For answers that are JSON of this schema."""
+        with self.compile(schema) as compilation:
+            return compilation.grammar()
 
-    def _compile(self, schema: str) -> Any:
-        if len(schema) > _LONGEST:
-            raise ConfigError(
-                f"json_schema has {len(schema)} characters; give one with at most {_LONGEST}"
-            )
-        library, tokenizer = _llguidance(), self._tokenizer
+    def compile(self, schema: str) -> Compilation:
+        """Begins to compile a schema, if it is not compiled yet, and returns at once."""
+        if self._codec is None:
+            raise ConfigError("this model has no tokenizer; a json_schema needs one")
+        _llguidance()
+        with self._lock:
+            if self._closed:
+                raise OrderError("this LLM was closed; make a new one")
+            entry = self._entries.pop(schema, None)
+            if entry is None or _is_worn(entry):
+                attempt = Attempt()
+                outcome = self._threads.submit(self._compile, schema, attempt)
+                entry = _Entry(attempt, outcome)
+            entry.holders += 1
+            self._entries[schema] = entry
+            self._forget()
+        return Compilation(entry, functools.partial(self._release, schema, entry))
+
+    def _forget(self) -> None:
+        """Under the lock: schemas that no request uses, if they are too many or hold much."""
+        unused = [text for text, entry in self._entries.items() if not entry.holders]
+        too_many = max(0, len(self._entries) - _KEPT)
+        for number, text in enumerate(unused):
+            if number < too_many or _is_worn(self._entries[text]):
+                del self._entries[text]
+
+    def _release(self, schema: str, entry: _Entry) -> None:
+        with self._lock:
+            entry.holders -= 1
+            if entry.holders:
+                return
+            outcome = entry.outcome
+            kept = outcome.done() and not outcome.cancelled() and outcome.exception() is None
+            if not kept and self._entries.get(schema) is entry:
+                del self._entries[schema]
+        outcome.cancel()
+        entry.attempt.cancel()
+
+    def close(self) -> None:
+        """Ends what is being compiled."""
+        with self._lock:
+            self._closed = True
+            entries = list(self._entries.values())
+            self._entries.clear()
+        for entry in entries:
+            entry.outcome.cancel()
+            entry.attempt.cancel()
+        self._process.close()
+        self._threads.shutdown()
+
+    def _compile(self, schema: str, attempt: Attempt) -> _Compiled | str:
+        """In a thread of its own. Another process compiles first: only a schema that is within the
+        limits is compiled here, too."""
         try:
-            source = library.LLMatcher.grammar_from_json_schema(
-                schema, overrides={"whitespace_pattern": _SPACE}
-            )
-        except ValueError as error:
-            raise ConfigError(f"json_schema cannot be used: {error}") from error
-        matcher = library.LLMatcher(tokenizer, source, log_level=0)
-        matcher.compute_bitmask()  # some schemas fail here; and the first token need not wait
+            source = self._process.compile(schema, attempt)
+            with self._tokenizer_lock:
+                tokenizer = self._tokenizer
+            library, began = _llguidance(), time.perf_counter()
+            limits = library.LLParserLimits(max_lexer_states=_MOST_STATES)
+            matcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+            matcher.compute_bitmask()  # some schemas fail here; and the first token need not wait
+        except BusyError:
+            raise  # it may be compiled later
+        except ConfigError as error:
+            return str(error)
         if matcher.is_error():
-            raise ConfigError(f"json_schema cannot be used: {_reason(matcher)}")
-        return matcher
+            return f"json_schema cannot be used: {_reason(matcher)}"
+        return _Compiled(matcher, time.perf_counter() - began)
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
         """It takes a second for a large vocabulary."""
-        if self._codec is None:
-            raise ConfigError("this model has no tokenizer; a json_schema needs one")
+        assert self._codec is not None
         if self._codec.library is not None and self._ends:
             try:
                 return _from_library(self._codec.library, self._ends, self._vocabulary)
@@ -167,5 +299,5 @@ def _llguidance() -> Any:
 
 def _reason(matcher: Any) -> str:
     """Why a matcher has failed, in one line."""
-    first = (matcher.get_error().strip().splitlines() or ["unknown reason"])[0]
+    first = first_line(matcher.get_error())
     return "no token of this model may follow" if first == "NoExtensionBias" else first

@@ -17,7 +17,7 @@ from overspill.serve.arguments import check_not_given, check_whole
 from overspill.serve.background import Background, Submission, raise_error
 from overspill.serve.blocks import BlockPool
 from overspill.serve.decode.modes import check_mode, new_mode
-from overspill.serve.grammar import Grammars
+from overspill.serve.grammar import Compilation, Grammars
 from overspill.serve.loop import ServingLoop
 from overspill.serve.pacing import Pacing
 from overspill.serve.params import Piece, Result, SamplingParams
@@ -202,6 +202,13 @@ class LLM:
         (checked,) = params_of_each(params, [prompt])
         return self._background.submit(self._request(prompt, checked), on_piece)
 
+    def compile_schema(self, params: SamplingParams) -> Compilation | None:
+        """Begins to compile the `json_schema` of `params` and returns at once; None if they have
+        none. Used in a `with` statement: within it, `submit` does not wait once it is done, and
+        leaving it earlier cancels it."""
+        self._check_open()
+        return None if params.json_schema is None else self._grammars.compile(params.schema_text())
+
     def stats(self) -> dict[str, Any]:
         """What was served so far, and where the experts are. It waits for no batch."""
         stats, engine = self._loop.stats, self.model.overspill
@@ -281,6 +288,7 @@ class LLM:
             return
         self._background.close()
         self._closed = True
+        self._grammars.close()
         self._loop.close()
         self._background.join()
         if self._source.owned:

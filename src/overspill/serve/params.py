@@ -11,6 +11,8 @@ from overspill.core.errors import ConfigError
 
 _LARGEST = sys.float_info.max
 _MOST_PENALTY, _MOST_BIAS = 2, 100  # as in OpenAI's interface
+_LONGEST_SCHEMA = 65_536
+"""Characters."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,21 @@ class SamplingParams:
         schema = self.json_schema
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
+            text = None
             if isinstance(parsed, Mapping):
-                return json.dumps(dict(parsed), allow_nan=False)
+                text = json.dumps(dict(parsed), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"json_schema is not JSON ({error}); give a JSON schema") from error
-        raise ConfigError(
-            f"json_schema={reprlib.repr(schema)} must be a JSON schema: a dictionary, or the JSON "
-            "text of one"
-        )
+        if text is None:
+            raise ConfigError(
+                f"json_schema={reprlib.repr(schema)} must be a JSON schema: a dictionary, or the "
+                "JSON text of one"
+            )
+        if len(text) > _LONGEST_SCHEMA:
+            raise ConfigError(
+                f"json_schema has {len(text)} characters; give one with at most {_LONGEST_SCHEMA}"
+            )
+        return text
 
     @property
     def stops(self) -> tuple[str, ...]:

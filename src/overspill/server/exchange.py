@@ -5,19 +5,24 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from overspill.core.errors import EngineError, OrderError
 from overspill.server.answers import Answers
-from overspill.server.errors import engine_gone
+from overspill.server.errors import draining, engine_gone
 from overspill.server.events import COMMENT, DONE, EventStream, watch_disconnect
 from overspill.server.failures import explain
+from overspill.server.limits import Disconnected
 from overspill.server.plan import Plan
 from overspill.server.service import Service
 from overspill.server.starts import Coming
 from overspill.server.usage import Usage
+
+if TYPE_CHECKING:
+    from overspill.serve.grammar import Compilation
 
 KEEP_ALIVE = 15.0
 """Seconds after which a stream sends something in any case: proxies close connections that are
@@ -60,11 +65,12 @@ class Exchange:
         """The answer, or the beginning of it. `plan` is called in another thread."""
         try:
             async with asyncio.timeout_at(self._deadline):
-                with self._service.starts.coming() as coming:
-                    planned = await self._service.in_thread(plan)
-                    answers = await self._start(planned, stream, coming)
+                planned, answers = await self._begin(request, plan, stream)
                 if not stream:
                     return await self._whole(request, planned, answers)
+        except Disconnected:
+            self.end()
+            return Response(status_code=_CLIENT_GONE)
         except BaseException as error:
             self.end()
             if isinstance(error, Exception):
@@ -77,6 +83,41 @@ class Exchange:
             lambda error: explain(error, self._service.config),
             self.end,
         )
+
+    async def _begin(
+        self, request: Request, plan: Callable[[], Plan], stream: bool
+    ) -> tuple[Plan, Answers]:
+        service = self._service
+        with service.starts.coming() as coming:
+            planned = await service.in_thread(plan)
+            compilation = service.llm.compile_schema(planned.jobs[0].params)
+            if compilation is None:
+                return planned, await self._start(planned, stream, coming)
+        with compilation:  # other requests do not wait for it
+            await self._compiled(request, compilation)
+            with service.starts.coming() as coming:
+                return planned, await self._start(planned, stream, coming)
+
+    async def _compiled(self, request: Request, compilation: "Compilation") -> None:
+        """Waits for it. Raises if there is no grammar, and if it is not needed any more."""
+        wake, gone, bridge = asyncio.Event(), asyncio.Event(), self._service.bridge
+
+        def leave() -> None:
+            gone.set()
+            wake.set()
+
+        watcher = asyncio.create_task(watch_disconnect(request.receive, leave))
+        compilation.when_done(lambda: bridge.put(wake.set))
+        try:
+            with self._service.compiling(wake):
+                await wake.wait()
+        finally:
+            watcher.cancel()
+        if gone.is_set():
+            raise Disconnected
+        if not compilation.done:
+            raise draining()
+        compilation.check()
 
     async def _start(self, planned: Plan, stream: bool, coming: Coming) -> Answers:
         service = self._service

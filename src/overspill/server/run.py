@@ -92,6 +92,8 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
         ended = await super().on_tick(counter)
+        if self._service.draining:
+            self._service.stop_compiling()
         if len(self._signals) > 1:
             _end_within(_FORCED_SECONDS)
             self._service.cancel_all()

@@ -65,6 +65,7 @@ class Service:
         self.metrics = Metrics(self)
         self.answers: set[Answers] = set()
         """Those that are computed or wait."""
+        self._compiling: set[asyncio.Event] = set()  # of requests that wait for their schema
         self._bridge: Bridge | None = None
         self._threads = ThreadPoolExecutor(_THREADS, "overspill-tokenize")
         self.starts = Starts(self._threads)
@@ -133,6 +134,20 @@ class Service:
     @property
     def busy(self) -> bool:
         return self.in_flight > 0 or self._posts > 0
+
+    @contextmanager
+    def compiling(self, wake: asyncio.Event) -> Iterator[None]:
+        """While a request waits for its schema. `wake` is set when no more answers begin."""
+        self._compiling.add(wake)
+        try:
+            yield
+        finally:
+            self._compiling.discard(wake)
+
+    def stop_compiling(self) -> None:
+        """Wakes the requests that wait for their schema, so that they are refused."""
+        for wake in self._compiling:
+            wake.set()
 
     def cancel_all(self) -> None:
         """Ends what is in progress at once."""

@@ -1,0 +1,180 @@
+"""Compiles JSON schemas in another process, within limits of time and memory."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+from overspill.core.errors import ConfigError, OrderError, OverspillError
+from overspill.serve import schema_worker
+
+_CPU_SECONDS = 2
+"""For one schema. A few hundred properties take a tenth of a second."""
+_MEMORY = 128 << 20
+_WAIT_SECONDS = 30.0
+"""For one schema, on a machine that is busy."""
+_END_SECONDS = 5.0
+
+
+class BusyError(ConfigError):
+    """A schema that was not compiled in time, though it has reached no limit."""
+
+
+class Attempt:
+    """The compilation of one schema. Any thread may cancel it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the connection: `cancel` must not find a closed one
+        self._connection: socket.socket | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Ends it at once; no-op if it has ended."""
+        with self._lock:
+            self.cancelled = True
+            if self._connection is not None:
+                with contextlib.suppress(OSError):  # the other end has closed it
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+    def check(self) -> None:
+        if self.cancelled:
+            raise OrderError("the json_schema is not compiled any further: it was cancelled")
+
+    @contextlib.contextmanager
+    def over(self, connection: socket.socket) -> Iterator[None]:
+        """While it uses this connection. Raises if it was cancelled."""
+        with self._lock:
+            self.check()
+            self._connection = connection
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connection = None
+
+
+class SchemaProcess:
+    """Compiles in another process, which starts with the first schema. llguidance has limits of its
+    own, but there are schemas of 50 characters that take hours and gigabytes before they reach
+    one."""
+
+    def __init__(self, seconds: int = _CPU_SECONDS, memory: int = _MEMORY) -> None:
+        """`seconds` of the CPU and bytes of `memory` are for one schema."""
+        self._limits = seconds, memory
+        self.pid: int | None = None
+        self._lock = threading.Lock()  # guards the rest
+        self._control: socket.socket | None = None
+        self._end: weakref.finalize[..., SchemaProcess] | None = None
+        self._closed = False
+
+    def compile(self, schema: str, attempt: Attempt) -> str:
+        """The grammar of a schema, as text for llguidance."""
+        for _ in range(2):  # the process may have been killed since the last schema, or just now
+            answer = self._ask(schema, attempt)
+            attempt.check()
+            content, _, code = answer.rpartition(schema_worker.ENDED)
+            if code:
+                return self._read(content, code)
+        raise OverspillError(
+            "the process that compiles JSON schemas has ended twice; is the machine out of memory?"
+        )
+
+    def _read(self, content: bytes, code: bytes) -> str:
+        if code != b"0":
+            seconds, memory = self._limits
+            raise ConfigError(
+                f"json_schema is too complex: compiling it takes more than {seconds} seconds or "
+                f"{memory >> 20} MiB; give a simpler one"
+            )
+        result = json.loads(content)
+        if "problem" in result:
+            raise ConfigError(f"json_schema cannot be used: {first_line(result['problem'])}")
+        return str(result["grammar"])
+
+    def _ask(self, schema: str, attempt: Attempt) -> bytes:
+        """What the process has answered; without a code at the end if it has ended."""
+        answer, end = b"", time.monotonic() + _WAIT_SECONDS
+        with self._connect() as connection, attempt.over(connection):
+            try:
+                connection.settimeout(_WAIT_SECONDS)
+                schema_worker.send(connection, schema)
+                while part := connection.recv(1 << 16):
+                    answer += part
+                    connection.settimeout(max(end - time.monotonic(), 0.001))
+            except TimeoutError as error:
+                raise BusyError(
+                    f"json_schema was not compiled within {_WAIT_SECONDS:g} seconds, since this "
+                    "machine is busy; try again later"
+                ) from error
+            except OSError:
+                pass  # cancelled, or the process has ended
+        return answer
+
+    def _connect(self) -> socket.socket:
+        with self._lock:
+            if self._closed:
+                raise OrderError("this LLM was closed; make a new one")
+            ours, theirs = socket.socketpair()
+            with theirs:
+                for control in (self._control, None):
+                    try:
+                        socket.send_fds(control or self._start(), [b"\0"], [theirs.fileno()])
+                        return ours
+                    except OSError:  # it has ended
+                        self._stop()
+            ours.close()
+            raise OverspillError("the process that compiles JSON schemas ends when it starts")
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            numbers = map(str, (theirs.fileno(), *self._limits))
+            command = [sys.executable, "-P", schema_worker.__file__, *numbers]
+            path = os.pathsep.join(folder for folder in sys.path if folder)
+            # an arena of malloc for another thread would count as memory
+            environment = {**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"}
+            try:
+                process = subprocess.Popen(
+                    command, env=environment, pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                )  # fmt: skip
+            except OSError as error:
+                ours.close()
+                raise OverspillError(
+                    f"the process that compiles JSON schemas cannot be started: {error}"
+                ) from error
+        self._control, self.pid = ours, process.pid
+        self._end = weakref.finalize(self, _end_process, ours, process)
+        return ours
+
+    def _stop(self) -> None:
+        self._control = None
+        if self._end is not None:
+            self._end()
+
+    def close(self) -> None:
+        """Ends the process and all that it compiles."""
+        with self._lock:
+            self._closed = True
+            self._stop()
+
+
+def first_line(text: str) -> str:
+    """Of an error of llguidance: others have the whole grammar."""
+    line = (text.strip().splitlines() or ["unknown reason"])[0]
+    return line if len(line) <= 300 else f"{line[:300]}..."
+
+
+def _end_process(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    control.close()  # which ends it
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
