@@ -270,14 +270,14 @@ def test_a_failing_disk_does_not_change_later_tokens_of_any_model(
 
 
 def test_reads_that_fail_in_any_batch_of_long_prompts_and_answers_change_no_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    """An answer runs while a prompt is computed in pieces; the disk fails in two passes, from the
+    """An answer runs while a prompt is computed in pieces; the disk fails in three passes, from the
     first to the last ones. Blocks of prompts that failed are found again."""
-    monkeypatch.setattr("overspill.serve.llm._CHUNK", 16)
     fail = FailingJob("ssd read")
     failed: set[str] = set()
-    with served_gpt("disk", tmp_path, Settings(inject=fail), max_batch=4) as llm:
+    options = {"max_batch": 4, "prefill_chunk": 16}
+    with served_gpt("disk", tmp_path, Settings(inject=fail), **options) as llm:
         for first in range(9):
             prompts = {
                 "answer": [1, 2, first],
@@ -287,7 +287,7 @@ def test_reads_that_fail_in_any_batch_of_long_prompts_and_answers_change_no_toke
             passes = itertools.count()
 
             def begin(*_: object, first: int = first, passes: Iterator[int] = passes) -> None:
-                fail.on = first <= next(passes) < first + 2
+                fail.on = first <= next(passes) < first + 3
 
             with gated(llm) as gate:
                 hook = llm.model.embedding.register_forward_pre_hook(begin)

@@ -160,11 +160,11 @@ def test_the_rest_of_an_answer_that_is_not_read_keeps_no_connection_open(
 
     monkeypatch.setattr("tests.server.running.bind", bind_small)
     with running(llm, body_timeout=0.3) as server, socket.socket() as connection:
-        whole = len(server.http.get("/").content)
+        whole = len(server.http.get("/page/markdown.js").content)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.settimeout(60)
         connection.connect(("127.0.0.1", server.port))
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.sendall(b"GET /page/markdown.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert server.wait_until(lambda: not _is_kept(server, connection))
         read = 0
         with contextlib.suppress(ConnectionResetError):

@@ -176,10 +176,12 @@ class ServingLoop:
                 requests = [*self.scheduler.running, *self.scheduler.waiting]
                 self._fail(requests, OrderError("this LLM was closed; make a new one"))
                 return
-            self._follow_weights()
+            prompts = self.scheduler.has_prompts
+            self._follow_weights(prompts)
             now = self._ahead
             if now is None:
-                self.scheduler.chunk = self._pieces.size(self.runner.room())
+                if prompts:
+                    self.scheduler.chunk = self._pieces.size(self.runner.room())
                 batch = self.scheduler.next_batch(self._pacing.allows_prompts)
             else:
                 batch = now.batch
@@ -189,13 +191,12 @@ class ServingLoop:
         assert not self.scheduler.waiting, "a request waits, but nothing can be computed"
         self.runner.pause()  # all were cancelled
 
-    def _follow_weights(self) -> None:
+    def _follow_weights(self, dense: bool) -> None:
         """If weights have changed since the last batch, nothing that was computed is right. Dense
         weights are compared before prompts only: it takes as long as a part of a decoding step."""
         scheduler = self.scheduler
-        prompts = bool(scheduler.waiting) or any(r.pending > 1 for r in scheduler.running)
         try:
-            changed = self.runner.weights_changed(thorough=prompts)
+            changed = self.runner.weights_changed(thorough=dense)
         except OverspillError as error:
             self._fail([*scheduler.running, *scheduler.waiting], error)
             changed = True

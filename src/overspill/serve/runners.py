@@ -108,6 +108,8 @@ class PagedRunner(Runner):
         if self._engine.servers and not isinstance(model, GPTMoE):
             raise OrderError(IN_USE)
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
+        # for activations, without a GPU
+        self._host_room = 0 if device.type == "cuda" else available_memory() // 4
         self._cache = PagedCache(n_blocks, block_size)
         self._attention: AbstractContextManager[None] = nullcontext()
         if not isinstance(model, GPTMoE):
@@ -126,8 +128,7 @@ class PagedRunner(Runner):
         top_k = max(each.top_k or 0 for each in self._placeholders)
         if not top_k:  # no pass yet: keys and values may not be allocated
             return 0
-        memory = self._engine.memory
-        free = memory.free_bytes() if self._device.type == "cuda" else available_memory() // 4
+        free = self._host_room if self._host_room else self._engine.memory.free_bytes()
         return max(0, free) // _token_bytes(self._engine, top_k)
 
     def give_memory(self) -> bool:

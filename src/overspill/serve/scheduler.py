@@ -122,6 +122,11 @@ class Scheduler:
         return count
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a request has more to compute than its next token."""
+        return bool(self.waiting) or any(request.pending > 1 for request in self.running)
+
+    @property
     def may_join(self) -> bool:
         """Whether a request that waits may be in the next batch."""
         return bool(self.waiting) and len(self.running) < self._max_batch
