@@ -93,7 +93,7 @@ def test_a_terminal_shows_the_model_and_figures_of_each_answer(terminal: Say, ru
     assert code == 0
     for text in (
         f"{run}, no chat template: it continues the text",
-        "mode gpu: all 8 experts",
+        "all 8 experts on cpu",
         "context of 16 tokens",
         "Ctrl-D or /exit leaves, /help lists the commands",
         "/new, /clear     forget the conversation",
