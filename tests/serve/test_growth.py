@@ -53,6 +53,7 @@ def test_unique_prompts_leave_nothing_in_the_loop(prompts: int) -> None:
     background.join()
 
 
+@pytest.mark.slow
 def test_unique_prompts_leave_nothing_in_an_llm(tmp_path: Path) -> None:
     draw = random.Random(0)
     params = SamplingParams(max_tokens=1, logprobs=1)

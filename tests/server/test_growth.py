@@ -34,6 +34,7 @@ def send_each_kind(server: Running, number: int) -> None:
         server.http.get(path, params={"number": number})
 
 
+@pytest.mark.slow
 def test_unique_requests_leave_nothing_in_the_server(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
