@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import overspill
 from overspill import LLM, SamplingParams
 from overspill.core.errors import BudgetError, ConfigError, OrderError
 from tests.models.huggingface.families import Family, make_model, tiny
+from tests.models.huggingface.oracle import offloaded
 from tests.moe.oracle import threads_left
 from tests.serve.models import (
     GREEDY,
@@ -124,6 +126,16 @@ def test_a_checkpoint_that_the_mode_is_not_for_is_closed_again(checkpoint: Path)
         LLM(checkpoint, device="cpu", mode="pre-gated", slots=2)
     assert raised.tb is not None, "it refers to the model"
     assert not threads_left()
+
+
+def test_a_model_whose_experts_are_on_several_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offloaded(plain_model("mixtral")[0], "gpu", tmp_path) as model:
+        monkeypatch.setattr(model.overspill, "ranks", SimpleNamespace(rank=0, size=2))
+        with pytest.raises(ConfigError, match="serving is not supported for a model that was"):
+            LLM(model)
+        monkeypatch.undo()
 
 
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def _given(model: Any, asked: CacheRequest) -> Source:
         )
     engine = model.overspill
     engine.check_open()
+    engine.check_whole("serving")
     if isinstance(model, GPTMoE):
         config = model.config
         token_bytes = 2 * config.n_layers * config.d_model * engine.dtype.itemsize
