@@ -1,6 +1,7 @@
 """`overspill.LLM`: what it loads, what it refuses, and what it gives back."""
 
 import copy
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 import overspill
 from overspill import LLM, SamplingParams
 from overspill.core.errors import BudgetError, ConfigError, OrderError
+from overspill.train.tokenizer import ByteTokenizer
 from tests.models.huggingface.families import Family, make_model, tiny
 from tests.models.huggingface.oracle import offloaded
 from tests.moe.oracle import threads_left
@@ -430,3 +432,12 @@ def test_streams_may_be_read_in_turn(llm: LLM) -> None:
 def test_many_prompts_are_more_than_a_batch(llm: LLM) -> None:
     prompts = [[number % 40 + 1, number % 7] for number in range(10)]
     assert tokens_of(llm, prompts, GREEDY) == [gpt_tokens(prompt, N_NEW) for prompt in prompts]
+
+
+def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    """As of bytes on a command line."""
+    with served_gpt("gpu", tmp_path) as llm:
+        llm._source = dataclasses.replace(llm._source, codec=ByteTokenizer())
+        for ask in (llm.encode, lambda text: llm.chat_tokens([{"role": "user", "content": text}])):
+            with pytest.raises(ConfigError, match=r"not valid UTF-8: .*at character 1"):
+                ask("a\udcff")

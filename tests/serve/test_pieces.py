@@ -86,3 +86,23 @@ def test_full_pieces_of_a_prompt_are_measured() -> None:
     serve(runner, pieces, prompt)
     assert runner.sizes[:2] == [4, 4], "the first one may compile kernels"
     assert runner.sizes[2] == 16
+
+
+def test_pieces_become_smaller_than_at_first_if_memory_is_short() -> None:
+    runner = SmallMemory(20)
+    prompt = [n % 5 for n in range(100)]
+    assert serve(runner, PieceSizes(64), prompt).new_tokens == greedy(prompt, 3)
+    assert max(runner.sizes) <= 20
+
+
+def test_a_prompt_that_does_not_fit_ends_no_answer() -> None:
+    runner = SmallMemory(3)
+    loop = ServingLoop(runner, Scheduler(BlockPool(64, 4), 4, chunk=8), [], pieces=PieceSizes(8))
+    answer = make_request([1, 2], max_tokens=20)
+    loop.add(answer)
+    loop.run_until(lambda: len(answer.new_tokens) > 2)
+    prompt = make_request([n % 5 for n in range(30)], max_tokens=3)
+    loop.add(prompt)
+    loop.run_until(lambda: answer.finished and prompt.finished)
+    assert isinstance(prompt.error, torch.OutOfMemoryError)
+    assert answer.new_tokens == greedy([1, 2], 20)

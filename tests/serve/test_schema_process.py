@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from overspill.core.errors import ConfigError, OrderError
+from overspill.core.errors import ConfigError, OrderError, OverspillError
 from overspill.serve.schema_process import Attempt, SchemaProcess
 from tests.waiting import wait_until
 
@@ -145,3 +145,36 @@ def test_ctrl_c_does_not_end_the_process(unlimited: SchemaProcess) -> None:
     os.kill(pid, signal.SIGINT)
     unlimited.compile(QUICK, Attempt())
     assert unlimited.pid == pid
+
+
+def test_an_answer_of_a_child_whose_parent_was_killed_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing tells how such a child has ended."""
+    process = SchemaProcess()
+    answers = iter([b'{"grammar": "a"}', b'{"grammar": "b"}\n0'])
+    monkeypatch.setattr(process, "_ask", lambda schema, attempt: next(answers))
+    assert process.compile(QUICK, Attempt()) == "b"
+
+
+def test_close_does_not_wait_for_forked_children(unlimited: SchemaProcess) -> None:
+    """They have copies of its sockets."""
+    unlimited.compile(QUICK, Attempt())
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        began = time.monotonic()
+        unlimited.close()
+        assert time.monotonic() - began < 3
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_python_without_a_program_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is embedded."""
+    monkeypatch.setattr("sys.executable", None)
+    with pytest.raises(OverspillError, match="cannot be started"):
+        SchemaProcess().compile(QUICK, Attempt())

@@ -194,3 +194,88 @@ def test_weights_that_change_while_requests_run_lose_none(tmp_path: Path) -> Non
         llm.model.load_state_dict(model.state_dict())
         assert tokens_of(llm, PROMPTS) == plain_model("mixtral")[1]
         llm._loop.scheduler.pool.check_conserved()
+
+
+def test_a_model_loads_its_own_state_dict_while_answers_are_computed(tmp_path: Path) -> None:
+    """Its tensors are read from the engine, which computes meanwhile."""
+    with served("mixtral", "host", tmp_path) as llm:
+        own = llm.model.state_dict()
+        answers = [llm.submit(prompt, LONG) for prompt in PROMPTS]
+        for _ in range(3):
+            llm.model.load_state_dict(own)
+        plain = plain_model("mixtral")[0]
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            assert answer.result(60).token_ids == plain_generate(plain, prompt, 12)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_of_optimizers_for_dense_weights_are_seen(fused: bool, tmp_path: Path) -> None:
+    """A fused one does not count in the versions of tensors."""
+    plain = copy.deepcopy(plain_model("mixtral")[0])
+    with served("mixtral", "gpu", tmp_path) as llm:
+        before = tokens_of(llm, PROMPTS)
+        for model in (plain, llm.model):
+            dense = [p for name, p in model.named_parameters() if "experts" not in name]
+            for parameter in dense:
+                parameter.grad = torch.full_like(parameter, 0.5)
+            torch.optim.AdamW(dense, lr=0.3, fused=fused).step()
+        after = [plain_generate(plain, prompt) for prompt in PROMPTS]
+        assert after != before
+        assert tokens_of(llm, PROMPTS) == after
+
+
+def test_a_change_of_a_buffer_that_chooses_experts_is_seen(tmp_path: Path) -> None:
+    plain = copy.deepcopy(plain_model("deepseek_v3")[0])
+    name = "e_score_correction_bias"
+    random = torch.Generator().manual_seed(0)
+    with served("deepseek_v3", "gpu", tmp_path) as llm:
+        before = tokens_of(llm, PROMPTS)
+        values = {
+            path: 3 * torch.randn(buffer.shape, generator=random)
+            for path, buffer in plain.named_buffers()
+            if path.endswith(name)
+        }
+        assert values
+        for model in (plain, llm.model):
+            for path, buffer in model.named_buffers():
+                if path in values:
+                    buffer.copy_(values[path])
+        after = [plain_generate(plain, prompt) for prompt in PROMPTS]
+        assert after != before
+        assert tokens_of(llm, PROMPTS) == after
+
+
+def test_the_prefix_cache_is_reset_for_changes_that_are_not_seen(tmp_path: Path) -> None:
+    plain = copy.deepcopy(plain_model("mixtral")[0])
+    with served("mixtral", "gpu", tmp_path) as llm:
+        tokens_of(llm, PROMPTS)
+        for model in (plain, llm.model):
+            model.model.embed_tokens.weight.data.mul_(-1.5)
+        llm.reset_prefix_cache()
+        assert tokens_of(llm, PROMPTS) == [plain_generate(plain, prompt) for prompt in PROMPTS]
+
+
+def test_weights_are_not_compared_in_steps_of_answers_while_requests_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    seen = PagedRunner.weights_changed
+
+    def count(self: PagedRunner, thorough: bool) -> bool:
+        calls.append(thorough)
+        return seen(self, thorough)
+
+    monkeypatch.setattr(PagedRunner, "weights_changed", count)
+    with served("mixtral", "gpu", tmp_path, max_batch=1) as llm:
+        tokens_of(llm, PROMPTS[:2], LONG)
+    assert sum(calls) <= 6
+    assert len(calls) > 20
+
+
+def test_an_llm_that_was_deleted_serves_its_model_no_longer(tmp_path: Path) -> None:
+    with offloaded(plain_model("mixtral")[0], "gpu", tmp_path) as model:
+        llm = LLM(model, context=64)
+        tokens_of(llm, [PROMPTS[1]])
+        del llm
+        with LLM(model, context=64) as other:
+            assert tokens_of(other, [PROMPTS[1]]) == [plain_model("mixtral")[1][1]]

@@ -68,13 +68,15 @@ class ReplacedAttention:
         owners = (m for m in model.modules() if isinstance(m, PreTrainedModel))
         configs = {id(config): config for owner in owners for config in _configs(owner.config)}
         before = {key: config._attn_implementation for key, config in configs.items()}
-        model.set_attn_implementation(ATTENTION)
-        self._changed = [
-            (config, before[key], config._attn_implementation)
-            for key, config in configs.items()
-            if config._attn_implementation != before[key]
-        ]
-        self.__exit__()
+        try:
+            model.set_attn_implementation(ATTENTION)
+        finally:
+            self._changed = [
+                (config, before[key], config._attn_implementation)
+                for key, config in configs.items()
+                if config._attn_implementation != before[key]
+            ]
+            self.__exit__()
 
     def __enter__(self) -> None:
         for config, _, own in self._changed:

@@ -232,8 +232,10 @@ def _load(
                 elif value is not None:
                     part.copy_(place.of(value))
 
+        # values may be read from an engine, whose lock comes before that of the store
         if any(_has(given, place) for place in places(index)):
-            engine.records.write_weights(ExpertId(placeholder.layer, index), fill)
+            with engine.exclusive():
+                engine.records.write_weights(ExpertId(placeholder.layer, index), fill)
 
 
 def _has(given: dict[str, Tensor | PartialStack], place: Place) -> bool:

@@ -54,10 +54,13 @@ class PieceSizes:
             self._cost[size] = seconds / tokens
             self._measured_at[size] = self._count
 
-    def shrink(self, tokens: int) -> bool:
+    def shrink(self, tokens: int, least: int | None = None) -> bool:
         """A piece with so many tokens does not fit into memory: later ones are smaller. False if
-        it was as small as they can be."""
-        if tokens <= self._least:
+        they cannot be, or not without having fewer than `least` tokens (None: that of the
+        beginning)."""
+        least = self._least if least is None else least
+        if tokens <= least:
             return False
-        self._most = max(self._least, tokens // 2)
+        self._most = max(least, tokens // 2)
+        self._least = min(self._least, self._most)
         return True

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overspill.core.errors import ConfigError
-from overspill.serve.text import Codec
+from overspill.serve.text import Codec, check_text
 from overspill.train.messages import Message, fit_template, read_message
 
 
@@ -38,7 +38,9 @@ def chat_tokens(
         return _by_template(codec, chat, None if tools is None else list(tools), arguments)
     if tools:
         raise ConfigError("this model has no chat template; tools need one")
-    return codec.encode("\n".join(message["content"] or "" for message in chat))
+    text = "\n".join(message["content"] or "" for message in chat)
+    check_text(text)
+    return codec.encode(text)
 
 
 def _by_template(

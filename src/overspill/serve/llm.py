@@ -35,7 +35,7 @@ from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
 from overspill.serve.source import CacheRequest, open_source
 from overspill.serve.support import can_page
-from overspill.serve.text import Codec, TextStream
+from overspill.serve.text import Codec, TextStream, check_text
 from overspill.trace.spans import Span
 
 _LEAST_SLOTS = 2
@@ -209,6 +209,11 @@ class LLM:
         self._check_open()
         return None if params.json_schema is None else self._grammars.compile(params.schema_text())
 
+    def reset_prefix_cache(self) -> None:
+        """Before the next batch forgets the keys and values of all prompts and answers: for changes
+        of weights that are not seen, such as those of `parameter.data`."""
+        self._loop.restart()
+
     def stats(self) -> dict[str, Any]:
         """What was served so far, and where the experts are. It waits for no batch."""
         stats, engine = self._loop.stats, self.model.overspill
@@ -261,6 +266,7 @@ class LLM:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
+        check_text(text)
         return self._codec.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -21,6 +21,9 @@ from overspill.serve.sampling import Choice
 from overspill.serve.scheduler import Scheduler, Work, prompt_tokens
 from overspill.serve.stats import Stats
 
+_FEWEST = 16
+"""Tokens of a piece of a prompt if memory is short."""
+
 
 @dataclass
 class Pass:
@@ -92,6 +95,17 @@ class ServingLoop:
         if not self._turn.locked():  # given up: nothing may follow for a while
             self.runner.pause()
 
+    def restart(self) -> None:
+        """Before the next batch, all that was computed is void."""
+        self._inbox.append(self._restart)
+
+    def _restart(self) -> None:
+        self._given_up = self._given_up or self._ahead is not None
+        self._ahead = None
+        for request in self.scheduler.running:
+            self.runner.forget(request)
+        self.scheduler.restart()
+
     def cancel(self, request: Request) -> None:
         """`remove`, if a thread computes the next batch or looks at `has_changes`."""
         self._inbox.append(partial(self._remove, request))
@@ -143,8 +157,10 @@ class ServingLoop:
         self.check_may_wait("close")
         self._closed = True
         with self._whole_turn():
-            self._step()
-            self.runner.close()
+            try:
+                self._step()
+            finally:
+                self.runner.close()
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Computes batches until `done`; other threads may compute some of them."""
@@ -177,7 +193,7 @@ class ServingLoop:
                 self._fail(requests, OrderError("this LLM was closed; make a new one"))
                 return
             prompts = self.scheduler.has_prompts
-            self._follow_weights(prompts)
+            self._follow_weights(prompts and self._ahead is None)
             now = self._ahead
             if now is None:
                 if prompts:
@@ -197,15 +213,11 @@ class ServingLoop:
         scheduler = self.scheduler
         try:
             changed = self.runner.weights_changed(thorough=dense)
-        except OverspillError as error:
+        except Exception as error:  # of updates that it waits for
             self._fail([*scheduler.running, *scheduler.waiting], error)
             changed = True
         if changed:
-            self._given_up = self._given_up or self._ahead is not None
-            self._ahead = None
-            for request in scheduler.running:
-                self.runner.forget(request)
-            scheduler.restart()
+            self._restart()
 
     def _compute(self, batch: list[Work], now: Pass | None, early: bool = True) -> None:
         """If an expert cannot be read, each request of the batch is tried alone: those that do not
@@ -233,7 +245,11 @@ class ServingLoop:
                 # what has begun early may be what has failed
                 alone = len(batch) == 1 and following is None
                 if alone or not isinstance(error, DiskError):
-                    self._fail([work.request for work in batch], error)
+                    requests = [work.request for work in batch]
+                    if isinstance(error, torch.OutOfMemoryError):  # answers fit without prompts
+                        prompts = [request for request in requests if request.pending > 1]
+                        requests = prompts or requests
+                    self._fail(requests, error)
                     return
         else:
             return
@@ -244,7 +260,14 @@ class ServingLoop:
     def _save_memory(self, batch: list[Work]) -> bool:
         """After a batch that did not fit into memory: whether the next one is smaller, or has more
         memory."""
-        return self._pieces.shrink(prompt_tokens(batch)) or self.runner.give_memory()
+        tokens = prompt_tokens(batch)
+        if not self.scheduler.split:
+            return self.runner.give_memory()
+        return (
+            self._pieces.shrink(tokens)
+            or self.runner.give_memory()
+            or self._pieces.shrink(tokens, _FEWEST)
+        )
 
     def _run(self, batch: list[Work]) -> Tensor:
         if self._given_up:

@@ -1,6 +1,7 @@
 """Forward passes of a model over the tokens of several requests."""
 
 import abc
+import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -105,8 +106,8 @@ class PagedRunner(Runner):
         self._model = model
         self._device = device
         self._engine: Engine = model.overspill
-        if self._engine.servers and not isinstance(model, GPTMoE):
-            raise OrderError(IN_USE)
+        if not isinstance(model, GPTMoE):
+            _check_not_served(self._engine)
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         # for activations, without a GPU
         self._host_room = 0 if device.type == "cuda" else available_memory() // 4
@@ -223,6 +224,13 @@ class PagedRunner(Runner):
         self._engine.servers.discard(self)
 
 
+def _check_not_served(engine: Engine) -> None:
+    if engine.servers:
+        gc.collect()  # an LLM that was deleted without close() refers to itself
+    if engine.servers:
+        raise OrderError(IN_USE)
+
+
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
     """A model that is being trained computes without dropout inside."""
@@ -253,8 +261,7 @@ class SequentialRunner(Runner):
         self._device = device
         self._caches: dict[Request, tuple[Any, int]] = {}
         self._version = WeightsVersion(model)
-        if model.overspill.servers:
-            raise OrderError(IN_USE)
+        _check_not_served(model.overspill)
         model.overspill.servers.add(self)
 
     def weights_changed(self, thorough: bool) -> bool:

@@ -34,7 +34,7 @@ class Scheduler:
         self.pool = pool
         self.chunk = chunk
         self._max_batch = max_batch
-        self._split = split
+        self.split = split
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -72,7 +72,7 @@ class Scheduler:
         short = self._short_prompts()
         kept = sum(request.pending for request in short)
         for request in [each for each in self.running if each.pending > 1]:
-            kept -= request.pending if request in short else 0
+            kept -= _take_out(short, request)
             count = self._part(request, left - kept)
             if count and self._reserve(request, count):
                 batch.append(Work(request, count))
@@ -82,7 +82,7 @@ class Scheduler:
         for request in list(self.waiting):
             if left <= 0 or len(self.running) == self._max_batch:
                 break
-            kept -= request.pending if request in short else 0
+            kept -= _take_out(short, request)
             count = self._begin(request, left - kept)
             if count:
                 batch.append(Work(request, count))
@@ -96,7 +96,7 @@ class Scheduler:
         prompts = [each for each in self.running if each.pending > 1]
         prompts += itertools.islice(self.waiting, self._max_batch)
         short, left = [], self.chunk // 2
-        for request in prompts[1:] if self._split else ():
+        for request in prompts[1:] if self.split else ():
             if request.pending <= left:
                 short.append(request)
                 left -= request.pending
@@ -111,7 +111,7 @@ class Scheduler:
         request.computed = len(request.blocks) * self.pool.size
         count = self._part(request, left)
         # an answer that is computed again token by token would run out of blocks again
-        if not count or not self._has_room(request, count if self._split else request.pending):
+        if not count or not self._has_room(request, count if self.split else request.pending):
             self._free(request)
             return 0
         self.waiting.remove(request)
@@ -123,8 +123,8 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a request has more to compute than its next token."""
-        return bool(self.waiting) or any(request.pending > 1 for request in self.running)
+        """Whether a request of the next batch may have more to compute than its next token."""
+        return self.may_join or any(request.pending > 1 for request in self.running)
 
     @property
     def may_join(self) -> bool:
@@ -134,7 +134,7 @@ class Scheduler:
     def _part(self, request: Request, left: int) -> int:
         """How many tokens of a request are computed if there is room for `left`. Without `split`
         an answer that is computed again is computed as before, token by token."""
-        if self._split:
+        if self.split:
             return min(request.pending, left)
         whole = 1 if request.computed else request.prompt_tokens
         return whole if whole <= left else 0
@@ -192,3 +192,11 @@ class Scheduler:
         self.pool.release(request.blocks)
         request.blocks = []
         request.computed = 0
+
+
+def _take_out(requests: list[Request], request: Request) -> int:
+    """The pending tokens of a request, if it was in the list."""
+    if request not in requests:
+        return 0
+    requests.remove(request)
+    return request.pending

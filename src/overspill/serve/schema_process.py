@@ -78,8 +78,8 @@ class SchemaProcess:
         for _ in range(2):  # the process may have been killed since the last schema, or just now
             answer = self._ask(schema, attempt)
             attempt.check()
-            content, _, code = answer.rpartition(schema_worker.ENDED)
-            if code:
+            content, ended, code = answer.rpartition(schema_worker.ENDED)
+            if ended and code:
                 return self._read(content, code)
         raise OverspillError(
             "the process that compiles JSON schemas has ended twice; is the machine out of memory?"
@@ -88,7 +88,9 @@ class SchemaProcess:
     def _read(self, content: bytes, code: bytes) -> str:
         if code != b"0":
             seconds, memory = self._limits
-            raise ConfigError(
+            # 1 is an error of Python: the process may lack something else, too
+            kind = BusyError if code == b"1" else ConfigError
+            raise kind(
                 f"json_schema is too complex: compiling it takes more than {seconds} seconds or "
                 f"{memory >> 20} MiB; give a simpler one"
             )
@@ -144,13 +146,13 @@ class SchemaProcess:
                     command, env=environment, pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 )  # fmt: skip
-            except OSError as error:
+            except (OSError, TypeError) as error:  # an embedded Python has no sys.executable
                 ours.close()
                 raise OverspillError(
                     f"the process that compiles JSON schemas cannot be started: {error}"
                 ) from error
         self._control, self.pid = ours, process.pid
-        self._end = weakref.finalize(self, _end_process, ours, process)
+        self._end = weakref.finalize(self, _end_process, ours, process, os.getpid())
         return ours
 
     def _stop(self) -> None:
@@ -171,8 +173,13 @@ def first_line(text: str) -> str:
     return line if len(line) <= 300 else f"{line[:300]}..."
 
 
-def _end_process(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
-    control.close()  # which ends it
+def _end_process(control: socket.socket, process: "subprocess.Popen[bytes]", owner: int) -> None:
+    if os.getpid() != owner:  # a forked child has a copy only
+        control.close()
+        return
+    with contextlib.suppress(OSError):  # it has ended already
+        control.shutdown(socket.SHUT_RDWR)  # which ends it, also if forked children have copies
+    control.close()
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:

@@ -79,8 +79,12 @@ class Worker:
         if not descriptors:
             return False
         client = socket.socket(fileno=descriptors[0])
-        ends, alive = os.pipe()
-        child = os.fork()
+        try:
+            ends, alive = os.pipe()
+            child = os.fork()
+        except OSError:  # a limit of this machine: the others go on
+            client.close()
+            return True
         if child == 0:
             self._control.close()  # whoever has it must see at once when this process ends
             for _, other in self._children.values():

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from overspill.core.errors import ConfigError
 from overspill.train.token_bytes import TokenBytes
 
 _INCOMPLETE = "\ufffd"  # a character whose bytes are not all there
@@ -23,6 +24,17 @@ class Codec(Protocol):
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character."""
         ...
+
+
+def check_text(text: str) -> None:
+    """Raises if a text has surrogates, as of bytes on a command line that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad = text[error.start : error.start + 1]
+        raise ConfigError(
+            f"the text is not valid UTF-8: {bad!r} at character {error.start}; remove it"
+        ) from error
 
 
 class TransformersCodec:

@@ -1,8 +1,12 @@
 """Changes of a model's weights between two batches."""
 
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -11,19 +15,19 @@ from overspill.moe.placeholder import ExpertPlaceholder
 class WeightsVersion:
     """Version of all weights of a model: keys and values of another version are wrong.
 
-    Experts change through the engine, which counts. Dense weights are ordinary tensors, whose own
-    versions count what changes them in place. Changes of `parameter.data` are not seen.
+    Experts change through the engine, which counts. Dense weights and buffers are ordinary tensors,
+    whose own versions count what changes them in place. Fused optimizers do not count there, so
+    steps of all optimizers are counted too. Changes of `parameter.data` are not seen.
     """
 
     def __init__(self, model: Any) -> None:
         self._engine: Engine = model.overspill
-        self._dense = [
-            (module._parameters, name)
-            for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None and not isinstance(parameter, ExpertPlaceholder)
-        ]
-        self._experts = self._engine.records.n_changes
+        self._dense = [pair for module in model.modules() for pair in _tensors_of(module)]
+        self._ids = {id(tensors[name]) for tensors, name in self._dense}
+        self._steps = 0  # of optimizers that have dense weights
+        hook = register_optimizer_step_post_hook(_counter(weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+        self._known = self._engine.records.n_changes, self._steps
         self._versions = self._read()
 
     def _read(self) -> list[tuple[int, int]]:
@@ -31,20 +35,47 @@ class WeightsVersion:
         return [_version(parameters[name]) for parameters, name in self._dense]
 
     def changed(self, dense: bool) -> bool:
-        """Whether weights have changed since the last call. Without `dense` only experts are
-        compared, which takes no time. Returns when all updates of experts have ended."""
-        experts, versions = self._engine.records.n_changes, self._versions
-        if dense or experts != self._experts:
+        """Whether weights have changed since the last call. Without `dense` only what was counted
+        is compared, which takes no time. Returns when all updates of experts have ended."""
+        known, versions = (self._engine.records.n_changes, self._steps), self._versions
+        if dense or known != self._known:
             versions = self._read()
-        if (experts, versions) == (self._experts, self._versions):
+        if (known, versions) == (self._known, self._versions):
             return False
         self._engine.flush()
-        self._experts, self._versions = experts, versions
+        self._known, self._versions = known, versions
         return True
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Counts a step of an optimizer, if it has tensors of this model."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._steps += any(id(parameter) in self._ids for parameter in parameters)
 
     def addresses(self) -> list[int]:
         """Of the dense tensors, as of the last call of `changed`."""
         return [address for address, _ in self._versions]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """The dense weights of a module, and the buffers that are saved with it: others may change in a
+    forward."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, ExpertPlaceholder):
+            yield module._parameters, name
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield module._buffers, name
+
+
+def _counter(version: "weakref.ref[WeightsVersion]") -> Any:
+    """A hook of all optimizers that does not keep the model alive."""
+
+    def count(optimizer: Optimizer, *_: Any) -> None:
+        found = version()
+        if found is not None:
+            found.after_step(optimizer)
+
+    return count
 
 
 def _version(parameter: Tensor | None) -> tuple[int, int]:
