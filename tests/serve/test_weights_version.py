@@ -14,6 +14,7 @@ from overspill import LLM, SamplingParams
 from overspill.core.errors import OrderError
 from overspill.models.gpt import GPTMoE
 from overspill.serve.runners import PagedRunner
+from overspill.serve.weights_version import WeightsVersion
 from tests.models.huggingface.families import make_model
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.models import (
@@ -279,3 +280,15 @@ def test_an_llm_that_was_deleted_serves_its_model_no_longer(tmp_path: Path) -> N
         del llm
         with LLM(model, context=64) as other:
             assert tokens_of(other, [PROMPTS[1]]) == [plain_model("mixtral")[1][1]]
+
+
+def test_a_buffer_that_each_forward_changes_keeps_no_request_from_its_end(tmp_path: Path) -> None:
+    expected = plain_model("mixtral")[1]
+    with served("mixtral", "gpu", tmp_path, prefill_chunk=4) as llm:
+        inner = llm.model.model
+        inner.register_buffer("forwards", torch.zeros(1))
+        hook = inner.register_forward_hook(lambda *_: inner.forwards.add_(1) and None)
+        llm._loop.runner._version = WeightsVersion(llm.model)
+        answers = [llm.submit(prompt, GREEDY) for prompt in PROMPTS]
+        assert [answer.result(30).token_ids for answer in answers] == expected
+        hook.remove()

@@ -137,7 +137,10 @@ class PagedRunner(Runner):
 
     def run(self, batch: Sequence[Work]) -> Tensor:
         with self._attention, _evaluating(self._model):
-            return self._run(batch)
+            logits = self._run(batch)
+        if any(count > 1 for _, count in batch):
+            self._version.after_forward()
+        return logits
 
     def _run(self, batch: Sequence[Work]) -> Tensor:
         spans = [Span(r.blocks, r.computed, count) for r, count in batch]
@@ -273,7 +276,9 @@ class SequentialRunner(Runner):
     def run(self, batch: Sequence[Work]) -> Tensor:
         # some requests may have to be computed again
         self._caches = {r: cache for r, cache in self._caches.items() if r.computed}
-        return torch.cat([self._run(*work) for work in batch])
+        logits = torch.cat([self._run(*work) for work in batch])
+        self._version.after_forward()
+        return logits
 
     def _run(self, request: Request, count: int) -> Tensor:
         with _evaluating(self._model):

@@ -46,6 +46,12 @@ class WeightsVersion:
         self._known, self._versions = known, versions
         return True
 
+    def after_forward(self) -> None:
+        """Accepts buffers that a forward has changed itself: else no request would end."""
+        for number, (tensors, name) in enumerate(self._dense):
+            if not isinstance(tensors[name], nn.Parameter):
+                self._versions[number] = _version(tensors[name])
+
     def after_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer, if it has tensors of this model."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
