@@ -83,3 +83,14 @@ def test_pieces_that_do_not_fit_become_smaller() -> None:
 
 def test_a_fixed_size_stays() -> None:
     assert set(run(PieceSizes(7, 7), lambda tokens: 1.0)) == {7}
+
+
+def test_pieces_become_larger_again_after_some_batches() -> None:
+    """A lack of memory may pass."""
+    pieces = PieceSizes(512)
+    run(pieces, lambda tokens: 0.2)
+    largest = pieces.size(ROOM)
+    assert pieces.shrink(largest)
+    assert pieces.shrink(512, 16)
+    assert pieces.size(ROOM) == 256
+    assert run(pieces, lambda tokens: 0.2, 18)[-1] >= largest

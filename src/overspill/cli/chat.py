@@ -74,8 +74,8 @@ def _chat(model: str, system: str | None, as_json: bool, **flags: Any) -> None:
 
 
 class _Notes:
-    """What a user at a terminal sees beside the answers. It goes to the standard error if the
-    answers go to a file."""
+    """Banner, figures and errors beside the answers at a terminal. They go to the standard error if
+    the answers go to a file."""
 
     def __init__(self, shown: bool) -> None:
         self.shown = shown
@@ -247,7 +247,7 @@ def _seconds(value: float) -> str:
 
 @dataclass(frozen=True)
 class _Message:
-    """What was typed; between quotes it is no command."""
+    """Typed text; between quotes it is no command."""
 
     text: str
     quoted: bool

@@ -51,7 +51,7 @@ from overspill.trace.recorder import Recorder
 
 
 class Engine:
-    """What a model holds."""
+    """The experts of an offloaded model: where they are, how they compute, how they train."""
 
     def __init__(
         self,

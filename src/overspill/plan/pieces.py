@@ -22,6 +22,9 @@ class PieceSizes:
         assert least >= 1
         self._least = least
         self._most = most
+        self._fits: int | None = None
+        """Tokens of a piece after memory was short; None: it has not been, of late."""
+        self._short_at = 0  # the batch
         self._cost: dict[int, float] = {}
         """Seconds of a token, by the size of the piece."""
         self._measured_at: dict[int, int] = {}
@@ -42,11 +45,14 @@ class PieceSizes:
                 break
         if self._most is not None:
             room = min(room, self._most)
-        return max(self._least, min(size, room))
+        size = max(self._least, min(size, room))
+        return size if self._fits is None else min(size, self._fits)
 
     def record(self, tokens: int, seconds: float) -> None:
         """A batch with so many tokens of prompts has taken this time. Only full pieces count."""
         self._count += 1
+        if self._fits is not None and self._count - self._short_at >= _RETRY:
+            self._fits = None  # the memory may be free again
         size = self._least
         while _GROWTH * size <= tokens:
             size *= _GROWTH
@@ -55,12 +61,11 @@ class PieceSizes:
             self._measured_at[size] = self._count
 
     def shrink(self, tokens: int, least: int | None = None) -> bool:
-        """A piece with so many tokens does not fit into memory: later ones are smaller. False if
-        they cannot be, or not without having fewer than `least` tokens (None: that of the
+        """A piece with so many tokens does not fit into memory: the next ones are smaller, for
+        `_RETRY` batches. False if they would have fewer than `least` tokens (None: as at the
         beginning)."""
         least = self._least if least is None else least
         if tokens <= least:
             return False
-        self._most = max(least, tokens // 2)
-        self._least = min(self._least, self._most)
+        self._fits, self._short_at = max(least, tokens // 2), self._count
         return True

@@ -1,5 +1,6 @@
 """The serving loop: batches until all requests are done."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from overspill.serve.sampling import Choice
 from overspill.serve.scheduler import Scheduler, Work, prompt_tokens
 from overspill.serve.stats import Stats
 
+_log = logging.getLogger("overspill")
 _FEWEST = 16
 """Tokens of a piece of a prompt if memory is short."""
 
@@ -261,6 +263,7 @@ class ServingLoop:
         """After a batch that did not fit into memory: whether the next one is smaller, or has more
         memory."""
         tokens = prompt_tokens(batch)
+        _log.info("a batch with %d tokens of prompts did not fit into memory", tokens)
         if not self.scheduler.split:
             return self.runner.give_memory()
         return (

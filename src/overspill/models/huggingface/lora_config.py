@@ -34,7 +34,7 @@ _SAFE_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What an adapter says of itself."""
+    """Settings of a LoRA adapter."""
 
     folder: Path
     base: str | None

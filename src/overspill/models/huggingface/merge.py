@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written."""
+    """Paths and sizes of a merged checkpoint."""
 
     out: str
     adapter: str
