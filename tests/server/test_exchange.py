@@ -72,7 +72,7 @@ def test_a_schema_that_is_too_complex_is_a_bad_request(server: Running) -> None:
             error = answer.json()["error"]
             assert error["message"].startswith("json_schema is too complex: ")
             assert error["param"] == "response_format"
-    assert server.idle
+    assert server.wait_until(lambda: server.idle)
 
 
 def test_others_are_answered_while_schemas_compile(

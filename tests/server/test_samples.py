@@ -139,4 +139,4 @@ def test_more_answers_than_fit_in_a_batch_are_those_of_single_requests(
     singles = [ask(server, COMPLETIONS, {"prompt": "One"}, seed=SEED + i) for i in range(n)]
     assert [text_of(c) for c in made["choices"]] == [text_of(s["choices"][0]) for s in singles]
     assert made["usage"]["completion_tokens"] == 12 * n
-    assert server.idle
+    assert server.wait_until(lambda: server.idle)
