@@ -140,17 +140,6 @@ def test_a_model_whose_experts_are_on_several_ranks_is_refused(
         monkeypatch.undo()
 
 
-def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
-    model: Any = make_model(family("switch_transformers")).eval()
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="has an encoder and a decoder"):
-        LLM(tmp_path, device="cpu")
-    overspill.offload(model, device="cpu", mode="gpu", quiet=True)
-    with pytest.raises(ConfigError, match="has an encoder and a decoder"):
-        LLM(model)
-    model.overspill.close()
-
-
 def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
     model: Any = make_model(family("openai_privacy_filter")).eval()
     model.save_pretrained(tmp_path)
