@@ -32,6 +32,8 @@ class DictionaryStyle:
     read: Callable[[Tensor, Tensor, int], Routing]
     dropouts: tuple[str, ...]
     """Config fields of the dropout inside experts."""
+    std: Callable[[Any], float]
+    """Standard deviation of initial weights, from the config."""
 
 
 def read_switch(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
@@ -70,8 +72,20 @@ def read_nllb_top_2(selected: Tensor, weights: Tensor, n_experts: int) -> Routin
     return torch.where(weights_TK > 0, ids_TK, n_experts), weights_TK
 
 
-SWITCH = DictionaryStyle(("wi", "wo"), False, read_switch, ("dropout_rate",))
-NLLB = DictionaryStyle(("fc1", "fc2"), True, read_nllb, ("activation_dropout", "moe_token_dropout"))
+SWITCH = DictionaryStyle(
+    linears=("wi", "wo"),
+    bias=False,
+    read=read_switch,
+    dropouts=("dropout_rate",),
+    std=lambda config: float(config.initializer_factor * config.d_model**-0.5),
+)
+NLLB = DictionaryStyle(
+    linears=("fc1", "fc2"),
+    bias=True,
+    read=read_nllb,
+    dropouts=("activation_dropout", "moe_token_dropout"),
+    std=lambda config: float(config.init_std),
+)
 STYLES = {"switch_transformers": SWITCH, "nllb-moe": NLLB}
 _STYLES_BY_CLASS = {"SwitchTransformersExperts": SWITCH, "NllbMoeExperts": NLLB}
 

@@ -190,7 +190,7 @@ class DictionaryExperts(HuggingFaceExperts):
         path: str,
         module: nn.ModuleDict,
         style: DictionaryStyle,
-        std: float,
+        config: Any,
     ) -> None:
         self.style = style
         self.keys = expert_keys(module)
@@ -200,7 +200,7 @@ class DictionaryExperts(HuggingFaceExperts):
         w_in = getattr(first, style.linears[0]).weight
         shape = ExpertShape(w_in.shape[1], w_in.shape[0], gated=False, bias=style.bias)
         places = _separate(self.keys, style)
-        super().__init__(path, module, places, shape, len(self.keys), std)
+        super().__init__(path, module, places, shape, len(self.keys), style.std(config))
 
     def check_trainable(self) -> None:
         if any(self._dropouts):
