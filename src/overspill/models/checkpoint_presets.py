@@ -223,8 +223,8 @@ def _fields(shape: Any) -> dict[str, Any]:
 
 
 def _shape(name: str, layers: int | None, experts: int | None) -> Any:
-    given = {"n_layers": layers, "n_experts": experts}
-    given = {field: value for field, value in given.items() if value is not None}
+    asked = {"n_layers": layers, "n_experts": experts}
+    given = {field: value for field, value in asked.items() if value is not None}
     if name in PRESETS:
         return get_preset(name, **given)
     if name not in ENCODER_DECODERS:
