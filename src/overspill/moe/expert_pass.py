@@ -35,6 +35,7 @@ class ForwardPass:
         self._x_TD, self._engine, self._pass, self._phase = x_TD, engine, layer_pass, phase
         self._compute = engine.compute
         self._compute.enter_forward(layer_pass, expert_ids_TK, phase, keep)
+        _enter_adapters(layer_pass, x_TD)
         self._on_cpu = self._compute.cpu_forward(layer_pass, x_TD)
         n_rows = layer_pass.rows.n_rows
         self._y_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
@@ -48,7 +49,7 @@ class ForwardPass:
             for start, end, ends, counts in _pieces(wave, self._compute.max_rows):
                 x_rows = dispatcher.dispatch(layer_pass.rows, self._x_TD, start, end)
                 args = wave.weights, self._engine.shape, ends, counts, layer_pass.activation
-                y_rows, hidden = wave_forward(x_rows, *args)
+                y_rows, hidden = wave_forward(x_rows, *args, layer_pass.adapters_of(wave))
                 self._y_RD = _with_rows(self._y_RD, start, y_rows)
                 if layer_pass.kept is not None:
                     layer_pass.kept = _with_rows(layer_pass.kept, start, hidden)
@@ -80,6 +81,7 @@ class BackwardPass:
         self._engine, self._pass, self._need_dw = engine, layer_pass, need_dw
         self._compute = engine.compute  # experts may have moved
         self._compute.enter_backward(layer_pass)
+        _enter_adapters(layer_pass, x_TD)
         n_rows = layer_pass.rows.n_rows
         self._dx_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
         self._drow_weight_R = weights_TK.new_empty(n_rows)
@@ -93,6 +95,8 @@ class BackwardPass:
                 grads = self._piece(wave, start, end, ends, counts)
                 self._dx_RD = _with_rows(self._dx_RD, start, grads.dx_RD)
                 self._drow_weight_R[start:end] = grads.drow_weight_R
+                if self._pass.adapters is not None:
+                    self._pass.adapters.add_grads(wave.first, wave.stop, grads.adapters)
                 total = grads if total is None else _add(total, grads)
             if self._need_dw and total is not None:
                 self._engine.training.deliver(self._pass, wave, total.dw)
@@ -114,6 +118,7 @@ class BackwardPass:
             hidden=None if kept is None else kept[start:end],
             need_dw=self._need_dw,
             activation=layer_pass.activation,
+            adapters=layer_pass.adapters_of(wave),
         )
 
     def finish(self) -> None:
@@ -128,6 +133,12 @@ class BackwardPass:
         """The gradients of a range of tokens and of their routing weights."""
         grads = self._dx_RD, self._drow_weight_R
         return self._compute.dispatcher.combine_grads(self._pass.rows, *grads, tokens)
+
+
+def _enter_adapters(layer_pass: LayerPass, x_TD: Tensor) -> None:
+    if layer_pass.adapters is not None:
+        assert layer_pass.rows.experts is not None
+        layer_pass.adapters.enter(layer_pass.rows.experts, x_TD.dtype)
 
 
 def _with_rows(all_rows: Tensor, start: int, rows: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from overspill.compute.activation import Activation, Differentiated, Fused
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
 from overspill.models.huggingface.dictionaries import DictionaryStyle, HostedDictionary
+from overspill.models.huggingface.expert_adapters import show_stand_ins
 from overspill.moe.data_parallel import refuse_replicas
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
@@ -94,8 +95,7 @@ class HuggingFaceExperts(abc.ABC):
         self.strip()
         placeholder = ExpertPlaceholder(engine, layer, activation, self.places, self.drops)
         placeholder.requires_grad_(self.trained)
-        self.module.register_parameter(PLACEHOLDER, placeholder)
-        show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
+        self._register(placeholder)
         refuse_replicas(self.module)
 
     def leave_to_others(self, engine: Engine) -> None:
@@ -103,6 +103,9 @@ class HuggingFaceExperts(abc.ABC):
         self.strip()
         placeholder = OthersPlaceholder(engine, self.places)
         placeholder.requires_grad_(self.trained)
+        self._register(placeholder)
+
+    def _register(self, placeholder: ExpertPlaceholder | OthersPlaceholder) -> None:
         self.module.register_parameter(PLACEHOLDER, placeholder)
         show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
 
@@ -158,6 +161,10 @@ class StackedExperts(HuggingFaceExperts):
             return gated
 
         return Differentiated(gate)
+
+    def _register(self, placeholder: ExpertPlaceholder | OthersPlaceholder) -> None:
+        super()._register(placeholder)
+        show_stand_ins(self.module, placeholder, self.places)
 
     def strip(self) -> None:
         for name in self.names:
