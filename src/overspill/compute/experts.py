@@ -21,6 +21,7 @@ from torch import Tensor
 
 from overspill.compute import grouped
 from overspill.compute.activation import Activation, Fused
+from overspill.compute.dropout import RowDropout, with_dropout
 from overspill.compute.low_rank import NO_ADAPTERS, Adapters, LowRank, LowRankGrads
 from overspill.compute.weight_grad import Computed, Product, WeightGrad
 from overspill.core.experts import ExpertShape
@@ -89,19 +90,20 @@ def wave_forward(
     ends: Tensor,
     counts: Sequence[int] | None = None,
     activation: Activation | None = None,
+    dropout: RowDropout | None = None,
     adapters: Adapters = NO_ADAPTERS,
 ) -> tuple[Tensor, Tensor]:
     """Returns y [R, D] and hidden [R, H or 2H], the pre-activation, which backward can reuse.
 
     Routing weights are not applied. Without `counts` the loop waits for the device. The default
-    `activation` is gated SiLU or GELU.
+    `activation` is gated SiLU or GELU. `dropout` is applied after it; backward needs the same.
     """
     own = _Parameters.of(weights, shape)
     activation = activation or Fused(shape.gated)
     backend = grouped.backend_for(x_RD, own.w_in, shape, isinstance(weights, StackedWeights))
     if backend != "loop":
         hidden = _hidden_grouped(backend, x_RD, own, ends, adapters.w_in)
-        a_RH = activation.forward(hidden)
+        a_RH = with_dropout(activation, dropout).forward(hidden)
         y_RD = grouped.product(backend, a_RH, own.w_out.transpose(1, 2), ends)
         if adapters.w_out is not None:
             adapters.w_out.add_product(y_RD, a_RH, backend, ends)
@@ -111,7 +113,7 @@ def wave_forward(
     for expert, rows in _expert_rows(ends, counts):
         low_in, low_out = adapters.part(expert, expert + 1)
         _linear(x_RD[rows], own.w_in[expert], own.b_in, expert, hidden[rows], low_in)
-        a_RH = activation.forward(hidden[rows])
+        a_RH = with_dropout(activation, dropout, rows).forward(hidden[rows])
         _linear(a_RH, own.w_out[expert], own.b_out, expert, y_RD[rows], low_out)
     return y_RD, hidden
 
@@ -130,6 +132,7 @@ class _Backward:
     hidden: Tensor | None
     need_dw: bool
     activation: Activation
+    dropout: RowDropout | None
     overwrite_hidden: bool
     take_dx: TakeRows | None
     take_dw: TakeGrad | None
@@ -151,6 +154,7 @@ def wave_backward(
     overwrite_hidden: bool = False,
     take_dx: TakeRows | None = None,
     take_dw: TakeGrad | None = None,
+    dropout: RowDropout | None = None,
     adapters: Adapters = NO_ADAPTERS,
 ) -> WaveGrads:
     """Gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of the *weighted* y.
@@ -166,7 +170,7 @@ def wave_backward(
     activation = activation or Fused(shape.gated)
     wave = _Backward(
         x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation,
-        overwrite_hidden or hidden is None, take_dx, take_dw, adapters,
+        dropout, overwrite_hidden or hidden is None, take_dx, take_dw, adapters,
     )  # fmt: skip
     backend = grouped.backend_for(x_RD, own.w_in, shape, isinstance(weights, StackedWeights))
     return _backward_loop(wave) if backend == "loop" else _backward_grouped(wave, backend)
@@ -182,7 +186,8 @@ def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
     if low_out is not None:
         low_out.add_input_grad(da_RH, dy_RD, backend, ends)
     # A kept hidden may be needed by another backward through the graph: overwrite only our own.
-    act = wave.activation.backward(hidden, da_RH, wave.row_weight_R, wave.overwrite_hidden)
+    activation = with_dropout(wave.activation, wave.dropout)
+    act = activation.backward(hidden, da_RH, wave.row_weight_R, wave.overwrite_hidden)
     del da_RH, hidden
     drow_weight_R = act.drow_weight_R
     if own.b_out is not None:
@@ -250,7 +255,8 @@ def _backward_loop(wave: _Backward) -> WaveGrads:
         da = torch.mm(dy, own.w_out[expert])
         if low_out is not None:
             low_out.add_input_grad(da, dy, "single", wave.ends)
-        act = wave.activation.backward(h, da, row_weight, wave.overwrite_hidden)
+        activation = with_dropout(wave.activation, wave.dropout, rows)
+        act = activation.backward(h, da, row_weight, wave.overwrite_hidden)
         drow_weight_R[rows] = act.drow_weight_R
         if own.b_out is not None:
             drow_weight_R[rows] += (own.b_out[expert] * dy).sum(-1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from overspill.compute.dropout import Dropout
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.experts import Phase
 from overspill.moe.adapters import LayerAdapters
@@ -28,7 +29,11 @@ from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
 
 
 def routed_experts(
-    placeholder: ExpertPlaceholder, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
+    placeholder: ExpertPlaceholder,
+    x_TD: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """Each token's weighted sum over its experts, [T, D]. Where the layer drops assignments (its
     placeholder says so), an id of `n_experts` means "no expert"."""
@@ -38,6 +43,7 @@ def routed_experts(
         trained=placeholder.requires_grad,
         drops=placeholder.drops,
         activation=placeholder.activation,
+        dropout=dropout,
     )
     if not _recomputing():
         expert_ids_TK = placeholder.reroute(expert_ids_TK)

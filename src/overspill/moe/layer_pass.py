@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from overspill.compute.activation import Activation
+from overspill.compute.dropout import Dropout
 from overspill.compute.low_rank import NO_ADAPTERS, Adapters
 from overspill.moe.adapters import LayerAdapters
 from overspill.moe.dispatch import RowOrder
@@ -24,6 +25,7 @@ class LayerPass:
     trained: bool = True  # the weights of the layer's experts need gradients
     drops: bool = False  # an id of `n_experts` means "no expert"
     activation: Activation | None = None
+    dropout: Dropout | None = None  # inside the experts
     adapters: LayerAdapters | None = None  # while the layer is computed
     order: RowOrder | None = None
     sent: SentRows | None = None  # rows of other ranks too, with several
