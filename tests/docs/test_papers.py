@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from overspill.cli.main import commands
-from overspill.models.presets import PRESETS
+from overspill.models.checkpoint_presets import summaries
 from overspill.server.settings import ServerConfig
 from overspill.train.config import TrainConfig
 from overspill.train.finetune.config import PregateConfig
@@ -54,7 +54,8 @@ def _rows() -> Iterator[Row]:
 
 ROWS = [*_rows()]
 COMMANDS: dict[str, Any] = typer.main.get_command(commands).commands  # type: ignore[attr-defined]
-CHOICES = {"--preset": {*PRESETS}}
+PRESETS = {each.name for each in summaries()}
+CHOICES: dict[str, set[str]] = {}
 """Values of flags that have a few, of all commands together."""
 for _config in (TrainConfig, PregateConfig, ServerConfig):
     for _setting in _config.settings():
@@ -130,10 +131,12 @@ def _problem_of_place(name: str) -> str | None:
         problems = {_problem_of_flags(command, name) for command in COMMANDS.values()}
         return None if None in problems else " or ".join(sorted(map(str, problems)))
     if name.startswith("overspill "):
-        _, command, *flags = name.split()
+        _, command, *words = name.split()
         if command not in COMMANDS:
             return f"there is no command {command}"
-        return _problem_of_flags(COMMANDS[command], " ".join(flags))
+        if command in ("train", "create") and words and words[0] not in PRESETS:
+            return f"there is no preset {words[0]}"
+        return _problem_of_flags(COMMANDS[command], " ".join(words))
     if name.startswith("overspill."):
         return _problem_of_api(name)
     return _problem_of_file(name)
@@ -192,7 +195,8 @@ def _problem_of_file(name: str) -> str | None:
         ("--migrate move", "no value"),
         ("--migration", "no flag"),
         ("overspill pregate --level 1", None),
-        ("overspill train --level 1", "no flag"),
+        ("overspill train nano --level 1", "no flag"),
+        ("overspill create switch-base-9", "no preset"),
         ("overspill.LLM(slots=0)", None),
         ("overspill.LLM(slot=0)", "no argument"),
         ("overspill.simulate.Drawn", "does not exist"),
