@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Differentiated, activate_torch
+from overspill.compute.activation import Differentiated
 from overspill.compute.experts import WaveGrads, split_records, wave_backward, wave_forward
 from overspill.compute.permute import (
     Permutation,
@@ -112,29 +112,13 @@ def by_autograd(case: Case) -> Results:
     w_in, w_out, *biases = own
     if case.shape.transposed:
         w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
-    if not case.activation and not biases:
-        y = moe_reference(x, case.ids, weights, w_in, w_out, case.shape.gated)
-    else:
-        y = general_reference(x, case, weights, w_in, w_out, biases)
+    matrices = w_in, w_out, case.shape.gated
+    y = moe_reference(x, case.ids, weights, *matrices, biases, case.activation)
     y.backward(case.dy)
     grads = [p.grad for p in (x, weights, *own)]
     assert all(grad is not None for grad in grads)
     dx, dweights, *dw = grads
     return Results(y.detach(), dx, dweights, dw)  # type: ignore[arg-type]
-
-
-def general_reference(
-    x: Tensor, case: Case, weights: Tensor, w_in: Tensor, w_out: Tensor, biases: list[Tensor]
-) -> Tensor:
-    function = case.activation or (lambda h: activate_torch(h, case.shape.gated))
-    b_in, b_out = biases or (w_in.new_zeros(N_EXPERTS, 1), w_out.new_zeros(N_EXPERTS, 1))
-    out = torch.zeros_like(x)
-    for expert in range(N_EXPERTS):
-        token, k = (case.ids == expert).nonzero(as_tuple=True)
-        a = function(x[token] @ w_in[expert].t() + b_in[expert])
-        y = a @ w_out[expert].t() + b_out[expert]
-        out = out.index_add(0, token, (y * weights[token, k, None]).to(out.dtype))
-    return out
 
 
 def by_waves(
