@@ -21,6 +21,7 @@ from torch import Tensor
 
 from overspill.compute import grouped
 from overspill.compute.activation import Activation, Fused
+from overspill.compute.dropout import RowDropout, with_dropout
 from overspill.compute.weight_grad import Computed, Product, WeightGrad
 from overspill.core.experts import ExpertShape
 
@@ -86,25 +87,26 @@ def wave_forward(
     ends: Tensor,
     counts: Sequence[int] | None = None,
     activation: Activation | None = None,
+    dropout: RowDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns y [R, D] and hidden [R, H or 2H], the pre-activation, which backward can reuse.
 
     Routing weights are not applied. Without `counts` the loop waits for the device. The default
-    `activation` is gated SiLU or GELU.
+    `activation` is gated SiLU or GELU. `dropout` is applied after it; backward needs the same.
     """
     own = _Parameters.of(weights, shape)
     activation = activation or Fused(shape.gated)
     backend = grouped.backend_for(x_RD, own.w_in, shape, isinstance(weights, StackedWeights))
     if backend != "loop":
         hidden = _hidden_grouped(backend, x_RD, own, ends)
-        a_RH = activation.forward(hidden)
+        a_RH = with_dropout(activation, dropout).forward(hidden)
         y_RD = grouped.product(backend, a_RH, own.w_out.transpose(1, 2), ends)
         return _add_bias(y_RD, own.b_out, ends), hidden
     y_RD = torch.empty_like(x_RD)
     hidden = x_RD.new_empty(x_RD.shape[0], shape.in_rows)
     for expert, rows in _expert_rows(ends, counts):
         _linear(x_RD[rows], own.w_in[expert], own.b_in, expert, out=hidden[rows])
-        a_RH = activation.forward(hidden[rows])
+        a_RH = with_dropout(activation, dropout, rows).forward(hidden[rows])
         _linear(a_RH, own.w_out[expert], own.b_out, expert, out=y_RD[rows])
     return y_RD, hidden
 
@@ -123,6 +125,7 @@ class _Backward:
     hidden: Tensor | None
     need_dw: bool
     activation: Activation
+    dropout: RowDropout | None
     overwrite_hidden: bool
     take_dx: TakeRows | None
     take_dw: TakeGrad | None
@@ -143,6 +146,7 @@ def wave_backward(
     overwrite_hidden: bool = False,
     take_dx: TakeRows | None = None,
     take_dw: TakeGrad | None = None,
+    dropout: RowDropout | None = None,
 ) -> WaveGrads:
     """Gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of the *weighted* y.
 
@@ -157,7 +161,7 @@ def wave_backward(
     activation = activation or Fused(shape.gated)
     wave = _Backward(
         x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation,
-        overwrite_hidden or hidden is None, take_dx, take_dw,
+        dropout, overwrite_hidden or hidden is None, take_dx, take_dw,
     )  # fmt: skip
     backend = grouped.backend_for(x_RD, own.w_in, shape, isinstance(weights, StackedWeights))
     return _backward_loop(wave) if backend == "loop" else _backward_grouped(wave, backend)
@@ -170,7 +174,8 @@ def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
         hidden = _hidden_grouped(backend, x_RD, own, ends)
     da_RH = grouped.product(backend, dy_RD, own.w_out, ends)
     # A kept hidden may be needed by another backward through the graph: overwrite only our own.
-    act = wave.activation.backward(hidden, da_RH, wave.row_weight_R, wave.overwrite_hidden)
+    activation = with_dropout(wave.activation, wave.dropout)
+    act = activation.backward(hidden, da_RH, wave.row_weight_R, wave.overwrite_hidden)
     del da_RH, hidden
     drow_weight_R = act.drow_weight_R
     if own.b_out is not None:
@@ -215,7 +220,8 @@ def _backward_loop(wave: _Backward) -> WaveGrads:
         else:
             h = wave.hidden[rows]
         da = torch.mm(dy, own.w_out[expert])
-        act = wave.activation.backward(h, da, row_weight, wave.overwrite_hidden)
+        activation = with_dropout(wave.activation, wave.dropout, rows)
+        act = activation.backward(h, da, row_weight, wave.overwrite_hidden)
         drow_weight_R[rows] = act.drow_weight_R
         if own.b_out is not None:
             drow_weight_R[rows] += (own.b_out[expert] * dy).sum(-1)

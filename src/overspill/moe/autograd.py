@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from overspill.compute.dropout import Dropout
 from overspill.core.errors import OrderError
 from overspill.core.experts import Phase
 from overspill.moe.autograd_state import graph_task, in_function
@@ -27,7 +28,11 @@ from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
 
 
 def routed_experts(
-    placeholder: ExpertPlaceholder, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
+    placeholder: ExpertPlaceholder,
+    x_TD: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """Each token's weighted sum over its experts, [T, D]. Where the layer drops assignments (its
     placeholder says so), an id of `n_experts` means "no expert"."""
@@ -37,6 +42,7 @@ def routed_experts(
         trained=placeholder.requires_grad,
         drops=placeholder.drops,
         activation=placeholder.activation,
+        dropout=dropout,
     )
     if not _recomputing():
         expert_ids_TK = placeholder.reroute(expert_ids_TK)

@@ -9,8 +9,10 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from overspill.compute.dropout import RowDropout, Site
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
 from overspill.core.experts import Phase
+from overspill.moe.compute import ExpertCompute
 from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.plan.waves import row_pieces
@@ -48,11 +50,14 @@ class ForwardPass:
             for start, end, ends, counts in _pieces(wave, self._compute.max_rows):
                 x_rows = dispatcher.dispatch(layer_pass.rows, self._x_TD, start, end)
                 args = wave.weights, self._engine.shape, ends, counts, layer_pass.activation
-                y_rows, hidden = wave_forward(x_rows, *args)
+                dropout = _dropout(self._compute, layer_pass, Site.HIDDEN, start, end)
+                y_rows, hidden = wave_forward(x_rows, *args, dropout)
+                if dropout := _dropout(self._compute, layer_pass, Site.OUTPUT, start, end):
+                    y_rows = dropout.apply(y_rows, overwrite=True)
                 self._y_RD = _with_rows(self._y_RD, start, y_rows)
                 if layer_pass.kept is not None:
                     layer_pass.kept = _with_rows(layer_pass.kept, start, hidden)
-                del args, x_rows, y_rows, hidden
+                del args, dropout, x_rows, y_rows, hidden
 
     def combine(self, weights_TK: Tensor | None, tokens: slice = _ALL) -> Tensor:
         """The weighted sum over its rows of each token in a range; without weights the sum."""
@@ -103,9 +108,12 @@ class BackwardPass:
     ) -> WaveGrads:
         layer_pass, dispatcher = self._pass, self._compute.dispatcher
         rows, kept = layer_pass.rows, layer_pass.kept
+        dy_rows = dispatcher.dispatch(rows, self._dy_TD, start, end)
+        if dropout := _dropout(self._compute, layer_pass, Site.OUTPUT, start, end):
+            dy_rows = dropout.apply(dy_rows, overwrite=True)
         return wave_backward(
             dispatcher.dispatch(rows, self._x_TD, start, end),
-            dispatcher.dispatch(rows, self._dy_TD, start, end),
+            dy_rows,
             dispatcher.row_weights(rows, self._weights_TK, start, end),
             wave.weights,
             self._engine.shape,
@@ -114,6 +122,7 @@ class BackwardPass:
             hidden=None if kept is None else kept[start:end],
             need_dw=self._need_dw,
             activation=layer_pass.activation,
+            dropout=_dropout(self._compute, layer_pass, Site.HIDDEN, start, end),
         )
 
     def finish(self) -> None:
@@ -128,6 +137,16 @@ class BackwardPass:
         """The gradients of a range of tokens and of their routing weights."""
         grads = self._dx_RD, self._drow_weight_R
         return self._compute.dispatcher.combine_grads(self._pass.rows, *grads, tokens)
+
+
+def _dropout(
+    compute: ExpertCompute, layer_pass: LayerPass, site: Site, start: int, end: int
+) -> RowDropout | None:
+    """That of the rows [start, end) of a pass."""
+    if layer_pass.dropout is None:
+        return None
+    rows = compute.dispatcher.assignments(layer_pass.rows, start, end)
+    return layer_pass.dropout.of_rows(site, rows)
 
 
 def _with_rows(all_rows: Tensor, start: int, rows: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from overspill.compute.activation import Activation
+from overspill.compute.dropout import Dropout
 from overspill.moe.dispatch import RowOrder
 from overspill.parallel.row_exchange import SentRows
 
@@ -22,6 +23,7 @@ class LayerPass:
     trained: bool = True  # the weights of the layer's experts need gradients
     drops: bool = False  # an id of `n_experts` means "no expert"
     activation: Activation | None = None
+    dropout: Dropout | None = None  # inside the experts
     order: RowOrder | None = None
     sent: SentRows | None = None  # rows of other ranks too, with several
     on_cpu: frozenset[int] = frozenset()  # positions of experts that the CPU computes

@@ -99,10 +99,12 @@ class PagedRunner(Runner):
         fused: bool,
         slots: int | None = None,
         mode: str = "auto",
+        migrate: str = "auto",
+        cache_policy: str = "lfu",
     ) -> None:
         """`fused`: one new token of each request is computed by kernels for that. `slots` experts
-        of host memory get a copy on the device for it (None: as many as fit). `mode` is one of
-        decode/modes."""
+        of host memory get a copy on the device for it (None: as many as fit), and leave by
+        `cache_policy` of plan/eviction. `mode` and `migrate` are those of decode/modes."""
         self._model = model
         self._device = device
         self._engine: Engine = model.overspill
@@ -119,7 +121,9 @@ class PagedRunner(Runner):
         if fused:
             from overspill.serve.decode import decode
 
-            self._decode = decode.Decode(model, self._cache, context, max_batch, slots, mode)
+            self._decode = decode.Decode(
+                model, self._cache, context, max_batch, slots, mode, migrate, cache_policy
+            )
         self._version = WeightsVersion(model)
         self._addresses = self._version.addresses()  # that captured steps read
         self._engine.servers.add(self)  # last: a failure leaves the model to others

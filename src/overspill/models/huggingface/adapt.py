@@ -59,10 +59,6 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
             found.append(DictionaryExperts(path, module, style, std))
     _refuse_others(model, found)
     check_layers({layer.path: layer for layer in found}, model.training)
-    if model.training:
-        for layer in found:
-            if isinstance(layer, DictionaryExperts):
-                layer.check_trainable()
     return found
 
 

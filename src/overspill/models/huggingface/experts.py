@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from overspill.compute.activation import Activation, Differentiated, Fused, function_of
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
-from overspill.models.huggingface.dictionaries import DictionaryStyle, HostedDictionary
+from overspill.models.huggingface.dictionaries import (
+    DROPOUT,
+    DictionaryStyle,
+    HostedDictionary,
+)
 from overspill.moe.data_parallel import refuse_replicas
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
@@ -190,7 +194,7 @@ class DictionaryExperts(HuggingFaceExperts):
         self.keys = expert_keys(module)
         first: Any = module[self.keys[0]]
         self._function = first.act
-        self._dropouts = {first.dropout.p, getattr(getattr(module, "token_dropout", None), "p", 0)}
+        self._dropout: float = first.dropout.p
         w_in = getattr(first, style.linears[0]).weight
         shape = ExpertShape(w_in.shape[1], w_in.shape[0], gated=False, bias=style.bias)
         places = _separate(self.keys, style)
@@ -202,14 +206,6 @@ class DictionaryExperts(HuggingFaceExperts):
                     f"{path} has an unknown parameter {name} ({owner}): not supported"
                 )
         super().__init__(path, module, places, shape, len(self.keys), std)
-
-    def check_trainable(self) -> None:
-        if any(self._dropouts):
-            fields = ", ".join(f"{name}=0" for name in self.style.dropouts)
-            raise ConfigError(
-                f"{self.path} has dropout inside its experts, which Overspill does not support in "
-                f"training; load it with {fields} (or for inference)"
-            )
 
     def activation(self) -> Activation:
         return _plain_activation(self._function)
@@ -223,6 +219,8 @@ class DictionaryExperts(HuggingFaceExperts):
 
     def give_away(self, engine: Engine, layer: int) -> None:
         super().give_away(engine, layer)
+        # an own one, which follows train() and eval() from now on
+        self.module.add_module(DROPOUT, nn.Dropout(self._dropout).train(self.module.training))
         self.module.__class__ = HostedDictionary.of(self.style)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from overspill.moe.engine import Engine
-from overspill.plan.eviction import LFU, Mask, Policy
+from overspill.plan.eviction import Mask, Policy
 from overspill.serve.decode.table import ExpertTable
 from overspill.transfer.driver import copy_on
 
@@ -68,14 +68,14 @@ class ExpertCache:
         engine: Engine,
         table: ExpertTable,
         n_slots: int,
-        policy: Policy | None = None,
+        policy: Policy,
         chunk_bytes: int = _CHUNK,
     ) -> None:
         """Memory is allocated, and given back, in chunks of about `chunk_bytes`."""
         self._engine = engine
         self._table = table
         self._max_uploads = _UPLOADS
-        self._policy = policy or LFU(engine.n_layers, engine.n_experts)
+        self._policy = policy
         self._chunk = max(1, chunk_bytes // engine.layout.weight_bytes)  # in slots
         self._slabs: list[Tensor] = []
         self._n_slots = 0

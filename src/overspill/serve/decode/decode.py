@@ -17,6 +17,7 @@ from overspill.core.routing import RoutingSource
 from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.plan.eviction import CACHE_POLICIES
 from overspill.serve.decode.cache import ExpertCache
 from overspill.serve.decode.graphs import CaptureError, DecodeGraphs
 from overspill.serve.decode.host_experts import HostExperts
@@ -51,8 +52,11 @@ class Decode:
         max_batch: int,
         slots: int | None = None,
         mode: str = "auto",
+        migrate: str = "auto",
+        cache_policy: str = "lfu",
     ) -> None:
-        """`slots` are the GPU slots for copies of experts; None: as many as fit into the budget."""
+        """`slots` are the GPU slots for copies of experts (None: as many as fit into the budget),
+        which leave them by `cache_policy`. `mode` and `migrate` are those of modes.py."""
         engine = model.overspill
         self._model = model
         self._engine: Engine = engine
@@ -66,7 +70,9 @@ class Decode:
         activation = self._placeholders[0].activation
         reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
         fast = reason is None and self._rates.cpu >= self._rates.link
-        self._mode = new_mode(mode, self._level, fast)
+        self._mode = new_mode(mode, self._level, migrate, fast)
+        _check_migrate(migrate, engine, reason)
+        self._policy = CACHE_POLICIES[cache_policy]
         with torch.inference_mode(False):  # what is made here outlives it
             self._table = ExpertTable(engine)
             self._decoder = read_decoder(model, context)
@@ -205,7 +211,8 @@ class Decode:
             return False
         self._n_moves = -1
         slots = self._count_slots(missing.most_bytes)
-        self._experts = ExpertCache(self._engine, self._table, slots)
+        policy = self._policy(self._engine.n_layers, self._engine.n_experts)
+        self._experts = ExpertCache(self._engine, self._table, slots, policy)
         self._missing = missing  # last: steps use both
         return True
 
@@ -297,6 +304,20 @@ class Decode:
             self._experts.close()
         if self._missing is not None:
             self._missing.close()
+
+
+def _check_migrate(migrate: str, engine: Engine, reason: str | None) -> None:
+    """`reason` is why the CPU cannot compute the experts, if it cannot."""
+    if migrate == "copy" and engine.memory.uses_disk:
+        raise ConfigError(
+            "migrate='copy' copies experts from host memory, and some are on disk; give more "
+            "host_memory (--host-memory), or leave migrate out"
+        )
+    if migrate == "cpu" and reason is not None:
+        raise ConfigError(
+            f"migrate='cpu' needs experts that the CPU can compute; here it cannot: {reason}; "
+            "use migrate='copy', or leave it out"
+        )
 
 
 def _compute(
