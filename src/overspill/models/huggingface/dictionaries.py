@@ -31,6 +31,8 @@ class DictionaryStyle:
     linears: tuple[str, str]
     bias: bool
     read: Callable[[Tensor, Tensor, int], Routing]
+    std: Callable[[Any], float]
+    """Standard deviation of initial weights, from the config."""
 
 
 def read_switch(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
@@ -69,8 +71,18 @@ def read_nllb_top_2(selected: Tensor, weights: Tensor, n_experts: int) -> Routin
     return torch.where(weights_TK > 0, ids_TK, n_experts), weights_TK
 
 
-SWITCH = DictionaryStyle(("wi", "wo"), False, read_switch)
-NLLB = DictionaryStyle(("fc1", "fc2"), True, read_nllb)
+SWITCH = DictionaryStyle(
+    linears=("wi", "wo"),
+    bias=False,
+    read=read_switch,
+    std=lambda config: float(config.initializer_factor * config.d_model**-0.5),
+)
+NLLB = DictionaryStyle(
+    linears=("fc1", "fc2"),
+    bias=True,
+    read=read_nllb,
+    std=lambda config: float(config.init_std),
+)
 DROPOUT = "dropout"
 """Name of the dropout module of the experts in a dictionary whose experts are offloaded."""
 _STYLES_BY_CLASS = {"SwitchTransformersExperts": SWITCH, "NllbMoeExperts": NLLB}

@@ -188,7 +188,7 @@ class DictionaryExperts(HuggingFaceExperts):
         path: str,
         module: nn.ModuleDict,
         style: DictionaryStyle,
-        std: float,
+        config: Any,
     ) -> None:
         self.style = style
         self.keys = expert_keys(module)
@@ -205,7 +205,7 @@ class DictionaryExperts(HuggingFaceExperts):
                 raise ConfigError(
                     f"{path} has an unknown parameter {name} ({owner}): not supported"
                 )
-        super().__init__(path, module, places, shape, len(self.keys), std)
+        super().__init__(path, module, places, shape, len(self.keys), style.std(config))
 
     def activation(self) -> Activation:
         return _plain_activation(self._function)
