@@ -20,6 +20,7 @@ from overspill.models.huggingface.dictionaries import (
     DictionaryStyle,
     HostedDictionary,
 )
+from overspill.models.huggingface.expert_adapters import show_stand_ins
 from overspill.moe.data_parallel import refuse_replicas
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
@@ -98,8 +99,7 @@ class HuggingFaceExperts(abc.ABC):
         self.strip()
         placeholder = ExpertPlaceholder(engine, layer, activation, self.places, self.drops)
         placeholder.requires_grad_(self.trained)
-        self.module.register_parameter(PLACEHOLDER, placeholder)
-        show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
+        self._register(placeholder)
         refuse_replicas(self.module)
 
     def leave_to_others(self, engine: Engine) -> None:
@@ -107,6 +107,9 @@ class HuggingFaceExperts(abc.ABC):
         self.strip()
         placeholder = OthersPlaceholder(engine, self.places)
         placeholder.requires_grad_(self.trained)
+        self._register(placeholder)
+
+    def _register(self, placeholder: ExpertPlaceholder | OthersPlaceholder) -> None:
         self.module.register_parameter(PLACEHOLDER, placeholder)
         show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
 
@@ -164,6 +167,10 @@ class StackedExperts(HuggingFaceExperts):
 
         kind = own.act_fn if plain else own  # its own way to apply gates
         return Differentiated(gate, f"gated {type(kind).__name__}")
+
+    def _register(self, placeholder: ExpertPlaceholder | OthersPlaceholder) -> None:
+        super()._register(placeholder)
+        show_stand_ins(self.module, placeholder, self.places)
 
     def strip(self) -> None:
         for name in self.names:
