@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.compute.activation import form_of
 from overspill.compute.cpu_kernel import why_unsupported
 from overspill.core.errors import ConfigError
 from overspill.core.interrupt import DeferredInterrupt
@@ -92,6 +93,8 @@ class Decode:
             )
         # the model cannot be a graph
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
+        if activation is not None and form_of(activation, engine.shape.gated) is None:
+            _log.info("%s: kernels do not have the activation %s", _MODULES, activation.name)
         self._on_cpu = self._mode.on_cpu or engine.memory.uses_disk
         self._held = not (self._refused or (self._on_cpu and reason is not None))
         self._held = self._held and not engine.can_train  # training needs the memory

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from overspill.compute.activation import Fused
 from overspill.compute.decode.attention import attend
-from overspill.compute.decode.constants import GELU, SILU
 from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import add_host_rows
 from overspill.compute.decode.routing import look_up
@@ -142,10 +141,9 @@ class ModuleStep:
         routed = look_up(ids, weights, table, batch.real, x_TD, buffers, link, staged)
         request = None if missing is None else missing.request(layer, routed.missed_B)
         assert isinstance(placeholder.activation, Fused)
-        activation = SILU if placeholder.activation.gated else GELU
         y = experts(
-            x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden, activation,
-            engine.shape.bias, engine.shape.transposed, request,
+            x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden,
+            placeholder.activation.form, engine.shape.bias, engine.shape.transposed, request,
         )  # fmt: skip
         rows = None if missing is None else missing.rows(layer, routed.missed_B)
         if rows is not None:
