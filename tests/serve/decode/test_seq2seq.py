@@ -26,9 +26,9 @@ pytestmark = INTERPRETED
 FIXED = Settings(fix_nllb_routing=True)
 MODES = ["auto", "on-demand", "prefetch-all"]
 FEW_HEADS: dict[str, dict[str, Any]] = {  # Triton's interpreter takes time for each
-    "switch_transformers": {"num_heads": 2, "dense_act_fn": "gelu"},
+    "switch_transformers": {"num_heads": 2},
     "nllb-moe": {
-        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "activation_function": "gelu"
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2
     },
 }  # fmt: skip
 
