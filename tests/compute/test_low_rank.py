@@ -61,7 +61,7 @@ def test_products_and_gradients(
     activation = None if case.activation is None else Differentiated(case.activation)
     given = records, shape, ends, counts
     with grouped.forced(backend):
-        y, hidden = wave_forward(case.x, *given, activation, adapters)
+        y, hidden = wave_forward(case.x, *given, activation, adapters=adapters)
         grads = wave_backward(
             case.x, case.dy, row_weight, *given, activation=activation, adapters=adapters
         )
