@@ -202,6 +202,8 @@ def test_budgets_of_a_loaded_model_cannot_be_given_again(
     ("options", "message"),
     [
         ({"mode": "fast"}, "mode='fast' must be one of 'auto', 'gpu-only'"),
+        ({"migrate": "move"}, "migrate='move' must be one of 'auto', 'cpu', 'copy'"),
+        ({"cache_policy": "fifo"}, "cache_policy='fifo' must be one of 'lfu', 'lru'"),
         ({"context": 0}, "context=0 must be a whole number of at least 1"),
         ({"context": "4k"}, "context='4k' must be"),
         ({"max_batch": 0}, "max_batch=0 must be"),
