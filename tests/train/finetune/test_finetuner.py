@@ -187,7 +187,8 @@ def _stop_at(step: int) -> Callable[[int], None]:
 
 
 # tests/cli/test_finetune.py kills a run that clips
-RESUMED: list[dict[str, Any]] = [{"lora": 2, "lr": 0.05}]
+EXPERTS = {"lora_experts": True, "lora_experts_rank": 3}
+RESUMED: list[dict[str, Any]] = [{"lora": 2, "lr": 0.05, "accumulate": 2, "clip": 0.5, **EXPERTS}]
 SLOW = [
     pytest.param(extra, marks=pytest.mark.slow)
     for extra in (
@@ -286,16 +287,20 @@ def test_what_is_frozen_stays(mixtral: Path, tmp_path: Path, frozen: str) -> Non
     assert display.losses[-1] != display.losses[0]
 
 
-def test_lora_trains_adapters_alone(mixtral: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@pytest.mark.parametrize("extra", [{}, EXPERTS], ids=["attention", "experts"])
+def test_lora_trains_adapters_alone(mixtral: Path, tmp_path: Path, extra: dict[str, Any]) -> None:
     from peft import PeftModel
 
     display, run = Watcher(), tmp_path / "run"
     data = write_pairs(tmp_path / "a.jsonl")
-    settings = tiny_settings(mixtral, data, run, steps=4, lora=4, lr=0.05, clip=0.0)
+    settings = tiny_settings(mixtral, data, run, steps=4, lora=4, lr=0.05, clip=0.0, **extra)
     summary = _finetune(settings, display)
     assert summary.final is not None
     names = set(_weights(run / "final"))
-    assert {name.split(".")[-3] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    experts = {"experts", "base_layer"} if extra else set()
+    assert {name.split(".")[-3] for name in names} == attention | experts
     assert all("lora_" in name for name in names)
     base = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, summary.final).eval()
