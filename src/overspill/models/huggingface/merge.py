@@ -69,6 +69,12 @@ def merge(
         CheckpointFolder(base_folder) as checkpoint,
         open_lora(folder, model_class(config), config, checkpoint) as lora,
     ):
+        if checkpoint.packed:
+            raise ConfigError(
+                f"{base_folder} has packed weights, which cannot be changed in place; unpack it "
+                f'first: python -c "import overspill as o; o.save(o.load({str(base_folder)!r}, '
+                f'train=False), OUT)", and give its folder with --base'
+            )
         size = sum(file.stat().st_size for file in checkpoint.files)
         if size > (free := disk_free(target)):
             raise DiskError(
