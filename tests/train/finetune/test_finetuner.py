@@ -104,16 +104,24 @@ def test_an_encoder_decoder_follows_the_plain_model(switch: Path, tmp_path: Path
     AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "final")
 
 
-def test_dropout_inside_experts_is_turned_off_and_said(switch: Path, tmp_path: Path) -> None:
+def test_experts_are_trained_with_the_dropout_of_the_checkpoint(
+    switch: Path, tmp_path: Path
+) -> None:
     checkpoint = shutil.copytree(switch, tmp_path / "switch")
-    config = json.loads((checkpoint / "config.json").read_text()) | {"dropout_rate": 0.1}
+    config = json.loads((checkpoint / "config.json").read_text()) | {"dropout_rate": 0.3}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    settings = tiny_settings(checkpoint, _data("pairs", tmp_path), tmp_path / "run", steps=1)
-    said: list[str] = []
-    plan = plan_finetuning(FinetuneConfig.make(settings), said.append)
-    assert plan.overrides == {"dropout_rate": 0.0}
-    assert any("dropout_rate=0.1 is set to 0" in line for line in said)
-    _finetune(settings, Watcher())
+    displays, data = [Watcher(), Watcher(), Watcher()], _data("pairs", tmp_path)
+    for number, display in enumerate(displays):
+        source, recompute = (checkpoint, switch)[number == 2], number == 1
+        settings = tiny_settings(
+            source, data, tmp_path / f"{number}", steps=2, gradient_checkpointing=recompute
+        )
+        plan = plan_finetuning(FinetuneConfig.make(settings), lambda _: None)
+        assert plan.overrides == {}
+        _finetune(settings, display)
+    first, recomputed, without = (display.losses for display in displays)
+    assert recomputed == pytest.approx(first, rel=1e-4)
+    assert without != pytest.approx(first, rel=1e-2)
 
 
 @pytest.mark.usefixtures("pictures")

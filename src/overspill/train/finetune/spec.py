@@ -14,7 +14,6 @@ from overspill.hardware.machine import choose_device
 from overspill.models.budgets import Budgets
 from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import check_tokenizer, find_folder
-from overspill.models.huggingface.dictionaries import dropouts_inside_experts
 from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.pregates import saved_level
@@ -201,19 +200,14 @@ def plan_finetuning(
 def _override(
     config: FinetuneConfig, model_config: Any, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """Sets the fields of the model's config that training does not support to 0; returns them."""
-    dropouts = dropouts_inside_experts(model_config) if config.trains_experts else {}
+    """Sets the fields of the model's config that pre-gates do not support to 0; returns them."""
     drops = layer_drops(model_config) if config.pregate_level else {}
-    for overrides, reason in (
-        (dropouts, "dropout inside experts is not supported in training"),
-        (drops, "layers of a model with pre-gates cannot be dropped"),
-    ):
-        if overrides:
-            fields = ", ".join(f"{name}={getattr(model_config, name)}" for name in overrides)
-            say(f"{fields} is set to 0: {reason}")
-        for name, value in overrides.items():
-            setattr(model_config, name, value)
-    return dropouts | drops
+    if drops:
+        fields = ", ".join(f"{name}={getattr(model_config, name)}" for name in drops)
+        say(f"{fields} is set to 0: layers of a model with pre-gates cannot be dropped")
+    for name, value in drops.items():
+        setattr(model_config, name, value)
+    return drops
 
 
 def _check_level(level: int, folder: Path, model_config: Any) -> None:

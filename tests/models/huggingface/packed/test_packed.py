@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import overspill
+from overspill.core.errors import ConfigError
 from overspill.models.huggingface.folder import CheckpointFolder
 from tests.models.huggingface.families import make_batch, make_model, tiny
 from tests.models.huggingface.oracle import MODES, budgets
@@ -145,3 +146,31 @@ def test_what_is_generated_and_trained_is_the_same(pairs: dict[str, Pair]) -> No
         assert losses[-1] < loss.item()
     assert tokens[0] == tokens[1]
     assert losses[0] == losses[1]
+
+
+def test_an_adapter_is_served_on_a_packed_model_and_merged_into_an_unpacked_one(
+    pairs: dict[str, Pair], tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    pair = pairs["int4"]
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    plain = again(pair.family, pair.plain)
+    batch = make_batch(pair.family, plain)
+    adapted = peft.get_peft_model(plain, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    asked = overspill.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    with pytest.raises(ConfigError, match=r"packed weights.* unpack it first .*--base: ") as error:
+        overspill.merge(tmp_path / "adapter", tmp_path / "out", pair.packed)
+    command = str(error.value).split('python -c "')[1].removesuffix('"')
+    exec(command, {})
+    unpacked = Path(f"{pair.packed}-plain")
+    overspill.merge(tmp_path / "adapter", tmp_path / "merged", unpacked)
+    tokens = []
+    for folder, adapter in ((pair.packed, tmp_path / "adapter"), (tmp_path / "merged", None)):
+        with overspill.LLM(folder, device="cpu", dtype="float32", adapter=adapter) as llm:
+            tokens.append(llm.generate([[3, 4, 5]], asked)[0].token_ids)
+    assert tokens[0] == tokens[1]
+    merged = again(pair.family, tmp_path / "merged")
+    torch.testing.assert_close(
+        outputs(merged, batch), outputs(adapted, batch), rtol=1e-4, atol=1e-5
+    )
