@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from record import Limit, Metric, metric, write_record
@@ -24,10 +23,6 @@ from ssd import disk_bandwidth
 import overspill
 from overspill.core.garbage import short_collections
 from overspill.models.config import GPTConfig
-from overspill.plan.eviction import LFU, LRU
-from overspill.serve.decode import cache
-from overspill.serve.decode import decode as decode_module
-from overspill.serve.decode.rates import ReadRates
 from overspill.simulate import DrawnRouting, routed_by
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,14 +30,13 @@ COPIED = "pre-gated, copied"
 """As in the paper: nothing is computed by the CPU."""
 COPYING = ("on-demand", "prefetch-all", "lookahead", COPIED)
 GPU_ONLY = "gpu-only"
-_FAST_LINK = ReadRates(cpu=1.0, link=2.0)
 
 
-def as_on(mode: str) -> AbstractContextManager[Any]:
-    """Takes this machine for one on which copying is faster, if the mode wants that."""
-    if mode != COPIED:
-        return nullcontext()
-    return mock.patch.object(decode_module, "read_rates", return_value=_FAST_LINK)
+def flags_of(mode: str) -> dict[str, str]:
+    """The arguments of `overspill.LLM` for a mode as the tables name it."""
+    if mode == COPIED:
+        return {"mode": "pre-gated", "migrate": "copy"}
+    return {"mode": "auto" if mode == GPU_ONLY else mode}
 
 
 def switch(n_experts: int, top_k: int = 1) -> GPTConfig:
@@ -81,8 +75,9 @@ def measure(
     slots: int = 0,
     routing: Callable[[], Any] | None = None,
     size: int = 1,
+    policy: str = "lfu",
 ) -> Speed:
-    """`size` requests at once."""
+    """`size` requests at once; copies of experts leave `slots` by `policy`."""
     engine = model.overspill
     on_gpu = mode == GPU_ONLY
     homes = [engine.n_experts if on_gpu else 0] * engine.n_layers
@@ -94,10 +89,9 @@ def measure(
     chosen: AbstractContextManager[None] = nullcontext()
     if routing is not None:
         chosen = routed_by(model, routing())  # from its beginning
-    named = {GPU_ONLY: "auto", COPIED: "pre-gated"}.get(mode, mode)
+    sizes: dict[str, int] = {"context": 512, "max_batch": size, "slots": slots}
     with (
-        as_on(mode),
-        overspill.LLM(model, context=512, max_batch=size, slots=slots, mode=named) as llm,
+        overspill.LLM(model, **sizes, **flags_of(mode), cache_policy=policy) as llm,
         short_collections(),
         chosen,
     ):
@@ -237,10 +231,9 @@ def run_cache(args: argparse.Namespace) -> None:
     cases = [("none", 0), *((name, share) for name in ("LRU", "LFU") for share in (1, 5, 10, 20))]
     for name, percent in cases:
         print(f" {name}, {percent}%", flush=True)
-        policy = LRU if name == "LRU" else LFU
-        slots = round(percent * total / 100)
-        with mock.patch.object(cache, "LFU", policy):
-            found = compare(model, ("on-demand", COPIED, "pre-gated"), args, slots=slots)
+        policy = "lru" if name == "LRU" else "lfu"
+        options: dict[str, Any] = {"slots": round(percent * total / 100), "policy": policy}
+        found = compare(model, ("on-demand", COPIED, "pre-gated"), args, **options)
         table += rows(found, engine.n_layers, policy=name, cached=f"{percent}%")
         headline[f"{name.lower()}_{percent}"] = metric(found["pre-gated"].tokens, "tokens/s")
     engine.close()
@@ -301,7 +294,7 @@ def run_timeline(args: argparse.Namespace) -> None:
     model = build(switch(64))
     model.overspill.set_homes([0] * model.overspill.n_layers)
     for mode, name in ((COPIED, "copied"), ("pre-gated", "cpu")):
-        with as_on(mode), overspill.LLM(model, context=512, slots=0, mode="pre-gated") as llm:
+        with overspill.LLM(model, context=512, slots=0, **flags_of(mode)) as llm:
             spans = record_tokens(llm, 1, 40)
         path = args.timeline / f"timeline-pre-gated-{name}"
         draw_tokens(spans, path, f"Switch-Base-64 shape, {mode}: two tokens")

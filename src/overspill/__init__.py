@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from overspill.core.errors import OverspillError
+    from overspill.models.checkpoint_presets import preset_config
     from overspill.models.gpt import GPTMoE
     from overspill.models.huggingface.load import from_config, load
     from overspill.models.huggingface.merge import merge
@@ -39,6 +40,7 @@ __all__ = [
     "merge",
     "offload",
     "pregate",
+    "preset_config",
     "save",
 ]
 
@@ -54,6 +56,7 @@ _HOMES = {
     "for_trainer": "overspill.train.hf_trainer",
     "from_config": "overspill.models.huggingface.load",
     "load": "overspill.models.huggingface.load",
+    "preset_config": "overspill.models.checkpoint_presets",
     "merge": "overspill.models.huggingface.merge",
     "save": "overspill.models.huggingface.save",
     "offload": "overspill.models.offload",

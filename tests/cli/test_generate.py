@@ -9,7 +9,8 @@ from tests.cli.trained import run as run  # a fixture
 
 def test_generate_streams_what_json_gives(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", str(run), "abc", "--max-tokens", "6", "--seed", "3"]
-    assert app([*words, "--mode", "on-demand", "--slots", "0"]) == 0
+    flags = ["--mode", "on-demand", "--migrate", "cpu", "--cache-policy", "lru", "--slots", "0"]
+    assert app([*words, *flags]) == 0
     text = capsys.readouterr().out
     assert app([*words, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -27,6 +28,9 @@ def test_generate_streams_what_json_gives(run: Path, capsys: pytest.CaptureFixtu
         (["generate", "RUN", "a", "--top-p", "0"], "top_p=0.0 must be above 0"),
         (["generate", "RUN", "a", "--mode", "fast"], "--mode"),
         (["generate", "RUN", "a", "--mode", "pre-gated"], "train them with overspill pregate"),
+        (["generate", "RUN", "a", "--migrate", "copy", "--device", "cpu"], "is computed on cpu"),
+        (["generate", "RUN", "a", "--mode", "gpu-only", "--migrate", "cpu"], "migrate='cpu' is"),
+        (["generate", "RUN", "a", "--cache-policy", "fifo"], "give lfu or lru"),
         (["generate", "RUN", "abc", "--context", "3"], "leaves no room in the context of 3"),
         (["chat"], "MODEL"),
     ],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import overspill
 from overspill.moe.engine import Engine
-from overspill.plan.eviction import LRU
+from overspill.plan.eviction import LFU, LRU, Policy
 from overspill.serve.decode.cache import ExpertCache
 from overspill.serve.decode.table import ExpertTable
 from tests.models.huggingface.families import FAMILIES, make_model
@@ -46,12 +46,14 @@ def weights_of(engine: Engine, layer: int, expert: int) -> Tensor:
 class Steps:
     """A table and a cache as a decoding step uses them."""
 
-    def __init__(self, engine: Engine, n_slots: int, chunk: int = 8) -> None:
+    def __init__(
+        self, engine: Engine, n_slots: int, chunk: int = 8, policy: type[Policy] = LRU
+    ) -> None:
         """Memory is allocated for `chunk` slots at once."""
         self.engine = engine
         self.table = ExpertTable(engine)
-        policy, size = LRU(LAYERS, EXPERTS), chunk * engine.layout.weight_bytes
-        self.cache = ExpertCache(engine, self.table, n_slots, policy, size)
+        size = chunk * engine.layout.weight_bytes
+        self.cache = ExpertCache(engine, self.table, n_slots, policy(LAYERS, EXPERTS), size)
         self.weights = {
             (layer, expert): weights_of(engine, layer, expert).clone()
             for layer in range(LAYERS)
@@ -108,6 +110,20 @@ def test_the_expert_with_the_lowest_score_makes_room(engine: Engine) -> None:
     for _ in range(2):  # a score that is a little higher does not suffice
         assert steps.run((1,), (0,)) == {(0, 0), (1, 0)}
     assert steps.run((1,), (0,)) == {(0, 1), (1, 0)}
+
+
+@pytest.mark.parametrize(("policy", "stays"), [(LRU, 1), (LFU, 0)])
+def test_the_least_recently_or_the_least_frequently_used_expert_leaves(
+    engine: Engine, policy: type[Policy], stays: int
+) -> None:
+    """Expert 0 is used often, then expert 1 a few times, and then only expert 2."""
+    steps = Steps(engine, 3, policy=policy)  # one is always that of the other layer
+    for expert in [0] * 8 + [1] * 3:
+        steps.run((expert,), (0,))
+    assert steps.run((2,), (0,)) == {(0, 0), (0, 1), (1, 0)}
+    for _ in range(5):
+        found = steps.run((2,), (0,))
+    assert found == {(0, stays), (0, 2), (1, 0)}
 
 
 @pytest.mark.parametrize("seed", range(6))

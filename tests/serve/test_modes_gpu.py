@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import overspill
+from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
-from overspill.serve.decode import decode
-from overspill.serve.decode.rates import ReadRates
 from tests.models.huggingface.families import make_model
 from tests.moe.oracle import delays
 from tests.serve.models import family
@@ -33,12 +32,20 @@ def deep(level: int) -> GPTMoE:
     return overspill.pregate(model.to("cuda"), level) if level else model.to("cuda")
 
 
-def check(plain: Any, served: str, slots: int | None, **given: Any) -> None:
+def check(
+    plain: Any,
+    served: str,
+    slots: int | None,
+    migrate: str = "auto",
+    policy: str = "lfu",
+    **given: Any,
+) -> None:
     """Serves a model in the mode `served`; `given` are budgets."""
     expected = [tokens_of(plain, prompt, 12) for prompt in PROMPTS]
+    flags: dict[str, Any] = {"mode": served, "migrate": migrate, "cache_policy": policy}
     with (
         offloaded(plain, "none", **given) as model,
-        overspill.LLM(model, context=64, max_batch=16, mode=served, slots=slots) as llm,
+        overspill.LLM(model, context=64, max_batch=16, slots=slots, **flags) as llm,
     ):
         for _ in range(2):
             assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected, "together"
@@ -63,27 +70,37 @@ def test_the_tokens_of_a_model_with_pre_gates(mode: str, level: int, slots: int)
     check(deep(level), mode, slots)
 
 
-@pytest.fixture
-def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which pre-gated experts are copied."""
-    monkeypatch.setattr(decode, "read_rates", lambda _: ReadRates(cpu=1.0, link=2.0))
+@pytest.mark.parametrize(
+    ("mode", "migrate", "level", "slots", "policy"),
+    [
+        ("pre-gated", "copy", 1, 0, "lfu"),
+        ("pre-gated", "copy", 3, 6, "lru"),
+        ("pre-gated", "copy", 1, 6, "lfu"),
+        ("pre-gated", "cpu", 2, 6, "lru"),
+        ("auto", "copy", 2, 6, "lru"),
+        ("lookahead", "cpu", 1, 6, "lfu"),
+        ("prefetch-all", "cpu", 1, 0, "lfu"),
+        ("on-demand", "cpu", 1, 6, "lru"),
+    ],
+)
+def test_who_takes_experts_and_which_leave_changes_no_token(
+    mode: str, migrate: str, level: int, slots: int, policy: str
+) -> None:
+    check(deep(level), mode, slots, migrate, policy)
 
 
-@pytest.mark.usefixtures("fast_link")
-@pytest.mark.parametrize("slots", [0, 6])
-@pytest.mark.parametrize("level", [1, 3])
-def test_pre_gated_experts_are_copied_where_that_is_faster(level: int, slots: int) -> None:
-    check(deep(level), "pre-gated", slots)
+def test_copies_to_the_gpu_of_experts_on_disk_are_refused(tmp_path: Path) -> None:
+    given = {"mode": "disk", "host_slots": 40, "disk": tmp_path}
+    with pytest.raises(ConfigError, match="some are on disk; give more host_memory"):
+        check(deep(1), "pre-gated", 0, "copy", **given)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("copied", [False, True])
-def test_pre_gates_of_transformers(name: str, copied: bool, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("migrate", ["cpu", "copy"])
+def test_pre_gates_of_transformers(name: str, migrate: str) -> None:
     """The second one is computed by its modules."""
-    if copied:
-        request.getfixturevalue("fast_link")
     plain = overspill.pregate(make_model(family(name)).eval().to("cuda"))
-    check(plain, "pre-gated", 2)
+    check(plain, "pre-gated", 2, migrate)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +144,15 @@ def test_a_step_whose_capture_finds_no_memory_is_tried_again(
         assert llm.stats()["expert_slots"] == 0, "they were given back, and steps go on"
 
 
-@pytest.mark.usefixtures("fast_link")  # the CPU would round in other places
 def test_modes_in_bf16_give_the_same_tokens() -> None:
+    """Without the CPU, which would round in other places."""
     plain = copy.deepcopy(deep(1)).to(torch.bfloat16)
     found = []
     for mode in ("on-demand", "prefetch-all", "lookahead", "pre-gated"):
+        flags: dict[str, Any] = {"mode": mode, "migrate": "copy", "slots": 0}
         with (
             offloaded(plain, "none") as model,
-            overspill.LLM(model, context=64, max_batch=4, mode=mode, slots=0) as llm,
+            overspill.LLM(model, context=64, max_batch=4, **flags) as llm,
         ):
             found.append([llm.generate(p, GREEDY)[0].token_ids for p in PROMPTS])
     assert all(each == found[0] for each in found)

@@ -98,6 +98,10 @@ class Dispatcher(Protocol):
     def row_weights(self, order: RowOrder, weights_TK: Tensor, start: int, stop: int) -> Tensor:
         """The routing weights of the rows [start, stop)."""
 
+    def assignments(self, order: RowOrder, start: int, stop: int) -> Tensor:
+        """The numbers of the assignments of the rows [start, stop): t*K + k, in any order of
+        rows."""
+
     def combine(
         self,
         order: RowOrder,
@@ -202,6 +206,9 @@ class LocalDispatcher:
 
     def row_weights(self, order: RowOrder, weights_TK: Tensor, start: int, stop: int) -> Tensor:
         return row_weights(weights_TK, order.permutation, start, stop)
+
+    def assignments(self, order: RowOrder, start: int, stop: int) -> Tensor:
+        return order.permutation.row_assignment_R[start:stop]
 
     def combine(
         self,

@@ -9,8 +9,10 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from overspill.compute.dropout import RowDropout, Site
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
 from overspill.core.experts import Phase
+from overspill.moe.compute import ExpertCompute
 from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.plan.waves import row_pieces
@@ -35,6 +37,7 @@ class ForwardPass:
         self._x_TD, self._engine, self._pass, self._phase = x_TD, engine, layer_pass, phase
         self._compute = engine.compute
         self._compute.enter_forward(layer_pass, expert_ids_TK, phase, keep)
+        _enter_adapters(layer_pass, x_TD)
         self._on_cpu = self._compute.cpu_forward(layer_pass, x_TD)
         n_rows = layer_pass.rows.n_rows
         self._y_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
@@ -48,11 +51,15 @@ class ForwardPass:
             for start, end, ends, counts in _pieces(wave, self._compute.max_rows):
                 x_rows = dispatcher.dispatch(layer_pass.rows, self._x_TD, start, end)
                 args = wave.weights, self._engine.shape, ends, counts, layer_pass.activation
-                y_rows, hidden = wave_forward(x_rows, *args)
+                dropout = _dropout(self._compute, layer_pass, Site.HIDDEN, start, end)
+                adapters = layer_pass.adapters_of(wave)
+                y_rows, hidden = wave_forward(x_rows, *args, dropout, adapters)
+                if dropout := _dropout(self._compute, layer_pass, Site.OUTPUT, start, end):
+                    y_rows = dropout.apply(y_rows, overwrite=True)
                 self._y_RD = _with_rows(self._y_RD, start, y_rows)
                 if layer_pass.kept is not None:
                     layer_pass.kept = _with_rows(layer_pass.kept, start, hidden)
-                del args, x_rows, y_rows, hidden
+                del args, dropout, x_rows, y_rows, hidden
 
     def combine(self, weights_TK: Tensor | None, tokens: slice = _ALL) -> Tensor:
         """The weighted sum over its rows of each token in a range; without weights the sum."""
@@ -80,6 +87,7 @@ class BackwardPass:
         self._engine, self._pass, self._need_dw = engine, layer_pass, need_dw
         self._compute = engine.compute  # experts may have moved
         self._compute.enter_backward(layer_pass)
+        _enter_adapters(layer_pass, x_TD)
         n_rows = layer_pass.rows.n_rows
         self._dx_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
         self._drow_weight_R = weights_TK.new_empty(n_rows)
@@ -93,6 +101,8 @@ class BackwardPass:
                 grads = self._piece(wave, start, end, ends, counts)
                 self._dx_RD = _with_rows(self._dx_RD, start, grads.dx_RD)
                 self._drow_weight_R[start:end] = grads.drow_weight_R
+                if self._pass.adapters is not None:
+                    self._pass.adapters.add_grads(wave.first, wave.stop, grads.adapters)
                 total = grads if total is None else _add(total, grads)
             if self._need_dw and total is not None:
                 self._engine.training.deliver(self._pass, wave, total.dw)
@@ -103,9 +113,12 @@ class BackwardPass:
     ) -> WaveGrads:
         layer_pass, dispatcher = self._pass, self._compute.dispatcher
         rows, kept = layer_pass.rows, layer_pass.kept
+        dy_rows = dispatcher.dispatch(rows, self._dy_TD, start, end)
+        if dropout := _dropout(self._compute, layer_pass, Site.OUTPUT, start, end):
+            dy_rows = dropout.apply(dy_rows, overwrite=True)
         return wave_backward(
             dispatcher.dispatch(rows, self._x_TD, start, end),
-            dispatcher.dispatch(rows, self._dy_TD, start, end),
+            dy_rows,
             dispatcher.row_weights(rows, self._weights_TK, start, end),
             wave.weights,
             self._engine.shape,
@@ -114,6 +127,8 @@ class BackwardPass:
             hidden=None if kept is None else kept[start:end],
             need_dw=self._need_dw,
             activation=layer_pass.activation,
+            dropout=_dropout(self._compute, layer_pass, Site.HIDDEN, start, end),
+            adapters=layer_pass.adapters_of(wave),
         )
 
     def finish(self) -> None:
@@ -128,6 +143,22 @@ class BackwardPass:
         """The gradients of a range of tokens and of their routing weights."""
         grads = self._dx_RD, self._drow_weight_R
         return self._compute.dispatcher.combine_grads(self._pass.rows, *grads, tokens)
+
+
+def _dropout(
+    compute: ExpertCompute, layer_pass: LayerPass, site: Site, start: int, end: int
+) -> RowDropout | None:
+    """That of the rows [start, end) of a pass."""
+    if layer_pass.dropout is None:
+        return None
+    rows = compute.dispatcher.assignments(layer_pass.rows, start, end)
+    return layer_pass.dropout.of_rows(site, rows)
+
+
+def _enter_adapters(layer_pass: LayerPass, x_TD: Tensor) -> None:
+    if layer_pass.adapters is not None:
+        assert layer_pass.rows.experts is not None
+        layer_pass.adapters.enter(layer_pass.rows.experts, x_TD.dtype)
 
 
 def _with_rows(all_rows: Tensor, start: int, rows: Tensor) -> Tensor:

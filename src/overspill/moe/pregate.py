@@ -350,7 +350,7 @@ def _announce(gate: ChainGate, routing: Any) -> None:
         return
     ids = gate.read_ids(gate, routing)
     if (decoder := current_decoder()) is not None:
-        decoder.announce(placeholder.layer, ids)
+        decoder.announce(placeholder, ids)
     else:
         placeholder.engine.announce(placeholder.layer, ids)
 

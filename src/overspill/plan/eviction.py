@@ -9,6 +9,7 @@ Shapes: T tokens, L layers, E experts of a layer, N needed experts of a layer; i
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,10 @@ class LFU(Policy):
     def use(self, experts_LN: Ids) -> None:
         self.scores_LE *= self._decay
         self.scores_LE[self._rows_L1, experts_LN] += 1
+
+
+CACHE_POLICIES: dict[str, Callable[[int, int], Policy]] = {"lfu": LFU, "lru": LRU}
+"""Policies of the cache of a decoding step by their names in flags."""
 
 
 class NextUse(Policy):

@@ -36,8 +36,14 @@ class ModelSection:
     """auto: the CPU computes experts that are not on the GPU; gpu-only: all are there; the others
     copy what is missing: when it is needed, all of the next layer, what its router would choose
     now, or what pre-gates have chosen."""
+    migrate: Literal["auto", "cpu", "copy"] = "auto"
+    """What is done with experts that the mode names ahead: cpu: the CPU loads and computes them;
+    copy: they are copied to the GPU; auto: usual for the mode, by the rates of overspill probe."""
     slots: NotNegativeInt | None = None
     """GPU slots for copies of experts, 0 for none; overrides --gpu-memory."""
+    cache_policy: Literal["lfu", "lru"] = "lfu"
+    """Which expert leaves a GPU slot: the one that was used least of late (lfu), or not for the
+    longest time (lru)."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     context: Count = 4096
@@ -77,6 +83,8 @@ class ModelSection:
             dtypes[self.dtype],
             prefill_chunk=self.prefill_chunk,
             adapter=self.adapter,
+            migrate=self.migrate,
+            cache_policy=self.cache_policy,
         )
 
 

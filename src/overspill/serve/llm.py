@@ -11,12 +11,13 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.hardware.native import has_triton
 from overspill.models.budgets import Budgets, Size
 from overspill.models.pregate import pregate_level
+from overspill.plan.eviction import CACHE_POLICIES
 from overspill.plan.pieces import PieceSizes
 from overspill.serve import conversation
 from overspill.serve.arguments import check_not_given, check_whole
 from overspill.serve.background import Background, Submission, raise_error
 from overspill.serve.blocks import BlockPool
-from overspill.serve.decode.modes import check_mode, new_mode
+from overspill.serve.decode.modes import check_migrate, check_mode, new_mode
 from overspill.serve.grammar import Compilation, Grammars
 from overspill.serve.loop import ServingLoop
 from overspill.serve.pacing import Pacing
@@ -25,6 +26,7 @@ from overspill.serve.prompts import (
     Prompt,
     check_ids,
     check_prompt,
+    check_source,
     check_tokens,
     list_prompts,
     params_of_each,
@@ -33,6 +35,7 @@ from overspill.serve.request import Request
 from overspill.serve.rules import make_rules
 from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
+from overspill.serve.seq2seq import first_tokens
 from overspill.serve.source import CacheRequest, open_source
 from overspill.serve.support import can_page
 from overspill.serve.text import Codec, TextStream, check_text
@@ -58,7 +61,11 @@ class LLM:
     `overspill finetune --lora` has written; as `model` it is served with the base model that it
     names. `context` is the most tokens of a prompt and its answer; `max_batch` the most requests
     that run at once. `slots` are the GPU slots for copies of experts that are in host memory;
-    without, as many as fit into `gpu_memory`. `prefill_chunk` is the most tokens of prompts that a
+    without, as many as fit into `gpu_memory`. `mode` says which experts of a later layer are named
+    ahead, and `migrate` what is done with them: the CPU loads and computes them ("cpu"), they are
+    copied to the GPU ("copy"), or what is usual for the mode and faster on this machine ("auto").
+    `cache_policy` says which expert leaves a GPU slot: the one that was used least of late ("lfu"),
+    or not for the longest time ("lru"). `prefill_chunk` is the most tokens of prompts that a
     batch computes; without, batches are as large as is fast and fits into memory. The other
     arguments are those of `overspill.load`.
 
@@ -80,8 +87,13 @@ class LLM:
         dtype: torch.dtype | str | None = None,
         prefill_chunk: int | None = None,
         adapter: str | os.PathLike[str] | None = None,
+        migrate: str = "auto",
+        cache_policy: str = "lfu",
     ) -> None:
         check_mode(mode)
+        if cache_policy not in CACHE_POLICIES:
+            known = ", ".join(map(repr, CACHE_POLICIES))
+            raise ConfigError(f"cache_policy={cache_policy!r} must be one of {known}")
         if prefill_chunk is not None:
             check_whole("prefill_chunk", prefill_chunk, 1)
         check_whole("context", context, 1)
@@ -93,6 +105,7 @@ class LLM:
             gpu_memory, host_memory, disk, device, "gpu" if mode == "gpu-only" else "auto",
             streaming, host_slots,
         )  # fmt: skip
+        check_migrate(migrate, mode, budgets.compute_device)
         if not isinstance(model, str | os.PathLike):
             given = {
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
@@ -115,7 +128,9 @@ class LLM:
         self.device: torch.device = source.model.overspill.device
         self.context = source.context
         try:
-            self._loop = self._new_loop(max_batch, slots, mode, prefill_chunk)
+            check_migrate(migrate, mode, self.device)  # a given model may be on another one
+            decoding = slots, mode, migrate, cache_policy
+            self._loop = self._new_loop(max_batch, *decoding, prefill_chunk)
         except BaseException:  # the mode may not be for this model
             if source.owned:
                 source.model.overspill.close()
@@ -124,7 +139,13 @@ class LLM:
         self._background = Background(self._loop)
 
     def _new_loop(
-        self, max_batch: int, slots: int | None, mode: str, prefill_chunk: int | None
+        self,
+        max_batch: int,
+        slots: int | None,
+        mode: str,
+        migrate: str,
+        cache_policy: str,
+        prefill_chunk: int | None,
     ) -> ServingLoop:
         source = self._source
         new_mode(mode, pregate_level(source.model))  # it may refuse the model
@@ -134,11 +155,13 @@ class LLM:
         if paged:
             dense_there = not source.model.overspill.placement.dense_weights
             fused = on_gpu and dense_there and has_triton("fused decoding")
-            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused, slots, mode
-            runner = PagedRunner(source.model, self.device, *limits)
+            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
+            decoding = slots, mode, migrate, cache_policy
+            runner = PagedRunner(source.model, self.device, *limits, *decoding)
         else:
             runner = SequentialRunner(source.model, self.device)
-        pool = BlockPool(source.n_blocks, _BLOCK, share=paged)
+        # what a decoder computes depends on the source too
+        pool = BlockPool(source.n_blocks, _BLOCK, share=paged and not source.has_encoder)
         chunk = prefill_chunk if paged else source.context
         pieces = PieceSizes(_LEAST_PIECE if chunk is None else chunk, chunk)
         scheduler = Scheduler(pool, max_batch, pieces.size(0), paged)
@@ -315,6 +338,10 @@ class LLM:
         self._check_open()
         codec, vocabulary = self._source.codec, self._vocabulary()
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(check_prompt(prompt))
+        source: list[int] = []
+        if self._source.has_encoder:
+            check_source(tokens, vocabulary, self.context)
+            source, tokens = tokens, first_tokens(self.model)
         check_tokens(tokens, vocabulary, self.context)
         if params.stops and codec is None:
             raise ConfigError("this model has no tokenizer: stop strings cannot be found")
@@ -326,7 +353,8 @@ class LLM:
             grammar = self._grammars.from_schema(params.schema_text())
         most = min(params.max_tokens, self.context - len(tokens))
         rules = make_rules(params, grammar, self._source.ends)
-        return Request(tokens, params, TextStream(codec, params.stops), most, rules)
+        text = TextStream(codec, params.stops)
+        return Request(tokens, params, text, most, rules, source)
 
     def _vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from overspill.core.errors import CheckpointError, ConfigError, DiskError
+from overspill.core.errors import CheckpointError
 from overspill.models.config import GPTConfig
 from overspill.models.huggingface.from_gpt import (
     Piece,
@@ -17,7 +17,7 @@ from overspill.models.huggingface.from_gpt import (
     mixtral_config,
     mixtral_tensors,
 )
-from overspill.tiers.aside import folder_aside
+from overspill.tiers.aside import check_new, new_folder
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 from overspill.train import checkpoint
 from overspill.train.export_tokenizer import TokenizerFiles, tokenizer_files
@@ -51,7 +51,7 @@ def export(
 
     `tokenizer` replaces that of the run, for example if it was moved.
     """
-    _check_free(out)
+    check_new(out)
     config, path = find_checkpoint(run)
     state = checkpoint.read_state(path)
     shape = find_shape(config, state, path)
@@ -60,12 +60,9 @@ def export(
     tensors = mixtral_tensors(shape)
     with StreamReader(path / "model.safetensors") as reader:
         specs = _specs(reader, tensors)
-        try:
-            with folder_aside(out) as folder:
-                _write_texts(folder, shape, str(state.facts["dtype"]), files)
-                _write_weights(folder, reader, tensors, specs, shard_bytes, progress)
-        except OSError as error:
-            raise _not_written(out, error) from error
+        with new_folder(out) as folder:
+            _write_texts(folder, shape, str(state.facts["dtype"]), files)
+            _write_weights(folder, reader, tensors, specs, shard_bytes, progress)
     return Exported(
         out=str(out),
         checkpoint=str(path),
@@ -73,13 +70,6 @@ def export(
         parameters=shape.total_params,
         bytes=sum(spec.nbytes for spec in specs.values()),
     )
-
-
-def _check_free(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"OUT {out} already exists; give the name of a new folder")
-    if out.is_mount():  # it cannot be replaced by a complete folder
-        raise ConfigError(f"OUT {out} is the root of a disk; give the name of a new folder in it")
 
 
 def _specs(reader: StreamReader, tensors: Mapping[str, Piece]) -> dict[str, TensorSpec]:
@@ -155,12 +145,3 @@ def _write_texts(folder: Path, shape: GPTConfig, dtype: str, files: TokenizerFil
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _not_written(out: Path, error: OSError) -> DiskError:
-    cause = error.__cause__ if isinstance(error, DiskError) else error
-    reason = getattr(cause, "strerror", None) or cause
-    return DiskError(
-        f"OUT {out} cannot be written ({reason}); free some space or give another folder; no files "
-        "were left there"
-    )

@@ -49,10 +49,12 @@ class Decoding:
         prompts: Sequence[list[int]] = PROMPTS[:3],
         slots: int = 0,
         mode: str = "auto",
+        migrate: str = "auto",
+        cache_policy: str = "lfu",
     ) -> None:
         self.plain, self.model = plain, model
         limits = BLOCKS, SIZE, 64, 4
-        self.runner = PagedRunner(model, CPU, *limits, fused=True, slots=slots, mode=mode)
+        self.runner = PagedRunner(model, CPU, *limits, True, slots, mode, migrate, cache_policy)
         self._scheduler = Scheduler(BlockPool(BLOCKS, SIZE), 4, 64)
         self.requests = [make_request(prompt, 30) for prompt in prompts]
         for request in self.requests:

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import overspill
+from overspill.compute.decode.migrate import Region
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
-from overspill.serve.decode import decode
-from overspill.serve.decode.modes import new_mode
+from overspill.plan.eviction import LFU, LRU, Policy
+from overspill.serve.decode import decode, host_experts, migration
+from overspill.serve.decode.modes import check_migrate, new_mode
 from overspill.serve.decode.rates import ReadRates
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import INTERPRETED, Decoding, gpt, small
@@ -42,9 +44,11 @@ def served(
     folder: Path,
     prompts: list[list[int]],
     slots: int = 0,
+    migrate: str = "auto",
+    cache_policy: str = "lfu",
 ) -> Iterator[Decoding]:
     with offloaded(plain, "host", folder) as model:
-        made = Decoding(plain, model, prompts, slots, mode)
+        made = Decoding(plain, model, prompts, slots, mode, migrate, cache_policy)
         try:
             yield made
         finally:
@@ -81,7 +85,7 @@ def test_several_requests(mode: str, tmp_path: Path, steps: list[int]) -> None:
 
 @pytest.fixture
 def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which pre-gated experts are copied."""
+    """A machine whose link is faster than its CPU."""
     monkeypatch.setattr(decode, "read_rates", lambda _: ReadRates(cpu=1.0, link=2.0))
 
 
@@ -104,16 +108,93 @@ def test_the_tokens_of_a_model_with_pre_gates(
     assert steps == [1, 1]
 
 
-@pytest.mark.usefixtures("fast_link")
+class Ahead:
+    """What has been done with experts that were named for a later layer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copied = 0
+        self.announced = 0
+        migrate, announce = migration.migrate, host_experts.announce
+
+        def copies(region: Region, *args: Any) -> None:
+            migrate(region, *args)
+            self.copied += int((region.list_N >= 0).sum())
+
+        def announces(*args: Any) -> None:
+            announce(*args)
+            self.announced += 1
+
+        monkeypatch.setattr(migration, "migrate", copies)
+        monkeypatch.setattr(host_experts, "announce", announces)
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Ahead:
+    return Ahead(monkeypatch)
+
+
 @pytest.mark.parametrize("level", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_pre_gated_experts_are_copied_where_that_is_faster(
-    level: int, tmp_path: Path, steps: list[int]
+@pytest.mark.parametrize("mode", ["pre-gated", pytest.param("auto", marks=pytest.mark.slow)])
+def test_copy_copies_what_pre_gates_name(
+    mode: str, level: int, tmp_path: Path, steps: list[int], ahead: Ahead
 ) -> None:
+    """On a machine whose CPU would be faster."""
     plain = overspill.pregate(deep(level), level)
-    with served(plain, "pre-gated", tmp_path, small(PROMPTS[:1])) as made:
+    with served(plain, mode, tmp_path, small(PROMPTS[:1]), migrate="copy") as made:
         made.two_steps()
         assert made.runner.stats()["experts_on_cpu"] == 0
+    assert (ahead.copied > 0, ahead.announced) == (True, 0)
     assert steps == [1, 1]
+
+
+@pytest.mark.usefixtures("fast_link")
+@pytest.mark.parametrize(
+    ("mode", "named"),
+    [
+        ("pre-gated", True),
+        ("lookahead", True),
+        pytest.param("prefetch-all", True, marks=pytest.mark.slow),
+        pytest.param("on-demand", False, marks=pytest.mark.slow),
+        pytest.param("auto", True, marks=pytest.mark.slow),
+    ],
+)
+def test_cpu_loads_and_computes_what_a_mode_names(
+    mode: str, named: bool, tmp_path: Path, steps: list[int], ahead: Ahead
+) -> None:
+    """On a machine whose link would be faster."""
+    plain = overspill.pregate(deep(1), 1)
+    with served(plain, mode, tmp_path, small(PROMPTS[:1]), migrate="cpu") as made:
+        made.two_steps()
+        assert made.runner.stats()["experts_on_cpu"] > 0
+    assert (ahead.copied, ahead.announced > 0) == (0, named)
+    assert steps == [1, 1]
+
+
+@pytest.mark.parametrize("mode", ["on-demand", pytest.param("pre-gated", marks=pytest.mark.slow)])
+def test_either_cache_policy_gives_the_same_tokens(
+    mode: str, tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[type[Policy]] = []
+    for each in (LRU, LFU):
+        monkeypatch.setattr(each, "use", _noting(each.use, used))
+    plain = overspill.pregate(deep(1), 1)
+    for policy, name in ((LRU, "lru"), (LFU, "lfu")):
+        used.clear()
+        given = small(PROMPTS[:1]), 3, "copy", name
+        with served(plain, mode, tmp_path / name, *given) as made:
+            for _ in range(2):
+                made.two_steps()
+            assert made.runner.stats()["expert_slots"] == 3
+        assert {*used} == {policy}
+    assert steps == [1] * 8
+
+
+def _noting(use: Any, used: list[type[Policy]]) -> Any:
+    def noted(self: Policy, experts_LN: Any) -> None:
+        used.append(type(self))
+        use(self, experts_LN)
+
+    return noted
 
 
 @pytest.mark.usefixtures("fast_link")
@@ -129,23 +210,20 @@ def test_auto_does_not_use_the_cpu_where_the_link_is_faster(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("migrate", ["cpu", "copy"])
 def test_several_requests_of_a_model_with_pre_gates(
-    copied: bool, tmp_path: Path, steps: list[int], request: pytest.FixtureRequest
+    migrate: str, tmp_path: Path, steps: list[int]
 ) -> None:
-    if copied:
-        request.getfixturevalue("fast_link")
     plain = overspill.pregate(deep(2), 2)
-    with served(plain, "pre-gated", tmp_path, small(PROMPTS[:3]), 4) as made:
+    with served(plain, "pre-gated", tmp_path, small(PROMPTS[:3]), 4, migrate) as made:
         made.step()
     assert steps == [4]
 
 
-@pytest.mark.usefixtures("fast_link")
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_pre_gates_of_transformers(name: str, tmp_path: Path, steps: list[int]) -> None:
     plain = overspill.pregate(copy.deepcopy(plain_model(name)[0]))
-    with served(plain, "pre-gated", tmp_path, PROMPTS[:2]) as made:
+    with served(plain, "pre-gated", tmp_path, PROMPTS[:2], migrate="copy") as made:
         made.step()
     assert steps == [2]
 
@@ -213,3 +291,32 @@ def test_a_mode_needs_what_it_uses() -> None:
         new_mode("pre-gated", 0)
     with pytest.raises(ConfigError, match="must be one of 'auto', 'gpu-only'"):
         new_mode("fast", 1)
+
+
+def test_migrate_is_refused_where_it_contradicts_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="must be one of 'auto', 'cpu', 'copy'"):
+        check_migrate("move", "auto", gpu)
+    for migrate in ("cpu", "copy"):
+        with pytest.raises(ConfigError, match="'gpu-only' has none there"):
+            check_migrate(migrate, "gpu-only", gpu)
+        check_migrate(migrate, "on-demand", gpu)
+    with pytest.raises(ConfigError, match="and this model is computed on cpu"):
+        check_migrate("copy", "auto", cpu)
+    check_migrate("cpu", "auto", cpu)
+    monkeypatch.setattr(decode, "why_unsupported", lambda *_, **__: "no C++ compiler")
+    with (
+        pytest.raises(ConfigError, match="use migrate='copy', or leave it out"),
+        served(deep(1), "auto", tmp_path, small(PROMPTS[:1]), migrate="cpu"),
+    ):
+        pass
+
+
+def test_experts_on_disk_cannot_be_copied_ahead(tmp_path: Path) -> None:
+    plain = deep(1)
+    with offloaded(plain, "disk", tmp_path) as model:
+        with pytest.raises(ConfigError, match="some are on disk; give more host_memory"):
+            Decoding(plain, model, small(PROMPTS[:1]), migrate="copy")
+        Decoding(plain, model, small(PROMPTS[:1]), migrate="cpu").runner.close()

@@ -104,16 +104,24 @@ def test_an_encoder_decoder_follows_the_plain_model(switch: Path, tmp_path: Path
     AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "final")
 
 
-def test_dropout_inside_experts_is_turned_off_and_said(switch: Path, tmp_path: Path) -> None:
+def test_experts_are_trained_with_the_dropout_of_the_checkpoint(
+    switch: Path, tmp_path: Path
+) -> None:
     checkpoint = shutil.copytree(switch, tmp_path / "switch")
-    config = json.loads((checkpoint / "config.json").read_text()) | {"dropout_rate": 0.1}
+    config = json.loads((checkpoint / "config.json").read_text()) | {"dropout_rate": 0.3}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    settings = tiny_settings(checkpoint, _data("pairs", tmp_path), tmp_path / "run", steps=1)
-    said: list[str] = []
-    plan = plan_finetuning(FinetuneConfig.make(settings), said.append)
-    assert plan.overrides == {"dropout_rate": 0.0}
-    assert any("dropout_rate=0.1 is set to 0" in line for line in said)
-    _finetune(settings, Watcher())
+    displays, data = [Watcher(), Watcher(), Watcher()], _data("pairs", tmp_path)
+    for number, display in enumerate(displays):
+        source, recompute = (checkpoint, switch)[number == 2], number == 1
+        settings = tiny_settings(
+            source, data, tmp_path / f"{number}", steps=2, gradient_checkpointing=recompute
+        )
+        plan = plan_finetuning(FinetuneConfig.make(settings), lambda _: None)
+        assert plan.overrides == {}
+        _finetune(settings, display)
+    first, recomputed, without = (display.losses for display in displays)
+    assert recomputed == pytest.approx(first, rel=1e-4)
+    assert without != pytest.approx(first, rel=1e-2)
 
 
 @pytest.mark.usefixtures("pictures")
@@ -179,7 +187,8 @@ def _stop_at(step: int) -> Callable[[int], None]:
 
 
 # tests/cli/test_finetune.py kills a run that clips
-RESUMED: list[dict[str, Any]] = [{"lora": 2, "lr": 0.05}]
+EXPERTS = {"lora_experts": True, "lora_experts_rank": 3}
+RESUMED: list[dict[str, Any]] = [{"lora": 2, "lr": 0.05, "accumulate": 2, "clip": 0.5, **EXPERTS}]
 SLOW = [
     pytest.param(extra, marks=pytest.mark.slow)
     for extra in (
@@ -336,16 +345,20 @@ def test_what_is_frozen_stays(mixtral: Path, tmp_path: Path, frozen: str) -> Non
     assert display.losses[-1] != display.losses[0]
 
 
-def test_lora_trains_adapters_alone(mixtral: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@pytest.mark.parametrize("extra", [{}, EXPERTS], ids=["attention", "experts"])
+def test_lora_trains_adapters_alone(mixtral: Path, tmp_path: Path, extra: dict[str, Any]) -> None:
     from peft import PeftModel
 
     display, run = Watcher(), tmp_path / "run"
     data = write_pairs(tmp_path / "a.jsonl")
-    settings = tiny_settings(mixtral, data, run, steps=4, lora=4, lr=0.05, clip=0.0)
+    settings = tiny_settings(mixtral, data, run, steps=4, lora=4, lr=0.05, clip=0.0, **extra)
     summary = _finetune(settings, display)
     assert summary.final is not None
     names = set(_weights(run / "final"))
-    assert {name.split(".")[-3] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    experts = {"experts", "base_layer"} if extra else set()
+    assert {name.split(".")[-3] for name in names} == attention | experts
     assert all("lora_" in name for name in names)
     base = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, summary.final).eval()

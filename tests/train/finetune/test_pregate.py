@@ -59,7 +59,7 @@ def test_nllb_is_trained_without_layer_drop_and_with_either_routing(tmp_path: Pa
         )
         said: list[str] = []
         plan = plan_finetuning(PregateConfig.make(settings), said.append)
-        assert plan.overrides == {"moe_token_dropout": 0.0, "encoder_layerdrop": 0.0}
+        assert plan.overrides == {"encoder_layerdrop": 0.0}
         assert any(line.startswith("encoder_layerdrop=0.05 is set to 0: lay") for line in said)
         display = Watcher()
         summary = run(settings, display)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overspill.compute.dropout import Dropout
 from overspill.moe.autograd import routed_experts
 from overspill.moe.placeholder import ExpertPlaceholder, check_placeholder
 from overspill.moe.pregate import check_selected
@@ -30,8 +31,8 @@ class DictionaryStyle:
     linears: tuple[str, str]
     bias: bool
     read: Callable[[Tensor, Tensor, int], Routing]
-    dropouts: tuple[str, ...]
-    """Config fields of the dropout inside experts."""
+    std: Callable[[Any], float]
+    """Standard deviation of initial weights, from the config."""
 
 
 def read_switch(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
@@ -56,8 +57,7 @@ def read_nllb(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
     ids_TE = selected.long()
     total_TE = torch.zeros_like(weights).scatter_add(1, ids_TE, weights)
     used_TE = torch.zeros_like(ids_TE).scatter(1, ids_TE, 1)
-    top_k = int(used_TE.sum(1).max()) if len(used_TE) else 1
-    used_TK, ids_TK = used_TE.topk(top_k, dim=1)
+    used_TK, ids_TK = used_TE.topk(min(2, n_experts), dim=1)  # ids are 0 and 1
     weights_TK = total_TE.gather(1, ids_TK)
     return torch.where(used_TK > 0, ids_TK, n_experts), weights_TK
 
@@ -70,9 +70,20 @@ def read_nllb_top_2(selected: Tensor, weights: Tensor, n_experts: int) -> Routin
     return torch.where(weights_TK > 0, ids_TK, n_experts), weights_TK
 
 
-SWITCH = DictionaryStyle(("wi", "wo"), False, read_switch, ("dropout_rate",))
-NLLB = DictionaryStyle(("fc1", "fc2"), True, read_nllb, ("activation_dropout", "moe_token_dropout"))
-STYLES = {"switch_transformers": SWITCH, "nllb-moe": NLLB}
+SWITCH = DictionaryStyle(
+    linears=("wi", "wo"),
+    bias=False,
+    read=read_switch,
+    std=lambda config: float(config.initializer_factor * config.d_model**-0.5),
+)
+NLLB = DictionaryStyle(
+    linears=("fc1", "fc2"),
+    bias=True,
+    read=read_nllb,
+    std=lambda config: float(config.init_std),
+)
+DROPOUT = "dropout"
+"""Name of the dropout module of the experts in a dictionary whose experts are offloaded."""
 _STYLES_BY_CLASS = {"SwitchTransformersExperts": SWITCH, "NllbMoeExperts": NLLB}
 
 
@@ -92,13 +103,6 @@ def warn_of_routing(settings: Settings) -> None:
             "routing that it was trained with, give "
             "settings=overspill.Settings(fix_nllb_routing=True), or --fix-nllb-routing"
         )
-
-
-def dropouts_inside_experts(config: Any) -> dict[str, float]:
-    """Config fields of dropout inside experts that are in use, with the value that training
-    requires."""
-    style = STYLES.get(config.model_type)
-    return {name: 0.0 for name in style.dropouts if getattr(config, name)} if style else {}
 
 
 class HostedDictionary(nn.ModuleDict):
@@ -128,7 +132,15 @@ class HostedDictionary(nn.ModuleDict):
         # the routing weight of a dropped token gets no gradient
         weights_TK = torch.where(ids_TK < engine.n_experts, weights_TK, 0)
         x_TD = hidden_states.to(engine.dtype)
-        return routed_experts(self.overspill, x_TD, ids_TK, weights_TK).to(hidden_states.dtype)
+        output = _rate(self["token_dropout"]) if fraction else 0.0
+        dropout = Dropout.draw(_rate(self[DROPOUT]), output)
+        args = self.overspill, x_TD, ids_TK, weights_TK, dropout
+        return routed_experts(*args).to(hidden_states.dtype)
+
+
+def _rate(dropout: nn.Module) -> float:
+    """The rate of a dropout module, as it is now."""
+    return float(dropout.p) if dropout.training else 0.0  # type: ignore[arg-type]
 
 
 class _HostedSwitch(HostedDictionary):

@@ -12,9 +12,10 @@ from torch import Tensor
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.models.budgets import Budgets, Size
+from overspill.models.checkpoint_presets import preset_config
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.checks import find_folder
-from overspill.models.huggingface.experts import DictionaryExperts, HuggingFaceExperts
+from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
 from overspill.models.huggingface.pregates import read_pregates
@@ -192,30 +193,35 @@ def from_config(
     quiet: bool = False,
     **more: Any,
 ) -> Any:
-    """A transformers model of this config with random weights, for training from scratch; its
-    experts are initialized in the store. `more` are further arguments of `overspill.offload`. With
-    a mesh, call `torch.manual_seed` first, with the same seed on all ranks."""
+    """A transformers model with random weights, for training from scratch; its experts are
+    initialized in the store.
+
+    `config` is a config of transformers, or the name of a preset (see `overspill.preset_config`).
+    `more` are further arguments of `overspill.offload`. Call `torch.manual_seed` first for the same
+    weights again, with a mesh on all ranks."""
+    config = preset_config(config) if isinstance(config, str) else config
     budgets = Budgets(gpu_memory, host_memory, disk, settings=settings or Settings(), **more)
     budgets.settings.check_model(config.model_type)
-    made = Skeleton(model_class(config), train)
-    with silence():
-        model = made.model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype)
-    model.train(train)
-    if isinstance(made.layers[0], DictionaryExperts):
-        raise ConfigError(
-            f"from_config cannot initialize {config.model_type}; save a model made by "
-            "transformers and load it"
-        )
+    made, model = random_dense(config, dtype, train)
 
     def finish() -> None:
         made.restore(model)
         adapt(model, made.layers)
 
-    initial = _InitialExperts(made.layers, budgets.compute_device)
+    initial = InitialExperts(made.layers, budgets.compute_device)
     return move_experts(model, made.layers, budgets, progress, quiet, initial, finish)
 
 
-class _InitialExperts:
+def random_dense(config: Any, dtype: torch.dtype, train: bool) -> tuple[Skeleton, Any]:
+    """A model whose dense part transformers has initialized, and which has no experts yet."""
+    made = Skeleton(model_class(config), train)
+    with silence():
+        model = made.model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype)
+    model.train(train)
+    return made, model
+
+
+class InitialExperts:
     """Weights that depend on the seed of torch's generator and on the expert alone, so that they
     are the same on any number of ranks."""
 
@@ -226,5 +232,6 @@ class _InitialExperts:
         self._seed = int(torch.randint(1 << 32, ()))
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
+        """Fills a record, on any thread."""
         generator = expert_generator(self._seed, expert, self._device)
         self._layers[expert.layer].draw(record, generator)

@@ -159,13 +159,14 @@ class StreamingCompute(ExpertCompute):
         self.trace.enter_experts()
 
     def _allow_split(self, layer_pass: LayerPass, sortable: bool) -> bool:
-        """Whether the CPU may get experts of this pass: not where weight gradients are made, and
-        only if the rows can be sorted by the split. With kept activations they cannot: these lie in
-        the order of their rows."""
+        """Whether the CPU may get experts of this pass: not where weight gradients are made, not
+        with dropout or adapters, which its kernel does not have, and only if the rows can be sorted
+        by the split. With kept activations they cannot: these lie in the order of their rows."""
         if self.split is None:
             return False
         trains = layer_pass.training and layer_pass.trained
-        allowed = sortable and not trains and self._is_supported(layer_pass)
+        plain = layer_pass.dropout is None and layer_pass.adapters is None
+        allowed = sortable and plain and not trains and self._is_supported(layer_pass)
         with self._store.lock:
             return self.split.enter(layer_pass.layer, allowed)
 

@@ -1,12 +1,14 @@
 """What decoding steps do about experts that are not on the device: one small class for a mode.
 
-`auto` lets the CPU compute them. The others copy them to the device, as the modes that the paper on
-pre-gated MoE compares: after the gate has chosen them, or earlier, while other layers compute.
+A mode says which experts of a later layer are named ahead, as in the comparison of the paper on
+pre-gated MoE. `on_cpu` says what is done with them: the CPU loads them into its caches and computes
+what is missing, or the device copies them, and reads others when it needs them. The setting
+`migrate` decides that; by default the mode does.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from overspill.core.errors import ConfigError
@@ -43,8 +45,7 @@ class Mode(Protocol):
 
 
 class Auto:
-    """The CPU computes missing experts where they are, or the device reads them, whichever reads
-    host memory faster. Only what pre-gates have chosen is known well enough to act on it ahead."""
+    """Only what pre-gates have chosen is known well enough to act on it ahead."""
 
     copies_all = False
 
@@ -56,10 +57,12 @@ class Auto:
 
 
 class OnDemand:
-    """Nothing is copied before the gate has chosen it."""
+    """Nothing is named before the gate has chosen it."""
 
-    on_cpu = False
     copies_all = False
+
+    def __init__(self, on_cpu: bool) -> None:
+        self.on_cpu = on_cpu
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         return None
@@ -68,8 +71,10 @@ class OnDemand:
 class PrefetchAll:
     """All experts of the next layer."""
 
-    on_cpu = False
     copies_all = True
+
+    def __init__(self, on_cpu: bool) -> None:
+        self.on_cpu = on_cpu
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         return Ahead(layer + 1, None) if layer + 1 < routings.n_layers else None
@@ -77,10 +82,12 @@ class PrefetchAll:
 
 class Lookahead:
     """Those experts of the next layer that its gate would choose for the input of this one. What it
-    did not choose is copied on demand."""
+    did not choose is computed or read on demand."""
 
-    on_cpu = False
     copies_all = False
+
+    def __init__(self, on_cpu: bool) -> None:
+        self.on_cpu = on_cpu
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         later = layer + 1
@@ -91,8 +98,7 @@ class Lookahead:
 
 
 class PreGated:
-    """Those that the pre-gates of this layer have chosen for a later one. They are handed to the
-    CPU or copied, whichever reads them faster from host memory."""
+    """Those that the pre-gates of this layer have chosen for a later one."""
 
     copies_all = False
 
@@ -107,14 +113,18 @@ class PreGated:
         return None if ids is None else Ahead(later, ids)
 
 
-_MODES: dict[str, Callable[[bool], Mode]] = {  # whether the CPU reads host memory faster
+_MODES: dict[str, type[Auto | OnDemand | PrefetchAll | Lookahead | PreGated]] = {
     "auto": Auto,
     "gpu-only": Auto,  # nothing is missing
-    "on-demand": lambda _: OnDemand(),
-    "prefetch-all": lambda _: PrefetchAll(),
-    "lookahead": lambda _: Lookahead(),
+    "on-demand": OnDemand,
+    "prefetch-all": PrefetchAll,
+    "lookahead": Lookahead,
     "pre-gated": PreGated,
 }
+_BY_RATES = ("auto", "gpu-only", "pre-gated")
+"""Modes in which the CPU computes if it reads host memory faster than the device; in the others the
+device reads, as in the paper."""
+MIGRATIONS = ("auto", "cpu", "copy")
 
 
 def check_mode(name: str) -> None:
@@ -122,7 +132,25 @@ def check_mode(name: str) -> None:
         raise ConfigError(f"mode={name!r} must be one of {', '.join(map(repr, _MODES))}")
 
 
-def new_mode(name: str, level: int, cpu_is_faster: bool = True) -> Mode:
+def check_migrate(migrate: str, mode: str, device: torch.device) -> None:
+    """Refuses what contradicts the mode or the device."""
+    if migrate not in MIGRATIONS:
+        raise ConfigError(f"migrate={migrate!r} must be one of {', '.join(map(repr, MIGRATIONS))}")
+    if migrate == "auto":
+        return
+    if mode == "gpu-only":
+        raise ConfigError(
+            f"migrate={migrate!r} is for experts in host memory, and mode='gpu-only' has none "
+            "there; leave migrate out or choose another mode"
+        )
+    if migrate == "copy" and device.type != "cuda":
+        raise ConfigError(
+            f"migrate='copy' copies experts to a GPU, and this model is computed on {device}; "
+            "leave migrate out, or use a GPU"
+        )
+
+
+def new_mode(name: str, level: int, migrate: str = "auto", cpu_is_faster: bool = True) -> Mode:
     """The mode of that name for a model with pre-gates of this level, on a machine whose CPU reads
     host memory faster than the device does, or not."""
     check_mode(name)
@@ -131,4 +159,5 @@ def new_mode(name: str, level: int, cpu_is_faster: bool = True) -> Mode:
             "mode='pre-gated' needs a model with pre-gates; train them with overspill pregate, or "
             "choose another mode"
         )
-    return _MODES[name](cpu_is_faster)
+    by_default = cpu_is_faster and name in _BY_RATES
+    return _MODES[name](by_default if migrate == "auto" else migrate == "cpu")

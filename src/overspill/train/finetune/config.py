@@ -30,12 +30,16 @@ class FinetuneModelSection:
     freeze_dense: bool = False
     """Freeze everything but the experts."""
     lora: Count | None = None
-    """Train LoRA adapters of this rank on the dense part, and nothing else; needs peft."""
+    """Train LoRA adapters of this rank on the attention, and nothing else; needs peft."""
     lora_alpha: Count | None = None
     """LoRA's alpha; default: twice the rank."""
     lora_targets: str | None = None
     """Names of the layers that get an adapter, such as q_proj,v_proj; default: all linear layers of
     the attention."""
+    lora_experts: bool = False
+    """Train adapters of the experts too."""
+    lora_experts_rank: Count | None = None
+    """Rank of the experts' adapters, whose scale is that of the others; default: that of --lora."""
     gradient_checkpointing: bool = True
     """Recompute the activations of a layer in backward instead of keeping them."""
     balance: bool = False
@@ -165,6 +169,13 @@ class FinetuneConfig(RunConfig):
     def trains_experts(self) -> bool:
         return not self.model.freeze_experts and self.model.lora is None
 
+    @property
+    def expert_adapters_rank(self) -> int | None:
+        """None: experts have no adapters."""
+        return (
+            (self.model.lora_experts_rank or self.model.lora) if self.model.lora_experts else None
+        )
+
     def _check_combinations(self) -> None:
         """Settings that are valid alone but not together."""
         model, data = self.model, self.data
@@ -191,6 +202,10 @@ class FinetuneConfig(RunConfig):
             )
         if model.lora is None and (model.lora_alpha is not None or model.lora_targets is not None):
             raise ConfigError("--lora-alpha and --lora-targets need --lora RANK, such as --lora 16")
+        if model.lora_experts and model.lora is None:
+            raise ConfigError("--lora-experts needs --lora RANK, such as --lora 16")
+        if model.lora_experts_rank is not None and not model.lora_experts:
+            raise ConfigError("--lora-experts-rank needs --lora-experts; add it")
         for flag, value, word in (
             ("--label-prompt", data.label_prompt, "{sentence}"),
             ("--label-text", data.label_text, "{label}"),

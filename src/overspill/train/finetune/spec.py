@@ -14,7 +14,6 @@ from overspill.hardware.machine import choose_device
 from overspill.models.budgets import Budgets
 from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import check_tokenizer, find_folder
-from overspill.models.huggingface.dictionaries import dropouts_inside_experts
 from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.pregates import saved_level
@@ -34,7 +33,7 @@ from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
 from overspill.train.finetune.lora import add_lora
 from overspill.train.run_warnings import ModelSize
-from overspill.train.session import RunSpec
+from overspill.train.session import DTYPES, RunSpec
 from overspill.train.team import Team
 
 _SEQ_LEN = 1024  # default: long enough for most examples, and not the 128k of some models
@@ -74,6 +73,9 @@ class FinetuneSpec(RunSpec):
         if self.config.model.fix_nllb_routing:
             settings = dataclasses.replace(budgets.settings, fix_nllb_routing=True)
             budgets = dataclasses.replace(budgets, settings=settings)
+        if rank := self.config.expert_adapters_rank:
+            reserved = self._expert_adapters_bytes(rank)
+            budgets = dataclasses.replace(budgets, device_reserved=reserved)
         if self.config.stages is None or self.device.type != "cuda":
             return budgets
         text, data = self.model_config.get_text_config(), self.config.data
@@ -82,6 +84,13 @@ class FinetuneSpec(RunSpec):
         own = -(-text.num_hidden_layers // self.team.n_stages) * data.accumulate
         # torch's allocator of pinned memory gives out powers of two
         return dataclasses.replace(budgets, host_reserved=own * (1 << (hidden - 1).bit_length()))
+
+    def _expert_adapters_bytes(self, rank: int) -> int:
+        """Weights and gradients in float32, and both moments."""
+        layers = find_experts(meta_model(self.model_config).eval())
+        shapes = [(layer.n_experts, layer.shape) for layer in layers]
+        sides = sum(n * (2 * s.d_model + s.d_hidden + s.in_rows) for n, s in shapes)
+        return rank * sides * (8 + 2 * DTYPES[self.config.optim.state_dtype].itemsize)
 
     def model_size(self) -> ModelSize:
         model = meta_model(self.model_config).eval()
@@ -188,6 +197,7 @@ def plan_finetuning(
             "freeze_dense": model.freeze_dense,
             "lora": model.lora,
             "lora_targets": model.lora_targets,
+            "lora_experts": config.expert_adapters_rank,
             "pregate_level": level or None,
             "fix_nllb_routing": model.fix_nllb_routing or None,
         },
@@ -203,19 +213,14 @@ def plan_finetuning(
 def _override(
     config: FinetuneConfig, model_config: Any, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """Sets the fields of the model's config that training does not support to 0; returns them."""
-    dropouts = dropouts_inside_experts(model_config) if config.trains_experts else {}
+    """Sets the fields of the model's config that pre-gates do not support to 0; returns them."""
     drops = layer_drops(model_config) if config.pregate_level else {}
-    for overrides, reason in (
-        (dropouts, "dropout inside experts is not supported in training"),
-        (drops, "layers of a model with pre-gates cannot be dropped"),
-    ):
-        if overrides:
-            fields = ", ".join(f"{name}={getattr(model_config, name)}" for name in overrides)
-            say(f"{fields} is set to 0: {reason}")
-        for name, value in overrides.items():
-            setattr(model_config, name, value)
-    return dropouts | drops
+    if drops:
+        fields = ", ".join(f"{name}={getattr(model_config, name)}" for name in drops)
+        say(f"{fields} is set to 0: layers of a model with pre-gates cannot be dropped")
+    for name, value in drops.items():
+        setattr(model_config, name, value)
+    return drops
 
 
 def _check_level(level: int, folder: Path, model_config: Any) -> None:
