@@ -172,7 +172,9 @@ def plan_finetuning(
         if given is None
         else load_tokenizer(Path(given).expanduser(), "--tokenizer")
     )
-    data = load_data(config.data, tokenizer, seq_len, model_config, config.run.seed, say)
+    data = load_data(
+        config.data, tokenizer, seq_len, model_config, config.run.seed, say, config.metrics
+    )
     model, run, optim = config.model, config.run, config.optim
     per_epoch = -(-len(data.train) // config.sequences_per_step)
     steps = run.steps or max(1, round(run.epochs * per_epoch))
