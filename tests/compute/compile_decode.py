@@ -49,8 +49,8 @@ LOOK_UP = {
     "MISSES": True,
 }  # fmt: skip
 IN = {
-    "ACTIVATION": 0, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8, "BLOCK": 256,
-    "REQUEST": 4, "ON_GPU": True,
+    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8,
+    "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
 }  # fmt: skip
 OUT = {
     "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 1,
@@ -74,8 +74,9 @@ CASES = [
     ("_choose_kernel", {"TOP_K": 8, "ROWS": 4, "BLOCK": 128, "SLOTS": 32}, CHOOSE),
     ("_migrate_kernel", {"IN_WORD": 2, "BLOCK": 2048}, CHOOSE | {"to": "*i32", "base": "*i32"}),
     ("_expert_in_kernel", IN, FLAGS),
-    ("_expert_in_kernel", IN | {"ACTIVATION": 1}, FLAGS),
-    ("_expert_in_kernel", IN | {"ACTIVATION": 2, "BIAS": True, "TRANSPOSED": True}, FLAGS),
+    ("_expert_in_kernel", IN | {"FUNCTION": 0, "GATED": False}, FLAGS),
+    ("_expert_in_kernel", IN | {"FUNCTION": 2, "GATED": False, "BIAS": True}, FLAGS),
+    ("_expert_in_kernel", IN | {"FUNCTION": 3, "BIAS": True, "TRANSPOSED": True}, FLAGS),
     ("_expert_out_kernel", OUT, {"out": "*fp32"}),
     ("_expert_out_kernel", OUT | {"BIAS": True, "TRANSPOSED": True}, {"out": "*fp32"}),
 ]
@@ -85,7 +86,7 @@ GROUP = {
 }  # fmt: skip
 for turned in (False, True):
     group = GROUP | {"BIAS": turned, "TRANSPOSED": turned}
-    own = {"ACTIVATION": 2 if turned else 0, "REQUEST": 4, "ON_GPU": True}
+    own = {"FUNCTION": 3 if turned else 1, "GATED": True, "REQUEST": 4, "ON_GPU": True}
     CASES.append(("_group_in_kernel", group | own, FLAGS))
     CASES.append(("_group_out_kernel", group, {"parts": "*fp32"}))
 ROWS = {"y": "*fp32", "host": "*fp32"}

@@ -57,8 +57,7 @@ def read_nllb(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
     ids_TE = selected.long()
     total_TE = torch.zeros_like(weights).scatter_add(1, ids_TE, weights)
     used_TE = torch.zeros_like(ids_TE).scatter(1, ids_TE, 1)
-    top_k = int(used_TE.sum(1).max()) if len(used_TE) else 1
-    used_TK, ids_TK = used_TE.topk(top_k, dim=1)
+    used_TK, ids_TK = used_TE.topk(min(2, n_experts), dim=1)  # ids are 0 and 1
     weights_TK = total_TE.gather(1, ids_TK)
     return torch.where(used_TK > 0, ids_TK, n_experts), weights_TK
 

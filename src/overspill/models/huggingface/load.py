@@ -107,7 +107,7 @@ def load_within(
         where = torch.device("cpu") if on_host else device
         plain = made.plain, config, checkpoint
         with nullcontext() if adapter is None else open_lora(adapter, *plain) as lora:
-            model = _load_dense(made.model_class, folder, config, dtype, where)
+            model = _load_dense(made.model_class, checkpoint, config, dtype, where)
             model.train(train)
             layers = made.layers
             for layer in layers:
@@ -128,27 +128,38 @@ def load_within(
 
 
 def _load_dense(
-    kind: Any, folder: Path, config: Any, dtype: torch.dtype | str | None, device: torch.device
+    kind: Any,
+    checkpoint: CheckpointFolder,
+    config: Any,
+    dtype: torch.dtype | str | None,
+    device: torch.device,
 ) -> Any:
     """Loads all but the experts with transformers, which skips tensors without a parameter."""
+    folder = checkpoint.folder
     placed = {"device_map": {"": device}} if device.type == "cuda" else {}
+    given: dict[str, Any] = {"dtype": dtype or "auto", **placed}
+    source: Path | None = folder
+    if checkpoint.packed:
+        source, given["state_dict"] = None, {n: _OnDisk(checkpoint, n) for n in checkpoint.specs}
+        given["dtype"] = _plain_dtype(checkpoint, config) if dtype in (None, "auto") else dtype
     with silence():  # what it would report is checked below
         try:
             model, info = kind.from_pretrained(
-                folder,
+                source,
                 config=config,
-                dtype=dtype or "auto",
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **placed,
+                **given,
             )
+            if source is None:
+                _complete(model, folder)
         except torch.OutOfMemoryError:  # the planner says what the budget is for
             if not placed:
                 raise
-            return _load_dense(kind, folder, config, dtype, torch.device("cpu"))
+            return _load_dense(kind, checkpoint, config, dtype, torch.device("cpu"))
         except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
-            if isinstance(error, ConfigError):
+            if isinstance(error, ConfigError | CheckpointError):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CheckpointError(
@@ -158,6 +169,34 @@ def _load_dense(
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map  # the model is on one device
     return model
+
+
+class _OnDisk:
+    """Tensor of a packed checkpoint, which transformers reads with `[...]` if it needs it."""
+
+    def __init__(self, checkpoint: CheckpointFolder, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self._checkpoint.read_whole(self._name)
+
+
+def _plain_dtype(checkpoint: CheckpointFolder, config: Any) -> torch.dtype:
+    """The dtype of the weights before they were packed."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    packed = checkpoint.packed
+    plain = (spec.dtype for name, spec in checkpoint.specs.items() if name not in packed)
+    return next((dtype for dtype in plain if dtype.is_floating_point), torch.bfloat16)
+
+
+def _complete(model: Any, folder: Path) -> None:
+    """Gives a model that was loaded from tensors what transformers reads from the folder."""
+    from transformers import GenerationConfig
+
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def _check_dense(folder: Path, info: dict[str, Any]) -> None:

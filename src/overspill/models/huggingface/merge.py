@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from overspill.core.errors import ConfigError
 from overspill.models.huggingface.checks import ADAPTER_CONFIG, INDEX
 from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.lora import LoraTensors, open_lora
@@ -64,6 +65,12 @@ def merge(
         CheckpointFolder(base_folder) as checkpoint,
         open_lora(folder, model_class(config), config, checkpoint) as lora,
     ):
+        if checkpoint.packed:
+            raise ConfigError(
+                f"{base_folder} has packed weights, to which nothing can be added; unpack it first "
+                f'and give the result with --base: python -c "import overspill as o; '
+                f"o.save(o.load('{base_folder}', train=False), '{base_folder}-plain')\""
+            )
         size = sum(file.stat().st_size for file in checkpoint.files)
         with new_folder(target, size) as aside:
             _copy_texts(base_folder, folder, aside)
