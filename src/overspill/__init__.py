@@ -6,8 +6,11 @@ Names are imported on first use, so that `import overspill` and the command line
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from overspill.models.huggingface.auto_classes import register_when_imported
+
 if TYPE_CHECKING:
     from overspill.core.errors import OverspillError
+    from overspill.models.checkpoint_presets import preset_config
     from overspill.models.gpt import GPTMoE
     from overspill.models.huggingface.load import from_config, load
     from overspill.models.huggingface.merge import merge
@@ -39,6 +42,7 @@ __all__ = [
     "merge",
     "offload",
     "pregate",
+    "preset_config",
     "save",
 ]
 
@@ -54,6 +58,7 @@ _HOMES = {
     "for_trainer": "overspill.train.hf_trainer",
     "from_config": "overspill.models.huggingface.load",
     "load": "overspill.models.huggingface.load",
+    "preset_config": "overspill.models.checkpoint_presets",
     "merge": "overspill.models.huggingface.merge",
     "save": "overspill.models.huggingface.save",
     "offload": "overspill.models.offload",
@@ -65,3 +70,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'overspill' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+register_when_imported()

@@ -30,8 +30,8 @@ LONG = {"steps": 10, "save_every": 2, "eval_every": 5, "gpus": 2, "layers": 1}
 
 
 def _words(settings: dict[str, Any]) -> list[str]:
-    flags = {f"--{name.replace('_', '-')}": str(value) for name, value in settings.items()}
-    return [word for pair in flags.items() for word in pair]
+    flags = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
+    return [str(word) for pair in flags.items() for word in pair if word is not True]
 
 
 def _arguments(folder: Path, out: str, **changes: Any) -> list[str]:
@@ -335,7 +335,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FINETUNE: dict[str, dict[str, Any]] = {
     # 17 rows in steps of 6: the last step has fewer rows than a micro-batch has ranks
     "pairs": {"batch": 3, "accumulate": 2},
-    "labels, adapters": {"batch": 4, "lora": 2},
+    "labels, adapters": {"batch": 4, "lora": 2, "lora_experts": True},
 }
 
 

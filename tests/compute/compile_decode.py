@@ -33,8 +33,8 @@ FLOAT = {"sums", "stats", "weights"}
 LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
 ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
 ATTEND = {
-    "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128, "LANES": 128,
-    "OUT_WIDTH": 128, "OUT_LANES": 128, "PART": 64, "TILE": 64, "ROWS": 16,
+    "BIAS": False, "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128,
+    "LANES": 128, "OUT_WIDTH": 128, "OUT_LANES": 128, "PART": 64, "TILE": 64, "ROWS": 16,
     "WIDEN": False,
 }  # fmt: skip
 FLAGS = dict.fromkeys(("ready", "done", "missed"), "*i32")
@@ -49,8 +49,8 @@ LOOK_UP = {
     "MISSES": True,
 }  # fmt: skip
 IN = {
-    "ACTIVATION": 0, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8, "BLOCK": 256,
-    "REQUEST": 4, "ON_GPU": True,
+    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8,
+    "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
 }  # fmt: skip
 OUT = {
     "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 1,
@@ -66,6 +66,7 @@ CASES = [
     ("_linear_kernel", LINEAR, {}),
     ("_rotate_kernel", ROTATE, {}),
     ("_attend_kernel", ATTEND, {}),
+    ("_attend_kernel", ATTEND | {"BIAS": True}, {"bias": "*fp32"}),
     ("_combine_kernel", {"SINKS": True, "PARTS": 64, "WIDTH": 128, "LANES": 128}, {}),
     ("_route_kernel", ROUTE, HOST),
     ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, HOST),
@@ -74,8 +75,9 @@ CASES = [
     ("_choose_kernel", {"TOP_K": 8, "ROWS": 4, "BLOCK": 128, "SLOTS": 32}, CHOOSE),
     ("_migrate_kernel", {"IN_WORD": 2, "BLOCK": 2048}, CHOOSE | {"to": "*i32", "base": "*i32"}),
     ("_expert_in_kernel", IN, FLAGS),
-    ("_expert_in_kernel", IN | {"ACTIVATION": 1}, FLAGS),
-    ("_expert_in_kernel", IN | {"ACTIVATION": 2, "BIAS": True, "TRANSPOSED": True}, FLAGS),
+    ("_expert_in_kernel", IN | {"FUNCTION": 0, "GATED": False}, FLAGS),
+    ("_expert_in_kernel", IN | {"FUNCTION": 2, "GATED": False, "BIAS": True}, FLAGS),
+    ("_expert_in_kernel", IN | {"FUNCTION": 3, "BIAS": True, "TRANSPOSED": True}, FLAGS),
     ("_expert_out_kernel", OUT, {"out": "*fp32"}),
     ("_expert_out_kernel", OUT | {"BIAS": True, "TRANSPOSED": True}, {"out": "*fp32"}),
 ]
@@ -85,7 +87,7 @@ GROUP = {
 }  # fmt: skip
 for turned in (False, True):
     group = GROUP | {"BIAS": turned, "TRANSPOSED": turned}
-    own = {"ACTIVATION": 2 if turned else 0, "REQUEST": 4, "ON_GPU": True}
+    own = {"FUNCTION": 3 if turned else 1, "GATED": True, "REQUEST": 4, "ON_GPU": True}
     CASES.append(("_group_in_kernel", group | own, FLAGS))
     CASES.append(("_group_out_kernel", group, {"parts": "*fp32"}))
 ROWS = {"y": "*fp32", "host": "*fp32"}
@@ -93,7 +95,7 @@ CASES.append(("_add_rows_kernel", {"HOST": 1, "BLOCK": 2048, "ON_GPU": True}, FL
 CASES.append(("_sum_kernel", {"KS": 8, "BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
-    "top_k", "n_slots", "words",
+    "top_k", "n_slots", "words", "reach",
 }  # fmt: skip
 
 

@@ -1,12 +1,15 @@
 """Groups of experts for the CPU kernel, and the expected results by the naive reference."""
 
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from overspill.compute.activation import Form, Function
 from overspill.compute.cpu_kernel import (
     ISA_NAMES,
     BackwardRows,
@@ -15,8 +18,10 @@ from overspill.compute.cpu_kernel import (
     kernel_backward,
     kernel_forward,
 )
+from overspill.compute.experts import split_records
 from overspill.compute.reference import moe_reference
 from overspill.core.experts import ExpertShape
+from tests.compute.activations import activation_oracle
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Relative to the largest value. float32: sums in another order. bf16: half an ulp of the result and
@@ -28,7 +33,24 @@ ISAS = [] if _BEST is None else ISA_NAMES[: ISA_NAMES.index(_BEST) + 1]
 needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler")
 every_isa = pytest.mark.parametrize("isa", ISAS)
 every_dtype = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-gated_or_not = pytest.mark.parametrize("gated", [False, True], ids=["gelu", "gated"])
+
+
+class Kind(NamedTuple):
+    form: Form
+    bias: bool
+
+    def shape(self, d_model: int, d_hidden: int) -> ExpertShape:
+        return ExpertShape(d_model, d_hidden, self.form.gated, self.bias)
+
+
+KINDS = {
+    "gelu": Kind(Form.usual(False), bias=False),
+    "gated": Kind(Form.usual(True), bias=False),
+    "relu": Kind(Form(Function.RELU, False), bias=False),
+    "relu with biases": Kind(Form(Function.RELU, False), bias=True),
+    "gated relu with biases": Kind(Form(Function.RELU, True), bias=True),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 @dataclass(frozen=True)
@@ -38,6 +60,7 @@ class Group:
     row_weight: Tensor
     experts: list[ExpertRows]
     shape: ExpertShape
+    form: Form | None = None
 
     @classmethod
     def make(
@@ -46,6 +69,7 @@ class Group:
         counts: tuple[int, ...],
         dtype: torch.dtype = FP32,
         scale: float = 0.1,
+        form: Form | None = None,
     ) -> "Group":
         n_rows, borders = sum(counts), [0, *accumulate(counts)]
         records = [(scale * torch.randn(shape.numel)).to(dtype) for _ in counts]
@@ -55,6 +79,7 @@ class Group:
             torch.rand(n_rows),
             [ExpertRows(r, *ends) for r, ends in zip(records, pairwise(borders), strict=True)],
             shape,
+            form,
         )
 
 
@@ -87,7 +112,7 @@ def compute(group: Group, isa: str | None = None, threads: int = 2) -> Results:
     """Computes into memory full of NaN: every result must be written."""
     y, dx = (torch.full_like(group.x, torch.nan) for _ in range(2))
     drow_weight = torch.full_like(group.row_weight, torch.nan)
-    args = group.experts, group.shape, threads, isa
+    args = group.experts, group.shape, threads, isa, group.form
     kernel_forward(group.x, y, *args)
     kernel_backward(BackwardRows(group.x, group.dy, group.row_weight, dx, drow_weight), *args)
     return Results(y, dx, drow_weight)
@@ -96,16 +121,16 @@ def compute(group: Group, isa: str | None = None, threads: int = 2) -> Results:
 def oracle(group: Group) -> Results:
     """The same in float64, differentiated by autograd."""
     shape, n_rows = group.shape, len(group.x)
-    split = shape.d_model * shape.d_hidden * (1 + shape.gated)
-    records = torch.stack([expert.record.double() for expert in group.experts])
-    w_in = records[:, :split].view(len(records), -1, shape.d_model)
-    w_out = records[:, split:].view(len(records), shape.d_model, shape.d_hidden)
+    records = torch.stack([expert.record[: shape.numel].double() for expert in group.experts])
+    w_in, w_out, *biases = split_records(records, shape)
+    form = group.form or Form.usual(shape.gated)
+    rest = w_in, w_out, shape.gated, biases, partial(activation_oracle, form=form)
     ids = torch.empty(n_rows, 1, dtype=torch.int64)
     for number, (_, start, stop) in enumerate(group.experts):
         ids[start:stop] = number
     x = group.x.double().requires_grad_()
     weights = group.row_weight.double().unsqueeze(1).requires_grad_()
-    y = moe_reference(x, ids, torch.ones_like(weights), w_in, w_out, shape.gated).detach()
-    weighted = moe_reference(x, ids, weights, w_in, w_out, shape.gated)
+    y = moe_reference(x, ids, torch.ones_like(weights), *rest).detach()
+    weighted = moe_reference(x, ids, weights, *rest)
     dx, dweights = torch.autograd.grad(weighted, (x, weights), group.dy.double())
     return Results(y, dx, dweights[:, 0])

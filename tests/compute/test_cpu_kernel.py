@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from overspill.compute import cpu_kernel
-from overspill.compute.activation import Activation, Differentiated, Fused
+from overspill.compute.activation import Activation, Differentiated, Form, Function, Fused
 from overspill.compute.cpu_kernel import (
     BackwardRows,
     ExpertRows,
@@ -25,17 +25,21 @@ from overspill.compute.cpu_kernel import (
     why_unsupported,
 )
 from overspill.core.experts import ExpertShape
+from overspill.moe.state_dict import split_record
+from tests.compute.activations import activation_oracle, every_form
 from tests.compute.groups import (
     BF16,
     FP32,
     ISAS,
+    KINDS,
     TOLERANCE,
     Group,
+    Kind,
     Results,
     compute,
     every_dtype,
     every_isa,
-    gated_or_not,
+    every_kind,
     needs_native,
     oracle,
 )
@@ -56,17 +60,17 @@ SIZES = [
 @needs_native
 @every_isa
 @every_dtype
-@gated_or_not
+@every_kind
 @pytest.mark.parametrize(("d_model", "d_hidden", "counts"), SIZES)
 def test_a_group_follows_float64(
     isa: str,
     dtype: torch.dtype,
-    gated: bool,
+    kind: Kind,
     d_model: int,
     d_hidden: int,
     counts: tuple[int, ...],
 ) -> None:
-    group = Group.make(ExpertShape(d_model, d_hidden, gated), counts, dtype)
+    group = Group.make(kind.shape(d_model, d_hidden), counts, dtype, form=kind.form)
     compute(group, isa).assert_near(oracle(group), 2 * TOLERANCE[dtype])
 
 
@@ -75,23 +79,24 @@ def test_a_group_follows_float64(
 @given(
     st.sampled_from(ISAS or [""]),
     st.sampled_from([FP32, BF16]),
-    st.booleans(),
+    st.sampled_from(list(KINDS)),
     st.one_of(st.integers(1, 70), st.sampled_from([32, 64, 96])),
     st.one_of(st.integers(1, 150), st.sampled_from([32, 128, 160])),
     st.lists(st.integers(0, 60), min_size=1, max_size=3),
 )
 def test_any_size_follows_float64(
-    isa: str, dtype: torch.dtype, gated: bool, d_model: int, d_hidden: int, counts: list[int]
+    isa: str, dtype: torch.dtype, kind: str, d_model: int, d_hidden: int, counts: list[int]
 ) -> None:
-    group = Group.make(ExpertShape(d_model, d_hidden, gated), tuple(counts), dtype, scale=0.3)
+    shape, form = KINDS[kind].shape(d_model, d_hidden), KINDS[kind].form
+    group = Group.make(shape, tuple(counts), dtype, scale=0.3, form=form)
     compute(group, isa).assert_near(oracle(group), 2 * TOLERANCE[dtype])
 
 
 @needs_native
 @every_isa
-@gated_or_not
-def test_bf16_is_rounded_after_each_product_and_activation(isa: str, gated: bool) -> None:
-    group = Group.make(ExpertShape(96, 160, gated), (47,), BF16)
+@every_kind
+def test_bf16_is_rounded_after_each_product_and_activation(isa: str, kind: Kind) -> None:
+    group = Group.make(kind.shape(96, 160), (47,), BF16, form=kind.form)
     ours, usual, exact = compute(group, isa), with_rounding(group), oracle(group)
     ours.assert_near(usual, TOLERANCE[BF16])
     for name, mine in ours.named().items():
@@ -102,16 +107,19 @@ def test_bf16_is_rounded_after_each_product_and_activation(isa: str, gated: bool
 
 def with_rounding(group: Group) -> Results:
     """One expert in float64, rounded to bf16 where a GPU stores results."""
-    shape, record = group.shape, group.experts[0].record.double()
-    split = shape.d_model * shape.d_hidden * (1 + shape.gated)
-    w_in, w_out = record[:split].view(-1, shape.d_model), record[split:].view(shape.d_model, -1)
+    assert group.form is not None
+    w_in, w_out, *biases = split_record(group.experts[0].record.double(), group.shape)
+    b_in, b_out = biases or (None, None)
     x, dy, weight = group.x.double(), group.dy.double(), group.row_weight.double()[:, None]
-    h = round_bf16(x @ w_in.T).requires_grad_()
-    a = F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1] if shape.gated else F.gelu(h)
+    h = round_bf16(F.linear(x, w_in, b_in)).requires_grad_()
+    a = activation_oracle(h, group.form)
     da = round_bf16(dy @ w_out)
     (dh,) = torch.autograd.grad(a, h, da * weight)
-    y = round_bf16(round_bf16(a.detach()) @ w_out.T)
-    return Results(y, round_bf16(round_bf16(dh) @ w_in), (a.detach() * da).sum(-1))
+    y = round_bf16(F.linear(round_bf16(a.detach()), w_out, b_out))
+    drow_weight = (a.detach() * da).sum(-1)
+    if b_out is not None:
+        drow_weight += dy @ b_out
+    return Results(y, round_bf16(round_bf16(dh) @ w_in), drow_weight)
 
 
 def round_bf16(values: Tensor) -> Tensor:
@@ -180,14 +188,16 @@ def test_rows_may_be_strided_and_records_unaligned(isa: str, dtype: torch.dtype)
 @needs_native
 @every_isa
 @every_dtype
-@gated_or_not
-def test_nan_stays_in_its_token_row(isa: str, dtype: torch.dtype, gated: bool) -> None:
-    group = Group.make(ExpertShape(64, 96, gated), (20,), dtype)
+@every_kind
+def test_nan_stays_in_its_token_row(isa: str, dtype: torch.dtype, kind: Kind) -> None:
+    group = Group.make(kind.shape(64, 96), (20,), dtype, form=kind.form)
     clean = compute(group, isa)
     group.x[7, 3] = torch.nan
     others = torch.arange(20) != 7
+    expected = oracle(group)  # the derivative of ReLU is finite
+    assert expected.y[7].isnan().all()
     for name, value in compute(group, isa).named().items():
-        assert value[7].isnan().all(), name
+        assert torch.equal(value[7].isnan(), expected.named()[name][7].isnan()), name
         assert torch.equal(value[others], clean.named()[name][others]), name
 
 
@@ -207,12 +217,14 @@ def test_denormals_are_flushed_to_zero_only_in_the_kernel(isa: str, dtype: torch
 
 @needs_native
 @every_isa
-@gated_or_not
-def test_activations_are_exact_to_float32(isa: str, gated: bool) -> None:
-    shape = ExpertShape(1, 1, gated)
+@every_form
+def test_activations_are_exact_to_float32(isa: str, form: Form) -> None:
+    shape = ExpertShape(1, 1, form.gated)
     x = torch.linspace(-12, 12, 20_001).unsqueeze(1)
     ones = torch.ones_like(x)
-    group = Group(x, ones, ones[:, 0], [ExpertRows(torch.ones(shape.numel), 0, len(x))], shape)
+    group = Group(
+        x, ones, ones[:, 0], [ExpertRows(torch.ones(shape.numel), 0, len(x))], shape, form
+    )
     ours, exact = compute(group, isa), oracle(group)
     for mine, theirs, step in ((ours.y, exact.y, 2e-7), (ours.dx, exact.dx, 1e-6)):
         assert bool(((mine.double() - theirs).abs() <= step * theirs.abs().clamp(min=1.0)).all())
@@ -246,7 +258,9 @@ def test_forward_of_gpt_oss_does_not_depend_on_the_instruction_set(
     found = []
     for each in (isa, "generic"):
         y = torch.full_like(group.x, torch.nan)
-        kernel_forward(group.x, y, group.experts, group.shape, 2, each, clamped=True)
+        kernel_forward(
+            group.x, y, group.experts, group.shape, 2, each, Form(Function.CLAMPED, True)
+        )
         found.append(y.double())
     assert (found[0] - found[1]).abs().max() <= TOLERANCE[dtype] * found[1].abs().max()
 
@@ -264,7 +278,7 @@ def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch)
     assert read_bandwidth(torch.ones(1000), threads=1) > 0
 
 
-SQUARED_RELU = Differentiated(lambda h: h.relu().square())
+SQUARED_RELU = Differentiated(lambda h: h.relu().square(), "squared_relu")
 
 
 @needs_native
@@ -274,9 +288,15 @@ SQUARED_RELU = Differentiated(lambda h: h.relu().square())
         (ExpertShape(8, 8, True), BF16, None, None),
         (ExpertShape(8, 8, True), FP32, Fused(True), None),
         (ExpertShape(8, 8, True), torch.float64, None, "float64"),
-        (ExpertShape(8, 8, True, bias=True), FP32, None, "biases"),
+        (ExpertShape(8, 8, True, bias=True), FP32, Fused(True, Function.RELU), None),
         (ExpertShape(8, 8, True, transposed=True), FP32, None, "transposed"),
-        (ExpertShape(8, 8, False), FP32, SQUARED_RELU, "activations"),
+        (
+            ExpertShape(8, 8, False),
+            FP32,
+            SQUARED_RELU,
+            "squared_relu, which is not GELU, SiLU, ReLU",
+        ),
+        (ExpertShape(8, 8, False), FP32, Differentiated(nn.PReLU()), "the activation PReLU"),
     ],
 )
 def test_unsupported_experts_have_a_reason(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Activation, Differentiated, Fused, clamped_gate
+from overspill.compute.activation import Activation, Differentiated, Function, Fused, clamped_gate
 from overspill.compute.misses import MissRunner
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
@@ -178,6 +178,7 @@ GPT_OSS = ExpertShape(64, 96, gated=True, bias=True, transposed=True)
 SHAPES: dict[str, tuple[ExpertShape, Activation]] = {
     "gelu": (ExpertShape(64, 96, gated=False), Fused(False)),
     "gated": (SHAPE, Fused(True)),
+    "relu with biases": (ExpertShape(64, 96, gated=False, bias=True), Fused(False, Function.RELU)),
     "gpt_oss": (GPT_OSS, CLAMPED),
 }
 
@@ -196,7 +197,7 @@ def test_results_equal_the_reference(
 
 
 KINDS: list[list[Any]] = [
-    [CLAMPED, Fused(True), Fused(False)],
+    [CLAMPED, Fused(True), Fused(False), Fused(False, Function.RELU)],
     [False, True],  # transposed
     [False, True],  # with biases
     [FP32, BF16],
@@ -218,7 +219,7 @@ def test_every_kind_of_expert_equals_the_reference(
     dtype: torch.dtype,
     sizes: tuple[int, int],
 ) -> None:
-    gated = not isinstance(activation, Fused) or activation.gated
+    gated = not isinstance(activation, Fused) or activation.form.gated
     model = models(ExpertShape(*sizes, gated, bias, transposed), dtype, activation=activation)
     for rows, pairs in CASES.values():
         model.check(1, model.batch(rows), pairs)
@@ -530,9 +531,9 @@ def test_the_latest_spans_are_kept(models: Callable[..., Model]) -> None:
     ("shape", "dtype", "function", "reason"),
     [
         (ExpertShape(8, 8, True), torch.float16, None, "float16"),
-        (ExpertShape(8, 8, False), FP32, torch.relu, "activations other than .* of GPT-OSS"),
-        (GPT_OSS, FP32, lambda h: clamped_gate(h.clamp(max=6.0)), "activations other than"),
-        (GPT_OSS, FP32, lambda h: clamped_gate(h.flip(-1)), "activations other than"),
+        (ExpertShape(8, 8, False), FP32, torch.tanh, "the activation tanh, .* of GPT-OSS"),
+        (GPT_OSS, FP32, lambda h: clamped_gate(h.clamp(max=6.0)), "the activation <lambda>"),
+        (GPT_OSS, FP32, lambda h: clamped_gate(h.flip(-1)), "the activation <lambda>"),
     ],
 )
 def test_other_experts_are_refused(

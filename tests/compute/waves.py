@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Differentiated, activate_torch
+from overspill.compute.activation import Differentiated, Fused
 from overspill.compute.dropout import Dropout, Site
 from overspill.compute.experts import WaveGrads, split_records, wave_backward, wave_forward
 from overspill.compute.permute import (
@@ -114,10 +114,11 @@ def by_autograd(case: Case) -> Results:
     w_in, w_out, *biases = own
     if case.shape.transposed:
         w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
-    if not case.activation and not case.dropout and not biases:
-        y = moe_reference(x, case.ids, weights, w_in, w_out, case.shape.gated)
+    if case.dropout:
+        y = dropout_reference(x, case, weights, w_in, w_out, biases)
     else:
-        y = general_reference(x, case, weights, w_in, w_out, biases)
+        matrices = w_in, w_out, case.shape.gated
+        y = moe_reference(x, case.ids, weights, *matrices, biases, case.activation)
     y.backward(case.dy)
     grads = [p.grad for p in (x, weights, *own)]
     assert all(grad is not None for grad in grads)
@@ -125,20 +126,20 @@ def by_autograd(case: Case) -> Results:
     return Results(y.detach(), dx, dweights, dw)  # type: ignore[arg-type]
 
 
-def general_reference(
+def dropout_reference(
     x: Tensor, case: Case, weights: Tensor, w_in: Tensor, w_out: Tensor, biases: list[Tensor]
 ) -> Tensor:
-    function = case.activation or (lambda h: activate_torch(h, case.shape.gated))
+    function = case.activation or Fused(case.shape.gated).forward
     b_in, b_out = biases or (w_in.new_zeros(N_EXPERTS, 1), w_out.new_zeros(N_EXPERTS, 1))
     out = torch.zeros_like(x)
+    assert case.dropout is not None
+    rate = case.dropout.hidden
     for expert in range(N_EXPERTS):
         token, k = (case.ids == expert).nonzero(as_tuple=True)
         a = function(x[token] @ w_in[expert].t() + b_in[expert])
-        if case.dropout:
-            rate = case.dropout.hidden
-            dropped = case.dropout.of_rows(Site.HIDDEN, token * case.ids.shape[1] + k)
-            assert dropped is not None
-            a = a * dropped.mask(a.shape[1]) / (1 - rate) if rate < 1 else 0 * a
+        dropped = case.dropout.of_rows(Site.HIDDEN, token * case.ids.shape[1] + k)
+        assert dropped is not None
+        a = a * dropped.mask(a.shape[1]) / (1 - rate) if rate < 1 else 0 * a
         y = a @ w_out[expert].t() + b_out[expert]
         out = out.index_add(0, token, (y * weights[token, k, None]).to(out.dtype))
     return out

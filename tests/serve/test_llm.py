@@ -140,17 +140,6 @@ def test_a_model_whose_experts_are_on_several_ranks_is_refused(
         monkeypatch.undo()
 
 
-def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
-    model: Any = make_model(family("switch_transformers")).eval()
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="has an encoder and a decoder"):
-        LLM(tmp_path, device="cpu")
-    overspill.offload(model, device="cpu", mode="gpu", quiet=True)
-    with pytest.raises(ConfigError, match="has an encoder and a decoder"):
-        LLM(model)
-    model.overspill.close()
-
-
 def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
     model: Any = make_model(family("openai_privacy_filter")).eval()
     model.save_pretrained(tmp_path)
@@ -213,6 +202,8 @@ def test_budgets_of_a_loaded_model_cannot_be_given_again(
     ("options", "message"),
     [
         ({"mode": "fast"}, "mode='fast' must be one of 'auto', 'gpu-only'"),
+        ({"migrate": "move"}, "migrate='move' must be one of 'auto', 'cpu', 'copy'"),
+        ({"cache_policy": "fifo"}, "cache_policy='fifo' must be one of 'lfu', 'lru'"),
         ({"context": 0}, "context=0 must be a whole number of at least 1"),
         ({"context": "4k"}, "context='4k' must be"),
         ({"max_batch": 0}, "max_batch=0 must be"),

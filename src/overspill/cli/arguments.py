@@ -26,6 +26,13 @@ def complete_preset(incomplete: str) -> list[str]:
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
+def complete_checkpoint_preset(incomplete: str) -> list[str]:
+    """Presets of `overspill create` that begin so."""
+    from overspill.models.checkpoint_presets import summaries  # loads no torch
+
+    return [row.name for row in summaries() if row.name.startswith(incomplete)]
+
+
 def _is_model(path: str) -> bool:
     """Whether it is the folder of a run, a checkpoint of Hugging Face, or a LoRA adapter."""
     try:

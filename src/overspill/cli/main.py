@@ -9,6 +9,7 @@ import typer
 
 from overspill.cli import (
     chat,
+    create,
     export,
     finetune,
     generate,
@@ -36,6 +37,7 @@ generate.add_to(commands)
 chat.add_to(commands)
 serve.add_to(commands)
 export.add_to(commands)
+create.add_to(commands)
 merge.add_to(commands)
 probe.add_to(commands)
 

@@ -36,7 +36,10 @@ Four GPUs, which divide the experts and the batch:
 
   overspill train w1 --gpus 4 --gpu-memory 20GiB
 """
-_SOURCE_HELP = "A preset (nano, moe-s, moe-m, moe-l, moe-xl, w1) or a config file (.toml, .json)."
+_SOURCE_HELP = (
+    "A preset (nano, moe-s, moe-m, moe-l, moe-xl, w1, or another GPT-MoE of overspill create "
+    "--list) or a config file (.toml, .json)."
+)
 
 
 def add_to(app: typer.Typer) -> None:

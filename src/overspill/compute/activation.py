@@ -1,18 +1,44 @@
 """The activation of an expert, forward and backward, with few passes over memory.
 
-Shapes: R token rows, H hidden. `h` is the pre-activation: [R, H] for GELU, [R, 2H] (gate, then up)
-for gated SiLU. Other functions of a row use autograd.
+Shapes: R token rows, H hidden. `h` is the pre-activation: [R, H], or [R, 2H] (gate, then up) for
+gated activations. Functions that have no kernels use autograd.
 """
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
 from overspill.hardware.native import has_triton
+
+
+class Function(IntEnum):
+    """The functions that kernels have, by the numbers that Python, the Triton kernels and
+    `Function` of cpu_group.h share."""
+
+    GELU = 0
+    """The exact one, with erf."""
+    SILU = 1
+    RELU = 2
+    """Its derivative at 0 is 0."""
+    CLAMPED = 3
+    """That of GPT-OSS, whose gates and up values alternate: only in decoding steps."""
+
+
+class Form(NamedTuple):
+    """An activation that kernels have: a function, of the gate and times up if `gated`."""
+
+    function: Function
+    gated: bool
+
+    @classmethod
+    def usual(cls, gated: bool) -> "Form":
+        """Gated SiLU or GELU."""
+        return cls(Function.SILU if gated else Function.GELU, gated)
 
 
 class ActivationGrads(NamedTuple):
@@ -27,6 +53,10 @@ class ActivationGrads(NamedTuple):
 class Activation(Protocol):
     """The function between the two matrices of an expert."""
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+
     def forward(self, h: Tensor) -> Tensor: ...
 
     def backward(
@@ -40,35 +70,42 @@ class Activation(Protocol):
 
 
 class Fused:
-    """GELU (exact, with erf) or SiLU(gate) * up, with one kernel per direction."""
+    """GELU, SiLU or ReLU, perhaps gated, with one kernel per direction. By default gated SiLU, or
+    GELU without a gate."""
 
-    def __init__(self, gated: bool) -> None:
-        self.gated = gated
+    def __init__(self, gated: bool, function: Function | None = None) -> None:
+        self.form = Form.usual(gated) if function is None else Form(function, gated)
+        assert self.form.function in _FUNCTIONS
+
+    @property
+    def name(self) -> str:
+        return ("gated " if self.form.gated else "") + _FUNCTIONS[self.form.function].name
 
     def forward(self, h: Tensor) -> Tensor:
         if not _fused(h):
-            return activate_torch(h, self.gated)
+            return activate_torch(h, self.form)
         from overspill.compute import activation_triton
 
-        return activation_triton.activate(h, self.gated)
+        return activation_triton.activate(h, self.form)
 
     def backward(
         self, h: Tensor, da_RH: Tensor, row_weight_R: Tensor, overwrite_h: bool
     ) -> ActivationGrads:
         if not _fused(h):
-            return activate_backward_torch(h, da_RH, row_weight_R, self.gated)
+            return activate_backward_torch(h, da_RH, row_weight_R, self.form)
         from overspill.compute import activation_triton
 
         return ActivationGrads(
-            *activation_triton.activate_backward(h, da_RH, row_weight_R, self.gated, overwrite_h)
+            *activation_triton.activate_backward(h, da_RH, row_weight_R, self.form, overwrite_h)
         )
 
 
 class Differentiated:
     """Any function of the rows of h, differentiated by autograd."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor], name: str | None = None) -> None:
         self.function = function
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
 
     def forward(self, h: Tensor) -> Tensor:
         return self.function(h)
@@ -86,33 +123,55 @@ class Differentiated:
         return ActivationGrads((a.detach() * weight_R1).to(h.dtype), dh, drow_weight_R)
 
 
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "relu": F.relu,
+class _TorchFunction(NamedTuple):
+    name: str
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+    """From the gradient of the result and the argument."""
+
+
+def _relu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    dx: Tensor = torch.ops.aten.threshold_backward(grad, x, 0)
+    return dx
+
+
+_FUNCTIONS = {
+    Function.GELU: _TorchFunction("GELU", F.gelu, torch.ops.aten.gelu_backward),
+    Function.SILU: _TorchFunction("SiLU", F.silu, torch.ops.aten.silu_backward),
+    Function.RELU: _TorchFunction("ReLU", F.relu, _relu_backward),
 }
+"""The functions of `Fused`."""
 
 
-class Named(Differentiated):
-    """One of the usual functions; gated: of the first half of a row, times the second half."""
-
-    def __init__(self, name: str, gated: bool) -> None:
-        self.name, self.gated = name, gated
-
-    def function(self, h: Tensor) -> Tensor:
-        function = _FUNCTIONS[self.name]
-        if not self.gated:
-            return function(h)
-        gate, up = h.chunk(2, dim=-1)
-        return function(gate) * up
+def activation_named(name: str, gated: bool) -> Fused:
+    """The activation that a user chose for an `overspill.MoELayer`."""
+    found = {function.name.lower(): function for function in _FUNCTIONS}
+    if name not in found:
+        raise ConfigError(f"activation={name!r} must be one of {', '.join(found)}")
+    return Fused(gated, found[name])
 
 
-def activation_named(name: str, gated: bool) -> Activation | None:
-    """None for GELU and for gated SiLU, which are those of `Fused`."""
-    if name not in _FUNCTIONS:
-        raise ConfigError(f"activation={name!r} must be one of {', '.join(_FUNCTIONS)}")
-    fused = (name, gated) in (("gelu", False), ("silu", True))
-    return None if fused else Named(name, gated)
+def function_of(module: Callable[[Tensor], Tensor]) -> Function | None:
+    """The function that an activation module computes exactly, for every argument; None if kernels
+    have none such. Modules with parameters, such as PReLU, have none: training changes them."""
+    if isinstance(module, nn.Module) and next(module.parameters(), None) is not None:
+        return None
+    limits = 4, 64  # some clip large values
+    ranges = [torch.linspace(-n, n, 33, dtype=torch.float64, device="cpu") for n in limits]
+    probe = torch.cat(ranges)
+    values = module(probe)
+    equal = (f for f, own in _FUNCTIONS.items() if torch.equal(values, own.forward(probe)))
+    return next(equal, None)
+
+
+def form_of(activation: Activation | None, gated: bool) -> Form | None:
+    """The form in which kernels have an activation, as it is now; None if they do not. Those for
+    decoding steps alone have `Function.CLAMPED`. By default the activation is the usual one."""
+    if activation is None:
+        return Form.usual(gated)
+    if isinstance(activation, Fused):
+        return activation.form
+    return Form(Function.CLAMPED, gated) if gated and is_clamped(activation) else None
 
 
 def clamped_gate(h: Tensor) -> Tensor:
@@ -131,35 +190,31 @@ def is_clamped(activation: Activation | None) -> bool:
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=0)
 
 
-def activate_torch(h: Tensor, gated: bool) -> Tensor:
+def activate_torch(h: Tensor, form: Form) -> Tensor:
     """Torch implementation. 16-bit inputs are computed in float32 and rounded once."""
-    if not gated:
-        return F.gelu(h)
+    function = _FUNCTIONS[form.function].forward
+    if not form.gated:
+        return function(h)
     gate, up = h.to(_wide(h)).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(h.dtype)
+    return (function(gate) * up).to(h.dtype)
 
 
 def activate_backward_torch(
-    h: Tensor, da_RH: Tensor, row_weight_R: Tensor, gated: bool
+    h: Tensor, da_RH: Tensor, row_weight_R: Tensor, form: Form
 ) -> ActivationGrads:
     """Torch implementation of `Fused.backward`. Does not change its inputs."""
-    wide = _wide(h)
+    wide, function = _wide(h), _FUNCTIONS[form.function]
     h_wide, da = h.to(wide), da_RH.to(wide)
     weight_R1 = row_weight_R.to(wide).unsqueeze(-1)
-    if gated:
-        gate, up = h_wide.chunk(2, dim=-1)
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        a = silu * up
-    else:
-        a = F.gelu(h_wide)
+    gate, up = h_wide.chunk(2, dim=-1) if form.gated else (h_wide, None)
+    value = function.forward(gate)
+    a = value if up is None else value * up
     drow_weight_R = (a * da).sum(-1)
     da = da * weight_R1
-    if gated:
-        dgate = da * up * (sigmoid + silu * (1 - sigmoid))
-        dh = torch.cat((dgate, da * silu), dim=-1)
+    if up is None:
+        dh = function.backward(da, gate)
     else:
-        dh = torch.ops.aten.gelu_backward(da, h_wide)
+        dh = torch.cat((function.backward(da * up, gate), da * value), dim=-1)
     return ActivationGrads((a * weight_R1).to(h.dtype), dh.to(h.dtype), drow_weight_R)
 
 

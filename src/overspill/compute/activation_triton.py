@@ -14,23 +14,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.activation import Form, Function
 from overspill.compute.launch_triton import Launch
 
 _BLOCK = 1024
 _WARPS = 4
+_GELU = tl.constexpr(int(Function.GELU))
+_SILU = tl.constexpr(int(Function.SILU))
+_RELU = tl.constexpr(int(Function.RELU))
 
 
-def activate(h: Tensor, gated: bool) -> Tensor:
+def activate(h: Tensor, form: Form) -> Tensor:
     h = h.contiguous()
-    n_rows, n_hidden = h.shape[0], h.shape[1] // (2 if gated else 1)
+    n_rows, n_hidden = h.shape[0], h.shape[1] // (2 if form.gated else 1)
     a_RH = h.new_empty(n_rows, n_hidden)
     grid = n_rows, triton.cdiv(n_hidden, _BLOCK)
-    _launch_forward(grid, (h, a_RH), (n_hidden, gated, _BLOCK))
+    _launch_forward(grid, (h, a_RH), (n_hidden, int(form.function), form.gated, _BLOCK))
     return a_RH
 
 
 def activate_backward(
-    h: Tensor, da_RH: Tensor, row_weight_R: Tensor, gated: bool, overwrite_h: bool
+    h: Tensor, da_RH: Tensor, row_weight_R: Tensor, form: Form, overwrite_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (weighted activation, dh, drow_weight); the first overwrites `da_RH`.
 
@@ -42,8 +46,38 @@ def activate_backward(
     dh = h if overwrite_h else torch.empty_like(h)
     drow_weight_R = row_weight_R.new_empty(n_rows)
     tensors = h, da_RH, row_weight_R, da_RH, dh, drow_weight_R
-    _launch_backward((n_rows, 1), tensors, (n_hidden, gated, _BLOCK))
+    _launch_backward((n_rows, 1), tensors, (n_hidden, int(form.function), form.gated, _BLOCK))
     return da_RH, dh, drow_weight_R
+
+
+@triton.jit
+def value_of(x, FUNCTION: tl.constexpr):
+    """One of `Function`, of float32."""
+    if FUNCTION == _GELU:
+        value = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif FUNCTION == _SILU:
+        value = x / (1.0 + tl.exp(-x))
+    else:
+        tl.static_assert(FUNCTION == _RELU)
+        value = tl.where(x <= 0.0, 0.0, x)  # NaN stays NaN
+    return value
+
+
+@triton.jit
+def _with_slope(x, FUNCTION: tl.constexpr):
+    """The value and its derivative."""
+    if FUNCTION == _GELU:
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        value = x * cdf
+        slope = cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    elif FUNCTION == _SILU:
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+        value = x * sigmoid
+        slope = sigmoid + value * (1.0 - sigmoid)
+    else:
+        value = value_of(x, FUNCTION)
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
+    return value, slope
 
 
 @triton.jit
@@ -51,6 +85,7 @@ def _forward(
     h_ptr,
     a_ptr,
     N_HIDDEN: tl.constexpr,
+    FUNCTION: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -58,14 +93,11 @@ def _forward(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < N_HIDDEN
+    gate_ptr = h_ptr + row * (2 if GATED else 1) * N_HIDDEN
+    gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    a = value_of(gate, FUNCTION)
     if GATED:
-        gate_ptr = h_ptr + row * 2 * N_HIDDEN
-        gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptr + N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
-        a = gate / (1.0 + tl.exp(-gate)) * up
-    else:
-        h = tl.load(h_ptr + row * N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
-        a = 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
+        a *= tl.load(gate_ptr + N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(a_ptr + row * N_HIDDEN + cols, a.to(a_ptr.dtype.element_ty), mask=mask)
 
 
@@ -78,6 +110,7 @@ def _backward(
     dh_ptr,
     drow_weight_ptr,
     N_HIDDEN: tl.constexpr,
+    FUNCTION: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -88,27 +121,17 @@ def _backward(
         cols = start + tl.arange(0, BLOCK)
         mask = cols < N_HIDDEN
         da = tl.load(da_ptr + row * N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
+        in_row = row * (2 if GATED else 1) * N_HIDDEN
+        gate = tl.load(h_ptr + in_row + cols, mask=mask, other=0.0).to(tl.float32)
+        value, slope = _with_slope(gate, FUNCTION)
+        a, dgate = value, da * weight * slope
         if GATED:
-            in_row = row * 2 * N_HIDDEN
-            gate = tl.load(h_ptr + in_row + cols, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(h_ptr + in_row + N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
-            sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-            silu = gate * sigmoid
-            a = silu * up
-            total += a * da
-            da = da * weight
-            dgate = da * up * (sigmoid + silu * (1.0 - sigmoid))
-            dup = da * silu
-            tl.store(dh_ptr + in_row + cols, dgate.to(dh_ptr.dtype.element_ty), mask=mask)
+            a, dgate = value * up, dgate * up
+            dup = da * weight * value
             tl.store(dh_ptr + in_row + N_HIDDEN + cols, dup.to(dh_ptr.dtype.element_ty), mask=mask)
-        else:
-            h = tl.load(h_ptr + row * N_HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
-            cdf = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
-            pdf = 0.3989422804014327 * tl.exp(-0.5 * h * h)
-            a = h * cdf
-            total += a * da
-            dh = da * weight * (cdf + h * pdf)
-            tl.store(dh_ptr + row * N_HIDDEN + cols, dh.to(dh_ptr.dtype.element_ty), mask=mask)
+        tl.store(dh_ptr + in_row + cols, dgate.to(dh_ptr.dtype.element_ty), mask=mask)
+        total += a * da
         weighted = (a * weight).to(weighted_ptr.dtype.element_ty)
         tl.store(weighted_ptr + row * N_HIDDEN + cols, weighted, mask=mask)
     tl.store(drow_weight_ptr + row, tl.sum(total, axis=0))

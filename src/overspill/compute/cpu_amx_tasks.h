@@ -46,16 +46,26 @@ TARGET_AMX void pack_task(const Group& group, const ExpertRows& own, int64_t ind
     std::memset(own.dy + (first + rows) * d, 0, (TILE - rows) * d * 2);
 }
 
+// Adds the biases of `count` outputs to c[output][row].
+TARGET_AMX void add_biases(const uint16_t* biases, int64_t count, int64_t rows, float* c) {
+    for (int64_t i = 0; i < count; ++i)
+        for (int64_t row = 0; row < rows; ++row) c[i * rows + row] += load(biases + i);
+}
+
 // The activation of some hidden units, packed for the second nt.
 TARGET_AMX void hidden_task_amx(const Group& group, const ExpertRows& own, int64_t index,
                                 Prefetch& next) {
     const int64_t rows = own.padded_rows(), k = group.d, unit = index * group.hidden_per_task;
     const int64_t count = least(group.hidden_per_task, group.h - unit), size = count * rows;
     float* c = reinterpret_cast<float*>(task_scratch.take(group.gates() * size * 4));
-    for (int64_t gate = 0; gate < group.gates(); ++gate)
-        nt_tiles(w_in<uint16_t>(own) + (gate * group.h + unit) * k, count, k, own.x_tiles,
-                 rows / TILE, c + gate * size, rows, next);
-    Avx512Bf16::activate(c, group.gated ? c + size : nullptr, size);
+    for (int64_t gate = 0; gate < group.gates(); ++gate) {
+        const int64_t first = gate * group.h + unit;
+        nt_tiles(w_in<uint16_t>(own) + first * k, count, k, own.x_tiles, rows / TILE,
+                 c + gate * size, rows, next);
+        if (group.bias)
+            add_biases(b_in<uint16_t>(group, own) + first, count, rows, c + gate * size);
+    }
+    Avx512Bf16::activate(c, group.gated ? c + size : nullptr, size, group.function);
     for (int64_t row = 0; row < rows; row += TILE) {
         char* to = own.a + row * group.h * 2 + unit / 2 * LINE;
         for (int64_t i = 0; i < count; i += 2, to += LINE) {
@@ -74,6 +84,7 @@ TARGET_AMX void output_task_amx(const Group& group, const ExpertRows& own, int64
     const int64_t count = least(group.output_per_task, group.d - first);
     float* c = reinterpret_cast<float*>(task_scratch.take(count * rows * 4));
     nt_tiles(w_out<uint16_t>(group, own) + first * k, count, k, own.a, rows / TILE, c, rows, next);
+    if (group.bias) add_biases(b_out<uint16_t>(group, own) + first, count, rows, c);
     uint16_t* y = out_rows<uint16_t>(group, own) + first;
     for (int64_t row = 0; row < rows; row += TILE) {
         for (int64_t i = 0; i < count; i += TILE) {

@@ -39,13 +39,18 @@ void backward_block(const Group& group, const ExpertRows& own, int64_t index, Pr
                              : rows_of<T>(group.dy, group.dy_stride, own);
     Products::nn(dy, own.packed ? d : group.dy_stride, rows, w_out<T>(group, own) + unit, group.h,
                  d, count, arrays.da, BLOCK, false, arrays.room, &out, STEP);
-    for (int64_t gate = 0; gate < group.gates(); ++gate)
-        Products::hidden(group, own, w_in<T>(own) + (gate * group.h + unit) * d, count,
-                         gate ? arrays.up : arrays.h, arrays, next);
+    for (int64_t gate = 0; gate < group.gates(); ++gate) {
+        float* hidden = gate ? arrays.up : arrays.h;
+        const int64_t first = gate * group.h + unit;
+        Products::hidden(group, own, w_in<T>(own) + first * d, count, hidden, arrays, next);
+        for (int64_t row = 0; group.bias && row < own.rows; ++row)
+            Products::add(hidden + row * BLOCK, b_in<T>(group, own) + first, count);
+    }
     for (int64_t row = 0, at = 0; row < own.rows; ++row, at += BLOCK)
         own.weight_shares[index * own.rows + row] = Products::activate_backward(
             arrays.h + at, group.gated ? arrays.up + at : nullptr, arrays.da + at,
-            group.row_weight[own.start + row], count, arrays.dh + at, arrays.dup + at);
+            group.row_weight[own.start + row], count, arrays.dh + at, arrays.dup + at,
+            group.function);
     for (int64_t gate = 0; gate < group.gates(); ++gate) {
         const T* dh = gate ? arrays.dup : arrays.dh;
         if (group.shares_dx(own)) {
@@ -88,6 +93,10 @@ void dx_task(const Group& group, const ExpertRows& own, int64_t index) {
         float total = 0.0f;
         for (int64_t block = 0; block < group.blocks(); ++block)
             total += own.weight_shares[block * own.rows + row];
+        if (group.bias)  // y = a w_out^T + b_out
+            total += Products::dot(b_out<T>(group, own),
+                                   rows_of<T>(group.dy, group.dy_stride, own) + row * group.dy_stride,
+                                   d);
         group.drow_weight[own.start + row] = total;
     }
 }

@@ -85,6 +85,10 @@ constexpr int64_t MAX_SHARED_DX_ROWS = 48;
 constexpr int64_t MAX_PREFETCH = 512 << 10;  // bytes of w_in: must fit the L2 cache
 constexpr int64_t ROWS_AHEAD = 32;           // distance at which rows of w_out are prefetched
 
+// Functions between the two matrices, of the gate and times up if there are gates; as `Function` of
+// activation.py, which says what they are.
+enum Function : int32_t { GELU = 0, SILU = 1, RELU = 2, CLAMPED = 3 };
+
 // Arguments of a call, mirrored by `GroupArgs` in cpu_kernel.py. Strides count elements.
 struct GroupArgs {
     const void *x, *dy;       // [R, D]; dy in backward only
@@ -96,8 +100,8 @@ struct GroupArgs {
     const int64_t *starts, *stops;  // its token rows
     int64_t count;                  // experts
     int64_t d, h;
-    int32_t gated;
-    int32_t bias, transposed, clamped;  // as in ExpertShape, and the activation; forward only
+    int32_t gated, bias, transposed;  // as in ExpertShape; transposed and CLAMPED: forward only
+    Function function;
     int32_t backward, bf16, threads, isa;
 };
 
@@ -121,7 +125,7 @@ struct Group : GroupArgs {
     int64_t hidden_per_task = 0, output_per_task = 0;  // weight rows of a forward task
 
     int64_t gates() const { return gated ? 2 : 1; }
-    bool plain() const { return !bias && !transposed && !clamped; }
+    bool clamped() const { return function == CLAMPED; }
     int64_t blocks() const { return pieces(h, BLOCK); }
     bool shares_dx(const ExpertRows& own) const { return own.rows <= MAX_SHARED_DX_ROWS; }
     const char* w_out_bytes(const ExpertRows& own) const {
@@ -137,10 +141,13 @@ template <class T>
 INLINE const T* w_out(const Group& group, const ExpertRows& own) {
     return reinterpret_cast<const T*>(group.w_out_bytes(own));
 }
-// b_in, then b_out.
 template <class T>
-INLINE const T* biases(const Group& group, const ExpertRows& own) {
+INLINE const T* b_in(const Group& group, const ExpertRows& own) {
     return w_out<T>(group, own) + group.h * group.d;
+}
+template <class T>
+INLINE const T* b_out(const Group& group, const ExpertRows& own) {
+    return b_in<T>(group, own) + group.gates() * group.h;
 }
 template <class T>
 INLINE const T* rows_of(const void* base, int64_t stride, const ExpertRows& own) {
@@ -171,7 +178,7 @@ int64_t task_count(const Group& group, const ExpertRows& own, int phase) {
 Prefetch column_weights(const Group& group, const ExpertRows& own, int phase, int64_t index) {
     const bool hidden = phase == HIDDEN;
     const int64_t columns = hidden ? group.gates() * group.h : group.d;
-    const int64_t step = hidden && group.clamped ? 2 * group.weight_bytes : group.weight_bytes;
+    const int64_t step = hidden && group.clamped() ? 2 * group.weight_bytes : group.weight_bytes;
     const int64_t size = hidden ? group.hidden_per_task : group.output_per_task;
     const int64_t first = index * size, count = least(size, (hidden ? group.h : group.d) - first);
     const char* weights = hidden ? static_cast<const char*>(own.record) : group.w_out_bytes(own);

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Activation, Fused, is_clamped
+from overspill.compute.activation import Activation, Form, Function, form_of
 from overspill.core.experts import ExpertShape
 from overspill.hardware.native import load_library
 
@@ -66,18 +66,15 @@ def why_unsupported(
     more of them: `MissRunner`."""
     if cpu_library() is None:
         return "no C++ compiler"
-    known = activation is None or isinstance(activation, Fused)
-    functions = "GELU and gated SiLU"
-    if decoding:
-        known = known or (shape.gated and is_clamped(activation))
-        functions = "GELU, gated SiLU and that of GPT-OSS"
-    reasons = {
-        str(dtype): dtype not in _MAX_ROWS,
-        "biases": shape.bias and not decoding,
-        "transposed weights": shape.transposed and not decoding,
-        f"activations other than {functions}": not known,
-    }
-    return ", ".join(reason for reason, applies in reasons.items() if applies) or None
+    form = form_of(activation, shape.gated)
+    reasons = [] if dtype in _MAX_ROWS else [str(dtype)]
+    if shape.transposed and not decoding:
+        reasons.append("transposed weights")
+    if form is None or (form.function is Function.CLAMPED and not decoding):
+        assert activation is not None
+        others = " or that of GPT-OSS" if decoding else ""
+        reasons.append(f"the activation {activation.name}, which is not GELU, SiLU, ReLU{others}")
+    return ", ".join(reasons) or None
 
 
 def max_kernel_rows(dtype: torch.dtype, backward: bool) -> int:
@@ -93,13 +90,13 @@ def kernel_forward(
     shape: ExpertShape,
     threads: int,
     isa: str | None = None,
-    clamped: bool = False,
+    form: Form | None = None,
 ) -> None:
     """Writes the outputs of the experts' token rows into `y_RD`, without routing weights.
 
     Computes in the calling thread and a thread pool of it. `isa` selects one of ISA_NAMES instead
-    of the best; `clamped` as in `group_args`."""
-    args = group_args(x_RD, y_RD, experts, shape, threads, isa, clamped=clamped)
+    of the best; `form` as in `group_args`."""
+    args = group_args(x_RD, y_RD, experts, shape, threads, isa, form=form)
     loaded_library().overspill_compute(args)
 
 
@@ -109,9 +106,10 @@ def kernel_backward(
     shape: ExpertShape,
     threads: int,
     isa: str | None = None,
+    form: Form | None = None,
 ) -> None:
     """Writes the gradients of sum(row_weight * y * dy) into `dx_RD` and `drow_weight_R`."""
-    args = group_args(rows.x_RD, rows.dx_RD, experts, shape, threads, isa, rows)
+    args = group_args(rows.x_RD, rows.dx_RD, experts, shape, threads, isa, rows, form)
     loaded_library().overspill_compute(args)
 
 
@@ -142,7 +140,7 @@ class GroupArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("x_stride", "dy_stride", "out_stride")),
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("records", "starts", "stops")),
         *((name, ctypes.c_int64) for name in ("count", "d", "h")),
-        *((name, ctypes.c_int32) for name in ("gated", "bias", "transposed", "clamped")),
+        *((name, ctypes.c_int32) for name in ("gated", "bias", "transposed", "function")),
         *((name, ctypes.c_int32) for name in ("backward", "bf16", "threads", "isa")),
     )
 
@@ -155,13 +153,16 @@ def group_args(
     threads: int,
     isa: str | None = None,
     backward: BackwardRows | None = None,
-    clamped: bool = False,
+    form: Form | None = None,
 ) -> GroupArgs:
-    """The checked arguments of a native call; valid as long as the tensors exist. `clamped`: with
-    the activation of GPT-OSS."""
+    """The checked arguments of a native call; valid as long as the tensors exist. `form` is that of
+    the activation; by default the usual one."""
+    form = form or Form.usual(shape.gated)
+    clamped = form.function is Function.CLAMPED
     assert threads >= 1
+    assert shape.gated == form.gated
     assert shape.gated or not clamped
-    assert backward is None or not (shape.bias or shape.transposed or clamped)
+    assert backward is None or not (shape.transposed or clamped)
     assert isa is None or ISA_NAMES.index(isa) <= ISA_NAMES.index(cpu_isa() or "")
     for rows in (x_RD, out_RD) if backward is None else (x_RD, out_RD, backward.dy_RD):
         assert rows.dtype == x_RD.dtype
@@ -189,7 +190,7 @@ def group_args(
         gated=shape.gated,
         bias=shape.bias,
         transposed=shape.transposed,
-        clamped=clamped,
+        function=int(form.function),
         bf16=x_RD.dtype == torch.bfloat16,
         threads=threads,
         isa=_BEST_ISA if isa is None else ISA_NAMES.index(isa),

@@ -63,22 +63,49 @@ INLINE float normal_cdf(float x, float gauss) {
     return x < 0.0f ? tail : 1.0f - tail;
 }
 
-// Applies the activation to `count` pre-activations in place; `up` is null without a gate.
-template <class T>
-INLINE void activate_body(float* __restrict h, const float* __restrict up, int64_t count) {
+// The functions of `Function`: the value, and the value with the derivative.
+struct Gelu {
+    INLINE float value(float x) { return x * normal_cdf(x, exponential(-0.5f * x * x)); }
+    INLINE float value(float x, float& slope) {
+        const float gauss = exponential(-0.5f * x * x), cdf = normal_cdf(x, gauss);
+        slope = cdf + x * (0.39894228f * gauss);
+        return x * cdf;
+    }
+};
+struct Silu {
+    INLINE float value(float x) { return x * sigmoid(x); }
+    INLINE float value(float x, float& slope) {
+        const float s = sigmoid(x), silu = x * s;
+        slope = s + silu * (1.0f - s);
+        return silu;
+    }
+};
+struct Relu {
+    INLINE float value(float x) { return x <= 0.0f ? 0.0f : x; }  // NaN stays NaN
+    INLINE float value(float x, float& slope) {
+        slope = x <= 0.0f ? 0.0f : 1.0f;
+        return value(x);
+    }
+};
+
+template <class T, class F>
+INLINE void apply(float* __restrict h, const float* __restrict up, int64_t count) {
     if (up) {
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) {
-            const float gate = rounded<T>(h[i]);
-            h[i] = rounded<T>(gate * sigmoid(gate) * rounded<T>(up[i]));
-        }
+        for (int64_t i = 0; i < count; ++i)
+            h[i] = rounded<T>(F::value(rounded<T>(h[i])) * rounded<T>(up[i]));
         return;
     }
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) {
-        const float x = rounded<T>(h[i]);
-        h[i] = rounded<T>(x * normal_cdf(x, exponential(-0.5f * x * x)));
-    }
+    for (int64_t i = 0; i < count; ++i) h[i] = rounded<T>(F::value(rounded<T>(h[i])));
+}
+
+// Applies the activation to `count` pre-activations in place; `up` is null without a gate.
+template <class T>
+INLINE void activate_body(float* h, const float* up, int64_t count, Function function) {
+    if (function == GELU) return apply<T, Gelu>(h, up, count);
+    if (function == SILU) return apply<T, Silu>(h, up, count);
+    apply<T, Relu>(h, up, count);
 }
 
 // The activation of GPT-OSS for `count` gates; the results replace them. Runs of `apart` gates and
@@ -98,33 +125,41 @@ INLINE void activate_clamped_body(float* h, int64_t apart, int64_t count) {
     }
 }
 
-// Backward of the activation for one token row: writes dh (and dup with a gate) and returns the
-// part of the routing weight's gradient. `weight` is the routing weight.
-template <class T>
-INLINE float activate_backward_body(const float* __restrict h, const float* __restrict up,
-                                    const float* __restrict da_, float weight, int64_t count,
-                                    T* __restrict dh, T* __restrict dup) {
+template <class T, class F>
+INLINE float differentiate(const float* __restrict h, const float* __restrict up,
+                           const float* __restrict da_, float weight, int64_t count,
+                           T* __restrict dh, T* __restrict dup) {
     float total = 0.0f;
     if (up) {
 #pragma omp simd reduction(+ : total)
         for (int64_t i = 0; i < count; ++i) {
-            const float gate = rounded<T>(h[i]), other = rounded<T>(up[i]);
-            const float da = rounded<T>(da_[i]), s = sigmoid(gate), silu = gate * s;
-            const float scaled = da * weight;
-            total += silu * other * da;
-            store(dh + i, scaled * other * (s + silu * (1.0f - s)));
-            store(dup + i, scaled * silu);
+            float slope;
+            const float value = F::value(rounded<T>(h[i]), slope), other = rounded<T>(up[i]);
+            const float da = rounded<T>(da_[i]), scaled = da * weight;
+            total += value * other * da;
+            store(dh + i, scaled * other * slope);
+            store(dup + i, scaled * value);
         }
         return total;
     }
 #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < count; ++i) {
-        const float x = rounded<T>(h[i]), da = rounded<T>(da_[i]);
-        const float gauss = exponential(-0.5f * x * x), cdf = normal_cdf(x, gauss);
-        total += x * cdf * da;
-        store(dh + i, da * weight * (cdf + x * (0.39894228f * gauss)));
+        float slope;
+        const float value = F::value(rounded<T>(h[i]), slope), da = rounded<T>(da_[i]);
+        total += value * da;
+        store(dh + i, da * weight * slope);
     }
     return total;
+}
+
+// Backward of the activation for one token row: writes dh (and dup with a gate) and returns the
+// part of the routing weight's gradient. `weight` is the routing weight.
+template <class T>
+INLINE float activate_backward_body(const float* h, const float* up, const float* da, float weight,
+                                    int64_t count, T* dh, T* dup, Function function) {
+    if (function == GELU) return differentiate<T, Gelu>(h, up, da, weight, count, dh, dup);
+    if (function == SILU) return differentiate<T, Silu>(h, up, da, weight, count, dh, dup);
+    return differentiate<T, Relu>(h, up, da, weight, count, dh, dup);
 }
 
 // Rounds and stores a matrix.
@@ -139,9 +174,18 @@ INLINE void store_rows_body(const float* from, int64_t from_stride, int64_t rows
     }
 }
 
-INLINE void add_body(float* __restrict total, const float* __restrict more, int64_t count) {
+template <class T>
+INLINE void add_body(float* __restrict total, const T* __restrict more, int64_t count) {
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) total[i] += more[i];
+    for (int64_t i = 0; i < count; ++i) total[i] += load(more + i);
+}
+
+template <class T>
+INLINE float dot_body(const T* __restrict a, const T* __restrict b, int64_t count) {
+    float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < count; ++i) total += load(a + i) * load(b + i);
+    return total;
 }
 
 // Reads memory to measure its bandwidth; the result keeps the compiler from removing the loads.

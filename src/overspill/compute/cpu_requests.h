@@ -38,7 +38,7 @@ void fill_request(Request& request, const GroupArgs& args) {
     group.weight_bytes = args.bf16 ? 2 : 4;
     const int isa = args.isa < 0 ? best_isa() : args.isa;
     const bool tiles = isa == AMX && args.bf16 && args.d % STEP == 0 && args.h % STEP == 0 &&
-                       group.plain();
+                       !args.transposed && !group.clamped();
     request.function = task_function(isa, args.bf16);
     request.experts.clear();
     for (int64_t i = 0; i < args.count; ++i) {
@@ -47,7 +47,7 @@ void fill_request(Request& request, const GroupArgs& args) {
         if (rows > 0) request.experts.push_back({args.records[i], args.starts[i], rows, packed});
     }
     if (group.transposed) {
-        const int64_t alternate = group.clamped ? 2 : 1;  // gate and up
+        const int64_t alternate = group.clamped() ? 2 : 1;  // gate and up
         group.hidden_per_task = task_width(request, alternate * group.h) / alternate;
         group.output_per_task = task_width(request, group.d);
         return;

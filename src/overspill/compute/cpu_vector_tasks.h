@@ -54,8 +54,8 @@ void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t 
     const int64_t outputs = hidden ? group.gates() * group.h : group.d;
     const int64_t k = hidden ? group.d : group.h;
     // Clamped: gate and up alternate. Otherwise up comes after all gates, as a second part.
-    const int64_t step = hidden && group.clamped ? 2 : 1;
-    const int64_t parts = hidden && group.gated && !group.clamped ? 2 : 1;
+    const int64_t step = hidden && group.clamped() ? 2 : 1;
+    const int64_t parts = hidden && group.gated && !group.clamped() ? 2 : 1;
     const int64_t width = step * count, part_size = width * rows;
     const int64_t next_output = group.transposed ? 1 : rows;  // in c
     const int64_t next_row = group.transposed ? width : 1;
@@ -66,8 +66,7 @@ void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t 
         product<T, Isa>(group.transposed, weights, outputs, k, output, width, x, x_stride, rows,
                         sums);
         if (!group.bias) continue;
-        const T* const bias =
-            biases<T>(group, own) + (hidden ? 0 : group.gates() * group.h) + output;
+        const T* const bias = (hidden ? b_in<T>(group, own) : b_out<T>(group, own)) + output;
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t i = 0; i < width; ++i)
                 sums[i * next_output + row * next_row] += load(bias + i);
@@ -75,7 +74,7 @@ void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t 
     if (step == 2)
         Isa::activate_clamped(c, next_output, count * rows);
     else if (hidden)
-        Isa::activate(c, parts == 2 ? c + part_size : nullptr, part_size);
+        Isa::activate(c, parts == 2 ? c + part_size : nullptr, part_size, group.function);
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < count; ++i)
             store(to + row * stride + i, c[i * step * next_output + row * next_row]);

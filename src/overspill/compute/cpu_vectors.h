@@ -247,6 +247,7 @@ INLINE void nn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int6
         FOR_ISA(activate_backward, TARGET, activate_backward_body<T>)           \
         FOR_ISA(store_rows, TARGET, store_rows_body<T>)                         \
         FOR_ISA(add, TARGET, add_body)                                          \
+        FOR_ISA(dot, TARGET, dot_body<T>)                                       \
         FOR_ISA(read, TARGET, read_body)                                        \
     };
 

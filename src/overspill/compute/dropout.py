@@ -110,6 +110,7 @@ class DroppedOut:
 
     def __init__(self, activation: Activation, dropout: RowDropout) -> None:
         self._activation, self._dropout = activation, dropout
+        self.name = activation.name
 
     def forward(self, h: Tensor) -> Tensor:
         a_RH = self._activation.forward(h)

@@ -22,6 +22,7 @@ from torch import Tensor
 from overspill.compute import grouped
 from overspill.compute.activation import Activation, Fused
 from overspill.compute.dropout import RowDropout, with_dropout
+from overspill.compute.low_rank import NO_ADAPTERS, Adapters, LowRank, LowRankGrads
 from overspill.compute.weight_grad import Computed, Product, WeightGrad
 from overspill.core.experts import ExpertShape
 
@@ -32,6 +33,8 @@ class WaveGrads:
     dw: tuple[Tensor, ...]
     """[n, ...] for each tensor of a record, in the order of the record; empty without `need_dw`."""
     drow_weight_R: Tensor
+    adapters: tuple[LowRankGrads | None, LowRankGrads | None] = (None, None)
+    """Those of w_in and w_out, where they have low-rank parts; without the scale."""
 
 
 TakeRows = Callable[[Tensor], None]
@@ -88,6 +91,7 @@ def wave_forward(
     counts: Sequence[int] | None = None,
     activation: Activation | None = None,
     dropout: RowDropout | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> tuple[Tensor, Tensor]:
     """Returns y [R, D] and hidden [R, H or 2H], the pre-activation, which backward can reuse.
 
@@ -98,16 +102,19 @@ def wave_forward(
     activation = activation or Fused(shape.gated)
     backend = grouped.backend_for(x_RD, own.w_in, shape, isinstance(weights, StackedWeights))
     if backend != "loop":
-        hidden = _hidden_grouped(backend, x_RD, own, ends)
+        hidden = _hidden_grouped(backend, x_RD, own, ends, adapters.w_in)
         a_RH = with_dropout(activation, dropout).forward(hidden)
         y_RD = grouped.product(backend, a_RH, own.w_out.transpose(1, 2), ends)
+        if adapters.w_out is not None:
+            adapters.w_out.add_product(y_RD, a_RH, backend, ends)
         return _add_bias(y_RD, own.b_out, ends), hidden
     y_RD = torch.empty_like(x_RD)
     hidden = x_RD.new_empty(x_RD.shape[0], shape.in_rows)
     for expert, rows in _expert_rows(ends, counts):
-        _linear(x_RD[rows], own.w_in[expert], own.b_in, expert, out=hidden[rows])
+        low_in, low_out = adapters.part(expert, expert + 1)
+        _linear(x_RD[rows], own.w_in[expert], own.b_in, expert, hidden[rows], low_in)
         a_RH = with_dropout(activation, dropout, rows).forward(hidden[rows])
-        _linear(a_RH, own.w_out[expert], own.b_out, expert, out=y_RD[rows])
+        _linear(a_RH, own.w_out[expert], own.b_out, expert, y_RD[rows], low_out)
     return y_RD, hidden
 
 
@@ -129,6 +136,7 @@ class _Backward:
     overwrite_hidden: bool
     take_dx: TakeRows | None
     take_dw: TakeGrad | None
+    adapters: Adapters
 
 
 @torch.no_grad()
@@ -147,6 +155,7 @@ def wave_backward(
     take_dx: TakeRows | None = None,
     take_dw: TakeGrad | None = None,
     dropout: RowDropout | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> WaveGrads:
     """Gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of the *weighted* y.
 
@@ -161,7 +170,7 @@ def wave_backward(
     activation = activation or Fused(shape.gated)
     wave = _Backward(
         x_RD, dy_RD, row_weight_R, own, shape, ends, counts, hidden, need_dw, activation,
-        dropout, overwrite_hidden or hidden is None, take_dx, take_dw,
+        dropout, overwrite_hidden or hidden is None, take_dx, take_dw, adapters,
     )  # fmt: skip
     backend = grouped.backend_for(x_RD, own.w_in, shape, isinstance(weights, StackedWeights))
     return _backward_loop(wave) if backend == "loop" else _backward_grouped(wave, backend)
@@ -170,9 +179,12 @@ def wave_backward(
 def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
     x_RD, dy_RD, own, ends = wave.x_RD, wave.dy_RD, wave.own, wave.ends
     hidden = wave.hidden
+    low_in, low_out = wave.adapters
     if hidden is None:
-        hidden = _hidden_grouped(backend, x_RD, own, ends)
+        hidden = _hidden_grouped(backend, x_RD, own, ends, low_in)
     da_RH = grouped.product(backend, dy_RD, own.w_out, ends)
+    if low_out is not None:
+        low_out.add_input_grad(da_RH, dy_RD, backend, ends)
     # A kept hidden may be needed by another backward through the graph: overwrite only our own.
     activation = with_dropout(wave.activation, wave.dropout)
     act = activation.backward(hidden, da_RH, wave.row_weight_R, wave.overwrite_hidden)
@@ -182,7 +194,7 @@ def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
         drow_weight_R = drow_weight_R + (_of_rows(own.b_out, ends, dy_RD) * dy_RD).sum(-1)
     dx_RD = None
     if wave.take_dx is not None:
-        dx_RD = grouped.product(backend, act.dh, own.w_in, ends)
+        dx_RD = _input_grad_grouped(backend, act.dh, own, ends, low_in)
         wave.take_dx(dx_RD)
     dw: tuple[Tensor, ...] = ()
     if wave.need_dw:
@@ -202,8 +214,26 @@ def _backward_grouped(wave: _Backward, backend: grouped.Backend) -> WaveGrads:
         if dw and wave.shape.bias:
             dw = (*dw[:2], *(total[:, 0] for total in dw[2:]))
     if dx_RD is None:
-        dx_RD = grouped.product(backend, act.dh, own.w_in, ends)
-    return WaveGrads(dx_RD, dw, drow_weight_R)
+        dx_RD = _input_grad_grouped(backend, act.dh, own, ends, low_in)
+    groups = backend, ends, wave.counts
+    low_rank = (
+        None if low_in is None else low_in.grads(x_RD, act.dh, *groups),
+        None if low_out is None else low_out.grads(act.weighted_RH, dy_RD, *groups),
+    )
+    return WaveGrads(dx_RD, dw, drow_weight_R, low_rank)
+
+
+def _input_grad_grouped(
+    backend: grouped.Backend,
+    dh_RH: Tensor,
+    own: _Parameters,
+    ends: Tensor,
+    low_in: LowRank | None,
+) -> Tensor:
+    dx_RD = grouped.product(backend, dh_RH, own.w_in, ends)
+    if low_in is not None:
+        low_in.add_input_grad(dx_RD, dh_RH, backend, ends)
+    return dx_RD
 
 
 def _backward_loop(wave: _Backward) -> WaveGrads:
@@ -213,13 +243,18 @@ def _backward_loop(wave: _Backward) -> WaveGrads:
     drow_weight_R = x_RD.new_empty(x_RD.shape[0], dtype=wide)
     n = own.w_in.shape[0]
     dw = tuple(x_RD.new_empty(n, *size) for size in shape.sizes) if wave.need_dw else ()
+    low_rank: list[list[LowRankGrads]] = [[], []]
     for expert, rows in _expert_rows(wave.ends, wave.counts):
+        low_in, low_out = wave.adapters.part(expert, expert + 1)
         x, dy, row_weight = x_RD[rows], wave.dy_RD[rows], wave.row_weight_R[rows]
         if wave.hidden is None:
-            h = _linear(x, own.w_in[expert], own.b_in, expert, x.new_empty(len(x), shape.in_rows))
+            out = x.new_empty(len(x), shape.in_rows)
+            h = _linear(x, own.w_in[expert], own.b_in, expert, out, low_in)
         else:
             h = wave.hidden[rows]
         da = torch.mm(dy, own.w_out[expert])
+        if low_out is not None:
+            low_out.add_input_grad(da, dy, "single", wave.ends)
         activation = with_dropout(wave.activation, wave.dropout, rows)
         act = activation.backward(h, da, row_weight, wave.overwrite_hidden)
         drow_weight_R[rows] = act.drow_weight_R
@@ -234,26 +269,52 @@ def _backward_loop(wave: _Backward) -> WaveGrads:
                 dw[2][expert] = act.dh.sum(0)
                 dw[3][expert] = (dy * row_weight.unsqueeze(-1)).sum(0)
         torch.mm(act.dh, own.w_in[expert], out=dx_RD[rows])
+        if low_in is not None:
+            low_in.add_input_grad(dx_RD[rows], act.dh, "single", wave.ends)
+            low_rank[0].append(low_in.grads(x, act.dh, "single", wave.ends))
+        if low_out is not None:
+            low_rank[1].append(low_out.grads(act.weighted_RH, dy, "single", wave.ends))
     if wave.take_dx is not None:
         wave.take_dx(dx_RD)
     if wave.take_dw is not None:
         for number, grad in enumerate(dw):
             wave.take_dw(number, Computed(grad))
         dw = ()
-    return WaveGrads(dx_RD, dw, drow_weight_R)
+    return WaveGrads(dx_RD, dw, drow_weight_R, (_stacked(low_rank[0]), _stacked(low_rank[1])))
+
+
+def _stacked(grads: list[LowRankGrads]) -> LowRankGrads | None:
+    return LowRankGrads(*map(torch.cat, zip(*grads, strict=True))) if grads else None
 
 
 def _hidden_grouped(
-    backend: grouped.Backend, x_RD: Tensor, own: _Parameters, ends: Tensor
+    backend: grouped.Backend,
+    x_RD: Tensor,
+    own: _Parameters,
+    ends: Tensor,
+    low_in: LowRank | None,
 ) -> Tensor:
     hidden = grouped.product(backend, x_RD, own.w_in.transpose(1, 2), ends)
+    if low_in is not None:
+        low_in.add_product(hidden, x_RD, backend, ends)
     return _add_bias(hidden, own.b_in, ends)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, out: Tensor) -> Tensor:
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert: int,
+    out: Tensor,
+    low_rank: LowRank | None,
+) -> Tensor:
     if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias[expert], x, weight.t(), out=out)
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias[expert], x, weight.t(), out=out)
+    if low_rank is not None:
+        low_rank.add_product(out, x, "single", x)
+    return out
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:

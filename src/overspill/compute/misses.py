@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Activation, is_clamped
+from overspill.compute.activation import Activation, form_of
 from overspill.compute.cpu_kernel import group_args, loaded_library, why_unsupported
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
@@ -184,8 +184,8 @@ class MissRunner:
         addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
         record = RecordLayout(shape, dtype).weight_bytes
         sizes = (ctypes.c_int64 * 6)(n_layers, n_experts, max_rows, top_k, record, SPIN_NS)
-        clamped = is_clamped(activation)
-        args = group_args(self.host.x_RD, self.host.x_RD, [], shape, threads, clamped=clamped)
+        form = form_of(activation, shape.gated)
+        args = group_args(self.host.x_RD, self.host.x_RD, [], shape, threads, form=form)
         callbacks = self._callback, self._fetch
         self._handle = self._library.overspill_misses_new(args, addresses, sizes, *callbacks)
 

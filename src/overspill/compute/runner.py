@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from overspill.compute.activation import Form
 from overspill.compute.cpu_kernel import (
     BackwardRows,
     ExpertRows,
@@ -70,10 +71,11 @@ class Runner:
         shape: ExpertShape,
         threads: int,
         request: CpuRequest,
+        form: Form | None = None,
     ) -> None:
         """As `kernel_forward`, once the rows are ready; returns at once. The caller keeps the
         tensors until the request is done."""
-        self._submit(group_args(x_RD, y_RD, experts, shape, threads), request)
+        self._submit(group_args(x_RD, y_RD, experts, shape, threads, form=form), request)
 
     def backward(
         self,
@@ -82,9 +84,11 @@ class Runner:
         shape: ExpertShape,
         threads: int,
         request: CpuRequest,
+        form: Form | None = None,
     ) -> None:
         """As `kernel_backward`, once the rows are ready; returns at once."""
-        args = group_args(rows.x_RD, rows.dx_RD, experts, shape, threads, backward=rows)
+        tensors = rows.x_RD, rows.dx_RD
+        args = group_args(*tensors, experts, shape, threads, backward=rows, form=form)
         self._submit(args, request)
 
     def check(self) -> None:

@@ -1,13 +1,16 @@
 """Attention that reads keys and values of earlier tokens from a cache, for models whose attention
 can be replaced: GPT-MoE, and those of transformers that use its attention interface."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from overspill.core.errors import OrderError
 
@@ -20,6 +23,52 @@ _BATCH = (
 )
 
 
+class Keys(Enum):
+    """Which keys the tokens of an attention module see."""
+
+    BEFORE = auto()
+    """Those of the tokens before them in their sequence, and their own."""
+    SOURCE = auto()
+    """Those of the source of their sequence: the decoder of an encoder-decoder."""
+    TOGETHER = auto()
+    """Those of all tokens of their sequence: an encoder, whose keys are not kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """A bias of attention scores by the distance between query and key, as T5 has it."""
+
+    embedding: nn.Embedding  # [buckets, heads]
+    bucket: Callable[[Tensor], Tensor]
+    """The bucket of each position of a key relative to its query."""
+    reach: int
+    """Keys that are farther away have the bucket of this distance."""
+
+    def scores(self, positions_NT: Tensor, n_keys: int) -> Tensor:
+        """The bias of tokens at `positions` for the keys at 0, 1, ..., [N, h, T, L]."""
+        keys = torch.arange(n_keys, device=positions_NT.device)
+        bias: Tensor = self.embedding.weight[self.bucket(keys - positions_NT[..., None])]
+        return bias.movedim(-1, 1)
+
+    def by_distance(self) -> Tensor:
+        """The bias of keys so many tokens before the query, [h, reach + 1]."""
+        weight = self.embedding.weight
+        distances = torch.arange(self.reach + 1, device=weight.device)
+        return weight[self.bucket(-distances)].T.contiguous()
+
+
+class AttentionRole(NamedTuple):
+    """The part that an attention module has in an encoder-decoder model."""
+
+    keys: Keys
+    bias: RelativeBias | None = None
+
+
+ROLES: WeakKeyDictionary[nn.Module, AttentionRole] = WeakKeyDictionary()
+"""Of modules that do more than attend to the tokens before."""
+_DECODER = AttentionRole(Keys.BEFORE)
+
+
 class AttentionOptions(NamedTuple):
     """What differs between models and layers."""
 
@@ -27,6 +76,8 @@ class AttentionOptions(NamedTuple):
     window: int | None = None  # a token sees so many, itself included
     sinks: Tensor | None = None  # a logit of each head that takes a share of the softmax
     softcap: float | None = None
+    keys: Keys = Keys.BEFORE
+    bias: RelativeBias | None = None
 
 
 class AttentionCache(Protocol):
@@ -35,8 +86,8 @@ class AttentionCache(Protocol):
     def attend(
         self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Stores keys and values of the batch's tokens; attention of each token to those before it
-        in its sequence, [T, h, d]."""
+        """Stores keys and values of the batch's tokens, or of its new sources; attention of each
+        token to the keys that `options` name, [T, h, d]."""
 
 
 _CURRENT: ContextVar[AttentionCache | None] = ContextVar("attention_cache", default=None)
@@ -70,6 +121,9 @@ class ReplacedAttention:
         before = {key: config._attn_implementation for key, config in configs.items()}
         try:
             model.set_attn_implementation(ATTENTION)
+            for config in configs.values():  # an encoder and a decoder have copies
+                if type(config) is type(model.config):
+                    config._attn_implementation_internal = model.config._attn_implementation
         finally:
             self._changed = [
                 (config, before[key], config._attn_implementation)
@@ -97,7 +151,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _attend(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -115,7 +169,8 @@ def _attend(
     own: Any = module
     if sliding_window is None:  # Qwen2-MoE has it in its mask only
         sliding_window = getattr(own, "sliding_window", None)
-    options = AttentionOptions(scaling, sliding_window, s_aux, softcap)
+    role = ROLES.get(module, _DECODER)
+    options = AttentionOptions(scaling, sliding_window, s_aux, softcap, role.keys, role.bias)
     layer = own.layer_idx
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return cache.attend(int(layer), q, k, v, options)[None], None

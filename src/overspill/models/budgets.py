@@ -47,6 +47,8 @@ class Budgets:
     stages: int | None = None
     host_reserved: int = 0
     """Bytes of host memory that something else of each rank needs."""
+    device_reserved: int = 0
+    """Bytes of the budget of the compute device for what is added to the model later."""
 
     def __post_init__(self) -> None:
         if self.shard_dense and "host" in (self.dense_states, self.dense_weights):
@@ -99,7 +101,7 @@ class Budgets:
             weights = "gpu" if weights == "auto" else weights
             states = "gpu" if (states, weights) == ("auto", "gpu") else states
         return BudgetRequest(
-            gpu_memory=self._gpu_bytes(device, available // n_ranks),
+            gpu_memory=self._rank_gpu_bytes(device, available // n_ranks),
             host_memory=self._rank_host_bytes(available, n_ranks),
             disk_free=None if self.folder is None else disk_free(self.folder) // n_ranks,
             mode=self.mode,
@@ -112,6 +114,16 @@ class Budgets:
             dense_weights=weights,
             can_map=can_map(device),
         )
+
+    def _rank_gpu_bytes(self, device: torch.device, available: int) -> int:
+        each = self._gpu_bytes(device, available)
+        if each <= self.device_reserved:
+            raise BudgetError(
+                f"adapters of experts, their gradients and optimizer states need "
+                f"{format_size(self.device_reserved)}, and --gpu-memory is {format_size(each)}; "
+                "raise it, or give a lower rank"
+            )
+        return each - self.device_reserved
 
     def _rank_host_bytes(self, available: int, n_ranks: int) -> int:
         each = self._host_bytes(available) // n_ranks

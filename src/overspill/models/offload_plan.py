@@ -67,7 +67,8 @@ def plan_offload(
             dense_states=-(-sizes.dense_states // ranks.size),
         )
     placement, part = _place(sizes, request, budgets.settings, layout, part, device, agree)
-    gpu_memory = None if budgets.gpu_memory is None else request.gpu_memory
+    given = budgets.gpu_memory is not None
+    gpu_memory = request.gpu_memory + budgets.device_reserved if given else None
     return OffloadPlan(part, layout, placement, budgets.settings, gpu_memory)
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from overspill.compute.dropout import Dropout
-from overspill.core.errors import OrderError
+from overspill.core.errors import ConfigError, OrderError
 from overspill.core.experts import Phase
+from overspill.moe.adapters import LayerAdapters
 from overspill.moe.autograd_state import graph_task, in_function
 from overspill.moe.data_parallel import check_processes
 from overspill.moe.decoding import current_decoder
@@ -47,10 +48,16 @@ def routed_experts(
     if not _recomputing():
         expert_ids_TK = placeholder.reroute(expert_ids_TK)
     placeholder.top_k = expert_ids_TK.shape[1]
+    adapters = placeholder.adapters
     if (decoder := current_decoder()) is not None:
+        if adapters is not None:
+            raise ConfigError(
+                "decoding does not support peft adapters of experts beside their weights; save the "
+                "adapter, and give its folder: overspill.LLM(path, adapter=folder)"
+            )
         return decoder.experts(placeholder, x_TD, expert_ids_TK, weights_TK)
     with torch.autocast(x_TD.device.type, enabled=False):  # experts compute in their own dtype
-        return _routed(placeholder, x_TD, expert_ids_TK, weights_TK, layer_pass)
+        return _routed(placeholder, x_TD, expert_ids_TK, weights_TK, layer_pass, adapters)
 
 
 def _routed(
@@ -59,11 +66,16 @@ def _routed(
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
     layer_pass: LayerPass,
+    adapters: LayerAdapters | None,
 ) -> Tensor:
     engine = placeholder.engine
+    factors = [] if adapters is None else adapters.tensors
+    if adapters is not None:
+        layer_pass.adapters = adapters.detached()
     weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
-    # the placeholder is an input too: experts learn even where nothing below them does
-    trained = any(tensor.requires_grad for tensor in (x_TD, weights_TK, placeholder))
+    # the placeholder and adapters are inputs too: they learn even where nothing below them does
+    inputs = (x_TD, weights_TK, placeholder, *factors)
+    trained = any(tensor is not None and tensor.requires_grad for tensor in inputs)
     if torch.is_grad_enabled() and trained:
         # set here: inside a Function's forward, torch says that gradients are off
         layer_pass.training = True
@@ -71,7 +83,9 @@ def _routed(
             check_processes()
             if engine.can_train:
                 engine.training.check_planned()
-        ticket = _Entrance.apply(x_TD, weights_TK, placeholder, engine, layer_pass)  # type: ignore[no-untyped-call]
+        ticket = _Entrance.apply(  # type: ignore[no-untyped-call]
+            x_TD, weights_TK, placeholder, engine, layer_pass, adapters, *factors
+        )
         args = (x_TD.detach(), weights_TK.detach(), expert_ids_TK, engine, layer_pass)
         y: Tensor = _Experts.apply(ticket, *args)  # type: ignore[no-untyped-call]
         return y
@@ -90,24 +104,32 @@ class _Entrance(torch.autograd.Function):
         placeholder: Tensor,
         engine: Engine,
         layer_pass: LayerPass,
+        adapters: LayerAdapters | None,
+        *factors: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x_TD, weights_TK)
+        ctx.save_for_backward(x_TD, weights_TK, *factors)
         ctx.engine, ctx.layer_pass = engine, layer_pass
+        ctx.scales = None if adapters is None else adapters.scales
         # has the output's shape, so that the output's gradient can come back through it, but no
         # memory of its own
         return x_TD.new_zeros(()).expand(x_TD.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        x_TD, weights_TK = ctx.saved_tensors
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weights_TK, *factors = ctx.saved_tensors
         # autograd.grad() and backward(inputs=...) leave out parameters that they do not name
-        (_, _, (placeholder, _)) = ctx.next_functions
+        (_, _, (placeholder, _), *_) = ctx.next_functions
         wanted = placeholder is not None and _is_wanted(placeholder)
-        args = x_TD, weights_TK, dy_TD, ctx.engine, ctx.layer_pass
+        layer_pass: LayerPass = ctx.layer_pass
+        args = x_TD, weights_TK, dy_TD, ctx.engine, layer_pass
+        adapters = None if ctx.scales is None else LayerAdapters.of(factors, ctx.scales)
+        layer_pass.adapters = adapters
         with ctx.engine.exclusive():
-            dx_TD, dweights_TK = _backward(*args, trained=ctx.layer_pass.trained and wanted)
-        return dx_TD, dweights_TK, None, None, None
+            dx_TD, dweights_TK = _backward(*args, trained=layer_pass.trained and wanted)
+        layer_pass.adapters = None
+        grads = [] if adapters is None else adapters.grads()
+        return dx_TD, dweights_TK, None, None, None, None, *grads
 
 
 def _is_wanted(placeholder: Any) -> bool:
@@ -139,6 +161,7 @@ class _Experts(torch.autograd.Function):
                 engine.training.passes.open(layer_pass, recomputed=_recomputing())
             keep = engine.settings.activations == "keep"
             y_TD = _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep)
+        layer_pass.adapters = None  # copies, which backward makes again
         if layer_pass.kept is not None:
             # through autograd, so that a checkpoint drops it like any activation
             ctx.save_for_backward(layer_pass.kept)

@@ -22,7 +22,7 @@ class ExpertDecoder(Protocol):
     ) -> Tensor:
         """Each token's weighted sum over its experts, [T, D]."""
 
-    def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
+    def announce(self, placeholder: ExpertPlaceholder, expert_ids_TK: Tensor) -> None:
         """A pre-gate has chosen these experts of a later layer."""
 
 

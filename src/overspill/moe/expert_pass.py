@@ -37,6 +37,7 @@ class ForwardPass:
         self._x_TD, self._engine, self._pass, self._phase = x_TD, engine, layer_pass, phase
         self._compute = engine.compute
         self._compute.enter_forward(layer_pass, expert_ids_TK, phase, keep)
+        _enter_adapters(layer_pass, x_TD)
         self._on_cpu = self._compute.cpu_forward(layer_pass, x_TD)
         n_rows = layer_pass.rows.n_rows
         self._y_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
@@ -51,7 +52,8 @@ class ForwardPass:
                 x_rows = dispatcher.dispatch(layer_pass.rows, self._x_TD, start, end)
                 args = wave.weights, self._engine.shape, ends, counts, layer_pass.activation
                 dropout = _dropout(self._compute, layer_pass, Site.HIDDEN, start, end)
-                y_rows, hidden = wave_forward(x_rows, *args, dropout)
+                adapters = layer_pass.adapters_of(wave)
+                y_rows, hidden = wave_forward(x_rows, *args, dropout, adapters)
                 if dropout := _dropout(self._compute, layer_pass, Site.OUTPUT, start, end):
                     y_rows = dropout.apply(y_rows, overwrite=True)
                 self._y_RD = _with_rows(self._y_RD, start, y_rows)
@@ -85,6 +87,7 @@ class BackwardPass:
         self._engine, self._pass, self._need_dw = engine, layer_pass, need_dw
         self._compute = engine.compute  # experts may have moved
         self._compute.enter_backward(layer_pass)
+        _enter_adapters(layer_pass, x_TD)
         n_rows = layer_pass.rows.n_rows
         self._dx_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
         self._drow_weight_R = weights_TK.new_empty(n_rows)
@@ -98,6 +101,8 @@ class BackwardPass:
                 grads = self._piece(wave, start, end, ends, counts)
                 self._dx_RD = _with_rows(self._dx_RD, start, grads.dx_RD)
                 self._drow_weight_R[start:end] = grads.drow_weight_R
+                if self._pass.adapters is not None:
+                    self._pass.adapters.add_grads(wave.first, wave.stop, grads.adapters)
                 total = grads if total is None else _add(total, grads)
             if self._need_dw and total is not None:
                 self._engine.training.deliver(self._pass, wave, total.dw)
@@ -123,6 +128,7 @@ class BackwardPass:
             need_dw=self._need_dw,
             activation=layer_pass.activation,
             dropout=_dropout(self._compute, layer_pass, Site.HIDDEN, start, end),
+            adapters=layer_pass.adapters_of(wave),
         )
 
     def finish(self) -> None:
@@ -147,6 +153,12 @@ def _dropout(
         return None
     rows = compute.dispatcher.assignments(layer_pass.rows, start, end)
     return layer_pass.dropout.of_rows(site, rows)
+
+
+def _enter_adapters(layer_pass: LayerPass, x_TD: Tensor) -> None:
+    if layer_pass.adapters is not None:
+        assert layer_pass.rows.experts is not None
+        layer_pass.adapters.enter(layer_pass.rows.experts, x_TD.dtype)
 
 
 def _with_rows(all_rows: Tensor, start: int, rows: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from overspill.compute.activation import Activation
 from overspill.compute.dropout import Dropout
+from overspill.compute.low_rank import NO_ADAPTERS, Adapters
+from overspill.moe.adapters import LayerAdapters
 from overspill.moe.dispatch import RowOrder
 from overspill.parallel.row_exchange import SentRows
 
@@ -24,6 +26,7 @@ class LayerPass:
     drops: bool = False  # an id of `n_experts` means "no expert"
     activation: Activation | None = None
     dropout: Dropout | None = None  # inside the experts
+    adapters: LayerAdapters | None = None  # while the layer is computed
     order: RowOrder | None = None
     sent: SentRows | None = None  # rows of other ranks too, with several
     on_cpu: frozenset[int] = frozenset()  # positions of experts that the CPU computes
@@ -35,6 +38,11 @@ class LayerPass:
     def rows(self) -> RowOrder:
         assert self.order is not None, "the pass has not been routed"
         return self.order
+
+    def adapters_of(self, wave: "Wave") -> Adapters:
+        return (
+            NO_ADAPTERS if self.adapters is None else self.adapters.of_wave(wave.first, wave.stop)
+        )
 
     @property
     def known_counts(self) -> dict[int, int] | None:

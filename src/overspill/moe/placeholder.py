@@ -12,6 +12,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.core.routing import RoutingSource
 
 if TYPE_CHECKING:
+    from overspill.moe.adapters import LayerAdapters
     from overspill.moe.engine import Engine
     from overspill.moe.state_dict import Places
 
@@ -30,6 +31,7 @@ class ExpertPlaceholder(nn.Parameter):
     places: "Places | None"  # locations of an expert's tensors in a Hugging Face model
     drops: bool  # whether the router may drop assignments
     top_k: int | None  # experts for each token, as of the last forward
+    adapters: "LayerAdapters | None"  # for a forward that runs now
     is_expert_placeholder = True
     _source: RoutingSource | None
     _keeper: object
@@ -48,6 +50,7 @@ class ExpertPlaceholder(nn.Parameter):
         self.engine, self.layer = engine, layer
         self.activation, self.places, self.drops = activation, places, drops
         self.top_k = None
+        self.adapters = None
         self._source = None
         self._keeper = None
         self._shown = None

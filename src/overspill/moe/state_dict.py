@@ -158,11 +158,15 @@ def stack_sizes(
     placeholder: ExpertPlaceholder | OthersPlaceholder, places: Places
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's expert tensors in the plain model."""
-    engine = placeholder.engine
+    return tensor_sizes(placeholder.engine.shape, placeholder.engine.n_experts, places)
+
+
+def tensor_sizes(shape: ExpertShape, n_experts: int, places: Places) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors, by name, that hold the experts of a layer."""
     return {
-        place.name: size if place.expert is None else (engine.n_experts, *size)
-        for index in range(engine.n_experts)
-        for place, size in zip(places(index), engine.shape.sizes, strict=True)
+        place.name: size if place.expert is None else (n_experts, *size)
+        for index in range(n_experts)
+        for place, size in zip(places(index), shape.sizes, strict=True)
     }
 
 

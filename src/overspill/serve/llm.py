@@ -26,6 +26,7 @@ from overspill.serve.prompts import (
     Prompt,
     check_ids,
     check_prompt,
+    check_source,
     check_tokens,
     list_prompts,
     params_of_each,
@@ -34,6 +35,7 @@ from overspill.serve.request import Request
 from overspill.serve.rules import make_rules
 from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
+from overspill.serve.seq2seq import first_tokens
 from overspill.serve.source import CacheRequest, open_source
 from overspill.serve.support import can_page
 from overspill.serve.text import Codec, TextStream, check_text
@@ -158,7 +160,8 @@ class LLM:
             runner = PagedRunner(source.model, self.device, *limits, *decoding)
         else:
             runner = SequentialRunner(source.model, self.device)
-        pool = BlockPool(source.n_blocks, _BLOCK, share=paged)
+        # what a decoder computes depends on the source too
+        pool = BlockPool(source.n_blocks, _BLOCK, share=paged and not source.has_encoder)
         chunk = prefill_chunk if paged else source.context
         pieces = PieceSizes(_LEAST_PIECE if chunk is None else chunk, chunk)
         scheduler = Scheduler(pool, max_batch, pieces.size(0), paged)
@@ -335,6 +338,10 @@ class LLM:
         self._check_open()
         codec, vocabulary = self._source.codec, self._vocabulary()
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(check_prompt(prompt))
+        source: list[int] = []
+        if self._source.has_encoder:
+            check_source(tokens, vocabulary, self.context)
+            source, tokens = tokens, first_tokens(self.model)
         check_tokens(tokens, vocabulary, self.context)
         if params.stops and codec is None:
             raise ConfigError("this model has no tokenizer: stop strings cannot be found")
@@ -346,7 +353,8 @@ class LLM:
             grammar = self._grammars.from_schema(params.schema_text())
         most = min(params.max_tokens, self.context - len(tokens))
         rules = make_rules(params, grammar, self._source.ends)
-        return Request(tokens, params, TextStream(codec, params.stops), most, rules)
+        text = TextStream(codec, params.stops)
+        return Request(tokens, params, text, most, rules, source)
 
     def _vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])

@@ -4,6 +4,7 @@ Shapes: T tokens of a batch, N sequences, L tokens of a sequence with those befo
 of keys and values, d width of a head.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,20 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention.bias import causal_lower_right
 
-from overspill.models.attention_cache import AttentionOptions
+from overspill.models.attention_cache import AttentionOptions, Keys
 
 _SCORES = 256 << 20
 """Bytes of attention scores that are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class SourceSpan:
+    """The source of a sequence, whose keys and values are in blocks of its own."""
+
+    blocks: Sequence[int]
+    count: int
+    new: bool
+    """The batch computes it."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,8 @@ class Span:
     before: int
     """Tokens whose keys and values are in the blocks."""
     count: int
+    source: SourceSpan | None = None
+    """Of sequences of an encoder-decoder."""
 
 
 class Layout:
@@ -38,29 +51,56 @@ class Layout:
 
     def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
         self.spans = spans
-        slots = [_slots(span, block_size) for span in spans]
+        slots = [_slots(s.blocks, s.before + s.count, block_size) for s in spans]
         self.positions = torch.cat(
             [torch.arange(span.before, span.before + span.count) for span in spans]
         ).to(device)
         self.write = torch.cat([each[s.before :] for each, s in zip(slots, spans, strict=True)]).to(
             device
         )
-        ends = torch.tensor([span.count for span in spans]).cumsum(0)
-        self.last = (ends - 1).to(device)
+        counts = [span.count for span in spans]
+        self.last = (torch.tensor(counts).cumsum(0) - 1).to(device)
         """The row of the last token of each sequence."""
-        starts = (ends - torch.tensor([span.count for span in spans])).tolist()
-        single = [number for number, span in enumerate(spans) if span.count == 1]
+        self.own = _Reads(counts, slots, device)
+        sources = [span.source for span in spans if span.source is not None]
+        if not sources:
+            return
+        slots = [_slots(each.blocks, each.count, block_size) for each in sources]
+        self.sources = _Reads(counts, slots, device)
+        new = [number for number, each in enumerate(sources) if each.new]
+        self.new_sources = _parts([sources[number].count for number in new])
+        """The tokens of each source that the batch computes, one source after another."""
+        self.write_sources = None
+        """Their slots."""
+        if new:
+            self.write_sources = torch.cat([slots[number] for number in new]).to(device)
+
+
+class _Reads:
+    """The slots that the tokens of each sequence read."""
+
+    def __init__(
+        self, counts: Sequence[int], slots: Sequence[Tensor], device: torch.device
+    ) -> None:
+        rows = _parts(counts)
+        single = [number for number, count in enumerate(counts) if count == 1]
         self.single = _Single(
-            torch.tensor([starts[number] for number in single]),
+            torch.tensor([rows[number].start for number in single], dtype=torch.long),
             [slots[number] for number in single],
             device,
         )
         """Sequences with one new token: they attend together."""
         self.several = [
-            (slice(starts[n], starts[n] + spans[n].count), slots[n].to(device))
-            for n in range(len(spans))
-            if spans[n].count > 1
+            (rows[number], slots[number].to(device))
+            for number, count in enumerate(counts)
+            if count > 1
         ]
+
+
+def _parts(counts: Sequence[int]) -> list[slice]:
+    """So many rows each, one part after another."""
+    ends = list(itertools.accumulate(counts))
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 class _Single:
@@ -76,12 +116,13 @@ class _Single:
             row[len(each) :] = each[0]  # not another's: what is NaN there would be NaN here
         self.read = read.to(device)
         self.positions = (lengths - 1)[:, None].to(device)
+        """Of the last key of each."""
 
 
-def _slots(span: Span, block_size: int) -> Tensor:
-    """The slot of each token of a sequence, with the new ones."""
-    positions = torch.arange(span.before + span.count)
-    blocks = torch.tensor(list(span.blocks), dtype=torch.long)
+def _slots(used: Sequence[int], count: int, block_size: int) -> Tensor:
+    """The slots of the first `count` tokens in these blocks."""
+    positions = torch.arange(count)
+    blocks = torch.tensor(list(used), dtype=torch.long)
     return blocks[positions // block_size] * block_size + positions % block_size
 
 
@@ -110,20 +151,27 @@ class PagedCache:
     ) -> Tensor:
         layout = self._layout
         assert layout is not None
+        if options.keys is Keys.TOGETHER:
+            return _attend_together(q_Thd, k_Tkd, v_Tkd, layout.new_sources, options)
         keys, values = self.memory(layer, k_Tkd, v_Tkd)
-        keys[layout.write] = k_Tkd
-        values[layout.write] = v_Tkd
+        across = options.keys is Keys.SOURCE
+        written = layout.write_sources if across else layout.write
+        if written is not None:
+            keys[written] = k_Tkd
+            values[written] = v_Tkd
+        reads = layout.sources if across else layout.own
         out = q_Thd.new_empty(*q_Thd.shape[:2], v_Tkd.shape[-1])
-        single = layout.single
+        single = reads.single
         if len(single.rows):
             q_Nh1d = q_Thd[single.rows].unsqueeze(2)
             k_NkLd, v_NkLd = (each[single.read].transpose(1, 2) for each in (keys, values))
             y = _attention(q_Nh1d, k_NkLd, v_NkLd, single.positions, options)
             out[single.rows] = y.squeeze(2)
-        for rows, slots in layout.several:
+        attend = _attend_to_all if across else _attend_causally
+        for rows, slots in reads.several:
             q_1hTd = q_Thd[rows].transpose(0, 1)[None]
             k_1kLd, v_1kLd = (each[slots].transpose(0, 1)[None] for each in (keys, values))
-            out[rows] = _attend_causally(q_1hTd, k_1kLd, v_1kLd, options)[0].transpose(0, 1)
+            out[rows] = attend(q_1hTd, k_1kLd, v_1kLd, options)[0].transpose(0, 1)
         return out
 
     def close(self) -> None:
@@ -151,7 +199,8 @@ def _attend_causally(
 ) -> Tensor:
     """Attention of the last T of L tokens of a sequence. Where no kernel for causal attention can
     be used, queries are divided so that their scores take at most `_SCORES` bytes."""
-    if options.window is None and options.softcap is None and q_1hTd.device.type == "cuda":
+    plain = options.window is None and options.softcap is None and options.bias is None
+    if plain and q_1hTd.device.type == "cuda":
         y_1hTd = _attend_in_kernel(q_1hTd, k_1kLd, v_1kLd, options)
         if y_1hTd is not None:
             return y_1hTd
@@ -169,6 +218,33 @@ def _attend_causally(
         positions = torch.arange(before + start, before + stop, device=q_1hTd.device) - first
         q, k, v = q_1hTd[:, :, start:stop], k_1kLd[:, :, keys], v_1kLd[:, :, keys]
         found.append(_attention(q, k, v, positions[None], options))
+    return torch.cat(found, dim=2)
+
+
+def _attend_together(
+    q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, parts: Sequence[slice], options: AttentionOptions
+) -> Tensor:
+    """Attention of the tokens of each part to all tokens of the part."""
+    found = []
+    for rows in parts:
+        q, k, v = (each[rows].transpose(0, 1)[None] for each in (q_Thd, k_Tkd, v_Tkd))
+        found.append(_attend_to_all(q, k, v, options)[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def _attend_to_all(
+    q_1hTd: Tensor, k_1kLd: Tensor, v_1kLd: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attention of T tokens, the first ones of a sequence, to L keys; at most `_SCORES` bytes of
+    scores at a time."""
+    heads, n_queries, n_keys = q_1hTd.shape[1], q_1hTd.shape[2], k_1kLd.shape[2]
+    last = torch.tensor([[n_keys - 1]], device=q_1hTd.device)
+    positions = torch.arange(n_queries, device=q_1hTd.device)[None]
+    size = max(1, _SCORES // (4 * heads * n_keys))
+    found = [
+        _attention(q, k_1kLd, v_1kLd, last, options, at)
+        for q, at in zip(q_1hTd.split(size, 2), positions.split(size, 1), strict=True)
+    ]
     return torch.cat(found, dim=2)
 
 
@@ -201,18 +277,29 @@ def _attend_in_kernel(
 
 
 def _attention(
-    q_NhTd: Tensor, k_NkLd: Tensor, v_NkLd: Tensor, positions_NT: Tensor, options: AttentionOptions
+    q_NhTd: Tensor,
+    k_NkLd: Tensor,
+    v_NkLd: Tensor,
+    last_NT: Tensor,
+    options: AttentionOptions,
+    positions_NT: Tensor | None = None,
 ) -> Tensor:
-    """Attention of tokens at `positions` to the keys at 0, 1, ... up to themselves."""
+    """Attention of tokens to the keys at 0, 1, ... `last`, which are their own positions if they
+    have no others."""
     key_positions = torch.arange(k_NkLd.shape[2], device=q_NhTd.device)
-    sees = key_positions <= positions_NT[..., None]
+    sees = key_positions <= last_NT[..., None]
     if options.window is not None:
-        sees &= key_positions > positions_NT[..., None] - options.window
+        sees &= key_positions > last_NT[..., None] - options.window
     sees = sees[:, None]
+    mask = sees
+    if options.bias is not None:
+        own = last_NT if positions_NT is None else positions_NT
+        bias = options.bias.scores(own, k_NkLd.shape[2]).to(q_NhTd.dtype)
+        mask = bias.masked_fill(~sees, float("-inf"))
     groups = q_NhTd.shape[1] // k_NkLd.shape[1]
     if options.sinks is None and options.softcap is None:
         return F.scaled_dot_product_attention(
-            q_NhTd, k_NkLd, v_NkLd, attn_mask=sees, scale=options.scale, enable_gqa=groups > 1
+            q_NhTd, k_NkLd, v_NkLd, attn_mask=mask, scale=options.scale, enable_gqa=groups > 1
         )
     k_NhLd, v_NhLd = (t.repeat_interleave(groups, dim=1) for t in (k_NkLd, v_NkLd))
     scale = q_NhTd.shape[-1] ** -0.5 if options.scale is None else options.scale

@@ -37,6 +37,18 @@ def check_tokens(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
         )
 
 
+def check_source(tokens: Sequence[Any], vocabulary: int, longest: int) -> None:
+    """Whether the encoder takes these tokens."""
+    if not tokens:
+        raise ConfigError("the source is empty; give at least one token")
+    check_ids(tokens, vocabulary)
+    if len(tokens) > longest:
+        raise ConfigError(
+            f"a source of {len(tokens)} tokens is longer than the {longest} that the encoder "
+            "takes; shorten it, or raise context= (--context) if the model allows it"
+        )
+
+
 def check_ids(tokens: Sequence[Any], vocabulary: int) -> None:
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool):

@@ -22,8 +22,14 @@ class Request:
         text: TextStream,
         max_tokens: int,
         rules: Rules | None = None,
+        source: Sequence[int] = (),
     ) -> None:
-        """`max_tokens` is that of `params`, or less if the context ends before."""
+        """`max_tokens` is that of `params`, or less if the context ends before. `source` is for the
+        encoder of an encoder-decoder; the prompt is then what the decoder begins with."""
+        self.source = list(source)
+        self.source_blocks: list[int] = []
+        self.source_computed = False
+        """Whether its keys and values are in the cache."""
         self.tokens = list(prompt)
         self.prompt_tokens = len(prompt)
         self.params = params
@@ -58,7 +64,12 @@ class Request:
     @property
     def pending(self) -> int:
         """Tokens that have to be computed before the next one can be chosen."""
-        return len(self.tokens) - self.computed
+        return self.pending_source + len(self.tokens) - self.computed
+
+    @property
+    def pending_source(self) -> int:
+        """Those of the source, which is computed at once, with the first token after it."""
+        return 0 if self.source_computed else len(self.source)
 
     @property
     def is_last(self) -> bool:
@@ -101,7 +112,12 @@ class Request:
     @property
     def usage(self) -> Usage:
         new = len(self.tokens) - self.prompt_tokens
-        return Usage(self.prompt_tokens, new, self.cached_tokens or 0)
+        return Usage(self.asked_tokens, new, self.cached_tokens or 0)
+
+    @property
+    def asked_tokens(self) -> int:
+        """The tokens that the user has given: of an encoder-decoder, the source."""
+        return len(self.source) or self.prompt_tokens
 
     def result(self) -> Result:
         assert self.finish_reason is not None
@@ -109,7 +125,7 @@ class Request:
             self._text.text,
             self.new_tokens,
             self.finish_reason,
-            self.prompt_tokens,
+            self.asked_tokens,
             self.logprobs if self.params.logprobs is not None else None,
             self._text.stop,
             self.cached_tokens or 0,

@@ -14,9 +14,10 @@ from overspill.core.errors import OrderError
 from overspill.hardware.machine import available_memory
 from overspill.models.attention_cache import IN_USE, ReplacedAttention, attention_cache
 from overspill.models.gpt import GPTMoE
+from overspill.models.huggingface.seq2seq import EncoderDecoder, is_encoder_decoder
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
-from overspill.serve.paged import Layout, PagedCache, Span
+from overspill.serve.paged import Layout, PagedCache, SourceSpan, Span
 from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen, Draw
 from overspill.serve.scheduler import Work
@@ -115,15 +116,17 @@ class PagedRunner(Runner):
         self._host_room = 0 if device.type == "cuda" else available_memory() // 4
         self._cache = PagedCache(n_blocks, block_size)
         self._attention: AbstractContextManager[None] = nullcontext()
+        self._seq2seq: EncoderDecoder | None = None
         if not isinstance(model, GPTMoE):
             self._attention = ReplacedAttention(model)
+            if is_encoder_decoder(model.config):
+                self._seq2seq = EncoderDecoder(model, context)
         self._decode: Decode | None = None
         if fused:
             from overspill.serve.decode import decode
 
-            self._decode = decode.Decode(
-                model, self._cache, context, max_batch, slots, mode, migrate, cache_policy
-            )
+            limits = context, max_batch, slots, mode, migrate, cache_policy
+            self._decode = decode.Decode(model, self._cache, *limits, self._seq2seq)
         self._version = WeightsVersion(model)
         self._addresses = self._version.addresses()  # that captured steps read
         self._engine.servers.add(self)  # last: a failure leaves the model to others
@@ -140,14 +143,24 @@ class PagedRunner(Runner):
         return self._decode is not None and self._decode.give_memory()
 
     def run(self, batch: Sequence[Work]) -> Tensor:
-        with self._attention, _evaluating(self._model):
+        with self._replaced():
             logits = self._run(batch)
         if any(count > 1 for _, count in batch):
             self._version.after_forward()
         return logits
 
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """Within it, the model computes batches."""
+        replaced = nullcontext() if self._seq2seq is None else self._seq2seq.replaced()
+        with self._attention, replaced, _evaluating(self._model):
+            yield
+
     def _run(self, batch: Sequence[Work]) -> Tensor:
-        spans = [Span(r.blocks, r.computed, count) for r, count in batch]
+        spans = [
+            Span(work.request.blocks, work.request.computed, work.n_new, _source(work.request))
+            for work in batch
+        ]
         if self._decode is not None and all(count == 1 for _, count in batch):
             known = [r.tokens[r.computed] for r, _ in batch]
             logits = self._step(known, spans, [r.draw() for r, _ in batch])
@@ -157,10 +170,13 @@ class PagedRunner(Runner):
         if self._decode is not None:
             self._decode.wait()
         layout = Layout(spans, self._cache.block_size, self._device)
-        rows = (r.tokens[r.computed : r.computed + count] for r, count in batch)
+        rows = (w.request.tokens[w.request.computed :][: w.n_new] for w in batch)
         tokens = torch.tensor([list(itertools.chain.from_iterable(rows))], device=self._device)
         self._cache.begin(layout)
         with attention_cache(self._cache):
+            if self._seq2seq is not None:
+                sources = [r.source for r, _ in batch if not r.source_computed]
+                return self._seq2seq(tokens[0], layout.positions, sources, layout.last)
             if isinstance(self._model, GPTMoE):
                 out = self._model(tokens, positions=layout.positions, rows=layout.last)
             else:
@@ -176,9 +192,9 @@ class PagedRunner(Runner):
     def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
         if self._decode is None:
             return None
-        spans = [Span(r.blocks, r.computed + 1, 1) for r, _ in batch]
+        spans = [Span(r.blocks, r.computed + 1, 1, _source(r)) for r, _ in batch]
         try:
-            with self._attention, _evaluating(self._model):
+            with self._replaced():
                 return self._step(tokens_N, spans, [r.draw(1) for r, _ in batch])
         except torch.OutOfMemoryError:  # it may be the first step; `run` makes memory free for it
             return None
@@ -229,6 +245,12 @@ class PagedRunner(Runner):
             self._decode.close()
         self._cache.close()
         self._engine.servers.discard(self)
+
+
+def _source(request: Request) -> SourceSpan | None:
+    if not request.source:
+        return None
+    return SourceSpan(request.source_blocks, len(request.source), not request.source_computed)
 
 
 def _check_not_served(engine: Engine) -> None:

@@ -10,10 +10,15 @@ from overspill.serve.request import Request
 
 
 class Work(NamedTuple):
-    """The next tokens of a request."""
+    """The next tokens of a request, those of its source first."""
 
     request: Request
     n_tokens: int
+
+    @property
+    def n_new(self) -> int:
+        """Those after the source."""
+        return self.n_tokens - self.request.pending_source
 
 
 def prompt_tokens(batch: Sequence[Work]) -> int:
@@ -73,7 +78,7 @@ class Scheduler:
         kept = sum(request.pending for request in short)
         for request in [each for each in self.running if each.pending > 1]:
             kept -= _take_out(short, request)
-            count = self._part(request, left - kept)
+            count = self._part(request, left, kept)
             if count and self._reserve(request, count):
                 batch.append(Work(request, count))
                 left -= count
@@ -83,11 +88,11 @@ class Scheduler:
             if left <= 0 or len(self.running) == self._max_batch:
                 break
             kept -= _take_out(short, request)
-            count = self._begin(request, left - kept)
+            count = self._begin(request, left, kept)
             if count:
                 batch.append(Work(request, count))
                 left -= count
-            elif left - kept > 0:  # no room for it: it comes before all others
+            elif left - kept > 0 or request.source:  # no room for it: it comes before all others
                 break
         return batch
 
@@ -102,14 +107,14 @@ class Scheduler:
                 left -= request.pending
         return short
 
-    def _begin(self, request: Request, left: int) -> int:
+    def _begin(self, request: Request, left: int, kept: int) -> int:
         """Lets a request that waits run, and returns how many of its tokens are computed; 0 if
         there is no room for it."""
-        if left <= 0:
+        if left <= kept and not request.source:
             return 0
         request.blocks = self.pool.share(request.tokens)
         request.computed = len(request.blocks) * self.pool.size
-        count = self._part(request, left)
+        count = self._part(request, left, kept)
         # an answer that is computed again token by token would run out of blocks again
         if not count or not self._has_room(request, count if self.split else request.pending):
             self._free(request)
@@ -131,9 +136,16 @@ class Scheduler:
         """Whether a request that waits may be in the next batch."""
         return bool(self.waiting) and len(self.running) < self._max_batch
 
-    def _part(self, request: Request, left: int) -> int:
-        """How many tokens of a request are computed if there is room for `left`. Without `split`
-        an answer that is computed again is computed as before, token by token."""
+    def _part(self, request: Request, left: int, kept: int) -> int:
+        """How many tokens of a request are computed if there is room for `left`, of which `kept`
+        are for others. Without `split` an answer that is computed again is computed as before,
+        token by token. A source is computed at once, if need be alone."""
+        if request.pending_source:
+            least = request.pending_source + 1
+            if least > left and left < self.chunk:
+                return 0
+            return min(request.pending, max(left - kept, least))
+        left -= kept
         if self.split:
             return min(request.pending, left)
         whole = 1 if request.computed else request.prompt_tokens
@@ -143,7 +155,8 @@ class Scheduler:
         """The keys and values of these tokens are in the cache."""
         request, size = work.request, self.pool.size
         full = request.computed // size
-        request.computed += work.n_tokens
+        request.computed += work.n_new
+        request.source_computed = True
         for number in range(full, request.computed // size):
             before = request.blocks[number - 1] if number else None
             tokens = request.tokens[number * size : (number + 1) * size]
@@ -159,8 +172,13 @@ class Scheduler:
         return True
 
     def _missing(self, request: Request, count: int) -> int:
-        """Blocks that a request needs for so many more tokens."""
-        return -(-(request.computed + count) // self.pool.size) - len(request.blocks)
+        """Blocks that a request needs for so many more tokens, those of its source first."""
+        after = count - request.pending_source
+        own = -(-(request.computed + after) // self.pool.size) - len(request.blocks)
+        return own + self._missing_source(request)
+
+    def _missing_source(self, request: Request) -> int:
+        return -(-len(request.source) // self.pool.size) - len(request.source_blocks)
 
     def _has_room(self, request: Request, count: int) -> bool:
         return self._missing(request, count) <= self.pool.n_free
@@ -178,10 +196,11 @@ class Scheduler:
         return True
 
     def _take(self, request: Request, count: int) -> None:
-        for _ in range(count):
+        source = self._missing_source(request)
+        for number in range(count):
             block = self.pool.take()
             assert block is not None
-            request.blocks.append(block)
+            (request.source_blocks if number < source else request.blocks).append(block)
 
     def _put_back(self, request: Request) -> None:
         self.running.remove(request)
@@ -190,8 +209,9 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         self.pool.release(request.blocks)
-        request.blocks = []
-        request.computed = 0
+        self.pool.release(request.source_blocks)
+        request.blocks, request.source_blocks = [], []
+        request.computed, request.source_computed = 0, False
 
 
 def _take_out(requests: list[Request], request: Request) -> int:

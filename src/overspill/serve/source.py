@@ -1,7 +1,7 @@
 """What is served: a checkpoint, the folder of a run, or a model that is loaded already."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,11 @@ from overspill.models.huggingface.checks import find_folder, has_tokenizer, is_a
 from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
+from overspill.models.huggingface.seq2seq import (
+    cache_elements,
+    check_served,
+    is_encoder_decoder,
+)
 from overspill.models.huggingface.skeleton import meta_model, model_class
 from overspill.serve.text import Codec, TransformersCodec
 from overspill.train.run_folder import is_run
@@ -34,16 +39,20 @@ class CacheRequest:
     context: int
     max_batch: int
     block_size: int
+    with_source: bool = False
+    """Sequences have a source, of as many tokens."""
 
     def blocks(self, token_bytes: int, memory: int) -> int:
         """Blocks for `max_batch` requests of `context` tokens, or as many as fit into `memory`."""
-        each = -(-self.context // self.block_size)
+        each = -(-self.context // self.block_size) * (2 if self.with_source else 1)
         fit = memory // (token_bytes * self.block_size)
         if fit < each:
             need = format_size(each * self.block_size * token_bytes, up=True)
+            source = " and those of a source of as many" if self.with_source else ""
             raise BudgetError(
-                f"the keys and values of {self.context} tokens need {need}, a quarter of the "
-                f"memory is {format_size(memory)}; lower context= (--context), or give more memory"
+                f"the keys and values of {self.context} tokens{source} need {need}, a quarter of "
+                f"the memory is {format_size(memory)}; lower context= (--context), or give more "
+                "memory"
             )
         return min(self.max_batch * each, fit)
 
@@ -67,6 +76,10 @@ class Source:
     """The model was loaded here."""
     adapter: Path | None = None
     """Folder of the LoRA adapter in its weights."""
+
+    @property
+    def has_encoder(self) -> bool:
+        return not isinstance(self.model, GPTMoE) and is_encoder_decoder(self.model.config)
 
 
 def open_source(
@@ -108,8 +121,7 @@ def open_source(
             )
         lora, folder = folder, find_base(read_lora_config(folder))
     config = read_config(folder)
-    _check_decoder(config, folder)
-    asked = _within(asked, _positions(config))
+    asked = _asked_of(config, folder, asked)
     _check_generates(model_class(config))
     token_bytes = _token_bytes(meta_model(config), dtype)
     budgets, n_blocks = _reserve(budgets, asked, token_bytes)
@@ -136,10 +148,9 @@ def _given(model: Any, asked: CacheRequest) -> Source:
         asked, codec = _within(asked, config.max_seq), None
         ends: frozenset[int] = frozenset()
     else:
-        _check_decoder(model.config, model.config.name_or_path)
+        asked = _asked_of(model.config, model.config.name_or_path, asked)
         _check_generates(type(model))
         token_bytes = _token_bytes(model, engine.dtype)
-        asked = _within(asked, _positions(model.config))
         folder = Path(model.config.name_or_path or "/nowhere")
         codec = find_codec(folder) if folder.is_dir() else None
         ends = _ends(model, codec)
@@ -173,19 +184,15 @@ def _use_all(model: Any, budgets: Budgets, cache_bytes: int) -> None:
 def _within(asked: CacheRequest, positions: int | None) -> CacheRequest:
     if positions is None or asked.context <= positions:
         return asked
-    return CacheRequest(positions, asked.max_batch, asked.block_size)
+    return replace(asked, context=positions)
 
 
-def _positions(config: Any) -> int | None:
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def _check_decoder(config: Any, where: object) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{where or 'this model'} has an encoder and a decoder ({config.model_type}); only "
-            "decoder-only language models can be served; use model.generate"
-        )
+def _asked_of(config: Any, where: object, asked: CacheRequest) -> CacheRequest:
+    """What a model of transformers needs of what was asked."""
+    if is_encoder_decoder(config):
+        check_served(config, where)
+        asked = replace(asked, with_source=True)
+    return _within(asked, getattr(config.get_text_config(), "max_position_embeddings", None))
 
 
 def _check_generates(kind: Any) -> None:
@@ -200,6 +207,8 @@ def _token_bytes(model: Any, dtype: torch.dtype | str | None) -> int:
     if isinstance(kind, str):
         kind = getattr(torch, kind, None)
     size = kind.itemsize if isinstance(kind, torch.dtype) else 4
+    if is_encoder_decoder(model.config):
+        return cache_elements(model) * size
     heads = text.num_attention_heads
     if getattr(text, "kv_lora_rank", None):  # latent attention keeps all heads
         width = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim

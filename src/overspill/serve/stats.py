@@ -21,8 +21,9 @@ class Stats:
         """Called before the tokens of the batch are counted as computed."""
         new = [request.computed >= request.prompt_tokens for request, _ in batch]
         self.prompt_tokens += sum(
-            min(count, request.prompt_tokens - request.computed)
-            for (request, count), is_new in zip(batch, new, strict=True)
+            work.request.pending_source
+            + min(work.n_new, work.request.prompt_tokens - work.request.computed)
+            for work, is_new in zip(batch, new, strict=True)
             if not is_new
         )
         if all(new) and all(count == 1 for _, count in batch):

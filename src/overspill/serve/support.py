@@ -3,6 +3,7 @@
 from typing import Any
 
 from overspill.models.gpt import GPTMoE
+from overspill.models.huggingface.seq2seq import is_encoder_decoder
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
@@ -15,6 +16,8 @@ def can_page(model: Any) -> bool:
     """Whether attention to keys and values of earlier tokens is all that connects the tokens of a
     sequence, and can be replaced."""
     if isinstance(model, GPTMoE):
+        return True
+    if is_encoder_decoder(model.config):  # of those that are served at all
         return True
     config = model.config.get_text_config()
     return (

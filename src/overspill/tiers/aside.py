@@ -8,7 +8,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from overspill.core.errors import ConfigError
+from overspill.core.errors import ConfigError, DiskError
+from overspill.core.sizes import format_size
+from overspill.hardware.machine import disk_free
+
+
+def check_new(out: Path) -> None:
+    """Raises if the argument OUT of a command is not the name of a new folder."""
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"OUT {out} already exists; give the name of a new folder")
+    if out.is_mount():  # it cannot be replaced by a complete folder
+        raise ConfigError(f"OUT {out} is the root of a disk; give the name of a new folder in it")
+
+
+@contextmanager
+def new_folder(out: Path, need: int = 0) -> Iterator[Path]:
+    """`folder_aside` for the argument OUT of a command, which errors name. Raises if the disk has
+    not the `need` bytes that will be written."""
+    check_new(out)
+    if need > (free := disk_free(out)):
+        raise DiskError(
+            f"OUT {out}: the checkpoint needs {format_size(need)}, the disk has "
+            f"{format_size(free)} free; free some space or give another folder"
+        )
+    try:
+        with folder_aside(out) as folder:
+            yield folder
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, DiskError) and error.__cause__ else error
+        reason = write_failure(cause) if isinstance(cause, Exception) else None
+        if reason is None:
+            raise
+        raise DiskError(
+            f"OUT {out} cannot be written ({reason}); free some space or give another folder; no "
+            "files were left there"
+        ) from error
 
 
 @contextmanager

@@ -20,7 +20,8 @@ class TrainModelSection:
     """The model"""
 
     preset: str = "nano"
-    """The preset that the other model settings change: nano, moe-s, moe-m, moe-l, moe-xl, w1."""
+    """The preset that the other model settings change: nano, moe-s, moe-m, moe-l, moe-xl, w1, or
+    another GPT-MoE of `overspill create --list`."""
     experts: Count | None = None
     """Experts in every MoE layer."""
     layers: Count | None = None

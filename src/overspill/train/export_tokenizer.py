@@ -1,5 +1,6 @@
 """Converts the tokenizer of a run to the files that transformers reads."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
 from overspill.train.token_bytes import byte_characters
-from overspill.train.tokenizer import JsonTokenizer, load_tokenizer
+from overspill.train.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 
 _SEPARATOR = "<|endoftext|>"
 
@@ -37,14 +38,37 @@ def tokenizer_files(name: str, shape: GPTConfig) -> TokenizerFiles:
         token = None if separator is None else Tokenizer.from_str(content).id_to_token(separator)
     else:
         content, separator, token = byte_tokenizer().to_str(), tokenizer.separator, _SEPARATOR
-    config = {
+    config = _config(token) | {"model_max_length": shape.max_seq}
+    return TokenizerFiles(content, config, separator)
+
+
+def write_byte_tokenizer(folder: Path, vocab: int) -> None:
+    """Writes the files of `byte_tokenizer`, for a model of `vocab` tokens."""
+    need = ByteTokenizer().ids
+    if vocab < need:
+        raise ConfigError(
+            f"--tokenizer bytes has {need} tokens and the model only {vocab}; give a larger "
+            f"vocabulary (--set vocab_size={need})"
+        )
+    (folder / "tokenizer.json").write_text(byte_tokenizer().to_str(), encoding="utf-8")
+    config = json.dumps(_config(_SEPARATOR), indent=2)
+    (folder / "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")
+
+
+def byte_token_ids(encoder_decoder: bool) -> dict[str, int | None]:
+    """The fields of a model's config that name special tokens, for `byte_tokenizer`."""
+    separator = ByteTokenizer().separator
+    ids = {"eos_token_id": separator, "pad_token_id": separator, "bos_token_id": None}
+    return ids | ({"decoder_start_token_id": separator} if encoder_decoder else {})
+
+
+def _config(separator: str | None) -> dict[str, Any]:
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": token,
-        "pad_token": token,
-        "model_max_length": shape.max_seq,
+        "eos_token": separator,
+        "pad_token": separator,
         "clean_up_tokenization_spaces": False,
     }
-    return TokenizerFiles(content, config, separator)
 
 
 def byte_tokenizer() -> Tokenizer:

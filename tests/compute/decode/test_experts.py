@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overspill.compute.activation import Form, Function
 from overspill.compute.decode import constants
 from overspill.compute.decode.constants import ABSENT
 from overspill.core.experts import ExpertShape
 from overspill.moe.state_dict import split_record
+from tests.compute.activations import activation_oracle
 from tests.compute.decode.near import assert_near, needs_triton, random
 from tests.compute.test_grouped_triton import BF16, FP32, every_device
 
@@ -34,30 +36,25 @@ def read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 HOW = ["for each token", "once for all tokens"]
 LAYOUTS = {
-    "silu": ("SILU", ExpertShape(20, 9, gated=True)),
-    "silu, aligned": ("SILU", ExpertShape(16, 8, gated=True)),
-    "gelu": ("GELU", ExpertShape(20, 9, gated=False)),
+    "silu": (Function.SILU, ExpertShape(20, 9, gated=True)),
+    "silu, aligned": (Function.SILU, ExpertShape(16, 8, gated=True)),
+    "gelu": (Function.GELU, ExpertShape(20, 9, gated=False)),
+    "relu": (Function.RELU, ExpertShape(20, 9, gated=False)),
+    "relu, with biases": (Function.RELU, ExpertShape(20, 9, gated=False, bias=True)),
+    "gated relu": (Function.RELU, ExpertShape(20, 9, gated=True)),
     "clamped, with biases and transposed": (
-        "CLAMPED",
+        Function.CLAMPED,
         ExpertShape(20, 9, gated=True, bias=True, transposed=True),
     ),
 }
 
 
-def expert(x: Tensor, record: Tensor, shape: ExpertShape, activation: str) -> Tensor:
+def expert(x: Tensor, record: Tensor, shape: ExpertShape, function: Function) -> Tensor:
     parts = [part.double() for part in split_record(record, shape)]
     w_in, w_out = (part.t() if shape.transposed else part for part in parts[:2])
     b_in, b_out = parts[2:] if shape.bias else (None, None)
     h = F.linear(x.double(), w_in, b_in)
-    if activation == "SILU":
-        gate, up = h.chunk(2, -1)
-        a = F.silu(gate) * up
-    elif activation == "GELU":
-        a = F.gelu(h)
-    else:
-        gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
-        a = (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    return F.linear(a, w_out, b_out)
+    return F.linear(activation_oracle(h, Form(function, shape.gated)), w_out, b_out)
 
 
 CHOSEN: dict[str, list[list[int | None]]] = {
@@ -92,7 +89,7 @@ def test_the_experts_of_a_token_that_are_on_the_device_are_summed(
 ) -> None:
     read(how, monkeypatch)
     ids = CHOSEN[chosen]
-    activation, shape = LAYOUTS[layout]
+    function, shape = LAYOUTS[layout]
     records = random(5, shape.numel, dtype=dtype, device=device) * 0.5
     base = torch.empty(8, dtype=dtype, device=device)
     distance = (records.data_ptr() - base.data_ptr()) // base.element_size()
@@ -102,14 +99,13 @@ def test_the_experts_of_a_token_that_are_on_the_device_are_summed(
     )
     x = random(len(ids), shape.d_model, dtype=dtype, device=device)
     weights = torch.rand(offsets.shape, device=device)
-    kind = getattr(constants, activation)
-    options = shape.d_hidden, kind, shape.bias, shape.transposed
+    options = shape.d_hidden, Form(function, shape.gated), shape.bias, shape.transposed
     out = experts(x, weights, offsets, base, *options)
     expected = torch.zeros(x.shape, dtype=torch.float64, device=device)
     for row, (own, share) in enumerate(zip(ids, weights.double(), strict=True)):
         for i, weight in zip(own, share, strict=True):
             if i is not None:
-                expected[row] += weight * expert(x[row], records[i], shape, activation)
+                expected[row] += weight * expert(x[row], records[i], shape, function)
     assert out.dtype is FP32
     assert_near(out, expected, dtype, roundings=3)  # gate, up and their product
 
@@ -124,11 +120,11 @@ def test_experts_can_be_larger_than_a_tile(
     monkeypatch.setattr(constants, "EXPERT_IN_TILE", constants.Tile(8, 16, 4))
     monkeypatch.setattr(constants, "EXPERT_OUT_TILE", constants.Tile(16, 8, 4))
     monkeypatch.setattr(constants, "GROUP_TILE", constants.Tile(16, 16, 4))
-    activation, small = LAYOUTS[layout]
+    function, small = LAYOUTS[layout]
     shape = dataclasses.replace(small, d_model=40, d_hidden=36)
     record = random(shape.numel, device=device) * 0.5
     x = random(1, shape.d_model, device=device)
     one, zero = torch.ones(1, 1, device=device), torch.zeros(1, 1, dtype=torch.int64)
-    options = shape.d_hidden, getattr(constants, activation), shape.bias, shape.transposed
+    options = shape.d_hidden, Form(function, shape.gated), shape.bias, shape.transposed
     out = experts(x, one, zero.to(device), record, *options)
-    assert_near(out, expert(x, record, shape, activation), FP32)
+    assert_near(out, expert(x, record, shape, function), FP32)

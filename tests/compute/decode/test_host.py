@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from overspill.compute.activation import Form
 from overspill.compute.decode import constants
 from tests.compute.decode.near import NAN, needs_triton, random
 from tests.compute.test_grouped_triton import every_device
@@ -37,7 +38,7 @@ def test_a_request_is_sent_if_experts_were_missed(
     # what follows the rows of this batch does not count
     counts = torch.tensor([*missed, 5], dtype=torch.int32, device=device)
     request = host.Request(ready, done, counts)
-    out = experts(x, weights, offsets, x, 4, constants.SILU, False, False, request)
+    out = experts(x, weights, offsets, x, 4, Form.usual(True), False, False, request)
     assert (out == 0).all()
     assert (ready.item(), done.item()) == ((1, 0) if any(missed) else (7, 7))
 

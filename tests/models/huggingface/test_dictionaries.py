@@ -1,4 +1,5 @@
-"""NLLB-MoE: the routing of transformers, and that which the model was trained with."""
+"""Switch and NLLB-MoE: their experts, the routing that transformers gives to NLLB-MoE, and that
+which it was trained with."""
 
 import copy
 import logging
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import overspill
+from overspill.compute.cpu_kernel import cpu_isa
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
 from tests.models.huggingface.families import FAMILIES, make_batch, make_model
@@ -23,6 +25,8 @@ from tests.models.huggingface.oracle import (
     expert_gradients,
     offloaded,
 )
+from tests.moe.streaming.frozen import cpu_jobs, cpu_settings
+from tests.moe.streaming.policies import all_on_cpu
 
 BY_NAME = {family.name: family for family in FAMILIES}
 NLLB = BY_NAME["nllb-moe"]
@@ -92,6 +96,39 @@ def test_the_fixed_routing_equals_a_naive_one(capacity: int, mode: str, tmp_path
                 parameter.grad = torch.zeros_like(parameter)  # not chosen by any token
         optimizer.step()
         assert_same_gradients(plain, twin, expert_gradients(twin, optimizer))
+
+
+@pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["switch_transformers", "nllb-moe"])
+def test_the_cpu_computes_frozen_experts(name: str, tmp_path: Path) -> None:
+    """ReLU, and with NLLB biases, of prompts and in training."""
+    family = BY_NAME[name]
+    model = make_model(family).train()
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in path)
+        if path.endswith("bias"):
+            parameter.data.normal_()
+    # few token rows for each expert: with more the CPU's kernel does not pay
+    batch = {key: value[:1, :6].contiguous() for key, value in make_batch(family, model).items()}
+    with offloaded(model, "host", tmp_path, cpu_settings(all_on_cpu)) as twin:
+        engine = twin.overspill
+        engine.recorder.start()
+        expected, got = model(**batch), twin(**batch)
+        torch.testing.assert_close(got.logits, expected.logits, rtol=1e-5, atol=2e-5)
+        expected.loss.backward()
+        got.loss.backward()
+        assert_same_gradients(model, twin, {})
+        jobs = {job.split()[0] for job in cpu_jobs(engine)}
+    assert jobs == {"forward", "backward"}
+
+
+def test_activations_with_parameters_are_refused() -> None:
+    model = make_model(BY_NAME["switch_transformers"])
+    for module in model.modules():
+        if hasattr(module, "act"):
+            module.act = nn.PReLU()
+    with pytest.raises(ConfigError, match=r"unknown parameter expert_0\.act\.weight \(PReLU\)"):
+        overspill.offload(model, device="cpu", mode="host", slots=2, quiet=True)
 
 
 @torch.no_grad()

@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if kind == "room":
-        monkeypatch.setattr(merging, "disk_free", lambda folder: 1000)
+        monkeypatch.setattr("overspill.tiers.aside.disk_free", lambda folder: 1000)
     else:
         where = merging.shutil if kind == "copy" else merging
         monkeypatch.setattr(where, "copyfile" if kind == "copy" else "replace_tensors", full)

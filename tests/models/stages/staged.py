@@ -111,12 +111,16 @@ def _gradients(model: Any, experts: bool) -> dict[str, Tensor | None]:
     return {
         name: None if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters()
-        if (".experts." in name) == experts
+        if _is_expert(name) == experts
     }
 
 
+def _is_expert(name: str) -> bool:
+    return ".experts." in name and "lora_" not in name
+
+
 def _expert_gradients(model: Any, optimizer: overspill.AdamW) -> dict[str, Tensor | None]:
-    if any(p.requires_grad for name, p in model.named_parameters() if ".experts." in name):
+    if any(p.requires_grad for name, p in model.named_parameters() if _is_expert(name)):
         return {**expert_gradients(model, optimizer)}
     return dict.fromkeys(name for name in model.state_dict() if ".experts." in name)
 

@@ -110,7 +110,12 @@ def test_stages_give_the_bits_of_micro_batches_one_after_another(
 
 def test_adapters_are_trained_in_stages(mixtral: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False,
+    )
     steps = [micro_batches(3), micro_batches(2)]
     with offloaded(mixtral, "host", tmp_path) as twin:
         torch.manual_seed(0)
@@ -123,7 +128,7 @@ def test_adapters_are_trained_in_stages(mixtral: Any, tmp_path: Path) -> None:
         expected = train_plain(theirs, steps)
         assert run.losses == [pytest.approx(step, rel=1e-5) for step in expected.losses]
         trained = {n: p for n, p in theirs.named_parameters() if p.requires_grad}
-        assert len(trained) == 2 * 2 * BLOCKS
+        assert len(trained) == 2 * 4 * BLOCKS
         for name, parameter in mine.named_parameters():
             if name in trained:
                 torch.testing.assert_close(parameter, trained[name], rtol=1e-5, atol=1e-6)

@@ -149,9 +149,7 @@ def naive_layer(layer: "overspill.MoELayer", x: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _name(layer: "overspill.MoELayer") -> str:
-    if layer.activation is None:
-        return "silu" if layer.shape.gated else "gelu"
-    return str(layer.activation.name)
+    return layer.activation.form.function.name.lower()
 
 
 def backend(name: str, mesh: DeviceMesh | None, device: str, inject: Inject | None) -> Exchange:

@@ -120,13 +120,22 @@ def test_models_of_a_class_of_the_user_are_not_read(tmp_path: Path) -> None:
         assert not is_read(twin)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_other_activations_are_not_read(activation: str, tmp_path: Path, steps: list[int]) -> None:
+@pytest.mark.parametrize(("activation", "fused"), [("gelu", True), ("relu", True), ("tanh", False)])
+def test_activations_that_kernels_have_are_read(
+    activation: str,
+    fused: bool,
+    tmp_path: Path,
+    steps: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "overspill")
     options = {"intermediate_size": 24, "hidden_act": activation}
     plain = make_model(Family("mixtral", lambda: tiny("mixtral", **options))).eval()
-    with decoding(plain, tmp_path, prompts=PROMPTS[:1]) as made:
-        made.step()
-    assert not steps
+    with decoding(plain, tmp_path, "host", [2, 2], PROMPTS[:1]) as made:
+        made.step()  # the CPU computes the other experts
+        assert bool(made.runner.stats().get("experts_on_cpu")) is fused
+    assert bool(steps) is fused
+    assert ("kernels do not have the activation gated Tanh" in caplog.text) is not fused
 
 
 def test_another_limit_of_the_activation_is_not_read(tmp_path: Path) -> None:

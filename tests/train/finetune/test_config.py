@@ -39,6 +39,8 @@ def test_the_run_is_called_after_the_checkpoint() -> None:
         ({"lora": 4, "freeze_dense": True}, "--lora already freezes the whole model"),
         ({"lora_alpha": 4}, "need --lora RANK"),
         ({"lora_targets": "q_proj"}, "need --lora RANK"),
+        ({"lora_experts": True}, "--lora-experts needs --lora RANK"),
+        ({"lora": 4, "lora_experts_rank": 2}, "--lora-experts-rank needs --lora-experts"),
         ({"label_prompt": "Is it good?"}, "--label-prompt 'Is it good\\?' lacks {sentence}"),
         ({"label_text": "yes"}, "--label-text 'yes' lacks {label}"),
         ({"data": "a.jsonl"}, "data = 'a.jsonl' has the wrong type; give a list"),

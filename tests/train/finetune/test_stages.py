@@ -44,7 +44,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         pytest.param(
             {"batch": 2, "accumulate": 2, "balance": True, "clip": 0.0}, marks=pytest.mark.slow
         ),
-        {"batch": 3, "accumulate": 2, "lora": 2, "gradient_checkpointing": False},
+        {
+            "batch": 3,
+            "accumulate": 2,
+            "lora": 2,
+            "lora_experts": True,
+            "gradient_checkpointing": False,
+        },
     ],
     ids=["clipped", "balance", "lora"],
 )

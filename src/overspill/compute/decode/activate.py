@@ -7,17 +7,22 @@
 import triton
 import triton.language as tl
 
+from overspill.compute.activation import Function
+from overspill.compute.activation_triton import value_of
+
+CLAMPED = tl.constexpr(int(Function.CLAMPED))
+
 
 @triton.jit
-def activate(g, u, kind: tl.constexpr, ACTIVATION: tl.constexpr):
+def activate(g, u, kind: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr):
     """Of what was rounded to `kind`, and rounded to it."""
     g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)
-    if ACTIVATION == 0:
-        result = g * tl.sigmoid(g) * u
-    elif ACTIVATION == 1:
-        result = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
-    else:
+    if FUNCTION == CLAMPED:
         g = tl.minimum(g, 7.0)
         u = tl.minimum(tl.maximum(u, -7.0), 7.0)
         result = (u + 1.0) * g * tl.sigmoid(g * 1.702)
+    else:
+        result = value_of(g, FUNCTION)
+        if GATED:
+            result *= u
     return result.to(kind)

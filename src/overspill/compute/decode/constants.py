@@ -1,6 +1,6 @@
 """Numbers that kernels and their callers share, and how much programs read at once.
 
-Kernels contain `ABSENT` and the activations as literals. Tiles and limits are read as attributes of
+Kernels contain `ABSENT` as a literal. Tiles and limits are read as attributes of
 this module, so that a changed one takes effect everywhere.
 """
 
@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 ABSENT = -(1 << 62)
 """In a table of experts: not on the device."""
-SILU, GELU, CLAMPED = 0, 1, 2
-"""Activations: SiLU(gate) * up, GELU, and that of GPT-OSS with interleaved gates."""
 
 
 class Tile(NamedTuple):

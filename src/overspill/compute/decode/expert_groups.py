@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from overspill.compute.decode import constants
-from overspill.compute.decode.activate import activate
+from overspill.compute.decode.activate import CLAMPED, activate
 from overspill.compute.decode.host import RequestArguments, send_request
 from overspill.compute.decode.launch import after, early, power
 from overspill.compute.grouped_triton import WIDEN
@@ -23,7 +23,7 @@ def experts_of_several(
     base: Tensor,
     hidden: Tensor,
     sizes: tuple[int, int, int, int],
-    kind: tuple[int, bool, bool, int],
+    kind: tuple[int, bool, bool, bool, int],
     flags: RequestArguments,
 ) -> Tensor:
     """An expert of several tokens is read once: the program of its first token computes all."""
@@ -37,7 +37,7 @@ def experts_of_several(
     )  # fmt: skip
     parts = torch.empty(pairs, width, dtype=torch.float32, device=x_BD.device)
     _group_out_kernel[(triton.cdiv(width, tile.rows), pairs)](
-        hidden, base, offsets_BK, parts, *sizes, *kind[1:], *common, num_warps=tile.warps,
+        hidden, base, offsets_BK, parts, *sizes, *kind[2:], *common, num_warps=tile.warps,
         **early(x_BD.device),
     )  # fmt: skip
     out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
@@ -52,10 +52,10 @@ def experts_of_several(
 @triton.jit
 def _group_in_kernel(
     x, base, offsets, out, ready, done, missed, n_rows, width, hidden, n_in, top_k,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
-    BATCH: tl.constexpr, TOKENS: tl.constexpr, KS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDEN: tl.constexpr, REQUEST: tl.constexpr, ON_GPU: tl.constexpr,
-    EARLY: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ALIGN: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr, KS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr, REQUEST: tl.constexpr,
+    ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     after(EARLY)
@@ -71,7 +71,7 @@ def _group_in_kernel(
     tokens = tl.arange(0, TOKENS)
     there = rows < hidden
     gate, up = rows, rows + hidden
-    if ACTIVATION == 2:
+    if FUNCTION == CLAMPED:
         gate, up = 2 * rows, 2 * rows + 1
     g = tl.zeros((ROWS, TOKENS), tl.float32)
     u = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -91,7 +91,7 @@ def _group_in_kernel(
         if WIDEN:
             w, value = w.to(tl.float32), value.to(tl.float32)
         g = tl.dot(w, value, g, input_precision="ieee")
-        if ACTIVATION != 1:
+        if GATED:
             at = up[:, None] * width + columns[None, :]
             if TRANSPOSED:
                 at = columns[None, :] * n_in + up[:, None]
@@ -102,9 +102,9 @@ def _group_in_kernel(
     if BIAS:
         biases = record + n_in * width + width * hidden
         g += tl.load(biases + gate, mask=there, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION != 1:
+        if GATED:
             u += tl.load(biases + up, mask=there, other=0.0).to(tl.float32)[:, None]
-    result = activate(g, u, out.dtype.element_ty, ACTIVATION)
+    result = activate(g, u, out.dtype.element_ty, FUNCTION, GATED)
     at = to[None, :] * hidden + rows[:, None]
     tl.store(out + at, result, mask=member[None, :] & there[:, None])
 

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.activation import Form
 from overspill.compute.decode import constants
-from overspill.compute.decode.activate import activate
+from overspill.compute.decode.activate import CLAMPED, activate
 from overspill.compute.decode.expert_groups import experts_of_several
 from overspill.compute.decode.host import Request, request_arguments, send_request
 from overspill.compute.decode.launch import after, early, power
@@ -22,7 +23,7 @@ def experts(
     offsets_BK: Tensor,
     base: Tensor,
     d_hidden: int,
-    activation: int,
+    activation: Form,
     bias: bool,
     transposed: bool,
     request: Request | None = None,
@@ -33,11 +34,11 @@ def experts(
     batch, width = x_BD.shape
     top_k = offsets_BK.shape[1]
     hidden = torch.empty(batch * top_k, d_hidden, dtype=x_BD.dtype, device=x_BD.device)
-    n_in = d_hidden if activation == constants.GELU else 2 * d_hidden
+    n_in = 2 * d_hidden if activation.gated else d_hidden
     numel = n_in * width + width * d_hidden + (n_in + width if bias else 0)
     align = 16 if numel % 16 == 0 else 1  # of records, in elements
     sizes = width, d_hidden, n_in, top_k
-    kind = activation, bias, transposed, align
+    kind = int(activation.function), activation.gated, bias, transposed, align
     flags = request_arguments(request, offsets_BK)
     if batch >= constants.SEVERAL:
         return experts_of_several(x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind, flags)
@@ -55,7 +56,7 @@ def experts(
     if transposed:
         rows, block = 32, 32
     _expert_out_kernel[(triton.cdiv(width, rows), batch)](
-        hidden, base, offsets_BK, weights_BK, out, width, n_in, d_hidden, top_k, *kind[1:], rows,
+        hidden, base, offsets_BK, weights_BK, out, width, n_in, d_hidden, top_k, *kind[2:], rows,
         block, num_warps=warps, **early(x_BD.device),
     )  # fmt: skip
     return out
@@ -64,9 +65,9 @@ def experts(
 @triton.jit
 def _expert_in_kernel(
     x, base, offsets, out, ready, done, missed, n_rows, width, hidden, n_in, top_k,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, REQUEST: tl.constexpr, ON_GPU: tl.constexpr,
-    EARLY: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, REQUEST: tl.constexpr,
+    ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     after(EARLY)
@@ -78,7 +79,7 @@ def _expert_in_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = rows < hidden
     gate, up = rows, rows + hidden
-    if ACTIVATION == 2:
+    if FUNCTION == CLAMPED:
         gate, up = 2 * rows, 2 * rows + 1
     token = x + pair // top_k * width
     first = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -92,7 +93,7 @@ def _expert_in_kernel(
         if TRANSPOSED:
             at = columns[None, :] * n_in + gate[:, None]
         first += tl.load(record + at, mask=mask, other=0.0).to(tl.float32) * value
-        if ACTIVATION != 1:
+        if GATED:
             at = up[:, None] * width + columns[None, :]
             if TRANSPOSED:
                 at = columns[None, :] * n_in + up[:, None]
@@ -102,9 +103,9 @@ def _expert_in_kernel(
     if BIAS:
         biases = record + n_in * width + width * hidden
         g += tl.load(biases + gate, mask=there, other=0.0).to(tl.float32)
-        if ACTIVATION != 1:
+        if GATED:
             u += tl.load(biases + up, mask=there, other=0.0).to(tl.float32)
-    result = activate(g, u, kind, ACTIVATION)
+    result = activate(g, u, kind, FUNCTION, GATED)
     tl.store(out + pair * hidden + rows, result, mask=there)
 
 

@@ -56,7 +56,7 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
         if stacked:
             found.append(StackedExperts(path, module, std))
         elif style:
-            found.append(DictionaryExperts(path, module, style, std))
+            found.append(DictionaryExperts(path, module, style, model.config))
     _refuse_others(model, found)
     check_layers({layer.path: layer for layer in found}, model.training)
     return found

@@ -31,6 +31,8 @@ class DictionaryStyle:
     linears: tuple[str, str]
     bias: bool
     read: Callable[[Tensor, Tensor, int], Routing]
+    std: Callable[[Any], float]
+    """Standard deviation of initial weights, from the config."""
 
 
 def read_switch(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
@@ -55,8 +57,7 @@ def read_nllb(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
     ids_TE = selected.long()
     total_TE = torch.zeros_like(weights).scatter_add(1, ids_TE, weights)
     used_TE = torch.zeros_like(ids_TE).scatter(1, ids_TE, 1)
-    top_k = int(used_TE.sum(1).max()) if len(used_TE) else 1
-    used_TK, ids_TK = used_TE.topk(top_k, dim=1)
+    used_TK, ids_TK = used_TE.topk(min(2, n_experts), dim=1)  # ids are 0 and 1
     weights_TK = total_TE.gather(1, ids_TK)
     return torch.where(used_TK > 0, ids_TK, n_experts), weights_TK
 
@@ -69,8 +70,18 @@ def read_nllb_top_2(selected: Tensor, weights: Tensor, n_experts: int) -> Routin
     return torch.where(weights_TK > 0, ids_TK, n_experts), weights_TK
 
 
-SWITCH = DictionaryStyle(("wi", "wo"), False, read_switch)
-NLLB = DictionaryStyle(("fc1", "fc2"), True, read_nllb)
+SWITCH = DictionaryStyle(
+    linears=("wi", "wo"),
+    bias=False,
+    read=read_switch,
+    std=lambda config: float(config.initializer_factor * config.d_model**-0.5),
+)
+NLLB = DictionaryStyle(
+    linears=("fc1", "fc2"),
+    bias=True,
+    read=read_nllb,
+    std=lambda config: float(config.init_std),
+)
 DROPOUT = "dropout"
 """Name of the dropout module of the experts in a dictionary whose experts are offloaded."""
 _STYLES_BY_CLASS = {"SwitchTransformersExperts": SWITCH, "NllbMoeExperts": NLLB}

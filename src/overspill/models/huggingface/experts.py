@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.compute.activation import Activation, Differentiated, Fused
+from overspill.compute.activation import Activation, Differentiated, Fused, function_of
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
 from overspill.models.huggingface.dictionaries import (
@@ -20,6 +20,7 @@ from overspill.models.huggingface.dictionaries import (
     DictionaryStyle,
     HostedDictionary,
 )
+from overspill.models.huggingface.expert_adapters import show_stand_ins
 from overspill.moe.data_parallel import refuse_replicas
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
@@ -98,8 +99,7 @@ class HuggingFaceExperts(abc.ABC):
         self.strip()
         placeholder = ExpertPlaceholder(engine, layer, activation, self.places, self.drops)
         placeholder.requires_grad_(self.trained)
-        self.module.register_parameter(PLACEHOLDER, placeholder)
-        show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
+        self._register(placeholder)
         refuse_replicas(self.module)
 
     def leave_to_others(self, engine: Engine) -> None:
@@ -107,6 +107,9 @@ class HuggingFaceExperts(abc.ABC):
         self.strip()
         placeholder = OthersPlaceholder(engine, self.places)
         placeholder.requires_grad_(self.trained)
+        self._register(placeholder)
+
+    def _register(self, placeholder: ExpertPlaceholder | OthersPlaceholder) -> None:
         self.module.register_parameter(PLACEHOLDER, placeholder)
         show_experts(self.module, PLACEHOLDER, self.places, lazy=True)
 
@@ -151,8 +154,9 @@ class StackedExperts(HuggingFaceExperts):
         if not self.gated:
             return _plain_activation(own.act_fn)
         plain = type(own)._apply_gate is moe._default_apply_gate
-        if plain and own.is_concatenated and _is(own.act_fn, nn.functional.silu):
-            return Fused(gated=True)
+        function = function_of(own.act_fn) if plain and own.is_concatenated else None
+        if function is not None:
+            return Fused(True, function)
         apply_gate = weakref.WeakMethod(own._apply_gate)  # the module will refer to this
 
         def gate(h: Tensor) -> Tensor:
@@ -161,7 +165,12 @@ class StackedExperts(HuggingFaceExperts):
             gated: Tensor = method(h)
             return gated
 
-        return Differentiated(gate)
+        kind = own.act_fn if plain else own  # its own way to apply gates
+        return Differentiated(gate, f"gated {type(kind).__name__}")
+
+    def _register(self, placeholder: ExpertPlaceholder | OthersPlaceholder) -> None:
+        super()._register(placeholder)
+        show_stand_ins(self.module, placeholder, self.places)
 
     def strip(self) -> None:
         for name in self.names:
@@ -172,16 +181,8 @@ class StackedExperts(HuggingFaceExperts):
 
 
 def _plain_activation(function: Any) -> Activation:
-    if _is(function, nn.functional.gelu):
-        return Fused(gated=False)
-    return Differentiated(function)
-
-
-def _is(activation: Any, function: Any) -> bool:
-    """Whether an activation module computes exactly that function."""
-    near, far = torch.linspace(-4, 4, 33), torch.linspace(-64, 64, 33)  # some clip large values
-    probe = torch.cat((near, far)).double()
-    return torch.equal(activation(probe), function(probe))
+    known = function_of(function)
+    return Differentiated(function) if known is None else Fused(False, known)
 
 
 class DictionaryExperts(HuggingFaceExperts):
@@ -194,7 +195,7 @@ class DictionaryExperts(HuggingFaceExperts):
         path: str,
         module: nn.ModuleDict,
         style: DictionaryStyle,
-        std: float,
+        config: Any,
     ) -> None:
         self.style = style
         self.keys = expert_keys(module)
@@ -204,7 +205,14 @@ class DictionaryExperts(HuggingFaceExperts):
         w_in = getattr(first, style.linears[0]).weight
         shape = ExpertShape(w_in.shape[1], w_in.shape[0], gated=False, bias=style.bias)
         places = _separate(self.keys, style)
-        super().__init__(path, module, places, shape, len(self.keys), std)
+        known = {place.name for index in range(len(self.keys)) for place in places(index)}
+        for name, _ in module.named_parameters():
+            if name not in known:  # that of an activation, for example
+                owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+                raise ConfigError(
+                    f"{path} has an unknown parameter {name} ({owner}): not supported"
+                )
+        super().__init__(path, module, places, shape, len(self.keys), style.std(config))
 
     def activation(self) -> Activation:
         return _plain_activation(self._function)

@@ -12,9 +12,10 @@ from torch import Tensor
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.models.budgets import Budgets, Size
+from overspill.models.checkpoint_presets import preset_config
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.checks import find_folder
-from overspill.models.huggingface.experts import DictionaryExperts, HuggingFaceExperts
+from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
 from overspill.models.huggingface.pregates import read_pregates
@@ -106,7 +107,7 @@ def load_within(
         where = torch.device("cpu") if on_host else device
         plain = made.plain, config, checkpoint
         with nullcontext() if adapter is None else open_lora(adapter, *plain) as lora:
-            model = _load_dense(made.model_class, folder, config, dtype, where)
+            model = _load_dense(made.model_class, checkpoint, config, dtype, where)
             model.train(train)
             layers = made.layers
             for layer in layers:
@@ -127,27 +128,38 @@ def load_within(
 
 
 def _load_dense(
-    kind: Any, folder: Path, config: Any, dtype: torch.dtype | str | None, device: torch.device
+    kind: Any,
+    checkpoint: CheckpointFolder,
+    config: Any,
+    dtype: torch.dtype | str | None,
+    device: torch.device,
 ) -> Any:
     """Loads all but the experts with transformers, which skips tensors without a parameter."""
+    folder = checkpoint.folder
     placed = {"device_map": {"": device}} if device.type == "cuda" else {}
+    given: dict[str, Any] = {"dtype": dtype or "auto", **placed}
+    source: Path | None = folder
+    if checkpoint.packed:
+        source, given["state_dict"] = None, {n: _OnDisk(checkpoint, n) for n in checkpoint.specs}
+        given["dtype"] = _plain_dtype(checkpoint, config) if dtype in (None, "auto") else dtype
     with silence():  # what it would report is checked below
         try:
             model, info = kind.from_pretrained(
-                folder,
+                source,
                 config=config,
-                dtype=dtype or "auto",
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **placed,
+                **given,
             )
+            if source is None:
+                _complete(model, folder)
         except torch.OutOfMemoryError:  # the planner says what the budget is for
             if not placed:
                 raise
-            return _load_dense(kind, folder, config, dtype, torch.device("cpu"))
+            return _load_dense(kind, checkpoint, config, dtype, torch.device("cpu"))
         except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
-            if isinstance(error, ConfigError):
+            if isinstance(error, ConfigError | CheckpointError):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CheckpointError(
@@ -157,6 +169,34 @@ def _load_dense(
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map  # the model is on one device
     return model
+
+
+class _OnDisk:
+    """Tensor of a packed checkpoint, which transformers reads with `[...]` if it needs it."""
+
+    def __init__(self, checkpoint: CheckpointFolder, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self._checkpoint.read_whole(self._name)
+
+
+def _plain_dtype(checkpoint: CheckpointFolder, config: Any) -> torch.dtype:
+    """The dtype of the weights before they were packed."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    packed = checkpoint.packed
+    plain = (spec.dtype for name, spec in checkpoint.specs.items() if name not in packed)
+    return next((dtype for dtype in plain if dtype.is_floating_point), torch.bfloat16)
+
+
+def _complete(model: Any, folder: Path) -> None:
+    """Gives a model that was loaded from tensors what transformers reads from the folder."""
+    from transformers import GenerationConfig
+
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def _check_dense(folder: Path, info: dict[str, Any]) -> None:
@@ -192,30 +232,35 @@ def from_config(
     quiet: bool = False,
     **more: Any,
 ) -> Any:
-    """A transformers model of this config with random weights, for training from scratch; its
-    experts are initialized in the store. `more` are further arguments of `overspill.offload`. With
-    a mesh, call `torch.manual_seed` first, with the same seed on all ranks."""
+    """A transformers model with random weights, for training from scratch; its experts are
+    initialized in the store.
+
+    `config` is a config of transformers, or the name of a preset (see `overspill.preset_config`).
+    `more` are further arguments of `overspill.offload`. Call `torch.manual_seed` first for the same
+    weights again, with a mesh on all ranks."""
+    config = preset_config(config) if isinstance(config, str) else config
     budgets = Budgets(gpu_memory, host_memory, disk, settings=settings or Settings(), **more)
     budgets.settings.check_model(config.model_type)
-    made = Skeleton(model_class(config), train)
-    with silence():
-        model = made.model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype)
-    model.train(train)
-    if isinstance(made.layers[0], DictionaryExperts):
-        raise ConfigError(
-            f"from_config cannot initialize {config.model_type}; save a model made by "
-            "transformers and load it"
-        )
+    made, model = random_dense(config, dtype, train)
 
     def finish() -> None:
         made.restore(model)
         adapt(model, made.layers)
 
-    initial = _InitialExperts(made.layers, budgets.compute_device)
+    initial = InitialExperts(made.layers, budgets.compute_device)
     return move_experts(model, made.layers, budgets, progress, quiet, initial, finish)
 
 
-class _InitialExperts:
+def random_dense(config: Any, dtype: torch.dtype, train: bool) -> tuple[Skeleton, Any]:
+    """A model whose dense part transformers has initialized, and which has no experts yet."""
+    made = Skeleton(model_class(config), train)
+    with silence():
+        model = made.model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype)
+    model.train(train)
+    return made, model
+
+
+class InitialExperts:
     """Weights that depend on the seed of torch's generator and on the expert alone, so that they
     are the same on any number of ranks."""
 
@@ -226,5 +271,6 @@ class _InitialExperts:
         self._seed = int(torch.randint(1 << 32, ()))
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
+        """Fills a record, on any thread."""
         generator = expert_generator(self._seed, expert, self._device)
         self._layers[expert.layer].draw(record, generator)

@@ -92,11 +92,7 @@ class LoraTensors:
         if change.replacement is not None:
             weight = self._wide(change.replacement)
         else:
-            key = self.keys[name]
-            spec = self._base.specs[key]
-            weight = torch.empty(spec.shape, dtype=spec.dtype)
-            self._base.read(key, 0, weight)
-            weight = _widened(weight)
+            weight = _widened(self._base.read_whole(self.keys[name]))
         if change.a is not None and change.b is not None:
             product = self._wide(change.b) @ self._wide(change.a)
             weight += (product.T if change.transposed else product) * change.scale

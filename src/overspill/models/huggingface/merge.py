@@ -8,16 +8,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from overspill.core.errors import ConfigError, DiskError
-from overspill.core.sizes import format_size
-from overspill.hardware.machine import disk_free
+from overspill.core.errors import ConfigError
 from overspill.models.huggingface.checks import ADAPTER_CONFIG, INDEX
 from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.lora import LoraTensors, open_lora
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
 from overspill.models.huggingface.pregates import copy_pregates, sample
 from overspill.models.huggingface.skeleton import model_class
-from overspill.tiers.aside import folder_aside
+from overspill.tiers.aside import check_new, new_folder
 from overspill.tiers.safetensors_stream import replace_tensors
 
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -58,10 +56,8 @@ def merge(
     float32 and rounded once to the dtype of the checkpoint. The tokenizer is the adapter's, if it
     has one.
     """
-    from safetensors import SafetensorError
-
     target = Path(out).expanduser()
-    _check_free(target)
+    check_new(target)
     folder = find_adapter(adapter)
     base_folder = find_base(read_lora_config(folder), base)
     config = read_config(base_folder)
@@ -69,31 +65,18 @@ def merge(
         CheckpointFolder(base_folder) as checkpoint,
         open_lora(folder, model_class(config), config, checkpoint) as lora,
     ):
-        size = sum(file.stat().st_size for file in checkpoint.files)
-        if size > (free := disk_free(target)):
-            raise DiskError(
-                f"OUT {target}: the checkpoint needs {format_size(size)}, the disk has "
-                f"{format_size(free)} free; free some space or give another folder"
+        if checkpoint.packed:
+            raise ConfigError(
+                f"{base_folder} has packed weights, to which nothing can be added; unpack it first "
+                f'and give the result with --base: python -c "import overspill as o; '
+                f"o.save(o.load('{base_folder}', train=False), '{base_folder}-plain')\""
             )
-        try:
-            with folder_aside(target) as aside:
-                _copy_texts(base_folder, folder, aside)
-                samples = _write_weights(checkpoint, lora, aside, size, progress)
-                copy_pregates(base_folder, aside, samples)
-        except (OSError, SafetensorError) as error:
-            if isinstance(error, DiskError):
-                raise
-            reason = getattr(error, "strerror", None) or error
-            raise DiskError(
-                f"OUT {target} cannot be written ({reason}); free some space or "
-                "give another folder; no files were left there"
-            ) from error
+        size = sum(file.stat().st_size for file in checkpoint.files)
+        with new_folder(target, size) as aside:
+            _copy_texts(base_folder, folder, aside)
+            samples = _write_weights(checkpoint, lora, aside, size, progress)
+            copy_pregates(base_folder, aside, samples)
     return Merged(str(target), str(folder), str(base_folder), len(lora.keys), size)
-
-
-def _check_free(out: Path) -> None:
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"OUT {out} already exists; give the name of a new folder")
 
 
 def _copy_texts(base: Path, adapter: Path, out: Path) -> None:

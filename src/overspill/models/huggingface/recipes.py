@@ -97,6 +97,7 @@ class Recipes:
         """Whether experts are converted while loading, in memory beside their records."""
         return any(
             not (sources.converter is None or sources.merges)
+            or any(key in self.folder.packed for key in keys)
             or any(self.folder.specs[key].dtype != self.layers[0].dtype for key in keys)
             for sources in self._sources.values()
             for keys in sources.keys.values()

@@ -160,12 +160,13 @@ class StreamingCompute(ExpertCompute):
 
     def _allow_split(self, layer_pass: LayerPass, sortable: bool) -> bool:
         """Whether the CPU may get experts of this pass: not where weight gradients are made, not
-        with dropout, which its kernel does not have, and only if the rows can be sorted by the
-        split. With kept activations they cannot: these lie in the order of their rows."""
+        with dropout or adapters, which its kernel does not have, and only if the rows can be sorted
+        by the split. With kept activations they cannot: these lie in the order of their rows."""
         if self.split is None:
             return False
-        trains = (layer_pass.training and layer_pass.trained) or layer_pass.dropout is not None
-        allowed = sortable and not trains and self._is_supported(layer_pass)
+        trains = layer_pass.training and layer_pass.trained
+        plain = layer_pass.dropout is None and layer_pass.adapters is None
+        allowed = sortable and plain and not trains and self._is_supported(layer_pass)
         with self._store.lock:
             return self.split.enter(layer_pass.layer, allowed)
 

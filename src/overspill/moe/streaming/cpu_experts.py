@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from overspill.compute.activation import Form, form_of
 from overspill.compute.cpu_kernel import BackwardRows, ExpertRows
 from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.errors import EngineError
@@ -45,6 +46,7 @@ class CpuJob(CpuWork):
     rows: slice  # among the token rows of the pass
     places: dict[int, tuple[int, int]]  # rows of each expert in the buffers
     request: CpuRequest
+    form: Form
     traced: bool
     sent: Timestamp | None = None
     taken: Timestamp | None = None
@@ -159,7 +161,9 @@ class CpuExperts:
         self._runner.check()
         self._finish_last()
         counts = layer_pass.rows.counts
+        form = form_of(layer_pass.activation, self._store.layout.shape.gated)
         assert counts is not None
+        assert form is not None  # else the CPU gets no experts
         positions = sorted(layer_pass.on_cpu)
         ends = list(itertools.accumulate(counts[position] for position in positions))
         places = dict(zip(positions, itertools.pairwise([0, *ends]), strict=True))
@@ -173,6 +177,7 @@ class CpuExperts:
             layer_pass.cpu_rows,
             places,
             CpuRequest(*flags, self._last_number, (ctypes.c_int64 * 2)()),
+            form,
             self._recorder.enabled,
         )
         self._submit(job)
@@ -183,7 +188,7 @@ class CpuExperts:
 
     def _submit(self, job: CpuJob) -> None:
         host, shape = self._host, self._store.layout.shape
-        common = self._expert_rows(job), shape, self._threads, job.request
+        common = self._expert_rows(job), shape, self._threads, job.request, job.form
         if job.phase is Phase.FORWARD:
             self._runner.forward(host.x, host.out, *common)
         else:

@@ -70,11 +70,14 @@ class ExpertCache:
         n_slots: int,
         policy: Policy,
         chunk_bytes: int = _CHUNK,
+        first: int = 0,
     ) -> None:
-        """Memory is allocated, and given back, in chunks of about `chunk_bytes`."""
+        """Memory is allocated, and given back, in chunks of about `chunk_bytes`. Steps use the
+        layers from `first` on."""
         self._engine = engine
         self._table = table
         self._max_uploads = _UPLOADS
+        self._first = first
         self._policy = policy
         self._chunk = max(1, chunk_bytes // engine.layout.weight_bytes)  # in slots
         self._slabs: list[Tensor] = []
@@ -87,11 +90,11 @@ class ExpertCache:
         self._moving: set[Key] = set()  # experts whose upload is planned or runs
         self._steps: deque[_Step] = deque()
         self._spare: list[_Routing] = []  # pinned memory, which steps use again
-        self._layers_L1 = np.arange(engine.n_layers)[:, None]
+        self._layers_L1 = np.arange(engine.n_layers - first)[:, None]
         on_gpu = engine.device.type == "cuda"
         self._stream = torch.cuda.Stream(engine.device) if on_gpu else None
-        self.hits_L = np.zeros(engine.n_layers)
-        self.uses_L = np.zeros(engine.n_layers)
+        self.hits_L = np.zeros(engine.n_layers - first)
+        self.uses_L = np.zeros(engine.n_layers - first)
         self.n_missed = 0
         """Experts that steps have not found; one with several tokens of a step counts once."""
         with suppress(torch.OutOfMemoryError):  # memory is divided into pieces that are too small
@@ -180,7 +183,7 @@ class ExpertCache:
         if routing.end is not None:
             routing.ids_LBK.copy_(ids_LBK, non_blocking=True)
             routing.end.record()
-        self._steps.append(_Step(routing, self._table.present))
+        self._steps.append(_Step(routing, self._table.present[self._first :]))
         while self._steps and _has_ended(self._steps[0].routing.end):
             step = self._steps.popleft()
             self._learn(step)
@@ -214,29 +217,34 @@ class ExpertCache:
         self.hits_L += found_LN.sum(1)
         self.uses_L += ids_LN.shape[1]
         layers, places = np.nonzero(~found_LN)
-        missed = {*zip(layers.tolist(), ids_LN[layers, places].tolist(), strict=True)}
+        ids = ids_LN[layers, places]
+        missed = {*zip((layers + self._first).tolist(), ids.tolist(), strict=True)}
         self.n_missed += len(missed)
-        present_LE, scores_LE = self._table.present, self._policy.scores_LE
+        present_LE = self._table.present
         wanted = [key for key in missed - self._moving if not present_LE[key]]
-        wanted.sort(key=lambda key: (-scores_LE[key], key))
+        wanted.sort(key=lambda key: (-self._score(key), key))
         for key in wanted[: max(0, self._max_uploads - len(self._moving))]:
-            slot = self._free.pop() if self._free else self._evict(scores_LE[key] - _MARGIN)
+            slot = self._free.pop() if self._free else self._evict(self._score(key) - _MARGIN)
             if slot is None:
                 return
             self._planned.append(_Upload(key, slot))
             self._moving.add(key)
 
+    def _score(self, key: Key) -> float:
+        return float(self._policy.scores_LE[key[0] - self._first, key[1]])
+
     def _evict(self, below: float) -> int | None:
         """The slot of the expert with the lowest score, if that is low enough: the steps that
         follow do not find it."""
-        cached = np.flatnonzero(self._slots_LE >= 0)
+        cached = np.flatnonzero(self._slots_LE[self._first :] >= 0)
         if not len(cached):
             return None
         scores = self._policy.scores_LE.reshape(-1)[cached]
         lowest = int(scores.argmin())
         if scores[lowest] >= below:
             return None
-        key = divmod(int(cached[lowest]), self._slots_LE.shape[1])
+        layer, expert = divmod(int(cached[lowest]), self._slots_LE.shape[1])
+        key = layer + self._first, expert
         slot = int(self._slots_LE[key])
         self._slots_LE[key] = -1
         self._table.set(*key, None)

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.compute.activation import form_of
 from overspill.compute.cpu_kernel import why_unsupported
 from overspill.core.errors import ConfigError
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.routing import RoutingSource
+from overspill.models.huggingface.seq2seq import EncoderDecoder
 from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -53,9 +55,11 @@ class Decode:
         mode: str = "auto",
         migrate: str = "auto",
         cache_policy: str = "lfu",
+        seq2seq: EncoderDecoder | None = None,
     ) -> None:
         """`slots` are the GPU slots for copies of experts (None: as many as fit into the budget),
-        which leave them by `cache_policy`. `mode` and `migrate` are those of modes.py."""
+        which leave them by `cache_policy`. `mode` and `migrate` are those of modes.py. `seq2seq`
+        tells how an encoder-decoder is computed."""
         engine = model.overspill
         self._model = model
         self._engine: Engine = engine
@@ -63,6 +67,9 @@ class Decode:
         self._max_blocks = -(-context // cache.block_size)
         self._cache = cache
         self._slots = slots
+        self._seq2seq = seq2seq
+        self._first = 0 if seq2seq is None else seq2seq.encoder_layers
+        """The first layer of experts that steps compute."""
         self._level = pregate_level(model)
         self._rates = read_rates(engine.device)
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
@@ -86,6 +93,8 @@ class Decode:
             )
         # the model cannot be a graph
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
+        if activation is not None and form_of(activation, engine.shape.gated) is None:
+            _log.info("%s: kernels do not have the activation %s", _MODULES, activation.name)
         self._on_cpu = self._mode.on_cpu or engine.memory.uses_disk
         self._held = not (self._refused or (self._on_cpu and reason is not None))
         self._held = self._held and not engine.can_train  # training needs the memory
@@ -107,7 +116,7 @@ class Decode:
         engine = self._engine
         # no thread moves experts before the step is on the stream; Ctrl-C would lose GPU slots
         with engine.exclusive(), DeferredInterrupt():
-            complete = all(count == engine.n_experts for count in engine.homes)
+            complete = all(count == engine.n_experts for count in engine.homes[self._first :])
             if not self._can_step() or not (complete or self._has_missing()):
                 return None
             engine.recover()
@@ -177,14 +186,18 @@ class Decode:
         if key not in self._graphs:
             step: DecodeStep | ModuleStep
             if self._decoder is None:
-                step = ModuleStep(self._model, self._table, self._cache, missing, self._mode)
+                step = ModuleStep(
+                    self._model, self._table, self._cache, missing, self._mode, self._seq2seq
+                )
             else:
                 size = self._cache.block_size
                 args = self._decoder, self._table, self._memory, size, missing, self._mode
                 step = DecodeStep(*args)
             limits = self._max_batch, self._max_blocks, self._cache.spare_block
             call = partial(_compute, step, missing)
-            self._graphs[key] = DecodeGraphs(call, *limits, self._engine.device, sources)
+            source_blocks = 0 if self._seq2seq is None else self._max_blocks
+            device = self._engine.device
+            self._graphs[key] = DecodeGraphs(call, *limits, device, sources, source_blocks)
         return self._graphs[key]
 
     def _has_missing(self) -> bool:
@@ -208,8 +221,8 @@ class Decode:
             return False
         self._n_moves = -1
         slots = self._count_slots(missing.most_bytes)
-        policy = self._policy(self._engine.n_layers, self._engine.n_experts)
-        self._experts = ExpertCache(self._engine, self._table, slots, policy)
+        policy = self._policy(self._engine.n_layers - self._first, self._engine.n_experts)
+        self._experts = ExpertCache(self._engine, self._table, slots, policy, first=self._first)
         self._missing = missing  # last: steps use both
         return True
 
@@ -228,7 +241,8 @@ class Decode:
         before) and `others` bytes. None by default if the model is trained too, whose activations
         need the memory."""
         engine = self._engine
-        elsewhere = engine.n_layers * engine.n_experts - sum(engine.homes)
+        homes = engine.homes[self._first :]
+        elsewhere = len(homes) * engine.n_experts - sum(homes)
         use = engine.gpu_use()
         if self._slots is not None or use is None or engine.can_train:
             return min(self._slots or 0, elsewhere)

@@ -11,14 +11,15 @@ from torch import Tensor
 from overspill.compute.highest_triton import highest
 from overspill.core.routing import RoutingSource, StepSource
 from overspill.serve.decode.staging import Staging
-from overspill.serve.decode.step import Batch, Computed
+from overspill.serve.decode.step import Batch, Computed, Sources
 from overspill.serve.paged import Span
 from overspill.serve.sampling import Draw
 from overspill.transfer.driver import own_stream
 
 Numbers = NDArray[np.int64]
-_NUMBERS = 6
-"""Of a sequence beside its blocks: token, position, 1 if it is real, and those of its draw."""
+_NUMBERS = 7
+"""Of a sequence beside its blocks: token, position, 1 if it is real, the position of the last token
+of its source, and those of its draw."""
 _WARM = 2
 """Steps before a capture: they compile kernels and choose algorithms."""
 
@@ -50,8 +51,10 @@ class DecodeGraphs:
         spare: int,
         device: torch.device,
         sources: Sequence[RoutingSource] = (),
+        source_blocks: int = 0,
     ) -> None:
-        """`sources` choose the experts of each layer, if that are not the routers."""
+        """`sources` choose the experts of each layer, if that are not the routers. The source of a
+        sequence, in encoder-decoders, has up to `source_blocks` blocks."""
         self._step = step
         self._sources = sources
         self._spare = spare
@@ -59,7 +62,8 @@ class DecodeGraphs:
         self._size = 1
         while self._size < max_batch:
             self._size *= 2
-        length = self._size * (_NUMBERS + max_blocks)
+        self._source_blocks = source_blocks
+        length = self._size * (_NUMBERS + max_blocks + source_blocks)
         with torch.inference_mode(False):  # they outlive it
             self._input = torch.zeros(length, dtype=torch.int64, device=device)
             # two: one is written while the other may still be copied
@@ -90,12 +94,16 @@ class DecodeGraphs:
         numbers, blocks = inputs.host[turn]
         numbers[1, :count] = [span.before for span in spans]
         numbers[2, :count] = 1
-        numbers[3:, :count] = np.array([draw.numbers() for draw in draws]).T
+        numbers[4:, :count] = np.array([draw.numbers() for draw in draws]).T
+        after = blocks.shape[1] - self._source_blocks
         for number, span in enumerate(spans):
             blocks[number, : len(span.blocks)] = span.blocks
+            if span.source is not None:
+                numbers[3, number] = span.source.count - 1
+                blocks[number, after : after + len(span.source.blocks)] = span.source.blocks
         if count < size:
             numbers[:, count:] = 0
-            blocks[count:, 0] = self._spare
+            blocks[count:, [0, after] if self._source_blocks else 0] = self._spare
         if isinstance(tokens, Tensor):
             self._staging[turn].copy_to(inputs.rest, size)
             if tokens.data_ptr() != self._input.data_ptr():  # else the last step has written them
@@ -144,9 +152,15 @@ class DecodeGraphs:
 
     def _compute(self, size: int) -> Computed:
         numbers, blocks = self._parts(self._input, size)
-        tokens, positions, real, *draws = numbers
+        tokens, positions, real, last, *draws = numbers
+        sources = None
+        if self._source_blocks:
+            blocks, of_sources = blocks.split(
+                (blocks.shape[1] - self._source_blocks, self._source_blocks), dim=1
+            )
+            sources = Sources(last, of_sources)
         ids = None if self._ids is None else self._ids[:, :size]
-        logits, ids, _ = self._step(Batch(tokens, positions, real, blocks, ids))
+        logits, ids, _ = self._step(Batch(tokens, positions, real, blocks, ids, sources))
         if not logits.is_cuda:  # Triton's interpreter would need longer to draw than for the step
             return Computed(logits, ids)
         seeds, counts, temperatures = draws

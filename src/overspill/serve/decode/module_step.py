@@ -8,12 +8,17 @@ from torch import Tensor
 
 from overspill.compute.activation import Fused
 from overspill.compute.decode.attention import attend
-from overspill.compute.decode.constants import GELU, SILU
 from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import add_host_rows
 from overspill.compute.decode.routing import look_up
-from overspill.models.attention_cache import AttentionOptions, attention_cache
+from overspill.models.attention_cache import (
+    AttentionOptions,
+    Keys,
+    RelativeBias,
+    attention_cache,
+)
 from overspill.models.gpt import GPTMoE
+from overspill.models.huggingface.seq2seq import EncoderDecoder
 from overspill.models.pregate import pregate_level
 from overspill.moe.decoding import decoding
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -30,9 +35,7 @@ def can_step(model: Any, placeholders: list[ExpertPlaceholder]) -> bool:
     hooks = any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
     if isinstance(model, GPTMoE):  # its forward has other arguments
         return False
-    return not hooks and all(
-        isinstance(each.activation, Fused) and not each.drops for each in placeholders
-    )
+    return not hooks and all(isinstance(each.activation, Fused) for each in placeholders)
 
 
 class ModuleStep:
@@ -45,27 +48,38 @@ class ModuleStep:
         cache: PagedCache,
         missing: MissingExperts | None,
         mode: Mode,
+        seq2seq: EncoderDecoder | None = None,
     ) -> None:
         self._model = model
+        self._seq2seq = seq2seq
         self._table = table
         self._cache = cache
         self._missing = missing
         self._mode = mode
         self.level = pregate_level(model)
         self.n_layers = len(table.offsets)
+        self._first = 0 if seq2seq is None else seq2seq.encoder_layers
         self._announced: dict[int, Tensor] = {}  # experts of later layers
+        self._biases: dict[RelativeBias, Tensor] = {}  # by distance
         self._batch: Batch | None = None
         self._ids: Tensor | None = None
 
     def __call__(self, batch: Batch) -> Computed:
         self._batch, self._ids = batch, None
         self._announced.clear()
+        self._biases.clear()
         with attention_cache(self), decoding(self):
-            logits = self._model(
-                input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False
-            ).logits
+            logits = self._logits(batch)
         assert self._ids is not None
-        return Computed(logits[0], self._ids)
+        return Computed(logits, self._ids)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        if self._seq2seq is not None:
+            return self._seq2seq(batch.tokens, batch.positions)
+        ids, positions = batch.tokens[None], batch.positions[None]
+        out = self._model(input_ids=ids, position_ids=positions, use_cache=False)
+        logits: Tensor = out.logits[0]
+        return logits
 
     def attend(
         self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
@@ -73,17 +87,31 @@ class ModuleStep:
         batch, size = self._batch, self._cache.block_size
         assert batch is not None
         keys, values = memory = self._cache.memory(layer, k_Tkd, v_Tkd)
-        rows = torch.arange(len(q_Thd), device=q_Thd.device)
-        blocks = batch.blocks[rows, batch.positions // size]
-        slots = blocks * size + batch.positions % size
-        keys[slots] = k_Tkd
-        values[slots] = v_Tkd
+        if options.keys is Keys.SOURCE:
+            assert batch.sources is not None
+            where = batch.sources.last, batch.sources.blocks, size
+        else:
+            rows = torch.arange(len(q_Thd), device=q_Thd.device)
+            blocks = batch.blocks[rows, batch.positions // size]
+            slots = blocks * size + batch.positions % size
+            keys[slots] = k_Tkd
+            values[slots] = v_Tkd
+            where = batch.positions, batch.blocks, size
         scale = q_Thd.shape[-1] ** -0.5 if options.scale is None else options.scale
-        where = batch.positions, batch.blocks, size
         q_Thd = q_Thd.contiguous()
-        masks = options.window, options.sinks, options.softcap
-        y = attend(q_Thd, memory, *where, float(scale), *masks)
+        y = attend(
+            q_Thd, memory, *where, float(scale), options.window, options.sinks, options.softcap,
+            self._bias(options.bias),
+        )  # fmt: skip
         return y.view(*q_Thd.shape[:2], -1)
+
+    def _bias(self, bias: RelativeBias | None) -> Tensor | None:
+        """All layers have the same one."""
+        if bias is None:
+            return None
+        if bias not in self._biases:
+            self._biases[bias] = bias.by_distance()
+        return self._biases[bias]
 
     def experts(
         self,
@@ -96,10 +124,10 @@ class ModuleStep:
         assert batch is not None
         engine = placeholder.engine
         if self._ids is None:
-            shape = engine.n_layers, *expert_ids_TK.shape
+            shape = engine.n_layers - self._first, *expert_ids_TK.shape
             self._ids = torch.empty(shape, dtype=torch.int32, device=x_TD.device)
-        ids = self._ids[layer]
-        ids.copy_(expert_ids_TK)
+        ids = self._ids[layer - self._first]
+        ids.copy_(_every_id(expert_ids_TK, placeholder))
         buffers = None if missing is None else missing.buffers
         weights = weights_TK.float().contiguous()
         x_TD = x_TD.contiguous()
@@ -113,21 +141,31 @@ class ModuleStep:
         routed = look_up(ids, weights, table, batch.real, x_TD, buffers, link, staged)
         request = None if missing is None else missing.request(layer, routed.missed_B)
         assert isinstance(placeholder.activation, Fused)
-        activation = SILU if placeholder.activation.gated else GELU
         y = experts(
-            x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden, activation,
-            engine.shape.bias, engine.shape.transposed, request,
+            x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden,
+            placeholder.activation.form, engine.shape.bias, engine.shape.transposed, request,
         )  # fmt: skip
         rows = None if missing is None else missing.rows(layer, routed.missed_B)
         if rows is not None:
             add_host_rows(y, rows)
         return y.to(x_TD.dtype)
 
-    def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
-        self._announced[layer] = expert_ids_TK.to(torch.int32)
+    def announce(self, placeholder: ExpertPlaceholder, expert_ids_TK: Tensor) -> None:
+        ids_TK = _every_id(expert_ids_TK, placeholder)
+        self._announced[placeholder.layer] = ids_TK.to(torch.int32)
 
     def known(self, layer: int) -> Tensor | None:
         return self._announced.get(layer)
 
     def guess(self, layer: int) -> Tensor:
         raise AssertionError("the routers of other layers are not known; refused before")
+
+
+def _every_id(ids_TK: Tensor, placeholder: ExpertPlaceholder) -> Tensor:
+    """The ids with an expert in the place of none, whose weight is zero: another one than those of
+    the token."""
+    if not placeholder.drops:
+        return ids_TK
+    count = placeholder.engine.n_experts
+    places = torch.arange(ids_TK.shape[1], device=ids_TK.device)
+    return torch.where(ids_TK < count, ids_TK, (ids_TK[:, :1] + places) % count)

@@ -23,6 +23,13 @@ from overspill.serve.sampling import Chosen
 KeysValues = tuple[Tensor, Tensor]
 
 
+class Sources(NamedTuple):
+    """The source of each of B sequences of an encoder-decoder."""
+
+    last: Tensor  # [B], the position of its last token
+    blocks: Tensor  # [B, n], of its keys and values
+
+
 class Batch(NamedTuple):
     """One token of each of B sequences, as memory of the device."""
 
@@ -31,6 +38,7 @@ class Batch(NamedTuple):
     real: Tensor  # [B], 0 for a row that only fills the batch up
     blocks: Tensor  # [B, n], of keys and values
     ids: Tensor | None = None  # [L, B, K]: experts that are used instead of the routers'
+    sources: Sources | None = None
 
 
 class Fed(NamedTuple):

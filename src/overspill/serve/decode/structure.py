@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.compute.activation import Fused, is_clamped
-from overspill.compute.decode.constants import CLAMPED, GELU, SILU
+from overspill.compute.activation import Form, form_of
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.experts import PLACEHOLDER
 from overspill.models.pregate import pregate_level
@@ -67,7 +66,7 @@ class Experts:
     softmax_first: bool
     normalize: bool
     placeholder: ExpertPlaceholder
-    activation: int
+    activation: Form
     shared: Callable[[Tensor], Tensor] | None  # for all tokens
 
 
@@ -134,12 +133,10 @@ def _quirks(model: Any) -> Iterator[bool]:
             yield _activation(module) is None
 
 
-def _activation(experts: Any) -> int | None:
-    """None if the kernels do not have that of an experts module of transformers."""
-    function = getattr(experts, PLACEHOLDER).activation
-    if isinstance(function, Fused):
-        return SILU if function.gated else GELU
-    return CLAMPED if is_clamped(function) else None
+def _activation(experts: Any) -> Form | None:
+    """None if the kernels do not have that of an experts module."""
+    placeholder: ExpertPlaceholder = getattr(experts, PLACEHOLDER)
+    return form_of(placeholder.activation, placeholder.engine.shape.gated)
 
 
 def _read_layer(config: Any, layer: Any) -> Layer:
@@ -245,7 +242,7 @@ def _read_gpt(model: GPTMoE) -> Decoder | None:
             router = own.moe.router
             feed = Experts(
                 router.weight.data, None, True, router.top_k, True, router.normalize,
-                own.moe.experts, SILU if config.gated else GELU, None,
+                own.moe.experts, Form.usual(config.gated), None,
             )  # fmt: skip
         layers.append(Layer(_norm(own.attention_norm), attention, _norm(own.feed_norm), feed))
     head = model.get_output_embeddings().weight

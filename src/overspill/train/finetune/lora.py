@@ -1,11 +1,15 @@
-"""LoRA adapters for the dense part of a model, with peft."""
+"""LoRA adapters for the dense part of a model and its experts, with peft."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
 from overspill.core.errors import ConfigError
+from overspill.models.huggingface.adapt import experts_paths
 from overspill.train.finetune.config import FinetuneModelSection
 
 
@@ -29,16 +33,48 @@ def add_lora(model: nn.Module, section: FinetuneModelSection, seq2seq: bool) -> 
     if section.lora_targets is not None:
         targets = [name.strip() for name in section.lora_targets.split(",") if name.strip()]
         _check_targets(model, targets)
+    alpha = section.lora_alpha or 2 * section.lora
+    experts, rank = (
+        (expert_stacks(model), section.lora_experts_rank) if section.lora_experts else ([], None)
+    )
     config = LoraConfig(
         r=section.lora,
-        lora_alpha=section.lora_alpha or 2 * section.lora,
+        lora_alpha=alpha,
         target_modules=targets,
+        target_parameters=experts or None,
+        rank_pattern=dict.fromkeys(experts, rank) if rank else {},
+        alpha_pattern=dict.fromkeys(experts, alpha * rank / section.lora) if rank else {},
         task_type="SEQ_2_SEQ_LM" if seq2seq else "CAUSAL_LM",
     )
-    adapted: Any = get_peft_model(model, config)
+    with _patterns_known():
+        adapted: Any = get_peft_model(model, config)
     if section.checkpoint:
         config.base_model_name_or_path = _base_name(section.checkpoint)
     return cast(nn.Module, adapted)
+
+
+@contextmanager
+def _patterns_known() -> Iterator[None]:
+    """peft warns that patterns of ranks match no module if they match parameters."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
+        yield
+
+
+def expert_stacks(model: nn.Module) -> list[str]:
+    """Ends of the names of the stacks of experts, for peft's `target_parameters`."""
+    found = {
+        f"{'.'.join(path.split('.')[-2:])}.{name}": None
+        for path in experts_paths(model)
+        for name, parameter in model.get_submodule(path).named_parameters(recurse=False)
+        if parameter.dim() == 3 and parameter.numel()
+    }
+    if not found:
+        raise ConfigError(
+            "--lora-experts does not support this model, whose experts are separate modules; drop "
+            "it"
+        )
+    return list(found)
 
 
 def _base_name(checkpoint: str) -> str:

@@ -33,7 +33,7 @@ from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
 from overspill.train.finetune.lora import add_lora
 from overspill.train.run_warnings import ModelSize
-from overspill.train.session import RunSpec
+from overspill.train.session import DTYPES, RunSpec
 from overspill.train.team import Team
 
 _SEQ_LEN = 1024  # default: long enough for most examples, and not the 128k of some models
@@ -73,6 +73,9 @@ class FinetuneSpec(RunSpec):
         if self.config.model.fix_nllb_routing:
             settings = dataclasses.replace(budgets.settings, fix_nllb_routing=True)
             budgets = dataclasses.replace(budgets, settings=settings)
+        if rank := self.config.expert_adapters_rank:
+            reserved = self._expert_adapters_bytes(rank)
+            budgets = dataclasses.replace(budgets, device_reserved=reserved)
         if self.config.stages is None or self.device.type != "cuda":
             return budgets
         text, data = self.model_config.get_text_config(), self.config.data
@@ -81,6 +84,13 @@ class FinetuneSpec(RunSpec):
         own = -(-text.num_hidden_layers // self.team.n_stages) * data.accumulate
         # torch's allocator of pinned memory gives out powers of two
         return dataclasses.replace(budgets, host_reserved=own * (1 << (hidden - 1).bit_length()))
+
+    def _expert_adapters_bytes(self, rank: int) -> int:
+        """Weights and gradients in float32, and both moments."""
+        layers = find_experts(meta_model(self.model_config).eval())
+        shapes = [(layer.n_experts, layer.shape) for layer in layers]
+        sides = sum(n * (2 * s.d_model + s.d_hidden + s.in_rows) for n, s in shapes)
+        return rank * sides * (8 + 2 * DTYPES[self.config.optim.state_dtype].itemsize)
 
     def model_size(self) -> ModelSize:
         model = meta_model(self.model_config).eval()
@@ -162,7 +172,9 @@ def plan_finetuning(
         if given is None
         else load_tokenizer(Path(given).expanduser(), "--tokenizer")
     )
-    data = load_data(config.data, tokenizer, seq_len, model_config, config.run.seed, say)
+    data = load_data(
+        config.data, tokenizer, seq_len, model_config, config.run.seed, say, config.metrics
+    )
     model, run, optim = config.model, config.run, config.optim
     per_epoch = -(-len(data.train) // config.sequences_per_step)
     steps = run.steps or max(1, round(run.epochs * per_epoch))
@@ -185,6 +197,7 @@ def plan_finetuning(
             "freeze_dense": model.freeze_dense,
             "lora": model.lora,
             "lora_targets": model.lora_targets,
+            "lora_experts": config.expert_adapters_rank,
             "pregate_level": level or None,
             "fix_nllb_routing": model.fix_nllb_routing or None,
         },

@@ -1,0 +1,182 @@
+"""peft adapters of offloaded experts: `LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])`.
+
+peft looks for parameters of the experts module itself, and wraps the module. Offloaded experts have
+none, so the module shows stand-ins of the same shapes, which take no memory and are no parameters
+of the model. Where peft would add an adapter to the whole stack of experts, its matrices are handed
+to the computation of the experts instead.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.core.errors import ConfigError
+from overspill.core.experts import ExpertId
+from overspill.moe.adapters import Factors, LayerAdapters
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
+from overspill.moe.state_dict import Places, split_record, stack_sizes
+
+_LAYERS = "peft.tuners.lora.layer"
+_ADOPTED = "_adds_to_offloaded_experts"
+
+
+def show_stand_ins(
+    module: nn.Module, placeholder: ExpertPlaceholder | OthersPlaceholder, places: Places
+) -> None:
+    """Lets `module.named_parameters(recurse=False)`, with which peft looks for targets, and the
+    attributes of the module have stand-ins for the experts' stacks. `model.parameters()` and state
+    dicts do not call it."""
+    engine, own = placeholder.engine, weakref.ref(module)
+    stand_ins = {
+        name: nn.Parameter(
+            torch.zeros((), dtype=engine.dtype, device=engine.device).expand(size),
+            requires_grad=False,
+        )
+        for name, size in stack_sizes(placeholder, places).items()
+    }
+
+    def named_parameters(
+        prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if not recurse:
+            _adopt_wrappers()
+            for name, stand_in in stand_ins.items():
+                yield f"{prefix}.{name}" if prefix else name, stand_in
+        module = own()
+        assert module is not None
+        yield from nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
+
+    # not with setattr, which would register parameters
+    module.__dict__.update(stand_ins, named_parameters=named_parameters)
+
+
+def _adopt_wrappers() -> None:
+    """Lets peft's wrappers of parameters do with offloaded experts what is done here; other modules
+    keep peft's own methods."""
+    wrapper: Any = getattr(sys.modules.get(_LAYERS), "ParamWrapper", None)
+    if wrapper is None or hasattr(wrapper, _ADOPTED):
+        return
+    replaced: dict[str, Callable[..., Any]] = {
+        "_activate_lora": _activate,
+        "merge": _merge,
+        "unmerge": _unmerge,
+    }
+    if missing := [name for name in replaced if not hasattr(wrapper, name)]:
+        raise ConfigError(
+            f"adapters of offloaded experts need a version of peft whose ParamWrapper has "
+            f"{missing[0]}, such as 0.21; run pip install --upgrade peft"
+        )
+    for name, method in replaced.items():
+        setattr(wrapper, name, _dispatched(getattr(wrapper, name), method))
+    setattr(wrapper, _ADOPTED, True)
+
+
+def _dispatched(plain: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    def method(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        placeholder = _placeholder_of(wrapper)
+        if placeholder is None:
+            return plain(wrapper, *args, **kwargs)
+        return ours(wrapper, placeholder, *args, **kwargs)
+
+    return method
+
+
+def _placeholder_of(wrapper: Any) -> ExpertPlaceholder | None:
+    """That of the experts which an adapter is for; None: they are not offloaded."""
+    found = getattr(wrapper.get_base_layer(), "overspill", None)
+    if isinstance(found, OthersPlaceholder):
+        raise ConfigError(
+            "adapters of experts in another pipeline stage are not supported; train them without "
+            "stages"
+        )
+    return found if isinstance(found, ExpertPlaceholder) else None
+
+
+@contextmanager
+def _activate(
+    wrapper: Any, placeholder: ExpertPlaceholder, active_adapters: Sequence[str]
+) -> Iterator[None]:
+    """Instead of peft's, which adds the adapter to the parameter: forwards inside add it to the
+    products of the experts."""
+    active = [name for name in active_adapters if name in wrapper.lora_A]
+    if len(active) > 1:
+        raise ConfigError(
+            f"{wrapper.parameter_name} has several active adapters ({', '.join(active)}); "
+            "offloaded experts support one at a time: model.set_adapter(name)"
+        )
+    before = placeholder.adapters
+    if active:
+        factors: list[Factors | None] = [None, None] if before is None else list(before.factors)
+        factors[_matrix_of(wrapper, placeholder)] = _factors(wrapper, active[0])
+        placeholder.adapters = LayerAdapters(factors)
+    try:
+        yield
+    finally:
+        placeholder.adapters = before
+
+
+def _matrix_of(wrapper: Any, placeholder: ExpertPlaceholder) -> int:
+    """The position of the adapted tensor in a record."""
+    assert placeholder.places is not None
+    names = [place.name for place in placeholder.places(0)]
+    number = names.index(wrapper.parameter_name)
+    if number > 1:
+        raise ConfigError(
+            f"target_parameters names {wrapper.parameter_name}, the biases of offloaded experts, "
+            f"whose adapters are not supported; name {names[0]} and {names[1]} only"
+        )
+    return number
+
+
+def _factors(wrapper: Any, adapter: str) -> Factors:
+    """A [r * E, I] and B [O, r * E] as stacks of experts: views."""
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    return Factors(
+        a.reshape(wrapper.num_experts, -1, a.shape[1]),
+        b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1),
+        float(wrapper.scaling[adapter]),
+    )
+
+
+def _merge(
+    wrapper: Any,
+    placeholder: ExpertPlaceholder,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+) -> None:
+    from peft.tuners.tuners_utils import check_adapters_to_merge
+
+    for name in check_adapters_to_merge(wrapper, adapter_names):
+        if name in wrapper.lora_A:
+            _add_to_records(placeholder, _matrix_of(wrapper, placeholder), _factors(wrapper, name))
+            wrapper.merged_adapters.append(name)
+
+
+def _unmerge(wrapper: Any, placeholder: ExpertPlaceholder) -> None:
+    while wrapper.merged_adapters:
+        factors = _factors(wrapper, wrapper.merged_adapters.pop())
+        number = _matrix_of(wrapper, placeholder)
+        _add_to_records(placeholder, number, factors._replace(scale=-factors.scale))
+
+
+@torch.no_grad()
+def _add_to_records(placeholder: ExpertPlaceholder, number: int, factors: Factors) -> None:
+    """Adds an adapter to the weights of all experts of a layer."""
+    engine = placeholder.engine
+    engine.check_whole("merging adapters of experts")
+    engine.flush()
+    if engine.can_train:
+        engine.training.weights_loaded(placeholder.layer)
+    for index in engine.experts.local_ids:
+
+        def add(record: Tensor, index: int = index) -> None:
+            weight = split_record(record, engine.shape)[number]
+            weight.copy_(factors.added_to(weight, index, engine.shape.transposed))
+
+        with engine.exclusive():
+            engine.records.write_weights(ExpertId(placeholder.layer, index), add)

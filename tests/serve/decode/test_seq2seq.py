@@ -1,0 +1,140 @@
+"""Decoding steps of encoder-decoders in Triton's interpreter: logits are those of transformers, in
+every mode and place of experts."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from overspill import Settings
+from overspill.serve.blocks import BlockPool
+from overspill.serve.decode.modes import Ahead, PreGated
+from overspill.serve.request import Request
+from overspill.serve.runners import PagedRunner
+from overspill.serve.scheduler import Scheduler
+from overspill.serve.seq2seq import first_tokens
+from tests.models.huggingface.oracle import offloaded
+from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE
+from tests.serve.requests import make_request
+from tests.serve.seq2seq import FAMILIES, SOURCES, plain_model, pregated
+
+pytestmark = INTERPRETED
+FIXED = Settings(fix_nllb_routing=True)
+MODES = ["auto", "on-demand", "prefetch-all"]
+FEW_HEADS: dict[str, dict[str, Any]] = {  # Triton's interpreter takes time for each
+    "switch_transformers": {"num_heads": 2},
+    "nllb-moe": {
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2
+    },
+}  # fmt: skip
+
+
+class Decoding:
+    """Requests with the first sources, whose logits are compared with those of the plain model."""
+
+    def __init__(self, plain: Any, model: Any, n: int = 2, slots: int = 0, mode: str = "auto"):
+        self.plain, self.model = plain, model
+        limits = BLOCKS, SIZE, 64, 4
+        self.runner = PagedRunner(model, CPU, *limits, fused=True, slots=slots, mode=mode)
+        self.scheduler = Scheduler(BlockPool(BLOCKS, SIZE, share=False), 4, 64)
+        self.requests = [self._request(model, source) for source in SOURCES[:n]]
+        for request in self.requests:
+            self.scheduler.add(request)
+
+    def _request(self, model: Any, source: list[int]) -> Request:
+        made = make_request(first_tokens(model), 30)
+        made.source = list(source)
+        return made
+
+    def step(self) -> None:
+        batch = self.scheduler.next_batch()
+        with torch.inference_mode():
+            logits = self.runner.run(batch)
+        self.check([work.request for work in batch], logits)
+        for work, row in zip(batch, logits, strict=True):
+            self.scheduler.computed(work)
+            work.request.tokens.append(int(row.argmax()))
+
+    def check(self, requests: Sequence[Request], logits: Tensor) -> None:
+        for request, row in zip(requests, logits, strict=True):
+            source, tokens = (torch.tensor([each]) for each in (request.source, request.tokens))
+            with torch.no_grad():
+                plain = self.plain(input_ids=source, decoder_input_ids=tokens)
+            # large weights: float32 differs from float64 by 2e-4 in transformers too
+            torch.testing.assert_close(row, plain.logits[0, -1], rtol=1e-4, atol=5e-4)
+
+
+@contextmanager
+def decoding(
+    plain: Any, folder: Path, place: str, homes: Sequence[int] | None = None,
+    settings: Settings | None = None, **options: Any,
+) -> Iterator[Decoding]:  # fmt: skip
+    with offloaded(plain, place, folder, settings) as model:
+        if homes is not None:
+            model.overspill.set_homes(homes)
+        made = Decoding(plain, model, **options)
+        try:
+            yield made
+        finally:
+            made.runner.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_logits_are_those_of_transformers(
+    name: str, mode: str, tmp_path: Path, module_steps: list[int]
+) -> None:
+    with decoding(
+        plain_model(name, **FEW_HEADS[name]), tmp_path, "host", slots=2, mode=mode
+    ) as made:
+        while any(request.pending > 1 for request in made.requests):
+            made.step()
+        for _ in range(2):
+            made.step()
+    assert module_steps == [2, 2]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("level", [1, 2])
+def test_pregates_announce_what_the_decoder_uses(
+    name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts of a block are copied while an earlier one computes, and no others. As it is
+    called, NLLB uses two experts only: it has the routing here that it was trained with."""
+    plain = pregated(name, level, **FEW_HEADS[name])
+    settings = FIXED if name == "nllb-moe" else None
+    announced: list[Ahead] = []
+
+    def ahead(mode: Any, layer: int, routings: Any) -> Ahead | None:
+        found: Ahead | None = real(mode, layer, routings)
+        if found is not None:
+            assert found.ids_BK is not None
+            announced.append(Ahead(found.layer, found.ids_BK.clone()))
+        return found
+
+    real = PreGated.ahead
+    monkeypatch.setattr(PreGated, "ahead", ahead)
+    with decoding(plain, tmp_path, "host", settings=settings, mode="pre-gated") as made:
+        made.plain = plain if settings is None else made.model
+        made.step()
+        used: list[Tensor] = []
+        run = made.runner._decode.run  # type: ignore[union-attr]
+
+        def note(*args: Any) -> Any:
+            computed = run(*args)
+            used.append(computed.ids_LBK.clone())
+            return computed
+
+        made.runner._decode.run = note  # type: ignore[union-attr, method-assign]
+        made.step()
+    (ids_LBK,) = used
+    first, blocks = made.model.overspill.n_layers - 3, 3
+    assert [each.layer for each in announced] == list(range(first + level, first + blocks))
+    for layer, ids in announced:
+        assert ids is not None
+        assert torch.equal(ids[:2], ids_LBK[layer - first])
+    assert len(ids_LBK.unique()) > 1
