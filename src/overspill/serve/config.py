@@ -52,6 +52,9 @@ class ModelSection:
     """Answers that are computed at once at most."""
     prefill_chunk: Count | None = None
     """Tokens of prompts in a batch at most; default: as many as is fast and fits into memory."""
+    fix_nllb_routing: bool = False
+    """Route tokens of NLLB-MoE to their two experts, as it was trained; transformers uses only the
+    first two experts of a layer."""
 
     def check(self, model: str, needs_text: bool) -> None:
         """Raises if `model` cannot be loaded, or has no tokenizer although `needs_text`, before
@@ -66,6 +69,7 @@ class ModelSection:
         # Importing torch takes seconds: only after the flags are checked.
         import torch
 
+        from overspill.moe.settings import Settings
         from overspill.serve.llm import LLM
 
         dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
@@ -85,6 +89,7 @@ class ModelSection:
             adapter=self.adapter,
             migrate=self.migrate,
             cache_policy=self.cache_policy,
+            settings=Settings(fix_nllb_routing=True) if self.fix_nllb_routing else None,
         )
 
 
