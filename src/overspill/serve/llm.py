@@ -69,6 +69,9 @@ class LLM:
     batch computes; without, batches are as large as is fast and fits into memory. The other
     arguments are those of `overspill.load`.
 
+    Prompts of models with an encoder and a decoder (Switch Transformers, NLLB-MoE) are sources for
+    the encoder; `SamplingParams` has languages for them, and what the decoder begins with.
+
     Several threads may use it at once: their requests are computed together.
     """
 
@@ -138,8 +141,8 @@ class LLM:
             raise
         self._decoder: DecoderPrompts | None = None
         if source.has_encoder:
-            known = source.codec, self._vocabulary(), source.context
-            self._decoder = DecoderPrompts(source.model, *known)
+            vocabulary = self._vocabulary()
+            self._decoder = DecoderPrompts(source.model, source.codec, vocabulary, source.context)
         self._grammars = Grammars(source.codec, source.ends, self._vocabulary())
         self._background = Background(self._loop)
 
