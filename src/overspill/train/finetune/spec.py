@@ -231,7 +231,7 @@ def _check_level(level: int, folder: Path, model_config: Any) -> None:
             f"--level {level}: {folder} has pre-gates of level {there}; continue them with --level "
             f"{there}, or give a conventional checkpoint"
         )
-    check_level(level, find_chains(meta_model(model_config)))
+    check_level(level, find_chains(meta_model(model_config)), asked=f"--level {level}")
 
 
 def _check_stages(count: int, folder: Path, model_config: Any) -> None:
