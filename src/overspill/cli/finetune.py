@@ -34,6 +34,10 @@ A classifier; reports the accuracy before and after:
 
   overspill finetune OLMoE-1B-7B train.tsv --labels negative,positive --eval-data dev.tsv
 
+Questions with short answers; reports exact match and F1 of what the model generates:
+
+  overspill finetune OLMoE-1B-7B squad.jsonl --eval-data dev.jsonl --metric em,f1
+
 LoRA adapters, for two passes over the data:
 
   overspill finetune Qwen3-30B-A3B pairs.jsonl --lora 16 --epochs 2 --out runs/adapter

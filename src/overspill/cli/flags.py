@@ -43,7 +43,7 @@ def _default(annotation: Any) -> Any:
 
 def _flag(setting: Setting) -> inspect.Parameter:
     shown = setting.help
-    if setting.default is not None and setting.kind is not bool:
+    if setting.default not in (None, ()) and setting.kind is not bool:
         # an unescaped bracket would open markup in the help text
         default = str(setting.default).replace("\n", "\\n").replace("[", "\\[")
         shown += f" [dim]\\[{default}][/dim]"
@@ -61,7 +61,7 @@ def _flag(setting: Setting) -> inspect.Parameter:
         rich_help_panel=setting.title,
         autocompletion=_choices(setting) if setting.choices else None,
     )
-    kind: Any = setting.kind
+    kind: Any = list[str] if setting.kind is tuple else setting.kind
     return inspect.Parameter(
         setting.name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -49,6 +49,8 @@ class EvalMetrics:
     eval_loss: float
     accuracy: float | None = None
     """Share of examples with the right label; for classification only."""
+    scores: dict[str, float] | None = None
+    """Mean scores of generated answers, between 0 and 1; with --metric only."""
 
 
 class MetricsFile:

@@ -114,8 +114,10 @@ def headline(metrics: StepMetrics) -> str:
 
 
 def evaluation_line(metrics: EvalMetrics) -> str:
-    accuracy = "" if metrics.accuracy is None else f"  accuracy {metrics.accuracy:.1%}"
-    return f"{metrics.eval_loss:.4f}{accuracy}"
+    shares = {} if metrics.accuracy is None else {"accuracy": metrics.accuracy}
+    shares |= metrics.scores or {}
+    shown = "".join(f"  {name} {share:.1%}" for name, share in shares.items())
+    return f"{metrics.eval_loss:.4f}{shown}"
 
 
 def load_lines(metrics: StepMetrics) -> list[str]:

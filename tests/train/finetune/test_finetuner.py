@@ -269,6 +269,64 @@ def test_accuracy_rises_and_is_told(mixtral: Path, tmp_path: Path) -> None:
     assert (found[0], found[-1]) == (summary.accuracy_before, 1.0)
 
 
+def test_metrics_are_scores_of_what_the_saved_model_generates(
+    mixtral: Path, tmp_path: Path
+) -> None:
+    """And training is the same to the bit as without them."""
+    lines = [{"prompt": f"{n} is ", "answers": ["xy"[n % 3 == 0], f"{n}"]} for n in range(40)]
+    data = write_jsonl(tmp_path / "a.jsonl", lines)
+    given = {"eval_split": 0.2, "eval_every": 3, "lr": 3e-2, "steps": 6}
+    settings = tiny_settings(mixtral, data, tmp_path / "run", metric=["f1", "em"], **given)
+    display = Watcher()
+    summary = _finetune({**settings, "metric_tokens": 3}, display)
+    evals = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "scores" in line]
+    assert [line["step"] for line in evals] == [0, 3, 6]
+    assert (summary.scores_before, summary.scores) == (evals[0]["scores"], evals[2]["scores"])
+    assert list(summary.scores or {}) == ["f1", "em"]
+    best = max(evals[1:], key=lambda line: (line["scores"]["f1"], -line["eval_loss"]))
+    assert summary.best_step == best["step"]
+    assert any(line.startswith("f1 0.0% → ") and ", em 0.0% → " in line for line in summary.lines())
+
+    model = AutoModelForCausalLM.from_pretrained(summary.final, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(summary.final)
+    plan = plan_finetuning(FinetuneConfig.make(settings), lambda line: None)
+    right = []
+    for question in plan.data.questions.items if plan.data.questions else ():
+        prompt = torch.tensor(question.prompt[None]).long()
+        out = model.generate(prompt, max_new_tokens=3, do_sample=False)
+        text = tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)
+        right.append(text.strip() in question.references)
+    assert len(right) == 8
+    assert any(right)
+    assert evals[2]["scores"]["em"] == sum(right) / 8
+
+    plain = Watcher()
+    _finetune(tiny_settings(mixtral, data, tmp_path / "plain", **given), plain)
+    assert plain.losses == display.losses
+    assert not _changed(_weights(tmp_path / "plain/final"), _weights(tmp_path / "run/final"))
+
+
+def test_an_encoder_decoder_is_scored_and_told_what_it_cannot(
+    switch: Path, mixtral: Path, tmp_path: Path
+) -> None:
+    pairs = write_pairs(tmp_path / "a.jsonl")
+    summary = _finetune(
+        tiny_settings(switch, pairs, tmp_path / "run", steps=1, metric=["rougeL,em"], lora=2)
+    )
+    assert list(summary.scores or {}) == ["rougeL", "em"]
+    labels = write_labels(tmp_path / "labels.tsv")
+    for data, change, message in (
+        (labels, {}, r"--metric em needs prompts with answers, and .*labels.tsv:2 is a sentence"),
+        (pairs, {"metric": ["em,bleu"]}, "--metric 'bleu' is unknown; give .* em, f1, rouge1"),
+        (pairs, {"eval_split": 0.0}, "--metric needs examples for evaluation, and --eval-split 0"),
+        (pairs, {"stages": 2}, "--metric .* which --stages divides; drop one"),
+    ):
+        settings = tiny_settings(mixtral, data, tmp_path / "no", **{"metric": ["em"], **change})
+        with pytest.raises(ConfigError, match=message):
+            _finetune(settings)
+    assert not (tmp_path / "no").exists()
+
+
 def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
     assert before.keys() == after.keys()
     return {name for name in before if not torch.equal(before[name], after[name])}

@@ -61,6 +61,36 @@ def encode_chats(tokenizer: Tokenizer, examples: Sequence[Chat]) -> Iterator[Row
         yield row
 
 
+class LastAnswer(NamedTuple):
+    prompt: str
+    """The chat up to the answer, as the template renders it."""
+    answer: str
+    closing: str
+    """What the template renders after an answer that nothing follows."""
+
+
+def last_answers(tokenizer: Tokenizer, examples: Sequence[Chat]) -> Iterator[LastAnswer]:
+    """The last answer of the assistant in each chat that is text, without calls of tools."""
+    for example in examples:
+        renderer = _Renderer(tokenizer, example)
+        messages = renderer.messages
+        numbers = [
+            number
+            for number, message in enumerate(messages)
+            if number > 0 and message["role"] == "assistant" and not message.get("tool_calls")
+            and isinstance(message.get("content"), str) and message["content"].strip()
+        ]  # fmt: skip
+        if not numbers:
+            raise ConfigError(
+                f"{example.where}: --metric needs an answer of the assistant in text that follows "
+                "another message; remove the line, or drop --metric"
+            )
+        prompt = renderer.text(messages[: numbers[-1]], opens_turn=True)
+        around = _around(renderer, numbers[-1], renderer.text(messages))
+        closing = "" if around is None else around.closing
+        yield LastAnswer(prompt, messages[numbers[-1]]["content"], closing.lstrip())
+
+
 class _Renderer:
     """The chat template, applied to the messages of an example or to variants of them."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from overspill.core.errors import ConfigError
+from overspill.train.finetune.scores import SCORES
 from overspill.train.sections import (
     BatchSection,
     MemorySection,
@@ -60,6 +61,11 @@ class FinetuneDataSection(BatchSection):
     """Share of the data to evaluate on; 0 for none."""
     eval_examples: Count = 1000
     """Maximum number of examples that --eval-split takes, and of sequences of plain text."""
+    metric: tuple[str, ...] = ()
+    """Let the model answer the examples for evaluation, and score the answers: em, f1, rouge1,
+    rouge2 or rougeL, or several, such as em,f1. The first one chooses the best model."""
+    metric_tokens: Count = 64
+    """Longest answer that is generated for --metric, in tokens."""
     chat_template: str | None = None
     """File with a chat template; default: the template of the tokenizer."""
     labels: str | None = None
@@ -132,6 +138,12 @@ class FinetuneConfig(RunConfig):
         self._check_combinations()
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the scores of generated answers, each once."""
+        parts = (part.strip() for given in self.data.metric for part in given.split(","))
+        return tuple(dict.fromkeys(parts))
+
+    @property
     def name(self) -> str:
         return f"{self.command}-{Path(self.model.checkpoint).expanduser().resolve().name}"
 
@@ -171,6 +183,7 @@ class FinetuneConfig(RunConfig):
             raise ConfigError(f"--epochs {self.run.epochs:g} must be more than 0")
         if data.eval_split == 1:
             raise ConfigError("--eval-split 1 leaves nothing to train on; give a share below 1")
+        self._check_metrics()
         if model.freeze_experts and model.freeze_dense and not self.pregate_level:
             raise ConfigError(
                 "--freeze-experts with --freeze-dense leaves nothing to train; drop one"
@@ -199,6 +212,22 @@ class FinetuneConfig(RunConfig):
         ):
             if word not in value:
                 raise ConfigError(f"{flag} {value!r} lacks {word}; put it where the text belongs")
+
+    def _check_metrics(self) -> None:
+        for name in self.metrics:
+            if name not in SCORES:
+                raise ConfigError(
+                    f"--metric {name!r} is unknown; give one or several of {', '.join(SCORES)}"
+                )
+        if self.metrics and self.data.eval_data is None and self.data.eval_split == 0:
+            raise ConfigError(
+                "--metric needs examples for evaluation, and --eval-split 0 holds none out; give "
+                "--eval-data, or another share"
+            )
+        if self.metrics and self.stages is not None:
+            raise ConfigError(
+                "--metric lets the whole model generate, which --stages divides; drop one of them"
+            )
 
 
 @dataclass(frozen=True)

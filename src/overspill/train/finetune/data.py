@@ -31,6 +31,12 @@ from overspill.train.finetune.encoding import (
 from overspill.train.finetune.examples import Examples, find_examples, read_examples
 from overspill.train.finetune.kinds import Chat, Example, Kind, Labelled, Pair, Text
 from overspill.train.finetune.packing import pack_cut, pack_whole
+from overspill.train.finetune.questions import (
+    AnswerLimits,
+    Questions,
+    check_kind,
+    encode_questions,
+)
 from overspill.train.finetune.rows import Ids, Row, shorten, split, without_first_label
 
 
@@ -55,6 +61,8 @@ class FinetuneData:
     eval_choices: list[Choice]
     """For classification, instead of rows."""
     packing: bool
+    questions: Questions | None = None
+    """The examples for evaluation whose answers are generated; with --metric only."""
 
     @property
     def evaluates(self) -> bool:
@@ -99,7 +107,9 @@ def load_data(
     model_config: Any,
     seed: int,
     say: Callable[[str], None],
+    metrics: Sequence[str] = (),
 ) -> FinetuneData:
+    """The rows of all examples and, for `metrics`, the questions of those for evaluation."""
     check_sources(section)
     examples = read_examples(section.data)
     if files := examples.text_files:
@@ -117,6 +127,8 @@ def load_data(
         form = "chats, by the chat template" if to_chats else "pairs, with the prompt of Alpaca"
         say(f"data: instructions become {form}")
     plan = _plan_encoding(section, examples, seq_len, seq2seq)
+    if metrics:
+        check_kind(plan.kind, examples.items[0].where, metrics)
     if plan.kind is Kind.CHAT:
         set_template(tokenizer, section.chat_template)
     elif section.chat_template is not None:
@@ -124,6 +136,11 @@ def load_data(
     train, evaluation = _split(examples.items, held_out, section, seed)
     say(f"data: tokenizing {len(train) + len(evaluation):,} examples")
     data = _encode(plan, tokenizer, train, evaluation)
+    if metrics:
+        limits = AnswerLimits(seq_len, section.metric_tokens, section.truncate)
+        start = model_config.decoder_start_token_id if seq2seq else None
+        questions = encode_questions(tokenizer, plan.kind, evaluation, limits, start)
+        data = dataclasses.replace(data, questions=questions)
     n_rows, most = len(data.eval_rows), section.eval_examples
     if examples.text_files and held_out is None and n_rows > most:  # they are longer than rows
         kept = [data.eval_rows[i * n_rows // most] for i in range(most)]

@@ -40,6 +40,15 @@ def encode_sources(tokenizer: Tokenizer, examples: Sequence[Pair]) -> Iterator[R
         yield Row(example.where, ids(source), ids(target + _end(tokenizer, target)))
 
 
+def target_prefix(tokenizer: Tokenizer) -> list[int]:
+    """The tokens before the text of a target, such as that of its language."""
+    text = "a"
+    whole = encode(tokenizer, [text], target=True)[0]
+    bare = encode(tokenizer, [text], special=False, target=True)[0]
+    starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+    return whole[: next(starts, 0)]
+
+
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     """Prompts with the start token of the tokenizer but without its end token."""
     end = tokenizer.eos_token_id

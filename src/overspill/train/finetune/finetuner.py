@@ -20,9 +20,11 @@ from overspill.train.finetune.classification import ChoiceRows
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import check_sources
 from overspill.train.finetune.evaluation import chosen, mean_loss, row_losses, summed_losses
+from overspill.train.finetune.generation import Generator
 from overspill.train.finetune.lora import check_peft, save_adapter
 from overspill.train.finetune.outputs import Outputs, Write
 from overspill.train.finetune.rows import IGNORED, Batch, Row, collate
+from overspill.train.finetune.scores import mean_scores
 from overspill.train.finetune.spec import FinetuneSpec, plan_finetuning
 from overspill.train.loop import Loop, Losses, StepWork
 from overspill.train.metrics import EvalMetrics, read_lines
@@ -43,8 +45,11 @@ class FinetuneSummary(Summary):
     accuracy_before: float | None
     accuracy: float | None
     """At the end."""
+    scores_before: dict[str, float] | None = None
+    """Of generated answers, by the names of --metric."""
+    scores: dict[str, float] | None = None
     best: str | None
-    """Folder of the model with the lowest evaluation loss, or the highest accuracy."""
+    """Folder of the model with the highest accuracy or score, or the lowest evaluation loss."""
     best_step: int | None
     final: str | None
     lora: bool = False
@@ -58,6 +63,13 @@ class FinetuneSummary(Summary):
             lines.insert(1, f"accuracy {self.accuracy_before:.1%} → {self.accuracy:.1%}")
         elif self.eval_loss_before is not None and self.eval_loss is not None:
             lines.insert(1, f"eval loss {self.eval_loss_before:.4f} → {self.eval_loss:.4f}")
+        if self.scores_before is not None and self.scores is not None:
+            shares = [
+                f"{name} {self.scores_before[name]:.1%} → {share:.1%}"
+                for name, share in self.scores.items()
+                if name in self.scores_before
+            ]
+            lines.insert(1, ", ".join(shares))
         kind = "adapter" if self.lora else "model"
         if self.final is not None:
             lines.append(f"final {kind}: {self.final}")
@@ -222,7 +234,8 @@ class Finetuner(Loop[FinetuneSummary]):
         choices = self.data.eval_choices
         if not choices:
             rows = self.data.eval_rows
-            return EvalMetrics(self.step, mean_loss(self._row_losses(rows), rows))
+            loss = mean_loss(self._row_losses(rows), rows)
+            return EvalMetrics(self.step, loss, scores=self._scores())
         losses = self._row_losses(ChoiceRows(choices))
         picked = chosen(losses, choices)
         hits = sum(p == choice.label for p, choice in zip(picked, choices, strict=True))
@@ -230,6 +243,26 @@ class Finetuner(Loop[FinetuneSummary]):
         right = [losses[width * n + choice.label] for n, choice in enumerate(choices)]
         loss = mean_loss(right, [choice.right for choice in choices])
         return EvalMetrics(self.step, loss, hits / len(choices))
+
+    def _scores(self) -> dict[str, float] | None:
+        """The scores of the answers that the model generates now."""
+        questions = self.data.questions
+        if questions is None:
+            return None
+        generator = Generator(
+            questions,
+            self.team,
+            self.spec.device,
+            self.spec.pad,
+            self.config.data.batch,
+            self.spec.seq_len,
+        )
+        answers = [
+            self.spec.tokenizer.decode(tokens, skip_special_tokens=True)
+            for tokens in generator.answers(self.session.model)
+        ]
+        references = [question.references for question in questions.items]
+        return mean_scores(self.config.metrics, answers, references)
 
     def _row_losses(self, rows: Sequence[Row]) -> list[float]:
         section, model = self.config.data, self.session.model
@@ -251,10 +284,18 @@ class Finetuner(Loop[FinetuneSummary]):
             self._keep_model(self.outputs.save_best)
 
     def _best(self) -> EvalMetrics | None:
-        """The evaluation with the highest accuracy, if there is one, then the lowest loss. That
-        before the first step does not count: its model is the given checkpoint."""
+        """The evaluation with the highest accuracy or first score of --metric, if there is one,
+        then the lowest loss. That before the first step does not count: its model is the given
+        checkpoint."""
         trained = [metrics for metrics in self.evaluations if metrics.step > 0]
-        return min(trained, key=lambda m: (-(m.accuracy or 0.0), m.eval_loss), default=None)
+
+        def rank(metrics: EvalMetrics) -> tuple[float, float]:
+            quality = metrics.accuracy or 0.0
+            if self.config.metrics:
+                quality = (metrics.scores or {}).get(self.config.metrics[0], 0.0)
+            return -quality, metrics.eval_loss
+
+        return min(trained, key=rank, default=None)
 
     # -- the end ----------------------------------------------------------------------------
 
@@ -276,6 +317,8 @@ class Finetuner(Loop[FinetuneSummary]):
             eval_loss_before=first.eval_loss if first else None,
             accuracy_before=first.accuracy if first else None,
             accuracy=last.accuracy if last else None,
+            scores_before=first.scores if first else None,
+            scores=last.scores if last else None,
             best=str(self.outputs.best) if best else None,
             best_step=best.step if best else None,
             final=str(self.outputs.final) if self.step >= self.spec.steps else None,
@@ -302,7 +345,7 @@ class Finetuner(Loop[FinetuneSummary]):
 def _past_evaluations(metrics: Path) -> list[EvalMetrics]:
     """The evaluations before the run was interrupted."""
     return [
-        EvalMetrics(line["step"], line["eval_loss"], line.get("accuracy"))
+        EvalMetrics(line["step"], line["eval_loss"], line.get("accuracy"), line.get("scores"))
         for line in read_lines(metrics)
         if "eval_loss" in line
     ]

@@ -60,13 +60,27 @@ def _parse(content: dict[str, Any], kind: Kind, where: str) -> Example:
     if kind is Kind.TEXT:
         return Text(where, _string(content, "text", kind, where))
     if kind is Kind.PAIR:
-        prompt = _string(content, "prompt", kind, where)
-        return Pair(where, prompt, _string(content, "completion", kind, where))
+        return _parse_pair(content, where)
     if kind is Kind.INSTRUCTION:
         return _parse_instruction(content, where)
     if kind is Kind.CHAT:
         return _parse_chat(content, where)
     raise expected(kind.value, "JSON", where)
+
+
+def _parse_pair(content: dict[str, Any], where: str) -> Pair:
+    """A prompt with a completion, with a list of right answers, the first of which is learned, or
+    with both."""
+    kind = Kind.PAIR
+    prompt = _string(content, "prompt", kind, where)
+    listed = content.get("answers")
+    if listed is None:
+        return Pair(where, prompt, _string(content, "completion", kind, where))
+    if not isinstance(listed, list) or not listed:
+        raise expected(kind.value, f'"answers" = {short(listed)}', where)
+    answers = tuple(_string({"answers": answer}, "answers", kind, where) for answer in listed)
+    learned = _string(content, "completion", kind, where) if "completion" in content else answers[0]
+    return Pair(where, prompt, learned, answers)
 
 
 def _parse_instruction(content: dict[str, Any], where: str) -> Instruction:

@@ -25,6 +25,14 @@ class Text(Example):
 class Pair(Example):
     prompt: str
     completion: str
+    """The answer that is learned."""
+    answers: tuple[str, ...] = ()
+    """All right answers, if the example lists them."""
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The texts that a generated answer is compared with."""
+        return self.answers or (self.completion,)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Kind(Enum):
     """Kinds of examples; the value describes the format of a line in error messages."""
 
     TEXT = 'a JSON object with a string "text"'
-    PAIR = 'a JSON object with the strings "prompt" and "completion"'
+    PAIR = 'a JSON object with "prompt" and "answers", or the strings "prompt" and "completion"'
     CHAT = 'a JSON object with a list "messages" of objects with "role" and "content"'
     INSTRUCTION = 'a JSON object with the strings "instruction" and "output"'
     LABELLED = "a sentence, a tab and a label"

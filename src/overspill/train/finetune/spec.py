@@ -172,7 +172,9 @@ def plan_finetuning(
         if given is None
         else load_tokenizer(Path(given).expanduser(), "--tokenizer")
     )
-    data = load_data(config.data, tokenizer, seq_len, model_config, config.run.seed, say)
+    data = load_data(
+        config.data, tokenizer, seq_len, model_config, config.run.seed, say, config.metrics
+    )
     model, run, optim = config.model, config.run, config.optim
     per_epoch = -(-len(data.train) // config.sequences_per_step)
     steps = run.steps or max(1, round(run.epochs * per_epoch))
@@ -229,7 +231,7 @@ def _check_level(level: int, folder: Path, model_config: Any) -> None:
             f"--level {level}: {folder} has pre-gates of level {there}; continue them with --level "
             f"{there}, or give a conventional checkpoint"
         )
-    check_level(level, find_chains(meta_model(model_config)))
+    check_level(level, find_chains(meta_model(model_config)), asked=f"--level {level}")
 
 
 def _check_stages(count: int, folder: Path, model_config: Any) -> None:
