@@ -16,7 +16,7 @@ from overspill.serve.decode.modes import Ahead, PreGated
 from overspill.serve.request import Request
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler
-from overspill.serve.seq2seq import first_tokens
+from overspill.serve.seq2seq import start_token
 from overspill.simulate import routed_by
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE
@@ -50,7 +50,7 @@ class Decoding:
             self.scheduler.add(request)
 
     def _request(self, model: Any, source: list[int]) -> Request:
-        made = make_request(first_tokens(model), 30)
+        made = make_request([start_token(model)], 30)
         made.source = list(source)
         return made
 
@@ -161,7 +161,7 @@ class InTurnAtOnce(InTurn):
         return torch.stack([self(layer, n_tokens, device) for layer in range(self.n_layers)])
 
 
-@pytest.mark.parametrize(("name", "kind"), zip(FAMILIES, (InTurn, InTurnAtOnce), strict=True))
+@pytest.mark.parametrize(("name", "kind"), list(zip(FAMILIES, (InTurn, InTurnAtOnce), strict=True)))
 def test_routing_that_is_replaced_is_followed(
     name: str,
     kind: type[InTurn],
