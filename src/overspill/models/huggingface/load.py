@@ -18,6 +18,7 @@ from overspill.models.huggingface.checks import find_folder
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
+from overspill.models.huggingface.lora_config import find_adapter
 from overspill.models.huggingface.pregates import read_pregates
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
@@ -55,6 +56,7 @@ def load(
     mesh: "DeviceMesh | None" = None,
     shard_dense: bool = False,
     stages: int | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     **config: Any,
 ) -> Any:
     """Loads a Mixture-of-Experts checkpoint (a folder, or a repository of the hub) as a
@@ -64,8 +66,10 @@ def load(
     planned; without it, the model is for inference. With `freeze_experts` the experts are frozen,
     and no memory is planned for their gradients and optimizer states. `dtype` is the data type of
     the weights, by default that of the checkpoint. A model that was saved with pre-gates gets them,
-    unless `pregate` is False. Other keyword arguments (`dropout_rate=0`, ...) replace fields of the
-    checkpoint's config, as in `from_pretrained`; the rest is as in `overspill.offload`.
+    unless `pregate` is False. `adapter` is a LoRA adapter to add to the weights: a folder that peft
+    or `overspill finetune --lora` has written, or a repository of the hub. Other keyword arguments
+    (`dropout_rate=0`, ...) replace fields of the checkpoint's config, as in `from_pretrained`; the
+    rest is as in `overspill.offload`.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
@@ -74,7 +78,7 @@ def load(
     )  # fmt: skip
     return load_within(
         path_or_repo, budgets, dtype, train, progress, quiet, config, pregate,
-        freeze_experts=freeze_experts,
+        adapter=None if adapter is None else find_adapter(adapter), freeze_experts=freeze_experts,
     )  # fmt: skip
 
 
@@ -112,19 +116,19 @@ def load_within(
             layers = made.layers
             for layer in layers:
                 layer.trained = layer.trained and not freeze_experts
-            recipes = Recipes(model, layers, checkpoint)
+            recipes = Recipes(model, layers, checkpoint, lora)
             # first: it recognizes the weights with which they were saved
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:
                 lora.write_to(model)
 
-        def finish() -> None:
-            made.restore(model)
-            adapt(model, layers)
-            if pregates is not None:
-                pregates.add_to(model)
+            def finish() -> None:
+                made.restore(model)
+                adapt(model, layers)
+                if pregates is not None:
+                    pregates.add_to(model)
 
-        return move_experts(model, layers, budgets, progress, quiet, recipes, finish)
+            return move_experts(model, layers, budgets, progress, quiet, recipes, finish)
 
 
 def _load_dense(
