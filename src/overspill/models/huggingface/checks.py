@@ -9,6 +9,7 @@ from typing import Any
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.json_text import parse_json
+from overspill.models.huggingface.packed.config import read_packing
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -19,12 +20,9 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
-_MODELOPT = "hf_quant_config.json"
-_DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
-"""The settings of transformers that load a format in bf16."""
 _CONVERT = (
-    'python -c "from transformers import AutoTokenizer as T, {model} as M{settings}; '
-    "M.from_pretrained('{folder}'{how}).save_pretrained('{out}'{form}); "
+    'python -c "from transformers import AutoTokenizer as T, {model} as M; '
+    "M.from_pretrained('{folder}').save_pretrained('{out}'); "
     "T.from_pretrained('{folder}').save_pretrained('{out}')\""
 )
 
@@ -97,7 +95,8 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 
 def read_json_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json. Raises if the weights are quantized or there are no experts."""
+    """The content of config.json. Raises if weights are packed in a way that Overspill cannot read,
+    or there are no experts."""
     path = folder / CONFIG
     if not path.is_file():
         if gguf := _find_gguf(folder):
@@ -112,7 +111,7 @@ def read_json_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} cannot be used: it is not a JSON object")
-    _check_quantization(folder, config)
+    read_packing(folder, config)
     if not _names_experts(config):
         kind = config.get("model_type")
         if kind is None:
@@ -142,41 +141,14 @@ def _names_experts(config: Mapping[str, Any]) -> bool:
     return False
 
 
-def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises if the weights are quantized."""
-    text = config.get("text_config")
-    places = [config, text] if isinstance(text, dict) else [config]
-    names = ("quantization_config", "compression_config")
-    given = next((place[name] for place in places for name in names if place.get(name)), None)
-    if given is None and not (folder / _MODELOPT).is_file():
-        return
-    method = str(given.get("quant_method", "unknown")) if isinstance(given, dict) else "modelopt"
-    advice = "its page on the hub usually names it as the base model"
-    if method in _DEQUANTIZED:
-        settings = _DEQUANTIZED[method]
-        advice = "make it with: " + _CONVERT.format(
-            folder=folder,
-            out=f"{folder}-bf16",
-            model="AutoModelForCausalLM",
-            settings=f", {settings}",
-            how=f", quantization_config={settings}(dequantize=True), dtype='bfloat16'",
-            form=", save_original_format=False",  # that would be the quantized one
-        )
-    raise ConfigError(
-        f"{folder} is quantized ({method}); Overspill needs the unquantized checkpoint in bf16, "
-        f"fp16 or fp32; {advice}"
-    )
-
-
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """Raises if there are no weights in safetensors."""
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         return
     if any((folder / name).exists() for name in _PICKLES):
         command = _CONVERT.format(
-            folder=folder, out=f"{folder}-safetensors", model=_architecture(config), settings="",
-            how="", form="",
-        )  # fmt: skip
+            folder=folder, out=f"{folder}-safetensors", model=_architecture(config)
+        )
         raise CheckpointError(
             f"{folder} has pickled weights (.bin), which can run any code; Overspill reads "
             f"safetensors only. If you trust it, convert it with: {command}"

@@ -1,6 +1,7 @@
 """A checkpoint folder of Hugging Face: its config, and its tensors by name."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +13,18 @@ from torch import Tensor
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.json_text import parse_json
 from overspill.models.huggingface.checks import CONFIG, INDEX, SINGLE, check_checkpoint, is_adapter
+from overspill.models.huggingface.packed.config import Packing, read_packing, without_packing
+from overspill.models.huggingface.packed.find import find_packed, is_for_activations
+from overspill.models.huggingface.packed.tensor import PackedTensor
 from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 from overspill.tiers.ssd import BounceBuffers
 
+_log = logging.getLogger("overspill")
+
 
 def read_config(folder: Path) -> Any:
-    """The model's config. Raises if the weights are quantized or there are no experts."""
+    """The model's config, as one of plain weights. Raises if the weights cannot be read or there
+    are no experts."""
     if is_adapter(folder):
         raise ConfigError(
             f"{folder} holds a LoRA adapter, not a whole model; overspill merge {folder} OUT makes "
@@ -28,7 +35,7 @@ def read_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder)
+        return without_packing(AutoConfig.from_pretrained(folder))
     except Exception as error:  # an unknown model_type, for example
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder / CONFIG} cannot be used: {reason}") from error
@@ -63,16 +70,27 @@ def silence() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _packing(folder: Path) -> Packing | None:
+    """How the weights of a checkpoint are packed; its config was checked before."""
+    path = folder / CONFIG
+    return read_packing(folder, parse_json(path.read_bytes())) if path.is_file() else None
+
+
 class CheckpointFolder:
-    """The tensors of all shards. Every shard is checked before the first tensor is read."""
+    """The tensors of all shards. Every shard is checked before the first tensor is read.
+
+    Packed weights appear as the plain ones in float32, and are unpacked when they are read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._readers: dict[str, StreamReader] = {}
         self.specs: dict[str, TensorSpec] = {}
         self._home: dict[str, StreamReader] = {}
+        self.packed: dict[str, PackedTensor] = {}
         try:
             self._open()
+            self._find_packed()
         except BaseException:
             self.close()
             raise
@@ -93,6 +111,23 @@ class CheckpointFolder:
                     f"{self.folder / INDEX} names {name}, which {index and index[name]} does not "
                     "contain; download them again"
                 )
+
+    def _find_packed(self) -> None:
+        """Replaces the parts of packed weights in `specs` by the weights."""
+        packing = _packing(self.folder)
+        self.packed = find_packed(self.folder, self.specs, packing)
+        if packing is None:
+            return
+        unused = {part for packed in self.packed.values() for part in packed.parts}
+        unused |= {n for n, spec in self.specs.items() if is_for_activations(n, spec)}
+        self.specs = {n: spec for n, spec in self.specs.items() if n not in unused}
+        self.specs |= {name: packed.spec for name, packed in self.packed.items()}
+        if packing.activations:
+            _log.warning(
+                "%s quantizes activations too (%s); Overspill does not, which is more exact",
+                self.folder,
+                packing.method,
+            )
 
     def _index(self) -> Mapping[str, str] | None:
         """Tensor → file, or None if there is only one file."""
@@ -129,7 +164,16 @@ class CheckpointFolder:
         return self._home[name].path
 
     def read(self, name: str, offset: int, out: Tensor) -> None:
-        """Fills `out`, in its dtype, with the elements of tensor `name` from `offset` on."""
+        """Fills `out`, in its dtype, with the elements of tensor `name` from `offset` on; of a
+        packed one, with whole matrices."""
+        if name in self.packed:
+            if out.is_contiguous() and not out.is_cuda:
+                self._unpack(self.packed[name], offset, out)
+            else:
+                plain = torch.empty(out.shape, dtype=out.dtype)
+                self._unpack(self.packed[name], offset, plain)
+                out.copy_(plain)
+            return
         reader, dtype = self._home[name], self.specs[name].dtype
         if out.dtype == dtype and out.is_contiguous() and not out.is_cuda:
             reader.read_piece(name, offset, out)
@@ -137,6 +181,24 @@ class CheckpointFolder:
         piece = torch.empty(out.shape, dtype=dtype)
         reader.read_piece(name, offset, piece)
         out.copy_(piece)
+
+    def read_whole(self, name: str) -> Tensor:
+        """Tensor `name` in the dtype of its spec."""
+        spec = self.specs[name]
+        whole = torch.empty(spec.shape, dtype=spec.dtype)
+        self.read(name, 0, whole)
+        return whole
+
+    def _unpack(self, packed: PackedTensor, offset: int, out: Tensor) -> None:
+        def read(name: str, matrix: int) -> Tensor:
+            reader = self._home[name]
+            spec = reader.specs[name]
+            shape = spec.shape[len(packed.stack) :]
+            part = torch.empty(shape, dtype=spec.dtype)
+            reader.read_piece(name, matrix * part.numel(), part)
+            return part
+
+        packed.read(read, offset, out)
 
     def close(self) -> None:
         for reader in self._readers.values():

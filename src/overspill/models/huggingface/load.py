@@ -18,6 +18,7 @@ from overspill.models.huggingface.checks import find_folder
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
+from overspill.models.huggingface.lora_config import find_adapter
 from overspill.models.huggingface.pregates import read_pregates
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
@@ -55,6 +56,7 @@ def load(
     mesh: "DeviceMesh | None" = None,
     shard_dense: bool = False,
     stages: int | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     **config: Any,
 ) -> Any:
     """Loads a Mixture-of-Experts checkpoint (a folder, or a repository of the hub) as a
@@ -64,8 +66,10 @@ def load(
     planned; without it, the model is for inference. With `freeze_experts` the experts are frozen,
     and no memory is planned for their gradients and optimizer states. `dtype` is the data type of
     the weights, by default that of the checkpoint. A model that was saved with pre-gates gets them,
-    unless `pregate` is False. Other keyword arguments (`dropout_rate=0`, ...) replace fields of the
-    checkpoint's config, as in `from_pretrained`; the rest is as in `overspill.offload`.
+    unless `pregate` is False. `adapter` is a LoRA adapter to add to the weights: a folder that peft
+    or `overspill finetune --lora` has written, or a repository of the hub. Other keyword arguments
+    (`dropout_rate=0`, ...) replace fields of the checkpoint's config, as in `from_pretrained`; the
+    rest is as in `overspill.offload`.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
@@ -74,7 +78,7 @@ def load(
     )  # fmt: skip
     return load_within(
         path_or_repo, budgets, dtype, train, progress, quiet, config, pregate,
-        freeze_experts=freeze_experts,
+        adapter=None if adapter is None else find_adapter(adapter), freeze_experts=freeze_experts,
     )  # fmt: skip
 
 
@@ -107,48 +111,59 @@ def load_within(
         where = torch.device("cpu") if on_host else device
         plain = made.plain, config, checkpoint
         with nullcontext() if adapter is None else open_lora(adapter, *plain) as lora:
-            model = _load_dense(made.model_class, folder, config, dtype, where)
+            model = _load_dense(made.model_class, checkpoint, config, dtype, where)
             model.train(train)
             layers = made.layers
             for layer in layers:
                 layer.trained = layer.trained and not freeze_experts
-            recipes = Recipes(model, layers, checkpoint)
+            recipes = Recipes(model, layers, checkpoint, lora)
             # first: it recognizes the weights with which they were saved
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:
                 lora.write_to(model)
 
-        def finish() -> None:
-            made.restore(model)
-            adapt(model, layers)
-            if pregates is not None:
-                pregates.add_to(model)
+            def finish() -> None:
+                made.restore(model)
+                adapt(model, layers)
+                if pregates is not None:
+                    pregates.add_to(model)
 
-        return move_experts(model, layers, budgets, progress, quiet, recipes, finish)
+            return move_experts(model, layers, budgets, progress, quiet, recipes, finish)
 
 
 def _load_dense(
-    kind: Any, folder: Path, config: Any, dtype: torch.dtype | str | None, device: torch.device
+    kind: Any,
+    checkpoint: CheckpointFolder,
+    config: Any,
+    dtype: torch.dtype | str | None,
+    device: torch.device,
 ) -> Any:
     """Loads all but the experts with transformers, which skips tensors without a parameter."""
+    folder = checkpoint.folder
     placed = {"device_map": {"": device}} if device.type == "cuda" else {}
+    given: dict[str, Any] = {"dtype": dtype or "auto", **placed}
+    source: Path | None = folder
+    if checkpoint.packed:
+        source, given["state_dict"] = None, {n: _OnDisk(checkpoint, n) for n in checkpoint.specs}
+        given["dtype"] = _plain_dtype(checkpoint, config) if dtype in (None, "auto") else dtype
     with silence():  # what it would report is checked below
         try:
             model, info = kind.from_pretrained(
-                folder,
+                source,
                 config=config,
-                dtype=dtype or "auto",
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **placed,
+                **given,
             )
+            if source is None:
+                _complete(model, folder)
         except torch.OutOfMemoryError:  # the planner says what the budget is for
             if not placed:
                 raise
-            return _load_dense(kind, folder, config, dtype, torch.device("cpu"))
+            return _load_dense(kind, checkpoint, config, dtype, torch.device("cpu"))
         except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
-            if isinstance(error, ConfigError):
+            if isinstance(error, ConfigError | CheckpointError):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CheckpointError(
@@ -158,6 +173,34 @@ def _load_dense(
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map  # the model is on one device
     return model
+
+
+class _OnDisk:
+    """Tensor of a packed checkpoint, which transformers reads with `[...]` if it needs it."""
+
+    def __init__(self, checkpoint: CheckpointFolder, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self._checkpoint.read_whole(self._name)
+
+
+def _plain_dtype(checkpoint: CheckpointFolder, config: Any) -> torch.dtype:
+    """The dtype of the weights before they were packed."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    packed = checkpoint.packed
+    plain = (spec.dtype for name, spec in checkpoint.specs.items() if name not in packed)
+    return next((dtype for dtype in plain if dtype.is_floating_point), torch.bfloat16)
+
+
+def _complete(model: Any, folder: Path) -> None:
+    """Gives a model that was loaded from tensors what transformers reads from the folder."""
+    from transformers import GenerationConfig
+
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def _check_dense(folder: Path, info: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import disk_free
 from overspill.models.huggingface.checks import INDEX, SINGLE
 from overspill.models.huggingface.folder import silence
+from overspill.models.huggingface.packed.config import MODELOPT
 from overspill.models.huggingface.pregates import FILE as PREGATES
 from overspill.models.huggingface.shards import (
     METADATA,
@@ -223,7 +224,9 @@ def _move(temporary: Path, out: Path) -> None:
         return
     new = sorted(temporary.iterdir(), key=lambda file: file.name == INDEX)
     names = {file.name for file in new}
-    old = [f for f in out.iterdir() if _is_weights(f.name) or f.name in {PREGATES} - names]
+    old = [
+        f for f in out.iterdir() if _is_weights(f.name) or f.name in {PREGATES, MODELOPT} - names
+    ]
     for file in new:
         if file.name == INDEX:
             sync(out)

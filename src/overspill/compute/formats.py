@@ -1,0 +1,80 @@
+"""Codes and scales of packed weights as float32: the product of code and scale, rounded once.
+
+Codes are of four bits (e2m1: MXFP4, NVFP4), of eight (e4m3: FP8, MXFP8), or integers. A group of
+neighbouring codes in a row shares a scale; in FP8 a block of several rows may do so.
+"""
+
+import torch
+from torch import Tensor
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+"""The value of each code of one sign bit, two bits of exponent and one of mantissa."""
+UNSIGNED = tuple(float(code) for code in range(16))
+
+
+def unpack_nibbles(packed: Tensor, values: tuple[float, ...]) -> Tensor:
+    """[..., n] bytes of two codes each, the low four bits first, to [..., 2n] values of codes."""
+    byte = torch.arange(256)
+    of_code = torch.tensor(values)
+    pairs = torch.stack((of_code[byte & 15], of_code[byte >> 4]), 1).view(torch.int64).view(-1)
+    found = pairs.index_select(0, packed.reshape(-1).int())
+    return found.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def decode_e4m3(codes: Tensor) -> Tensor:
+    """Bytes to float32; the codes 127 and 255 are NaN."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return values.index_select(0, _bytes(codes).reshape(-1).int()).view(codes.shape)
+
+
+def decode_e8m0(codes: Tensor) -> Tensor:
+    """Bytes to powers of two: 2**(code - 127); the code 255 is NaN."""
+    exponents = _bytes(codes).int()
+    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2**-127 is subnormal
+    return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8) if codes.element_size() == 1 else codes
+
+
+def unpack_integers(words: Tensor, bits: int) -> Tensor:
+    """[..., n] int32 of four codes of 8 bits or eight of 4 bits, the lowest bits first, to
+    [..., 4n] or [..., 8n] integers from 0 on, as float32."""
+    packed = words.reshape(-1).view(torch.uint8)  # little-endian
+    codes = unpack_nibbles(packed, UNSIGNED) if bits == 4 else packed.float()
+    return codes.view(*words.shape[:-1], -1)
+
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in an int32 the codes of eight neighbouring columns are, from the lowest bits on."""
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """[..., n] int32 to [..., 8n] integers from 0 on, as float32, in the order of columns."""
+    codes = unpack_integers(words, 4)
+    return codes.view(*words.shape, 8)[..., list(AWQ_ORDER)].view(codes.shape)
+
+
+def scale_groups(values: Tensor, scales: Tensor, group: int) -> None:
+    """Multiplies each `group` columns of [N, K] by a column of `scales` [N, ceil(K / group)]."""
+    whole = values.shape[1] // group * group
+    for part, factors in _grouped(values, scales, group, whole):
+        part.mul_(factors)
+
+
+def subtract_groups(values: Tensor, zeros: Tensor, group: int) -> None:
+    """Subtracts a column of `zeros` [N, ceil(K / group)] from each `group` columns of [N, K]."""
+    whole = values.shape[1] // group * group
+    for part, offsets in _grouped(values, zeros, group, whole):
+        part.sub_(offsets)
+
+
+def _grouped(values: Tensor, each: Tensor, group: int, whole: int) -> list[tuple[Tensor, Tensor]]:
+    """Views of all whole groups, and of the columns that remain, with what belongs to each."""
+    rows, n = len(values), whole // group
+    parts = [(values[:, :whole].unflatten(1, (n, group)), each[:, :n, None])] if n else []
+    if whole < values.shape[1]:
+        parts.append((values[:, whole:].view(rows, 1, -1), each[:, n:, None]))
+    return parts

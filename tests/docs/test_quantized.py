@@ -1,0 +1,45 @@
+"""docs/quantized.md: its code runs, and it names all formats."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overspill.models.huggingface.packed.config import METHODS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "quantized.md").read_text()
+SCRIPT = str(ROOT / "examples" / "make_tiny_checkpoint.py")
+
+
+def test_its_code_writes_a_plain_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"^python (examples/.*?) *#", PAGE, re.MULTILINE)
+    monkeypatch.setattr(sys, "argv", command.split())
+    runpy.run_path(SCRIPT, run_name="__main__")
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        logits = names["model"](ids).logits
+        plain = AutoModelForCausalLM.from_pretrained("tiny-plain")
+        torch.testing.assert_close(plain(ids).logits, logits, rtol=1e-4, atol=1e-5)
+    names["model"].overspill.close()
+
+
+def test_it_names_every_method_and_every_format() -> None:
+    (table,) = re.findall(r"\| format \|.*?\n\n", PAGE, re.DOTALL)
+    rows = [row.split("|") for row in table.strip().splitlines()[2:]]
+    methods = {name for row in rows for name in re.findall(r"`([a-z0-9-]+)`", row[2])}
+    assert methods >= set(METHODS) - {"modelopt_fp4"}
+    formats = {name for row in rows for name in re.findall(r"`([a-z0-9-]+)`", row[4])}
+    assert formats == set(runpy.run_path(SCRIPT)["FORMATS"])
