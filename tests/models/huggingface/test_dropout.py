@@ -178,7 +178,7 @@ def test_training_with_pre_gates_dropout_and_jitter_follows_gates_that_are_calle
                 parameter.grad = torch.zeros_like(parameter)  # not chosen by any token
         optimizer.step()
         # eight blocks with large weights, whose sums the oracle computes token by token
-        assert_same_gradients(plain, twin, expert_gradients(twin, optimizer), rounding=1e-4)
+        assert_same_gradients(plain, twin, expert_gradients(twin, optimizer), rounding=5e-4)
 
 
 def test_the_rates_are_those_of_the_modules_now(tmp_path: Path) -> None:
