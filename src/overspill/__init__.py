@@ -6,6 +6,8 @@ Names are imported on first use, so that `import overspill` and the command line
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from overspill.models.huggingface.auto_classes import register_when_imported
+
 if TYPE_CHECKING:
     from overspill.core.errors import OverspillError
     from overspill.models.checkpoint_presets import preset_config
@@ -68,3 +70,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'overspill' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+register_when_imported()

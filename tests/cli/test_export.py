@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from overspill.cli.main import app
 from tests.train.fakes import tiny_settings
@@ -37,9 +37,8 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_input_is_one_line_and_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = _train(tmp_path, "--no-gated")
+    run = _train(tmp_path)
     for arguments, message in [
-        ([str(run), str(tmp_path / "out")], "--gated"),
         ([str(tmp_path / "none"), str(tmp_path / "out")], "is not the folder of a run"),
         ([str(run), str(run)], "already exists"),
         ([str(run)], "OUT"),
@@ -51,3 +50,41 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert error.startswith("error: ")
         assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_with_gelu_experts_is_exported_fine_tuned_pre_gated_and_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the models of the papers: GELU, one expert per token, dense blocks between."""
+    run = _train(tmp_path, "--no-gated", "--top-k", "1", "--moe-every", "2", "--layers", "4")
+    out, data = str(tmp_path / "out"), tmp_path / "pairs.jsonl"
+    data.write_text('{"prompt": "ab", "completion": " cd"}\n' * 8)
+    assert app(["export", str(run), out]) == 0
+    assert "after import overspill" in capsys.readouterr().out
+    small = ["--steps", "2", "--batch", "2", "--slots", "3", "--eval-every", "0", "--device", "cpu"]
+    tuned = [str(tmp_path / "tuned"), str(tmp_path / "gated")]
+    assert app(["finetune", out, str(data), *small, "--balance", "--out", tuned[0]]) == 0
+    assert app(["pregate", out, str(data), *small, "--level", "1", "--out", tuned[1]]) == 0
+    assert (tmp_path / "gated" / "final" / "pregates.safetensors").is_file()
+    texts = []
+    for model in (str(run), out, *tuned):
+        capsys.readouterr()
+        flags = [
+            "--max-tokens",
+            "8",
+            "--temperature",
+            "0",
+            "--slots",
+            "3",
+            "--device",
+            "cpu",
+            "--json",
+        ]
+        assert app(["generate", model, "def ", *flags]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1]
+    assert all(texts)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    ids = AutoTokenizer.from_pretrained(out)("def ", return_tensors="pt").input_ids
+    made = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert made[: len(texts[0])] == texts[0]

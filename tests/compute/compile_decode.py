@@ -33,8 +33,8 @@ FLOAT = {"sums", "stats", "weights"}
 LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
 ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
 ATTEND = {
-    "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128, "LANES": 128,
-    "OUT_WIDTH": 128, "OUT_LANES": 128, "PART": 64, "TILE": 64, "ROWS": 16,
+    "BIAS": False, "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128,
+    "LANES": 128, "OUT_WIDTH": 128, "OUT_LANES": 128, "PART": 64, "TILE": 64, "ROWS": 16,
     "WIDEN": False,
 }  # fmt: skip
 FLAGS = dict.fromkeys(("ready", "done", "missed"), "*i32")
@@ -66,6 +66,7 @@ CASES = [
     ("_linear_kernel", LINEAR, {}),
     ("_rotate_kernel", ROTATE, {}),
     ("_attend_kernel", ATTEND, {}),
+    ("_attend_kernel", ATTEND | {"BIAS": True}, {"bias": "*fp32"}),
     ("_combine_kernel", {"SINKS": True, "PARTS": 64, "WIDTH": 128, "LANES": 128}, {}),
     ("_route_kernel", ROUTE, HOST),
     ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, HOST),
@@ -94,7 +95,7 @@ CASES.append(("_add_rows_kernel", {"HOST": 1, "BLOCK": 2048, "ON_GPU": True}, FL
 CASES.append(("_sum_kernel", {"KS": 8, "BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
-    "top_k", "n_slots", "words",
+    "top_k", "n_slots", "words", "reach",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
 from overspill.tiers.worker_sync import WorkerSync
 from tests.clock import Clock
-from tests.compute.groups import Group, Results, compute, every_dtype, gated_or_not
+from tests.compute.groups import KINDS, Group, Results, compute, every_dtype
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
@@ -134,13 +134,14 @@ def test_rows_may_become_ready_at_any_moment(
 
 
 @every_dtype
-@gated_or_not
+@pytest.mark.parametrize("kind", ["gelu", "gated relu with biases"])
 @pytest.mark.parametrize("count", [1, 20, 60])  # vectors, tiles, and more rows than share dx
 def test_delayed_threads_neither_read_nor_write_after_done(
-    flags: Flags, dtype: torch.dtype, gated: bool, count: int
+    flags: Flags, dtype: torch.dtype, kind: str, count: int
 ) -> None:
     """Like a GPU, the test overwrites the rows as soon as the flag is set."""
-    group = Group.make(ExpertShape(32, 160, gated), (count, 0, count), dtype)
+    shape, form = KINDS[kind].shape(32, 160), KINDS[kind].form
+    group = Group.make(shape, (count, 0, count), dtype, form=form)
     chance = random.Random(count)
     runner = Runner(lambda _: time.sleep(chance.choice((0.0, 0.0, 1e-4, 1e-3))))
     x, dy, y, dx = (torch.zeros_like(group.x) for _ in range(4))
@@ -150,14 +151,14 @@ def test_delayed_threads_neither_read_nor_write_after_done(
     for number in range(1, 7, 2):
         inputs = [torch.randn(x.shape).to(dtype) for _ in range(3)]
         x.copy_(inputs[0])
-        runner.forward(x, y, *args, 4, flags.request(number))
+        runner.forward(x, y, *args, 4, flags.request(number), form)
         flags.set_ready(number)
         flags.await_done(number)
         x.copy_(inputs[1])
         dy.copy_(inputs[2])
         got_y = y.clone()
         y.zero_()
-        runner.backward(rows, *args, 4, flags.request(number + 1))
+        runner.backward(rows, *args, 4, flags.request(number + 1), form)
         flags.set_ready(number + 1)
         flags.await_done(number + 1)
         x.fill_(torch.nan)
@@ -166,9 +167,9 @@ def test_delayed_threads_neither_read_nor_write_after_done(
         dx.zero_()
         drow_weight.zero_()
         expected = Results(*(torch.empty_like(t) for t in (x, x, drow_weight)))
-        kernel_forward(inputs[0], expected.y, *args, 1)
+        kernel_forward(inputs[0], expected.y, *args, 1, form=form)
         tensors = *inputs[1:], group.row_weight, expected.dx, expected.drow_weight
-        kernel_backward(BackwardRows(*tensors), *args, 1)
+        kernel_backward(BackwardRows(*tensors), *args, 1, form=form)
         got.assert_equal(expected)
         assert not any(t.any() for t in (y, dx, drow_weight)), "written after done"
     runner.close()

@@ -1,9 +1,14 @@
 """The scheduler: every request ends, shares what it can, and none waits for a long prompt."""
 
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overspill.serve.blocks import BlockPool
 from overspill.serve.request import Request
+from overspill.serve.scheduler import Scheduler
 from tests.serve.requests import Simulated, make_request
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -215,3 +220,37 @@ def test_a_request_that_needs_the_whole_cache_is_not_overtaken_for_ever() -> Non
             break
     assert large.finished
     assert steps < 60
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_sources_are_computed_at_once_and_every_request_ends(seed: int) -> None:
+    """Of encoder-decoders: also those longer than a batch's limit, with few blocks."""
+    chance = random.Random(seed)
+    pool = BlockPool(chance.randint(8, 14), 4, share=False)
+    scheduler = Scheduler(pool, chance.randint(1, 4), chance.randint(1, 12))
+    requests = []
+    for _ in range(8):
+        request = make_request([0], chance.randint(1, 12))
+        request.source = [1] * chance.randint(1, 16)
+        requests.append(request)
+        scheduler.add(request)
+    for _ in range(1000):
+        batch = scheduler.next_batch()
+        if not batch:
+            break
+        used = [b for r in scheduler.running for b in (*r.source_blocks, *r.blocks)]
+        assert len(set(used)) == len(used)
+        prompts = [work for work in batch if work.request.pending > 1]
+        assert len(prompts) == 1 or sum(work.n_tokens for work in prompts) <= scheduler.chunk
+        for work in batch:
+            request = work.request
+            assert work.n_new >= 1
+            assert len(request.source_blocks) == -(-len(request.source) // 4)
+            scheduler.computed(work)
+            if request.pending == 0:
+                request.append(1, None, end=False)
+            if request.finished:
+                scheduler.remove(request)
+        pool.check_conserved()
+    assert all(request.finished for request in requests)
+    assert pool.n_free == pool.n_blocks

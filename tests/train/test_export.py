@@ -132,20 +132,33 @@ def test_bf16_weights_stay_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"gated": False}, "--gated"),
-        ({"moe_every": 2}, "--moe-every 1"),
-        ({"top_k": 1}, "--top-k 2"),
-    ],
+    "changes",
+    [{"gated": False, "top_k": 1, "dtype": "bf16"}, {"gated": False, "moe_every": 2}],
 )
-def test_a_model_without_a_class_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_is_no_mixtral_is_a_gpt(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """In shards and in pieces: each tensor of the run is one of the exported model, bit by bit."""
     run = trained(tmp_path, **changes, steps=1)
-    with pytest.raises(ConfigError, match=message):
-        export(run, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("overspill.train.export._PIECE_BYTES", 1000)
+        done = export(run, out, shard_bytes=20_000)
+    assert done.model_type == "overspill_gpt"
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    path = checkpoint.newest(run / "checkpoints")
+    assert path is not None
+    mine = load_file(path / "model.safetensors")
+    assert theirs.num_parameters() == sum(tensor.numel() for tensor in mine.values())
+    experts = theirs.model.layers[1].mlp.experts
+    assert torch.equal(experts.up_proj, mine["blocks.1.moe.w_in"])
+    assert torch.equal(experts.down_proj, mine["blocks.1.moe.w_out"])
+    if "moe_every" in changes:
+        assert torch.equal(
+            theirs.model.layers[0].mlp.up_proj.weight, mine["blocks.0.dense.w_in.weight"]
+        )
+        tokens = torch.randint(theirs.config.vocab_size, (2, 64))
+        with torch.no_grad():
+            expected = plain(run)(tokens).logits
+            torch.testing.assert_close(theirs(tokens).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_folder_that_is_no_run_or_is_taken_is_refused(run: Path, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from overspill.cli.arguments import complete_model
 
 _HELP = """Write a run's newest checkpoint as a plain Hugging Face checkpoint.
 
-The model is written as a Mixtral, tensor by tensor, together with its tokenizer. It must have \
-gated experts in every layer and at least two experts per token.
+The model is written tensor by tensor, together with its tokenizer: as a Mixtral if it has gated \
+experts in every layer and at least two experts per token, else as a class of Overspill, which \
+transformers knows after [bold]import overspill[/bold].
 
 [bold]Example[/bold]
 
@@ -59,4 +60,5 @@ def _export(
         print(
             f"wrote {done.checkpoint} ({done.parameters:,} parameters) to {done.out} "
             f"({format_size(done.bytes)}): AutoModelForCausalLM.from_pretrained({done.out!r})"
+            + ("" if done.model_type == "mixtral" else " after import overspill")
         )

@@ -216,10 +216,9 @@ def _fields(shape: Any) -> dict[str, Any]:
     """The content of config.json."""
     if isinstance(shape, EncoderDecoder):
         return shape.fields()
-    from overspill.models.huggingface.from_gpt import check_exportable, mixtral_config
+    from overspill.models.huggingface.from_gpt import exported_config
 
-    check_exportable(shape)
-    return mixtral_config(shape, "bfloat16", None)
+    return exported_config(shape, "bfloat16", None)
 
 
 def _shape(name: str, layers: int | None, experts: int | None) -> Any:

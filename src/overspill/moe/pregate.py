@@ -201,6 +201,14 @@ def plain_forward(gate: Any) -> Callable[..., Any]:
     return vars(gate).get(_OWN_FORWARD) or gate.plain_forward  # type: ignore[no-any-return]
 
 
+def replace_plain(gate: Any, around: Callable[..., Any]) -> tuple[str, Any]:
+    """The attribute of a gate and its value with which `around(plain forward, *args)` computes the
+    gate, also as a pre-gate."""
+    if hasattr(gate, "plain_forward"):
+        return _OWN_FORWARD, functools.partial(around, plain_forward(gate))
+    return "forward", functools.partial(around, gate.forward)
+
+
 def _refuse_replica(gate: nn.Module) -> NoReturn:
     raise OrderError(
         "torch.nn.DataParallel does not support pre-gates: a copy of a block would use the gates "

@@ -54,7 +54,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, pieces: int = 1) -> RouterOutput:
         """Routes tokens that consist of `pieces` consecutive micro-batches."""
-        probs_TE = _wide_linear(x_TD, self.weight).softmax(-1)
+        probs_TE = wide_linear(x_TD, self.weight).softmax(-1)
         weights_TK, expert_ids_TK = probs_TE.topk(self.top_k, dim=-1)
         if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
@@ -62,7 +62,7 @@ class Router(nn.Module):
         return RouterOutput(weights_TK, expert_ids_TK, balance)
 
 
-def _wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """The product in float32 (or wider), [T, E]."""
     if x_TD.dtype.itemsize >= 4:
         return F.linear(x_TD, weight_ED.to(x_TD.dtype))

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from overspill.core.errors import CheckpointError
 from overspill.models.config import GPTConfig
 from overspill.models.huggingface.from_gpt import (
     Piece,
-    check_exportable,
-    mixtral_config,
-    mixtral_tensors,
+    exported_config,
+    exported_tensors,
+    is_mixtral,
 )
 from overspill.tiers.aside import check_new, new_folder
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
@@ -24,6 +24,7 @@ from overspill.train.export_tokenizer import TokenizerFiles, tokenizer_files
 from overspill.train.trained import find_checkpoint, find_shape
 
 _SHARD_BYTES = 5 * 10**9  # as in save_pretrained
+_PIECE_BYTES = 256 * 2**20
 
 Progress = Callable[[str, int, int], None]
 
@@ -33,6 +34,7 @@ class Exported:
     """What was written."""
 
     out: str
+    model_type: str
     checkpoint: str
     step: int
     parameters: int
@@ -47,7 +49,8 @@ def export(
     shard_bytes: int = _SHARD_BYTES,
     progress: Progress = lambda what, done, total: None,
 ) -> Exported:
-    """Writes the newest checkpoint of `run` to the new folder `out`, for `from_pretrained`.
+    """Writes the newest checkpoint of `run` to the new folder `out`, for `from_pretrained`: as a
+    Mixtral if that computes the same, else as a `GPTMoEForCausalLM` (see `from_gpt`).
 
     `tokenizer` replaces that of the run, for example if it was moved.
     """
@@ -55,9 +58,8 @@ def export(
     config, path = find_checkpoint(run)
     state = checkpoint.read_state(path)
     shape = find_shape(config, state, path)
-    check_exportable(shape)
     files = tokenizer_files(tokenizer or config.data.tokenizer, shape)
-    tensors = mixtral_tensors(shape)
+    tensors = exported_tensors(shape)
     with StreamReader(path / "model.safetensors") as reader:
         specs = _specs(reader, tensors)
         with new_folder(out) as folder:
@@ -65,6 +67,7 @@ def export(
             _write_weights(folder, reader, tensors, specs, shard_bytes, progress)
     return Exported(
         out=str(out),
+        model_type="mixtral" if is_mixtral(shape) else "overspill_gpt",
         checkpoint=str(path),
         step=state.step,
         parameters=shape.total_params,
@@ -106,15 +109,23 @@ def _write_weights(
             folder / file, {name: specs[name] for name in names}, {"format": "pt"}
         ) as writer:
             for name in names:
-                value = torch.empty(specs[name].shape, dtype=specs[name].dtype)
-                reader.read_piece(tensors[name].source, tensors[name].offset, value)
-                writer.write(name, value)
-                done += value.nbytes
-                progress("exporting", done, total)
+                at = tensors[name].offset
+                for start, count in _pieces(specs[name]):
+                    value = torch.empty(count, dtype=specs[name].dtype)
+                    reader.read_piece(tensors[name].source, at + start, value)
+                    writer.write_piece(name, start, value)
+                    done += value.nbytes
+                    progress("exporting", done, total)
     if len(shards) > 1:
         weight_map = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _pieces(spec: TensorSpec) -> Iterator[tuple[int, int]]:
+    """(first element, elements) of the parts of a tensor that are in memory at once."""
+    most = _PIECE_BYTES // spec.dtype.itemsize
+    return ((start, min(most, spec.numel - start)) for start in range(0, spec.numel, most))
 
 
 def _shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list[str]]:
@@ -136,7 +147,7 @@ def _shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list
 
 
 def _write_texts(folder: Path, shape: GPTConfig, dtype: str, files: TokenizerFiles) -> None:
-    _write_json(folder / "config.json", mixtral_config(shape, dtype, files.separator))
+    _write_json(folder / "config.json", exported_config(shape, dtype, files.separator))
     generation = {"eos_token_id": files.separator, "pad_token_id": files.separator}
     _write_json(folder / "generation_config.json", generation)
     _write_json(folder / "tokenizer_config.json", files.config)

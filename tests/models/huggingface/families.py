@@ -308,6 +308,17 @@ FAMILIES: tuple[Family, ...] = (
     ),
     # Other experts
     _family(
+        "overspill_gpt",
+        "no gate, dense layers between, weights that do not sum to 1",
+        intermediate_size=EXPERT,
+        num_key_value_heads=None,
+        sliding_window=None,
+        num_hidden_layers=4,
+        moe_every=2,
+        norm_topk_prob=False,
+        tie_word_embeddings=False,
+    ),
+    _family(
         "nemotron_h",
         "no gate, experts on a projection of the hidden state, Mamba",
         layers_block_type=["mamba", "moe", "attention", "moe"],

@@ -18,10 +18,14 @@ NLLB: dict[str, Any] = {
     "layers": 4, "experts": 5, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4,
 }  # fmt: skip
+GPT: dict[str, Any] = {
+    "layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+}  # fmt: skip
 TINY = [
     ("switch-base-8", SWITCH, "AutoModelForSeq2SeqLM"),
     ("nllb-moe-54b", NLLB, "AutoModelForSeq2SeqLM"),
     ("nano", {"layers": 2}, "AutoModelForCausalLM"),
+    ("moe-s", GPT, "AutoModelForCausalLM"),
 ]
 
 

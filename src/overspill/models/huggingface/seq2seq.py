@@ -7,7 +7,8 @@ see which, how far tokens are from each other, and that the keys of most sources
 Shapes: S tokens of sources, T tokens of the decoder, D model, h heads.
 """
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError
 from overspill.models.attention_cache import ROLES, AttentionRole, Keys, RelativeBias
 from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.pregate import replace_plain, whole_tensors
 
 _SWITCH, _NLLB = "switch_transformers", "nllb-moe"
 
@@ -74,6 +76,9 @@ class EncoderDecoder:
         weight = model.get_input_embeddings().weight
         self._hidden = weight.new_zeros(1, 1, model.config.d_model)
         self._known = _known_sources(self._stacks[1], weight)
+        self._lengths: list[int] = []  # of the sources of a batch
+        self._replacements = list(self._find_replacements())
+        self._originals = [(m, name, vars(m).get(name)) for m, name, _ in self._replacements]
 
     def _assign_roles(self, stack: Any, keys: Keys) -> None:
         if not self._switch:
@@ -96,24 +101,36 @@ class EncoderDecoder:
             if keys is Keys.BEFORE:
                 ROLES[block.layer[1].EncDecAttention] = AttentionRole(Keys.SOURCE)
 
+    def _find_replacements(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """What modules do otherwise while they compute batches: attributes and their values."""
+        for stack in self._stacks:
+            if not self._switch:
+                module = stack.embed_positions
+                yield module, "forward", partial(self._embed_positions, module)
+                continue
+            module = stack.block[0].layer[0].SelfAttention
+            yield module, "compute_bias", partial(_no_bias, module)
+            for router in _switch_routers(stack):
+                capacity = router.expert_capacity
+                yield router, "expert_capacity", sys.maxsize
+                if stack is self._stacks[0]:
+                    around = partial(self._drop_beyond, capacity)
+                    yield router, *replace_plain(router, around)
+
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Within it, modules compute neither positions in the row nor biases by them."""
-        changed: list[tuple[nn.Module, str]] = []
-        for stack in self._stacks:
-            if self._switch:
-                module = stack.block[0].layer[0].SelfAttention
-                name, replacement = "compute_bias", partial(_no_bias, module)
-            else:
-                module = stack.embed_positions
-                name, replacement = "forward", partial(self._embed_positions, module)
-            vars(module)[name] = replacement
-            changed.append((module, name))
+        """Within it, modules compute neither positions in the row nor biases by them, and experts
+        have their capacity for each source."""
+        for module, name, value in self._replacements:
+            vars(module)[name] = value
         try:
             yield
         finally:
-            for module, name in changed:
-                del vars(module)[name]
+            for module, name, value in self._originals:
+                if value is None:
+                    del vars(module)[name]
+                else:
+                    vars(module)[name] = value
 
     def __call__(
         self,
@@ -126,12 +143,10 @@ class EncoderDecoder:
         The encoder computes `sources`; the keys and values of all others are known."""
         device = tokens_T.device
         given: dict[str, Any]
-        source_positions = None
         if sources:
             joined = torch.tensor([[token for each in sources for token in each]], device=device)
             given = {"input_ids": joined}
-            lengths = [len(each) for each in sources]
-            source_positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+            self._lengths = [len(each) for each in sources]
         else:
             from transformers.modeling_outputs import MoEModelOutput
 
@@ -140,7 +155,7 @@ class EncoderDecoder:
                 "past_key_values": self._known,
             }
         if not self._switch:
-            self._set_positions(tokens_T, positions_T, sources, source_positions)
+            self._set_positions(tokens_T, positions_T, sources)
         with self._some_rows(rows):
             out = self._model(decoder_input_ids=tokens_T[None], use_cache=False, **given)
         logits: Tensor = out.logits[0]
@@ -158,7 +173,6 @@ class EncoderDecoder:
         tokens_T: Tensor,
         positions_T: Tensor,
         sources: Sequence[Sequence[int]],
-        source_positions_S: Tensor | None,
     ) -> None:
         """As the modules count them: from the padding token's id on, which has that position."""
         encoder, decoder = (stack.embed_positions for stack in self._stacks)
@@ -166,13 +180,30 @@ class EncoderDecoder:
         self._positions[decoder] = torch.where(
             tokens_T == padding, padding, positions_T + padding + 1
         )
-        if source_positions_S is not None:
+        if sources:
             counted = [_count_tokens(each, padding) for each in sources]
-            self._positions[encoder] = torch.cat(counted).to(source_positions_S.device)
+            self._positions[encoder] = torch.cat(counted).to(tokens_T.device)
+
+    def _drop_beyond(self, capacity: int, plain: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        """The result of a router that counts the tokens of an expert for each source, as
+        transformers does from 5.22 on; before, each token was a sequence of its own."""
+        result = plain(*args, **kw)
+        (mask,) = whole_tensors(result)
+        if mask.shape[-2] == 1 or max(self._lengths) <= capacity:
+            return result
+        kept = [each * (each.cumsum(-2) <= capacity) for each in mask.split(self._lengths, dim=-2)]
+        return tuple(torch.cat(kept, dim=-2) if each is mask else each for each in result)
 
     def _embed_positions(self, module: Any, *_: Any, **__: Any) -> Tensor:
         rows: Tensor = module.weights[self._positions[module]]
         return rows[None]
+
+
+def _switch_routers(stack: Any) -> Iterator[Any]:
+    for block in stack.block:
+        router = getattr(block.layer[-1].mlp, "router", None)
+        if router is not None:
+            yield router
 
 
 def _count_tokens(source: Sequence[int], padding: int) -> Tensor:
