@@ -58,14 +58,11 @@ def unpack_integers(words: Tensor, bits: int) -> Tensor:
     return codes.view(*words.shape[:-1], -1)
 
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in an int32 the codes of eight neighbouring columns are, from the lowest bits on."""
-
-
 def unpack_awq(words: Tensor) -> Tensor:
-    """[..., n] int32 to [..., 8n] integers from 0 on, as float32, in the order of columns."""
+    """[..., n] int32 to [..., 8n] integers from 0 on, as float32. The even ones of eight columns
+    are in the lower half of a word, the odd ones in the upper half."""
     codes = unpack_integers(words, 4)
-    return codes.view(*words.shape, 8)[..., list(AWQ_ORDER)].view(codes.shape)
+    return codes.view(*words.shape, 2, 4).mT.reshape(codes.shape)
 
 
 def scale_groups(values: Tensor, scales: Tensor, group: int) -> None:

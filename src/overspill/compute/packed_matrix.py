@@ -101,7 +101,7 @@ class PackedMatrix:
             case Kind.GPTQ:
                 return unpack_integers(codes[:, rows].T, bits)
             case Kind.AWQ:
-                return unpack_awq(codes[:, rows.start // 8 : rows.stop // 8]).T.contiguous()
+                return unpack_awq(codes[:, rows.start // 8 : rows.stop // 8]).T
 
     def _scales(self, parts: Parts) -> Tensor:
         """A row for each block of rows, a column for each group of columns."""

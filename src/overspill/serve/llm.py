@@ -89,6 +89,7 @@ class LLM:
         adapter: str | os.PathLike[str] | None = None,
         migrate: str = "auto",
         cache_policy: str = "lfu",
+        packed: bool = False,
     ) -> None:
         check_mode(mode)
         if cache_policy not in CACHE_POLICIES:
@@ -110,7 +111,7 @@ class LLM:
             given = {
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
                 "mode": mode if mode == "gpu-only" else None, "host_slots": host_slots,
-                "device": device, "dtype": dtype,
+                "device": device, "dtype": dtype, "packed": packed or None,
             }  # fmt: skip
             check_not_given(given)
             if adapter is not None:
@@ -119,7 +120,7 @@ class LLM:
                     "loaded already, load what overspill.merge makes of both"
                 )
         asked = CacheRequest(context, max_batch, _BLOCK)
-        self._source = source = open_source(model, budgets, asked, dtype, adapter)
+        self._source = source = open_source(model, budgets, asked, dtype, adapter, packed)
         self._closed = False
         self.model = source.model
         """The model itself, as a module of PyTorch."""

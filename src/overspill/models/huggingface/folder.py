@@ -194,17 +194,22 @@ class CheckpointFolder:
     def _unpack(self, packed: PackedTensor, offset: int, out: Tensor) -> None:
         packed.read(partial(self._read_part, packed), offset, out)
 
-    def read_parts(self, name: str, number: int) -> Parts:
-        """The parts of one matrix of a packed tensor."""
+    def read_parts(self, name: str, number: int, read: bool = True) -> Parts:
+        """The parts of one matrix of a packed tensor; without `read` on the meta device."""
         packed = self.packed[name]
-        return packed.read_parts(partial(self._read_part, packed), number)
+        if read:
+            return packed.read_parts(partial(self._read_part, packed), number)
+        return packed.parts_of(lambda part: self._empty(packed, part, "meta"))
 
     def _read_part(self, packed: PackedTensor, name: str, number: int) -> Tensor:
-        reader = self._home[name]
-        spec = reader.specs[name]
-        part = torch.empty(spec.shape[len(packed.stack) :], dtype=spec.dtype)
-        reader.read_piece(name, number * part.numel(), part)
+        part = self._empty(packed, name, "cpu")
+        self._home[name].read_piece(name, number * part.numel(), part)
         return part
+
+    def _empty(self, packed: PackedTensor, name: str, device: str) -> Tensor:
+        """Memory for one matrix of a stored tensor."""
+        spec = self._home[name].specs[name]
+        return torch.empty(spec.shape[len(packed.stack) :], dtype=spec.dtype, device=device)
 
     def close(self) -> None:
         for reader in self._readers.values():

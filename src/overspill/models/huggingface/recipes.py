@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.core.errors import CheckpointError
+from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.models.huggingface.conversion import Sources, renamer
 from overspill.models.huggingface.experts import HuggingFaceExperts
@@ -16,6 +16,8 @@ from overspill.moe.state_dict import Place, split_record
 
 class Recipes:
     """The sources of every expert tensor, checked before any memory is allocated."""
+
+    format = None
 
     def __init__(
         self, model: Any, layers: Sequence[HuggingFaceExperts], folder: CheckpointFolder
@@ -102,6 +104,23 @@ class Recipes:
             for sources in self._sources.values()
             for keys in sources.keys.values()
         )
+
+    def stored(self, expert: ExpertId) -> Iterator[tuple[int, str, int]]:
+        """The tensors of the checkpoint below each other in an expert's record: number of the
+        expert's tensor, name, index in a stack. Raises if they are not what the record has."""
+        layer = self.layers[expert.layer]
+        for number, place in enumerate(layer.places(expert.index)):
+            sources = self._sources[f"{layer.path}.{place.name}"]
+            if sources.converter is None:
+                (key,) = sources.keys[""]
+                yield number, key, place.expert or 0
+            elif sources.merges and place.expert is not None:
+                yield from ((number, key, 0) for key in sources.parts(place.expert))
+            else:
+                raise ConfigError(
+                    f"experts of {self.model.config.model_type} are converted while they are read, "
+                    "and cannot stay packed; load them without packed=True (--packed)"
+                )
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
         """Reads one expert into its record."""

@@ -33,7 +33,7 @@ class PackedTensor:
 
     def read_parts(self, read: Read, number: int) -> Parts:
         """The parts of one matrix. Raises if their values cannot be used."""
-        parts = Parts(**{field: read(name, number) for field, name in self.parts.items()})
+        parts = self.parts_of(lambda name: read(name, number))
         try:
             self.matrix.check(parts)
         except BadPart as error:
@@ -42,6 +42,10 @@ class PackedTensor:
                 "the one in bf16 that it was made from"
             ) from error
         return parts
+
+    def parts_of(self, read: Callable[[str], Tensor]) -> Parts:
+        """The parts by their names."""
+        return Parts(**{field: read(name) for field, name in self.parts.items()})
 
     def read(self, read: Read, offset: int, out: Tensor) -> None:
         """Fills `out` with whole matrices from element `offset` on."""
