@@ -16,7 +16,7 @@ from overspill.serve.decode.modes import Ahead, PreGated
 from overspill.serve.request import Request
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler
-from overspill.serve.seq2seq import first_tokens
+from overspill.serve.seq2seq import start_token
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE
 from tests.serve.requests import make_request
@@ -46,7 +46,7 @@ class Decoding:
             self.scheduler.add(request)
 
     def _request(self, model: Any, source: list[int]) -> Request:
-        made = make_request(first_tokens(model), 30)
+        made = make_request([start_token(model)], 30)
         made.source = list(source)
         return made
 

@@ -18,6 +18,7 @@ from overspill.models.huggingface.checks import find_folder
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
+from overspill.models.huggingface.lora_config import find_adapter
 from overspill.models.huggingface.packed.records import PackedExperts
 from overspill.models.huggingface.pregates import read_pregates
 from overspill.models.huggingface.recipes import Recipes
@@ -57,6 +58,7 @@ def load(
     mesh: "DeviceMesh | None" = None,
     shard_dense: bool = False,
     stages: int | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     **config: Any,
 ) -> Any:
     """Loads a Mixture-of-Experts checkpoint (a folder, or a repository of the hub) as a
@@ -67,7 +69,9 @@ def load(
     and no memory is planned for their gradients and optimizer states. `dtype` is the data type of
     the weights, by default that of the checkpoint. With `packed` the experts of a quantized
     checkpoint stay as they are stored, in all memory, and are unpacked when they compute. A model
-    that was saved with pre-gates gets them, unless `pregate` is False. Other keyword arguments
+    that was saved with pre-gates gets them, unless `pregate` is False. `adapter` is a LoRA adapter
+    to add to the weights: a folder that peft or `overspill finetune --lora` has written, or a
+    repository of the hub. Other keyword arguments
     (`dropout_rate=0`, ...) replace fields of the checkpoint's config, as in `from_pretrained`; the
     rest is as in `overspill.offload`.
     """
@@ -78,7 +82,8 @@ def load(
     )  # fmt: skip
     return load_within(
         path_or_repo, budgets, dtype, train, progress, quiet, config, pregate,
-        freeze_experts=freeze_experts, packed=packed,
+        adapter=None if adapter is None else find_adapter(adapter), freeze_experts=freeze_experts,
+        packed=packed,
     )  # fmt: skip
 
 
@@ -119,20 +124,20 @@ def load_within(
             layers = made.layers
             for layer in layers:
                 layer.trained = layer.trained and not freeze_experts
-            recipes = Recipes(model, layers, checkpoint)
+            recipes = Recipes(model, layers, checkpoint, lora)
             source = PackedExperts(recipes) if packed else recipes
             # first: it recognizes the weights with which they were saved
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:
                 lora.write_to(model)
 
-        def finish() -> None:
-            made.restore(model)
-            adapt(model, layers)
-            if pregates is not None:
-                pregates.add_to(model)
+            def finish() -> None:
+                made.restore(model)
+                adapt(model, layers)
+                if pregates is not None:
+                    pregates.add_to(model)
 
-        return move_experts(model, layers, budgets, progress, quiet, source, finish)
+            return move_experts(model, layers, budgets, progress, quiet, source, finish)
 
 
 def _check_packed(budgets: Budgets, trained: bool) -> None:
