@@ -14,7 +14,15 @@ from overspill.moe import unpacking
 from overspill.plan.usage import Exchange
 from tests.models.huggingface.families import make_batch
 from tests.models.huggingface.oracle import MODES
-from tests.models.huggingface.packed.test_packed import CASES, Pair, load, outputs, pairs, tensors
+from tests.models.huggingface.packed.test_packed import (
+    CASES,
+    Pair,
+    again,
+    load,
+    outputs,
+    pairs,
+    tensors,
+)
 
 __all__ = ["pairs"]  # a fixture
 
@@ -143,3 +151,21 @@ def test_what_cannot_stay_packed_is_refused(
     loaded = load(mixed, train=False)  # unpacked
     assert torch.equal(loaded.state_dict()["lm_head.weight"], plain["lm_head.weight"])
     loaded.overspill.close()
+
+
+def test_an_adapter_of_experts_needs_unpacked_ones(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    pair = pairs["awq"]
+    plain = again(pair.family, pair.plain)
+    batch = make_batch(pair.family, plain)
+    config = peft.LoraConfig(
+        r=2, target_parameters=["experts.down_proj"], init_lora_weights=False, target_modules=[]
+    )
+    adapted = peft.get_peft_model(plain, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    given = {"train": False, "adapter": tmp_path / "adapter"}
+    with pytest.raises(ConfigError, match=r"changes experts .*cannot stay packed; load the model"):
+        load(pair.packed, packed=True, **given)
+    model = load(pair.packed, **given)
+    torch.testing.assert_close(outputs(model, batch), outputs(adapted, batch), rtol=1e-4, atol=1e-5)
+    model.overspill.close()
