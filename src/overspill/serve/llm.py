@@ -93,6 +93,7 @@ class LLM:
         migrate: str = "auto",
         cache_policy: str = "lfu",
         settings: Settings | None = None,
+        packed: bool = False,
     ) -> None:
         check_mode(mode)
         if cache_policy not in CACHE_POLICIES:
@@ -115,6 +116,7 @@ class LLM:
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
                 "mode": mode if mode == "gpu-only" else None, "host_slots": host_slots,
                 "device": device, "dtype": dtype, "settings": settings,
+                "packed": packed or None,
             }  # fmt: skip
             check_not_given(given)
             if adapter is not None:
@@ -123,7 +125,7 @@ class LLM:
                     "loaded already, load what overspill.merge makes of both"
                 )
         asked = CacheRequest(context, max_batch, _BLOCK)
-        self._source = source = open_source(model, budgets, asked, dtype, adapter)
+        self._source = source = open_source(model, budgets, asked, dtype, adapter, packed)
         self._closed = False
         self.model = source.model
         """The model itself, as a module of PyTorch."""
