@@ -286,12 +286,16 @@ class LLM:
         """The prompt of a chat (`[{"role": "user", "content": "..."}]`) by the model's chat
         template, which gets `tools` and the other arguments; without one, the lines of the chat as
         plain text. An encoder-decoder has no chats."""
+        self.check_chats()
+        return conversation.chat_tokens(self._source.codec, messages, tools, template_arguments)
+
+    def check_chats(self) -> None:
+        """Raises if this model has no chats: an encoder-decoder answers single prompts."""
         if self.has_encoder:
             raise ConfigError(
                 f"{type(self.model).__name__} has an encoder and a decoder: it answers single "
-                "prompts, no chats; use generate (overspill generate)"
+                "prompts, no chats; use generate (overspill generate, /v1/completions)"
             )
-        return conversation.chat_tokens(self._source.codec, messages, tools, template_arguments)
 
     @property
     def has_chat_template(self) -> bool:
