@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,16 +63,17 @@ def pregate_level(model: nn.Module) -> int:
     return next((position.level for _, _, position in positions(model)), 0)
 
 
-def check_level(level: int, chains: Iterable[list[GatedBlock]]) -> None:
-    """Raises if a chain cannot have pre-gates of that level."""
+def check_level(level: int, chains: Sequence[list[GatedBlock]], asked: str | None = None) -> None:
+    """Raises if a chain cannot have pre-gates of that level; `asked` is how it was given."""
+    shortest = min(chains, key=len)
+    if level >= len(shortest):
+        most = len(shortest) - 1
+        advice = f"give at most {most}" if most else "it cannot have pre-gates"
+        raise ConfigError(
+            f"{asked or f'level={level}'} needs at least {level + 1} MoE blocks one after another, "
+            f"the stack of {shortest[0].path} has {len(shortest)}: {advice}"
+        )
     for chain in chains:
-        if level >= len(chain):
-            most = len(chain) - 1
-            advice = f"give at most {most}" if most else "it cannot have pre-gates"
-            raise ConfigError(
-                f"level={level} needs at least {level + 1} MoE blocks one after another, the stack "
-                f"of {chain[0].path} has {len(chain)}: {advice}"
-            )
         for earlier, block in zip(chain, chain[level:], strict=False):
             for name in block.arguments[1:]:
                 known = name in _PASSED_ON and name in earlier.arguments

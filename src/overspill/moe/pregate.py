@@ -70,16 +70,19 @@ class ChainGate:
     arguments: tuple[str, ...]
     read_ids: "IdsReader"
 
+    def own_input(self, hidden: Tensor) -> Tensor:
+        """What the gate computes on instead of `hidden`, the input of another gate, which is not
+        called yet: each of the two may change its input in place."""
+        return hidden.clone() if self.gate.training and _has_jitter(self.gate) else hidden
+
     def compute(self, given: dict[str, Any], hidden: Tensor) -> Any:
-        """The result for the input of another gate, which was called with `given`. Arguments that
+        """The result for `own_input` of another gate, which was called with `given`. Arguments that
         are attributes of a block, such as a bias, are those of the gate's own block."""
         others = {
             name: getattr(self.block, name, given.get(name))
             for name in self.arguments[1:]
             if name in given or hasattr(self.block, name)
         }
-        if self.gate.training and _has_jitter(self.gate):
-            hidden = hidden.clone()  # it would be changed in place
         with _PASSES.at_pregate():
             return plain_forward(self.gate)(hidden, **others)
 
@@ -337,16 +340,17 @@ def _ask_gate(gate: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> A
     running = _PASSES.current(position.key)
     if running is None:
         raise _no_pass(position)
+    number, gates = position.number + position.level, running.chain.gates
+    later = gates[number] if number < len(gates) else None
+    names = gates[position.number].arguments
+    given = dict(zip(names, args, strict=False)) | kwargs
+    hidden = given[names[0]] if later is None else later.own_input(given[names[0]])
     result = running.take(position) if position.is_pregate else plain(*args, **kwargs)
-    later = position.number + position.level
-    gates = running.chain.gates
-    if later < len(gates):
-        names = gates[position.number].arguments
-        given = dict(zip(names, args, strict=False)) | kwargs
-        routing = gates[later].compute(given, given[names[0]])
-        running.put(later, routing)
+    if later is not None:
+        routing = later.compute(given, hidden)
+        running.put(number, routing)
         if not torch.is_grad_enabled():
-            _announce(gates[later], routing)
+            _announce(later, routing)
     return result
 
 

@@ -66,8 +66,11 @@ def expert_gradients(model: Any, optimizer: overspill.AdamW) -> dict[str, Tensor
     return found
 
 
-def assert_same_gradients(plain: Any, twin: Any, experts: dict[str, Tensor]) -> None:
-    """`experts` are the gradients of the twin's experts; without any, they are frozen."""
+def assert_same_gradients(
+    plain: Any, twin: Any, experts: dict[str, Tensor], rounding: float = 1e-5
+) -> None:
+    """`experts` are the gradients of the twin's experts; without any, they are frozen. `rounding`
+    is relative to the largest element of a gradient."""
     mine = {name: p.grad for name, p in twin.named_parameters()} | experts
     for name, parameter in plain.named_parameters():
         theirs = parameter.grad
@@ -75,7 +78,11 @@ def assert_same_gradients(plain: Any, twin: Any, experts: dict[str, Tensor]) -> 
             assert mine.get(name) is None, name
             continue
         torch.testing.assert_close(
-            mine[name], theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()) + 1e-7, msg=name
+            mine[name],
+            theirs,
+            rtol=1e-5,
+            atol=rounding * float(theirs.abs().max()) + 1e-7,
+            msg=name,
         )
 
 

@@ -51,6 +51,9 @@ def _call_by_hand(chain: list[GatedBlock], level: int) -> None:
     plain = [block.gate.forward for block in chain]
 
     def forward(number: int, hidden: Any, *others: Any) -> Any:
+        gate: Any = chain[number].gate
+        in_place = gate.training and getattr(gate, "jitter_noise", 0) > 0
+        own_input = hidden.clone() if in_place else hidden
         if number < level:
             results[number] = plain[number](hidden, *others)
         if number + level < len(chain):
@@ -60,7 +63,7 @@ def _call_by_hand(chain: list[GatedBlock], level: int) -> None:
                     others = (getattr(later, name),)
             if type(chain[number].gate) is not type(chain[number + level].gate):
                 others = ()  # deepseek_v4: only the first kind needs the tokens
-            results[number + level] = plain[number + level](hidden, *others)
+            results[number + level] = plain[number + level](own_input, *others)
         return results.pop(number)
 
     for number, block in enumerate(chain):

@@ -25,9 +25,12 @@ from tests.models.huggingface.oracle import (
     expert_gradients,
     offloaded,
 )
+from tests.models.huggingface.pregated import DEEP, call_by_hand
 from tests.parallel.processes import run_ranks
+from tests.slow import slow_rows
 
 BY_NAME = {family.name: family for family in FAMILIES}
+DEEP_BY_NAME = {family.name: family for family in DEEP}
 RATES = {
     "switch_transformers": {"dropout_rate": 0.1},
     "nllb-moe": {
@@ -39,9 +42,9 @@ RATES = {
 }
 
 
-def with_dropout(name: str, **changes: float) -> Any:
+def with_dropout(name: str, families: Any = BY_NAME, **changes: float) -> Any:
     """A model that drops elements everywhere, as the checkpoints of these families do."""
-    family = BY_NAME[name]
+    family = families[name]
     build: Any = family.build
     changed = partial(build.func, *build.args, **build.keywords | RATES[name] | changes)
     return make_model(dataclasses.replace(family, build=changed)).train()
@@ -135,6 +138,49 @@ def test_training_with_dropout_follows_plain_transformers(
         torch.testing.assert_close(twin.eval()(**given[0]).loss, expected_eval)
 
 
+@pytest.mark.parametrize(
+    ("name", "level", "mode", "recompute"),
+    slow_rows(
+        [
+            ("switch_transformers", 1, "host", True),
+            ("switch_transformers", 2, "disk", False),
+            ("switch_transformers", 3, "gpu", True),
+            ("nllb-moe", 1, "disk", False),
+            ("nllb-moe", 2, "gpu", True),
+            ("nllb-moe", 3, "host", False),
+        ],
+        1, 3, 4,
+    ),
+)  # fmt: skip
+def test_training_with_pre_gates_dropout_and_jitter_follows_gates_that_are_called_by_hand(
+    name: str, level: int, mode: str, recompute: bool, tmp_path: Path
+) -> None:
+    """Encoder and decoder have four MoE blocks each."""
+    fixed = name == "nllb-moe"
+    changes = {} if fixed else {"router_jitter_noise": 0.3}
+    model = with_dropout(name, DEEP_BY_NAME, **changes)
+    batch = make_batch(DEEP_BY_NAME[name], model)
+    settings = overspill.Settings(fix_nllb_routing=fixed)
+    with offloaded(model, mode, tmp_path, settings) as twin:
+        plain = call_by_hand(with_naive_experts(model, fixed), level)
+        overspill.pregate(twin, level)
+        if recompute:
+            twin.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = overspill.AdamW(twin, max_grad_norm=1e9, **ADAM)
+        losses = []
+        for each in (plain, twin):
+            torch.manual_seed(11)
+            losses.append(each(**batch).loss)
+            losses[-1].backward()
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+        for key, parameter in plain.named_parameters():
+            if parameter.grad is None and ".experts." in key:
+                parameter.grad = torch.zeros_like(parameter)  # not chosen by any token
+        optimizer.step()
+        # eight blocks with large weights, whose sums the oracle computes token by token
+        assert_same_gradients(plain, twin, expert_gradients(twin, optimizer), rounding=5e-4)
+
+
 def test_the_rates_are_those_of_the_modules_now(tmp_path: Path) -> None:
     """As in plain transformers, `p` and `train()` of a dropout module may be changed."""
     model = with_dropout("switch_transformers")
@@ -189,13 +235,16 @@ def test_the_cpu_computes_no_experts_in_passes_with_dropout(tmp_path: Path) -> N
 # -- several ranks -------------------------------------------------------------------------------
 
 
-def products_of_rank(mesh: DeviceMesh) -> tuple[list[float], list[float], list[float]]:
+def products_of_rank(
+    mesh: DeviceMesh, placement: str
+) -> tuple[list[float], list[float], list[float]]:
     """For each MoE layer: the sum of y * dy over the tokens of this rank, and the sums of each
     weight times its gradient over the experts of this rank, for either matrix."""
     model = with_dropout("switch_transformers")
     experts = [m for m in model.modules() if type(m).__name__ == "SwitchTransformersExperts"]
     own: dict[str, Any] = {"mode": "host", "slots": 2, "quiet": True, "mesh": mesh}
-    overspill.offload(model, settings=overspill.Settings(threads=1), **own)
+    settings = overspill.Settings(threads=1, placement=placement)
+    overspill.offload(model, settings=settings, **own)
     outputs: list[Tensor] = []
     for module in experts:
         module.register_forward_hook(lambda _, args, y: (y.retain_grad(), outputs.append(y))[0])
@@ -222,16 +271,20 @@ def products_of_rank(mesh: DeviceMesh) -> tuple[list[float], list[float], list[f
     return of_results, of_w_in, of_w_out
 
 
+def products_of_all(mesh: DeviceMesh) -> list[tuple[list[float], list[float], list[float]]]:
+    return [products_of_rank(mesh, placement) for placement in ("static", "dynamic")]
+
+
 def test_ranks_have_the_same_masks_in_backward() -> None:
     """Experts with ReLU and without biases are homogeneous in either matrix, whatever is dropped:
     weight times gradient, summed over the experts of all ranks, is y * dy, summed over all tokens,
     if and only if backward has dropped what forward has."""
-    results = run_ranks(2, products_of_rank)
-    of_results, *of_weights = (
-        [sum(of_ranks) for of_ranks in zip(*parts, strict=True)]
-        for parts in zip(*results, strict=True)
-    )
-    expected = torch.tensor(of_results) / 2  # gradients of experts are means over ranks
-    assert expected.abs().min() > 1e-3
-    for found in of_weights:
-        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-6)
+    for results in zip(*run_ranks(2, products_of_all), strict=True):
+        of_results, *of_weights = (
+            [sum(of_ranks) for of_ranks in zip(*parts, strict=True)]
+            for parts in zip(*results, strict=True)
+        )
+        expected = torch.tensor(of_results) / 2  # gradients of experts are means over ranks
+        assert expected.abs().min() > 1e-3
+        for found in of_weights:
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-6)

@@ -47,14 +47,17 @@ class Noted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.announced: dict[int, list[Tensor]] = defaultdict(list)
         self.needed: dict[int, list[Tensor]] = defaultdict(list)
+        self.events: list[tuple[str, int]] = []
         announce, route = Engine.announce, LocalDispatcher.route
 
         def noted_announce(engine: Engine, layer: int, ids_TK: Tensor) -> None:
             self.announced[layer].append(ids_TK.clone())
+            self.events.append(("announced", layer))
             announce(engine, layer, ids_TK)
 
         def noted_route(own: Any, layer: int, ids_TK: Tensor, *args: Any, **kwargs: Any) -> Any:
             self.needed[layer].append(ids_TK.clone())
+            self.events.append(("needed", layer))
             return route(own, layer, ids_TK, *args, **kwargs)
 
         monkeypatch.setattr(Engine, "announce", noted_announce)
@@ -88,6 +91,13 @@ def check(model: Any, family: Family, level: int, noted: Noted) -> None:
     layers = [[next(number) for _ in chain] for chain in find_chains(model)]
     conventional = {layer for chain in layers for layer in chain[:level]}
     assert noted.announced.keys() == noted.needed.keys() - conventional
+    for chain in layers:  # each by the block `level` blocks before, when that has its own experts
+        order = []
+        for place, layer in enumerate(chain):
+            order += [("announced", later) for later in chain[place + level :][:1]]
+            order.append(("needed", layer))
+        events = [event for event in noted.events if event[1] in chain]
+        assert events == order * (len(events) // len(order))
     for layer, announced in noted.announced.items():
         assert len(announced) >= 1
         for ahead, now in zip(announced, noted.needed[layer], strict=True):
@@ -115,13 +125,20 @@ def test_announced_experts_are_those_that_are_needed(
         check(twin, family, 1, noted)
 
 
-@pytest.mark.parametrize("family", cases(DEEP))
-def test_announced_experts_are_those_that_are_needed_two_blocks_ahead(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "level"),
+    [
+        *((family, 2) for family in DEEP),
+        *((DEEP_BY_NAME[name], 3) for name in ENCODER_DECODERS),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_announced_experts_are_those_that_are_needed_some_blocks_ahead(
+    family: Family, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = Noted(monkeypatch)
     with hosted(make_model(family).eval(), tmp_path) as twin:
-        check(overspill.pregate(twin, 2), family, 2, noted)
+        check(overspill.pregate(twin, level), family, level, noted)
 
 
 @pytest.mark.parametrize("fixed", [False, True])

@@ -248,7 +248,10 @@ def test_pre_gates_of_the_base_stay(adapted: Adapted, tmp_path: Path) -> None:
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type is IA3; only LORA"),
     ({"use_dora": True}, r"use_dora \(DoRA\)"),
-    ({"target_parameters": ["mlp.experts.gate_up_proj"]}, r"mlp.experts.gate_up_proj.*experts"),
+    (
+        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        r"nothing for .*mlp.experts.gate_up_proj",
+    ),
     ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is not supported"),
     ({"layer_replication": [[0, 1], [0, 2]]}, "layer_replication is not supported"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices is not supported"),
@@ -280,14 +283,16 @@ def test_settings_that_are_not_supported_are_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
+OLD = "base_model.model.model.layers.0.block_sparse_moe.experts"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 KEYS: list[tuple[str, str, str]] = [
     (f"{Q}.lora_magnitude_vector", "", "DoRA is not supported"),
     (f"{Q}.lora_A.weight", "-", "without the other matrix"),
     ("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", "", "mixtral has no model."),
-    ("base_model.model.model.layers.0.mlp.experts.lora_A.weight", "", "an adapter of experts"),
-    ("base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight", "", "of experts"),
-    ("base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_A.weight", "", "experts"),
+    ("base_model.model.model.layers.0.mlp.experts.lora_A.weight", "", "parameters do not name"),
+    (f"{OLD}.1.w1.lora_A.weight", "", "without the other matrix"),
+    (f"{OLD}.9.w1.lora_A.weight", "", "each layer has 4 experts"),
+    ("base_model.model.model.layers.0.mlp.experts.down_proj", "", "replaces the experts"),
     (f"{Q}.lora_B.bias", "", "a layer without a bias"),
     ("base_model.model.model.norm.weight", "", r"norm.weight has the shape \[2, 2\].*\[32\]"),
 ]

@@ -30,17 +30,24 @@ from tests.slow import slow_rows
 
 
 @pytest.mark.parametrize(
-    "name",
-    slow_rows(["qwen3_moe", "gpt_oss", "switch_transformers", "jamba", "afmoe"], 1, 4),
-)
-def test_both_models_are_loaded_again(name: str, tmp_path: Path) -> None:
+    ("name", "level"),
+    slow_rows(
+        [
+            ("qwen3_moe", 1), ("gpt_oss", 1), ("switch_transformers", 2), ("nllb-moe", 3),
+            ("jamba", 1), ("afmoe", 1),
+        ],
+        1, 5,
+    ),
+)  # fmt: skip
+def test_both_models_are_loaded_again(name: str, level: int, tmp_path: Path) -> None:
     family = DEEP_BY_NAME.get(name) or BY_NAME[name]
     conventional = make_model(family)
-    model = overspill.pregate(copy.deepcopy(conventional))
+    model = overspill.pregate(copy.deepcopy(conventional), level)
     train_gates(model)
     overspill.save(model, tmp_path / "out")
     with closing(overspill.load(tmp_path / "out", **budgets("disk", tmp_path))) as again:
-        assert pregate_level(again) == 1
+        assert pregate_level(again) == level
+        assert_equal(gate_tensors(again), gate_tensors(model))  # the same bits
         torch.testing.assert_close(logits_of(again, family), logits_of(model, family))
     given = budgets("gpu", tmp_path) | {"train": False, "pregate": False}
     with closing(overspill.load(tmp_path / "out", **given)) as again:

@@ -1,6 +1,7 @@
 """Pre-gates of transformers models: exact, trained and served."""
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,6 +188,23 @@ def test_a_stack_with_one_moe_block_is_refused_unchanged() -> None:
     ):
         overspill.pregate(model)
     assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_level_beyond_the_shorter_stack_is_refused_by_its_name() -> None:
+    family = DEEP_BY_NAME["nllb-moe"]
+    model = make_model(dataclasses.replace(family, build=lambda: _shorter(family)))
+    with pytest.raises(
+        ConfigError, match=r"level=4 needs at least 5 .* of model\.decoder\..*has 2: give at most 1"
+    ):
+        overspill.pregate(model, 4)
+    assert pregate_level(model) == 0
+
+
+def _shorter(family: Family) -> Any:
+    """Its decoder has two MoE blocks."""
+    config: Any = family.build()
+    config.decoder_layers = 2
+    return config
 
 
 def test_jitter_changes_the_input_of_the_gate_alone() -> None:

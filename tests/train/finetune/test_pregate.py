@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import overspill
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.pregates import FILE
+from overspill.models.huggingface.pregates import FILE, gate_tensors
 from overspill.models.pregate import pregate_level
 from overspill.train.batch_order import BatchOrder
 from overspill.train.finetune.config import FinetuneConfig, PregateConfig
@@ -22,7 +22,7 @@ from overspill.train.finetune.spec import plan_finetuning
 from overspill.train.schedule import lr_share
 from tests.models.huggingface.pregated import call_by_hand
 from tests.train.fakes import Watcher
-from tests.train.finetune.tiny import save_nllb, tiny_settings, write_pairs
+from tests.train.finetune.tiny import save_nllb, save_switch, tiny_settings, write_pairs
 from tests.train.test_export import trained
 
 
@@ -34,8 +34,9 @@ def naive_losses(settings: dict[str, Any]) -> list[float]:
     """The oracle: a plain model whose gates are called by hand, and torch's optimizer."""
     config = PregateConfig.make(settings)
     plan = plan_finetuning(config, lambda line: None)
-    model = AutoModelForCausalLM.from_pretrained(settings["checkpoint"]).train()
-    call_by_hand(model, 1)
+    loader = AutoModelForSeq2SeqLM if plan.seq2seq else AutoModelForCausalLM
+    model = loader.from_pretrained(settings["checkpoint"]).train()
+    call_by_hand(model, config.pregate_level)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.01)
     order, losses = BatchOrder(len(plan.data.train), config.run.seed), []
     for step in range(plan.steps):
@@ -48,6 +49,34 @@ def naive_losses(settings: dict[str, Any]) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_an_encoder_decoder_follows_gates_that_are_called_by_hand(tmp_path: Path) -> None:
+    """Prompts are sources, completions are targets; each stack has pre-gates of its own."""
+    switch = save_switch(tmp_path / "switch", layers=3, sparse=3)
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(switch, data, tmp_path / "run", steps=3, lr=3e-4, level=2)
+    display = Watcher()
+    summary = run(settings, display)
+    # torch's optimizer skips experts without tokens, which decay
+    assert display.losses == pytest.approx(naive_losses(settings), rel=1e-4)
+    gates = load_file(Path(str(summary.final), FILE))
+    names = {f"{s}.block.2.layer.{n}.mlp.router.classifier" for s, n in STACKS}
+    assert {n.removeprefix("pregate.") for n in gates if n.startswith("pregate.")} == {
+        f"{name}.weight" for name in names
+    }
+    own: dict[str, Any] = {"device": "cpu", "quiet": True, "progress": False}
+    model = overspill.load(str(summary.final), **own)
+    for name, value in gate_tensors(model).items():
+        assert torch.equal(value, gates[f"pregate.{name}"])
+        assert not torch.equal(value, gates[f"gate.{name}"])
+    model.overspill.close()
+    with pytest.raises(ConfigError, match=r"--level 3 needs at least 4 .* has 3: give"):
+        run({**settings, "level": 3, "out": str(tmp_path / "other")})
+
+
+STACKS = (("encoder", 1), ("decoder", 2))
+"""Of Switch: name, and the number of the MLP in a layer."""
 
 
 def test_nllb_is_trained_without_layer_drop_and_with_either_routing(tmp_path: Path) -> None:
@@ -145,7 +174,7 @@ def test_a_run_of_overspill_train_is_exported_first(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"level": 0}, "--level 0 must be at least 1"),
-        ({"level": 2}, r"level=2 needs at least 3 MoE blocks .* has 2: give at most 1"),
+        ({"level": 2}, r"--level 2 needs at least 3 MoE blocks .* has 2: give at most 1"),
         ({"lora": 2}, "--lora: a folder of adapters cannot hold pre-gates"),
     ],
 )

@@ -54,13 +54,14 @@ def save_mixtral(folder: Path, chat_template: str | None = None) -> Path:
     return folder
 
 
-def save_switch(folder: Path) -> Path:
+def save_switch(folder: Path, layers: int = 2, sparse: int = 1, dropout: float = 0.0) -> Path:
+    """Encoder and decoder have so many `layers`, `sparse` ones of them with experts."""
     torch.manual_seed(5)
     config = SwitchTransformersConfig(
-        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2,
-        num_heads=2, num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
-        expert_capacity=64, dropout_rate=0.0, router_jitter_noise=0.0, pad_token_id=PAD,
-        eos_token_id=END, decoder_start_token_id=PAD,
+        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=24, num_layers=layers, num_decoder_layers=layers,
+        num_heads=2, num_experts=4, num_sparse_encoder_layers=sparse,
+        num_sparse_decoder_layers=sparse, expert_capacity=64, dropout_rate=dropout,
+        router_jitter_noise=0.0, pad_token_id=PAD, eos_token_id=END, decoder_start_token_id=PAD,
     )  # fmt: skip
     SwitchTransformersForConditionalGeneration(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

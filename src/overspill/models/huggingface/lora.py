@@ -1,11 +1,11 @@
-"""LoRA adapters in peft's format, added to dense tensors of a checkpoint as these are read.
+"""LoRA adapters in peft's format, added to the tensors of a checkpoint as these are read.
 
 `W + scale * B @ A` is computed in float32 on the CPU and rounded once, so that a served adapter and
 a merged checkpoint have the same weights. peft itself is not needed.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,17 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.adapt import experts_paths
+from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import ADAPTER_CONFIG
 from overspill.models.huggingface.conversion import renamer
+from overspill.models.huggingface.expert_lora import StackMatching
+from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder
-from overspill.models.huggingface.lora_config import WEIGHTS, LoraConfig, read_lora_config
+from overspill.models.huggingface.lora_config import (
+    MATRIX_A,
+    MATRIX_B,
+    WEIGHTS,
+    LoraConfig,
+    read_lora_config,
+)
 from overspill.models.huggingface.pregates import saved_gates
 from overspill.moe.state_dict import dense_tensors
 from overspill.tiers.safetensors_stream import StreamReader
 
 _PREFIX = "base_model.model."
-_A, _B, _BIAS = "lora_A.weight", "lora_B.weight", "lora_B.bias"
+_BIAS = "lora_B.bias"
 _TABLE_A, _TABLE_B = "lora_embedding_A", "lora_embedding_B"
 
 
@@ -45,17 +53,26 @@ class Change:
     """The product is transposed: embeddings have a row for each token."""
 
 
+Read = Callable[[Tensor], None]
+"""Fills a tensor."""
+
+
 class LoraTensors:
-    """The dense tensors of a checkpoint that an adapter changes. `model` is of the checkpoint's
-    class, on the meta device, with its experts."""
+    """The tensors of a checkpoint that an adapter changes. `model` is of the checkpoint's class, on
+    the meta device, with its experts."""
 
     def __init__(
         self, config: LoraConfig, reader: StreamReader, model: Any, base: CheckpointFolder
     ) -> None:
+        self.model = model
         self._reader, self._base = reader, base
-        self._changes = _Matching(config, reader, model).changes()
+        self.layers: Sequence[HuggingFaceExperts] = find_experts(model)
+        matching = _Matching(config, reader, model, self.layers)
+        self._changes = matching.changes()
+        self.stacks = matching.stacks.changes(self._wide)
+        """What is added to stacks of experts."""
         self.keys = self._find_sources(model)
-        """The name in the checkpoint of each tensor, by its name in the model."""
+        """The name in the checkpoint of each other tensor, by its name in the model."""
         for name in sorted(saved_gates(base.folder) & self._changes.keys()):
             raise ConfigError(
                 f"{config.folder} changes {name}, and {base.folder} has a pre-gate in its place, "
@@ -108,7 +125,23 @@ class LoraTensors:
         """Changes a model that holds the tensors of the checkpoint, in its dtype."""
         tensors = dense_tensors(model)
         for name in self.keys:
-            tensors[name].copy_(self.read(name))
+            if name in tensors:  # else of an expert, which `change_expert` reads
+                tensors[name].copy_(self.read(name))
+
+    def changes(self, name: str) -> bool:
+        """Whether a tensor of the model is changed."""
+        return name in self._changes or name in self.stacks
+
+    @torch.no_grad()
+    def change_expert(self, name: str, expert: int | None, part: Tensor, read: Read) -> None:
+        """Writes the changed tensor of an expert, which `read` reads from the checkpoint."""
+        if expert is None:  # a tensor of its own
+            part.copy_(self.read(name))
+            return
+        weight = torch.empty(part.shape, dtype=torch.promote_types(part.dtype, torch.float32))
+        read(weight)
+        self.stacks.add_to(weight, name, expert)
+        part.copy_(weight)
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -123,7 +156,7 @@ def open_lora(
     config."""
     lora = read_lora_config(adapter)
     with torch.device("meta"):
-        model = kind(copy.deepcopy(config))  # a constructor may change it
+        model = kind(copy.deepcopy(config)).eval()  # a constructor may change it
     with StreamReader(adapter / WEIGHTS, advice="copy or download the adapter again") as reader:
         yield LoraTensors(lora, reader, model, base)
 
@@ -132,29 +165,38 @@ class _Matching:
     """Finds what each tensor of an adapter does to its base, and refuses the ones of other
     models."""
 
-    def __init__(self, config: LoraConfig, reader: StreamReader, model: Any) -> None:
+    def __init__(
+        self,
+        config: LoraConfig,
+        reader: StreamReader,
+        model: Any,
+        layers: Sequence[HuggingFaceExperts],
+    ) -> None:
         self._config, self._reader, self._model = config, reader, model
         self._tensors = dense_tensors(model)
-        self._rename, _ = renamer(model, set())
-        self._experts = tuple(f"{path}." for path in experts_paths(model))
+        self._rename, converters = renamer(model, set())
+        self.stacks = StackMatching(config, reader, layers, self._rename, converters)
         self._changes: dict[str, Change] = {}
 
     def changes(self) -> Mapping[str, Change]:
         for key in self._reader.specs:
             self._add(key)
-        if not self._changes:
-            raise self._refused("it holds no tensors")
+        if not self._changes and not self.stacks.parts:
+            raise self._config.refused("it holds no tensors")
         for name, change in self._changes.items():
             self._check_alone(name)
             self._check_shapes(name, change)
         self._check_complete()
+        self.stacks.check()
         return self._changes
 
     def _add(self, key: str) -> None:
         path = key.removeprefix(_PREFIX)
         if not self._reader.specs[key].dtype.is_floating_point:
-            raise self._refused(f"{key} is not of a floating-point type")
-        for end, field in ((_A, "a"), (_B, "b"), (_TABLE_A, "a"), (_TABLE_B, "b")):
+            raise self._config.refused(f"{key} is not of a floating-point type")
+        if self.stacks.add(path, key):
+            return
+        for end, field in ((MATRIX_A, "a"), (MATRIX_B, "b"), (_TABLE_A, "a"), (_TABLE_B, "b")):
             if path.endswith(f".{end}"):
                 name = self._find(path.removesuffix(end) + "weight", key)
                 is_table = end in (_TABLE_A, _TABLE_B)
@@ -173,23 +215,30 @@ class _Matching:
     def _note(self, name: str, **facts: Any) -> None:
         known = self._changes.get(name, Change())
         if any(getattr(known, f) is not None for f in facts if f != "transposed"):
-            raise self._refused(f"two of its tensors are for {name}")
-        module = name.rpartition(".")[0]
-        self._changes[name] = replace(known, **facts, scale=self._config.scale_of(module))
+            raise self._config.refused(f"two of its tensors are for {name}")
+        self._changes[name] = replace(
+            known, **facts, scale=self._config.scale_of(self._owner(name))
+        )
+
+    def _owner(self, name: str) -> str:
+        """What patterns of ranks and alphas name: a module, or a parameter that is a target."""
+        return name if self._config.targets_parameter(name) else name.rpartition(".")[0]
 
     def _find(self, name: str, key: str) -> str:
         """The name in the model, of which the adapter may have that of earlier transformers."""
         renamed = name if name in self._tensors else self._rename(name)[0][0]
-        if any(each.startswith(self._experts) for each in (name, renamed)):
+        if self.stacks.names(renamed):
             raise ConfigError(
-                f"{self._config.folder} has {key}, an adapter of experts, which is not supported; "
-                "merge this adapter with peft"
+                f"{self._config.folder} has {key}, which replaces the experts of a layer; this is "
+                "not supported; merge this adapter with peft"
             )
         if renamed not in self._tensors:
             where = f"has no {name}"
             if key.endswith(_BIAS):
                 where += ": a layer without a bias cannot take that of lora_bias"
-            raise self._refused(f"it has {key}, and this {self._model.config.model_type} {where}")
+            raise self._config.refused(
+                f"it has {key}, and this {self._model.config.model_type} {where}"
+            )
         return renamed
 
     def _check_alone(self, name: str) -> None:
@@ -211,7 +260,7 @@ class _Matching:
         if change.a is None and change.b is None:
             return
         if change.a is None or change.b is None:
-            raise self._refused(f"it has {change.a or change.b} without the other matrix")
+            raise self._config.refused(f"it has {change.a or change.b} without the other matrix")
         is_table, kind = isinstance(module, nn.Embedding), type(module).__name__
         if len(shape) != 2 or change.transposed != is_table or kind == "Conv1D":
             raise ConfigError(
@@ -219,7 +268,7 @@ class _Matching:
                 "this adapter with peft"
             )
         rows, columns = shape[::-1] if change.transposed else shape
-        rank = self._config.rank_of(name.rpartition(".")[0])
+        rank = self._config.rank_of(self._owner(name))
         for key, expected in ((change.a, (rank, columns)), (change.b, (rows, rank))):
             if self._reader.specs[key].shape != expected:
                 raise self._other_shape(key, self._reader.specs[key].shape, name, expected)
@@ -227,7 +276,7 @@ class _Matching:
     def _other_shape(
         self, key: str, shape: tuple[int, ...], name: str, expected: tuple[int, ...]
     ) -> CheckpointError:
-        return self._refused(
+        return self._config.refused(
             f"{key} has the shape {list(shape)}; for {name} of this model and the ranks of "
             f"{ADAPTER_CONFIG} it would be {list(expected)}"
         )
@@ -238,13 +287,7 @@ class _Matching:
         kinds = (nn.Linear, nn.Embedding)
         for path, module in self._model.named_modules():
             named = any(path == end or path.endswith(f".{end}") for end in self._config.targets)
-            if not named or not isinstance(module, kinds) or path.startswith(self._experts):
-                continue
-            if f"{path}.weight" not in self._changes:
-                raise self._refused(f"it has nothing for {path}, which its target_modules name")
-
-    def _refused(self, reason: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._config.folder} is not an adapter of this model: {reason}; give the base model "
-            "that it was trained on, or copy or download it again"
-        )
+            if named and isinstance(module, kinds) and f"{path}.weight" not in self._changes:
+                raise self._config.refused(
+                    f"it has nothing for {path}, which its target_modules name"
+                )

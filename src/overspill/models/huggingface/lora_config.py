@@ -13,6 +13,8 @@ from overspill.core.errors import CheckpointError, ConfigError
 from overspill.models.huggingface.checks import ADAPTER_CONFIG, find_folder
 
 WEIGHTS = "adapter_model.safetensors"
+MATRIX_A, MATRIX_B = "lora_A.weight", "lora_B.weight"
+"""Ends of the names of tensors."""
 _PICKLE = "adapter_model.bin"
 _MODELS = ("final", "best")
 """Folders of a run of `overspill finetune`, in the order of preference."""
@@ -20,10 +22,10 @@ _MODELS = ("final", "best")
 _DESCRIPTIONS = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
-    "modules_to_save", "bias", "lora_bias", "init_lora_weights", "megatron_core", "loftq_config",
-    "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
-    "ensure_weight_tying",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "lora_dropout", "modules_to_save", "bias", "lora_bias",
+    "init_lora_weights", "megatron_core", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
     # peft takes it from the kind of each layer when it adds the adapter
     "fan_in_fan_out",
 })  # fmt: skip
@@ -47,8 +49,14 @@ class LoraConfig:
     rank_stabilized: bool
     targets: tuple[str, ...]
     """Ends of the names of all modules with an adapter; empty if they are chosen otherwise."""
+    target_parameters: tuple[str, ...] = ()
+    """Ends of the names of parameters with an adapter of their own, such as stacks of experts."""
+
+    def targets_parameter(self, name: str) -> bool:
+        return any(name == end or name.endswith(f".{end}") for end in self.target_parameters)
 
     def rank_of(self, module: str) -> int:
+        """The rank for a module, or for a parameter of `target_parameters`."""
         return self.rank_pattern.get(_pattern_for(module, self.rank_pattern), self.rank)
 
     def scale_of(self, module: str) -> float:
@@ -56,6 +64,12 @@ class LoraConfig:
         alpha = self.alpha_pattern.get(_pattern_for(module, self.alpha_pattern), self.alpha)
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
+
+    def refused(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder} is not an adapter of this model: {reason}; give the base model that it "
+            "was trained on, or copy or download it again"
+        )
 
 
 def _pattern_for(module: str, patterns: Mapping[str, object]) -> str:
@@ -136,6 +150,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
         alpha_pattern={k: _alpha(path, k, v) for k, v in _patterns(path, raw, "alpha_pattern")},
         rank_stabilized=bool(raw.get("use_rslora")),
         targets=_targets(raw),
+        target_parameters=_target_parameters(path, raw),
     )
 
 
@@ -148,11 +163,6 @@ def _refuse_others(path: Path, raw: Mapping[str, Any]) -> None:
         )
     if raw.get("use_dora"):
         raise ConfigError(f"{path}: use_dora (DoRA) is not supported; merge this adapter with peft")
-    if raw.get("target_parameters"):
-        raise ConfigError(
-            f"{path}: target_parameters ({_names(raw['target_parameters'])}) are adapters of "
-            "experts or other parameters, which are not supported; merge this adapter with peft"
-        )
     for name, value in raw.items():
         if name not in _DESCRIPTIONS and value not in (None, False, [], {}, ""):
             raise ConfigError(f"{path}: {name} is not supported; merge this adapter with peft")
@@ -165,10 +175,6 @@ def _refuse_others(path: Path, raw: Mapping[str, Any]) -> None:
             "before training; save the adapter with peft's "
             "path_initial_model_for_weight_conversion, or merge it with peft"
         )
-
-
-def _names(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _text(path: Path, raw: Mapping[str, Any], name: str) -> str | None:
@@ -210,6 +216,13 @@ def _targets(raw: Mapping[str, Any]) -> tuple[str, ...]:
     if narrowed or not isinstance(given, list):
         return ()
     return tuple(each for each in given if isinstance(each, str))
+
+
+def _target_parameters(path: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
+    given = raw.get("target_parameters") or []
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise _invalid(path, "target_parameters is not a list of names")
+    return tuple(given)
 
 
 def _invalid(path: Path, reason: str) -> CheckpointError:

@@ -14,6 +14,7 @@ from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.lora import LoraTensors, open_lora
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
 from overspill.models.huggingface.pregates import copy_pregates, sample
+from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import model_class
 from overspill.tiers.aside import check_new, new_folder
 from overspill.tiers.safetensors_stream import replace_tensors
@@ -37,7 +38,7 @@ class Merged:
     adapter: str
     base: str
     tensors: int
-    """Tensors that the adapter has changed."""
+    """Tensors of the model that the adapter has changed; all experts of a layer are two."""
     bytes: int
     """Size of the weights."""
 
@@ -71,12 +72,15 @@ def merge(
                 f'and give the result with --base: python -c "import overspill as o; '
                 f"o.save(o.load('{base_folder}', train=False), '{base_folder}-plain')\""
             )
+        recipes = Recipes(lora.model, lora.layers, checkpoint, lora)
+        recipes.check_mergeable()
         size = sum(file.stat().st_size for file in checkpoint.files)
         with new_folder(target, size) as aside:
             _copy_texts(base_folder, folder, aside)
-            samples = _write_weights(checkpoint, lora, aside, size, progress)
+            samples = _write_weights(checkpoint, lora, recipes, aside, size, progress)
             copy_pregates(base_folder, aside, samples)
-    return Merged(str(target), str(folder), str(base_folder), len(lora.keys), size)
+        changed = len(lora.keys) + len(lora.stacks)
+    return Merged(str(target), str(folder), str(base_folder), changed, size)
 
 
 def _copy_texts(base: Path, adapter: Path, out: Path) -> None:
@@ -99,7 +103,12 @@ def _copy_texts(base: Path, adapter: Path, out: Path) -> None:
 
 
 def _write_weights(
-    checkpoint: CheckpointFolder, lora: LoraTensors, out: Path, size: int, progress: Progress
+    checkpoint: CheckpointFolder,
+    lora: LoraTensors,
+    recipes: Recipes,
+    out: Path,
+    size: int,
+    progress: Progress,
 ) -> dict[str, Tensor]:
     """Copies the files of the weights and changes the copies. Returns samples of what has
     changed."""
@@ -112,6 +121,7 @@ def _write_weights(
                 tensor = lora.read(name).to(checkpoint.specs[key].dtype)
                 samples[name] = sample(tensor)
                 yield key, tensor
+        yield from recipes.changed(lambda key: checkpoint.file_of(key) == file)
 
     for file in checkpoint.files:
         copy = out / file.relative_to(checkpoint.folder)

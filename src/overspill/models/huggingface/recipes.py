@@ -1,26 +1,35 @@
 """How to read a model's experts from a checkpoint, one expert at a time."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from overspill.core.errors import CheckpointError
+from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.models.huggingface.conversion import Sources, renamer
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder
+from overspill.models.huggingface.lora import LoraTensors
 from overspill.moe.state_dict import Place, split_record
 
 
 class Recipes:
     """The sources of every expert tensor, checked before any memory is allocated."""
 
+    format = None
+
     def __init__(
-        self, model: Any, layers: Sequence[HuggingFaceExperts], folder: CheckpointFolder
+        self,
+        model: Any,
+        layers: Sequence[HuggingFaceExperts],
+        folder: CheckpointFolder,
+        lora: LoraTensors | None = None,
     ) -> None:
-        self.model, self.layers, self.folder = model, layers, folder
+        """`lora` is an adapter that is added to the experts."""
+        self.model, self.layers, self.folder, self._lora = model, layers, folder, lora
         self._sources = self._match()
         for layer in layers:
             for index in range(layer.n_experts):
@@ -96,12 +105,36 @@ class Recipes:
     def copies(self) -> bool:
         """Whether experts are converted while loading, in memory beside their records."""
         return any(
-            not (sources.converter is None or sources.merges)
+            (self._lora is not None and self._lora.changes(name))
+            or not (sources.converter is None or sources.merges)
             or any(key in self.folder.packed for key in keys)
             or any(self.folder.specs[key].dtype != self.layers[0].dtype for key in keys)
-            for sources in self._sources.values()
+            for name, sources in self._sources.items()
             for keys in sources.keys.values()
         )
+
+    def stored(self, expert: ExpertId) -> Iterator[tuple[int, str, int]]:
+        """The tensors of the checkpoint below each other in an expert's record: number of the
+        expert's tensor, name, index in a stack. Raises if they are not what the record has."""
+        layer = self.layers[expert.layer]
+        for number, place in enumerate(layer.places(expert.index)):
+            name = f"{layer.path}.{place.name}"
+            sources = self._sources[name]
+            if self._lora is not None and self._lora.changes(name):
+                raise ConfigError(
+                    f"the adapter changes experts ({name}), which then cannot stay packed; load "
+                    "the model without packed=True (--packed)"
+                )
+            if sources.converter is None:
+                (key,) = sources.keys[""]
+                yield number, key, place.expert or 0
+            elif sources.merges and place.expert is not None:
+                yield from ((number, key, 0) for key in sources.parts(place.expert))
+            else:
+                raise ConfigError(
+                    f"experts of {self.model.config.model_type} are converted while they are read, "
+                    "and cannot stay packed; load them without packed=True (--packed)"
+                )
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
         """Reads one expert into its record."""
@@ -109,15 +142,86 @@ class Recipes:
         parts = split_record(record, layer.shape)
         for place, part in zip(layer.places(expert.index), parts, strict=True):
             name = f"{layer.path}.{place.name}"
-            sources = self._sources[name]
-            if sources.converter is None:
-                (key,) = sources.keys[""]
-                self.folder.read(key, (place.expert or 0) * part.numel(), part)
-            elif sources.merges:
-                self._read_parts(sources, place, part)
+            read = functools.partial(self._read, name, place)
+            if self._lora is not None and self._lora.changes(name):
+                self._lora.change_expert(name, place.expert, part, read)
             else:
-                size = tuple(part.shape)
-                part.copy_(self._convert(sources, place, name, size, self._read_new))
+                read(part)
+
+    def _read(self, name: str, place: Place, part: Tensor) -> None:
+        """Reads one tensor of an expert."""
+        sources = self._sources[name]
+        if sources.converter is None:
+            (key,) = sources.keys[""]
+            self.folder.read(key, (place.expert or 0) * part.numel(), part)
+        elif sources.merges:
+            self._read_parts(sources, place, part)
+        else:
+            size = tuple(part.shape)
+            part.copy_(self._convert(sources, place, name, size, self._read_new))
+
+    # -- merging an adapter ---------------------------------------------------------------------
+
+    def check_mergeable(self) -> None:
+        """Raises if changed experts cannot be written in the layout of the checkpoint."""
+        assert self._lora is not None
+        for name, sources in self._sources.items():
+            if name in self._lora.stacks and not (sources.converter is None or sources.merges):
+                raise ConfigError(
+                    f"{self.folder.folder} stores {name} in another layout than the model, which "
+                    "overspill.merge does not support; load it with the adapter, and save that: "
+                    "overspill.save(overspill.load(base, adapter=adapter, train=False), out)"
+                )
+
+    def changed(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the checkpoint with stacked experts that the adapter changes, one at a
+        time; of those that are `wanted`."""
+        assert self._lora is not None
+        for layer in self.layers:
+            for number, place in enumerate(layer.places(0)):
+                name = f"{layer.path}.{place.name}"
+                if name not in self._lora.stacks:
+                    continue
+                sources = self._sources[name]
+                if sources.converter is None:
+                    yield from self._changed_stack(name, wanted)
+                else:
+                    size = layer.shape.sizes[number]
+                    for expert in range(layer.n_experts):
+                        yield from self._changed_parts(name, expert, size, wanted)
+
+    def _changed_stack(
+        self, name: str, wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[str, Tensor]]:
+        assert self._lora is not None
+        (key,) = self._sources[name].keys[""]
+        if wanted(key):
+            stack = torch.empty(self.folder.specs[key].shape, dtype=self.folder.specs[key].dtype)
+            self.folder.read(key, 0, stack)
+            for expert, part in enumerate(stack):
+                self._lora.change_expert(name, expert, part, functools.partial(_copy, part))
+            yield key, stack
+
+    def _changed_parts(
+        self, name: str, expert: int, size: tuple[int, ...], wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[str, Tensor]]:
+        assert self._lora is not None
+        sources, specs = self._sources[name], self.folder.specs
+        keys = sources.parts(expert)
+        if not any(map(wanted, keys)):
+            return
+        dtype = functools.reduce(torch.promote_types, (specs[key].dtype for key in keys))
+        part = torch.empty(size, dtype=dtype)
+        read = functools.partial(self._read_parts, sources, Place(name, expert))
+        self._lora.change_expert(name, expert, part, read)
+        flat, at = part.view(-1), 0
+        for key in keys:
+            piece = flat[at : at + specs[key].numel]
+            at += specs[key].numel
+            if wanted(key):
+                yield key, piece.view(specs[key].shape).to(specs[key].dtype)
+
+    # -- parts ----------------------------------------------------------------------------------
 
     def _read_parts(self, sources: Sources, place: Place, part: Tensor) -> None:
         assert place.expert is not None
@@ -155,6 +259,10 @@ class Recipes:
         tensor = torch.empty(shape, dtype=dtype)
         self.folder.read(key, at, tensor)
         return tensor
+
+
+def _copy(source: Tensor, out: Tensor) -> None:
+    out.copy_(source)
 
 
 def _on_meta(dtype: torch.dtype, shape: tuple[int, ...], key: str, at: int) -> Tensor:
