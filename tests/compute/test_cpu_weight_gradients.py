@@ -50,7 +50,10 @@ def form(group: Group, isa: str | None, before: Tensor | None = None, threads: i
     n = len(group.experts), group.shape.numel
     dw = torch.full(n, torch.nan, dtype=group.x.dtype) if before is None else before.clone()
     squares = torch.full((n[0],), torch.nan)
-    dx, drow_weight = torch.full_like(group.x, torch.nan), torch.full_like(group.row_weight, torch.nan)
+    dx, drow_weight = (
+        torch.full_like(group.x, torch.nan),
+        torch.full_like(group.row_weight, torch.nan),
+    )
     places = [WeightGradient(dw[i], squares[i], before is not None) for i in range(n[0])]
     rows = BackwardRows(group.x, group.dy, group.row_weight, dx, drow_weight)
     kernel_backward(rows, group.experts, group.shape, threads, isa, group.form, places)
