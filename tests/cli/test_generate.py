@@ -44,3 +44,62 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def nllb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.serve.languages import save_nllb
+
+    return save_nllb(tmp_path_factory.mktemp("nllb"))
+
+
+def test_a_translation_with_the_routing_that_nllb_was_trained_with(
+    nllb: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from overspill import LLM, SamplingParams, Settings
+
+    flags = ["--src-lang", "fra_Latn", "--tgt-lang", "deu_Latn", "--decoder-prompt", "ab"]
+    words = ["generate", str(nllb), "le chat", *flags, "--temperature", "0", "--max-tokens", "5"]
+    memory = ["--context", "32", "--device", "cpu", "--json"]
+    params = SamplingParams(5, src_lang="fra_Latn", tgt_lang="deu_Latn", decoder_prompt="ab")
+    found = []
+    for fixed in (True, False):
+        assert app([*words, *memory, *(["--fix-nllb-routing"] if fixed else [])]) == 0
+        found.append(json.loads(capsys.readouterr().out)["token_ids"])
+        settings = Settings(fix_nllb_routing=fixed)
+        with LLM(nllb, context=32, device="cpu", settings=settings) as llm:
+            assert llm.generate("le chat", params)[0].token_ids == found[-1]
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "NLLB", "a", "--tgt-lang", "fr"], "similar names: fra_Latn"),
+        (["serve", "NLLB", "--src-lang", "xx", "--port", "0"], "src_lang='xx' is no language"),
+        (
+            ["chat", "NLLB"],
+            "has an encoder and a decoder: it answers single prompts; use overspill",
+        ),
+        (["generate", "RUN", "a", "--tgt-lang", "fra_Latn"], "GPTMoE continues its prompt"),
+        (["serve", "RUN", "--decoder-prompt", "a", "--port", "0"], "(--decoder-prompt)"),
+        (["generate", "RUN", "a", "--fix-nllb-routing"], "fix_nllb_routing is for nllb-moe"),
+        (["generate", "MIXTRAL", "a", "--src-lang", "a"], "--src-lang is for models with an enc"),
+    ],
+)
+def test_flags_of_other_models_are_refused(
+    words: list[str],
+    message: str,
+    nllb: Path,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tests.train.finetune.tiny import save_mixtral
+
+    places = {"NLLB": nllb, "RUN": run}
+    if "MIXTRAL" in words:
+        places["MIXTRAL"] = save_mixtral(tmp_path)
+    assert app([str(places.get(word, word)) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1]

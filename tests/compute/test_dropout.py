@@ -84,6 +84,21 @@ def test_waves_with_dropout_follow_autograd(
             by_waves(case, borders, kept).assert_close(expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bf16_waves_with_dropout_follow_float32_autograd(device: str) -> None:
+    """On a GPU by the grouped kernels, and the kernel below."""
+    case = Case.make(
+        gated=False, dtype=torch.bfloat16, device=device, activation=torch.relu,
+        d_model=64, d_hidden=128, n_tokens=99,
+    )  # fmt: skip
+    case = dataclasses.replace(case, dropout=Dropout(seed=9, hidden=0.3, output=0.0))
+    expected = by_autograd(case.wide()).named()
+    for name, mine in by_waves(case, (0, 1, 4, N_EXPERTS)).named().items():
+        assert (mine.float() - expected[name]).abs().max() <= 2e-2 * expected[name].abs().max(), (
+            name
+        )
+
+
 def test_the_seed_is_that_of_torch_and_nothing_is_drawn_without_dropout() -> None:
     torch.manual_seed(3)
     first, second = Dropout.draw(0.1, 0.0), Dropout.draw(0.1, 0.0)

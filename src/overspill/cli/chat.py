@@ -16,7 +16,6 @@ from rich.text import Text
 
 from overspill.cli.arguments import Model
 from overspill.cli.flags import with_flags
-from overspill.cli.generate import config_of
 from overspill.cli.output import is_terminal, show
 from overspill.core.errors import OverspillError
 from overspill.serve.config import ServeConfig
@@ -59,7 +58,8 @@ def add_to(app: typer.Typer) -> None:
 
 def _chat(model: str, system: str | None, as_json: bool, **flags: Any) -> None:
     """With --json each answer is one line of JSON."""
-    config = config_of(flags)
+    given = {name: value for name, value in flags.items() if value is not None}
+    config = ServeConfig.make(given)
     params = config.params()
     from overspill.serve.chat import Chat
 

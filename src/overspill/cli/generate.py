@@ -9,9 +9,11 @@ import typer
 from overspill.cli.arguments import Model
 from overspill.cli.flags import with_flags
 from overspill.cli.output import show
-from overspill.serve.config import ServeConfig
+from overspill.serve.config import GenerateConfig
 
-_HELP = """Continue a text with a Mixture-of-Experts model that may be larger than the GPU.
+_HELP = """Answer a text with a Mixture-of-Experts model that may be larger than the GPU.
+
+Most models continue the text; those with an encoder and a decoder translate or summarize it.
 
 [bold]Examples[/bold]
 
@@ -22,21 +24,25 @@ _HELP = """Continue a text with a Mixture-of-Experts model that may be larger th
 A run of overspill finetune --lora, whose adapter is added to the model that it was trained on:
 
   overspill generate runs/adapter "2 + 2 = "
+
+A translation:
+
+  overspill generate runs/nllb "The cat sleeps." --src-lang eng_Latn --tgt-lang fra_Latn
 """
 
 
 def add_to(app: typer.Typer) -> None:
-    prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")]
-    command = with_flags(_generate, {"model": Model, "prompt": prompt}, ServeConfig.settings())
+    prompt = Annotated[
+        str,
+        typer.Argument(metavar="PROMPT", help="The text to continue, or the source of an encoder."),
+    ]
+    command = with_flags(_generate, {"model": Model, "prompt": prompt}, GenerateConfig.settings())
     app.command("generate", help=_HELP)(command)
 
 
-def config_of(flags: dict[str, Any]) -> ServeConfig:
-    return ServeConfig.make({name: value for name, value in flags.items() if value is not None})
-
-
 def _generate(model: str, prompt: str, as_json: bool, **flags: Any) -> None:
-    config = config_of(flags)
+    given = {name: value for name, value in flags.items() if value is not None}
+    config = GenerateConfig.make(given)
     params = config.params()
     with config.open(model) as llm:
         if as_json:

@@ -34,6 +34,8 @@ SIGTERM or Ctrl-C finishes the answers in progress, a second one ends at once.
   overspill serve Qwen/Qwen3-30B-A3B --gpu-memory 20GiB --api-key-file keys.txt --host 0.0.0.0
 
   overspill serve Qwen/Qwen3-30B-A3B --adapter runs/adapter
+
+  overspill serve facebook/nllb-moe-54b --fix-nllb-routing --src-lang eng_Latn --tgt-lang fra_Latn
 """
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -49,7 +51,7 @@ def _serve(model: str, as_json: bool, **flags: Any) -> None:
     keys = config.read_keys()
     config.allowed_origins  # noqa: B018 - it checks them
     _check_installed()
-    config.model.check(model, needs_text=False)
+    config.decoder.check(model, config.model.check(model, needs_text=False))
     # Imported only after the flags are checked.
     from overspill.server.run import address_of, bind, serve
     from overspill.server.service import Service
@@ -97,12 +99,15 @@ def _announce(service: "Service", address: str, with_key: bool, as_json: bool) -
     if as_json:
         print(json.dumps({"url": address, "model": service.name, "pid": os.getpid()}), flush=True)
         return
-    chat = {"model": service.name, "messages": [{"role": "user", "content": "Hello"}]}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+    path = "chat/completions"
+    if service.llm.has_encoder:
+        path, asked = "completions", {"prompt": "Hello"}
     key = ' -H "Authorization: Bearer $OVERSPILL_API_KEY"' if with_key else ""
     of = "" if service.base is None else f" (an adapter of {service.base})"
     print(
         f"Serving {service.name}{of} at {address} (for OpenAI's clients: {address}/v1)\n"
-        f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-        f"-d {shlex.quote(json.dumps(chat))}",
+        f"  curl {address}/v1/{path} -H 'Content-Type: application/json'{key} "
+        f"-d {shlex.quote(json.dumps({'model': service.name, **asked}))}",
         flush=True,
     )

@@ -45,11 +45,12 @@ def routed_experts(
         activation=placeholder.activation,
         dropout=dropout,
     )
-    if not _recomputing():
+    decoder = current_decoder()
+    if decoder is None and not _recomputing():  # a decoding step has its experts
         expert_ids_TK = placeholder.reroute(expert_ids_TK)
     placeholder.top_k = expert_ids_TK.shape[1]
     adapters = placeholder.adapters
-    if (decoder := current_decoder()) is not None:
+    if decoder is not None:
         if adapters is not None:
             raise ConfigError(
                 "decoding does not support peft adapters of experts beside their weights; save the "

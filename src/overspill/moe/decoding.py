@@ -20,7 +20,8 @@ class ExpertDecoder(Protocol):
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
     ) -> Tensor:
-        """Each token's weighted sum over its experts, [T, D]."""
+        """Each token's weighted sum over its experts, [T, D]. The ids are those of the router, also
+        where a routing source replaces them."""
 
     def announce(self, placeholder: ExpertPlaceholder, expert_ids_TK: Tensor) -> None:
         """A pre-gate has chosen these experts of a later layer."""

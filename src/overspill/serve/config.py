@@ -1,10 +1,16 @@
-"""The settings of `overspill generate` and `overspill chat`."""
+"""The settings of `overspill generate` and `overspill chat`, and what `serve` has of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from overspill.models.huggingface.checks import check_checkpoint, check_tokenizer, is_adapter
+from overspill.core.errors import ConfigError
+from overspill.models.huggingface.checks import (
+    check_checkpoint,
+    check_tokenizer,
+    is_adapter,
+    read_json_config,
+)
 from overspill.train.run_folder import is_run
 from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
 
@@ -44,6 +50,8 @@ class ModelSection:
     cache_policy: Literal["lfu", "lru"] = "lfu"
     """Which expert leaves a GPU slot: the one that was used least of late (lfu), or not for the
     longest time (lru)."""
+    packed: bool = False
+    """Keep the experts of a quantized checkpoint packed in memory; with --device cpu."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     context: Count = 4096
@@ -52,20 +60,27 @@ class ModelSection:
     """Answers that are computed at once at most."""
     prefill_chunk: Count | None = None
     """Tokens of prompts in a batch at most; default: as many as is fast and fits into memory."""
+    fix_nllb_routing: bool = False
+    """Route tokens of NLLB-MoE to their two experts, as it was trained; transformers uses only the
+    first two experts of a layer."""
 
-    def check(self, model: str, needs_text: bool) -> None:
+    def check(self, model: str, needs_text: bool) -> Path | None:
         """Raises if `model` cannot be loaded, or has no tokenizer although `needs_text`, before
-        torch is imported."""
+        torch is imported. Returns the folder of a checkpoint; None for runs and adapters."""
         if is_run(Path(model).expanduser()):
-            return
+            return None
         folder = check_checkpoint(model)
-        if needs_text and not is_adapter(folder):
+        if is_adapter(folder):
+            return None
+        if needs_text:
             check_tokenizer(folder, "MODEL")
+        return folder
 
     def open(self, model: str) -> "LLM":
         # Importing torch takes seconds: only after the flags are checked.
         import torch
 
+        from overspill.moe.settings import Settings
         from overspill.serve.llm import LLM
 
         dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
@@ -85,6 +100,8 @@ class ModelSection:
             adapter=self.adapter,
             migrate=self.migrate,
             cache_policy=self.cache_policy,
+            packed=self.packed,
+            settings=Settings(fix_nllb_routing=True) if self.fix_nllb_routing else None,
         )
 
 
@@ -107,16 +124,66 @@ class SamplingSection:
 
 
 @dataclass(frozen=True)
-class ServeConfig(Config):
-    """All settings of `overspill generate` and `overspill chat`."""
+class DecoderSection:
+    """Models with an encoder and a decoder"""
 
-    command: ClassVar[str] = "generate"
+    src_lang: str | None = None
+    """Language of the source, as the tokenizer names it, such as eng_Latn."""
+    tgt_lang: str | None = None
+    """Language of the answer, such as fra_Latn."""
+    decoder_prompt: str | None = None
+    """Text that the answer continues."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of `SamplingParams` that are given."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def check(self, model: str, folder: Path | None) -> None:
+        """Raises, before weights are read, if the model in a folder cannot have these; without a
+        folder `LLM` checks it."""
+        if not self.given or folder is None:
+            return
+        if not _is_encoder_decoder(folder):
+            flag = "--" + next(iter(self.given)).replace("_", "-")
+            raise ConfigError(
+                f"{flag} is for models with an encoder and a decoder, {model} continues its "
+                "prompt; leave it out"
+            )
+        from overspill.serve.seq2seq import find_language, read_languages
+        from overspill.serve.source import find_codec
+
+        languages = read_languages(getattr(find_codec(folder), "tokenizer", None))
+        for name in ("src_lang", "tgt_lang"):
+            if name in self.given:
+                find_language(languages, name, self.given[name])
+
+
+def _is_encoder_decoder(folder: Path) -> bool:
+    return read_json_config(folder).get("is_encoder_decoder") is True
+
+
+@dataclass(frozen=True)
+class ServeConfig(Config):
+    """All settings of `overspill chat`."""
+
+    command: ClassVar[str] = "chat"
     model: ModelSection = field(default_factory=ModelSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
 
     def open(self, model: str) -> "LLM":
-        self.model.check(model, needs_text=True)
+        folder = self.model.check(model, needs_text=True)
+        if folder is not None:
+            self._check_kind(model, folder)
         return self.model.open(model)
+
+    def _check_kind(self, model: str, folder: Path) -> None:
+        """Raises if the command is for other models."""
+        if _is_encoder_decoder(folder):
+            raise ConfigError(
+                f"{model} has an encoder and a decoder: it answers single prompts; use overspill "
+                "generate"
+            )
 
     def params(self) -> "SamplingParams":
         from overspill.serve.params import SamplingParams
@@ -130,3 +197,17 @@ class ServeConfig(Config):
             section.seed,
             section.stop,
         )
+
+
+@dataclass(frozen=True)
+class GenerateConfig(ServeConfig):
+    """All settings of `overspill generate`."""
+
+    command: ClassVar[str] = "generate"
+    decoder: DecoderSection = field(default_factory=DecoderSection)
+
+    def _check_kind(self, model: str, folder: Path) -> None:
+        self.decoder.check(model, folder)
+
+    def params(self) -> "SamplingParams":
+        return replace(super().params(), **self.decoder.given)

@@ -11,6 +11,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.hardware.native import has_triton
 from overspill.models.budgets import Budgets, Size
 from overspill.models.pregate import pregate_level
+from overspill.moe.settings import Settings
 from overspill.plan.eviction import CACHE_POLICIES
 from overspill.plan.pieces import PieceSizes
 from overspill.serve import conversation
@@ -26,7 +27,6 @@ from overspill.serve.prompts import (
     Prompt,
     check_ids,
     check_prompt,
-    check_source,
     check_tokens,
     list_prompts,
     params_of_each,
@@ -35,7 +35,7 @@ from overspill.serve.request import Request
 from overspill.serve.rules import make_rules
 from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
-from overspill.serve.seq2seq import first_tokens
+from overspill.serve.seq2seq import DecoderPrompts, check_no_decoder
 from overspill.serve.source import CacheRequest, open_source
 from overspill.serve.support import can_page
 from overspill.serve.text import Codec, TextStream, check_text
@@ -69,6 +69,9 @@ class LLM:
     batch computes; without, batches are as large as is fast and fits into memory. The other
     arguments are those of `overspill.load`.
 
+    Prompts of models with an encoder and a decoder (Switch Transformers, NLLB-MoE) are sources for
+    the encoder; `SamplingParams` has languages for them, and what the decoder begins with.
+
     Several threads may use it at once: their requests are computed together.
     """
 
@@ -89,6 +92,8 @@ class LLM:
         adapter: str | os.PathLike[str] | None = None,
         migrate: str = "auto",
         cache_policy: str = "lfu",
+        settings: Settings | None = None,
+        packed: bool = False,
     ) -> None:
         check_mode(mode)
         if cache_policy not in CACHE_POLICIES:
@@ -103,14 +108,15 @@ class LLM:
         streaming = None if slots is None else max(_LEAST_SLOTS, slots)
         budgets = Budgets(
             gpu_memory, host_memory, disk, device, "gpu" if mode == "gpu-only" else "auto",
-            streaming, host_slots,
+            streaming, host_slots, settings or Settings(),
         )  # fmt: skip
         check_migrate(migrate, mode, budgets.compute_device)
         if not isinstance(model, str | os.PathLike):
             given = {
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
                 "mode": mode if mode == "gpu-only" else None, "host_slots": host_slots,
-                "device": device, "dtype": dtype,
+                "device": device, "dtype": dtype, "settings": settings,
+                "packed": packed or None,
             }  # fmt: skip
             check_not_given(given)
             if adapter is not None:
@@ -119,7 +125,7 @@ class LLM:
                     "loaded already, load what overspill.merge makes of both"
                 )
         asked = CacheRequest(context, max_batch, _BLOCK)
-        self._source = source = open_source(model, budgets, asked, dtype, adapter)
+        self._source = source = open_source(model, budgets, asked, dtype, adapter, packed)
         self._closed = False
         self.model = source.model
         """The model itself, as a module of PyTorch."""
@@ -135,6 +141,10 @@ class LLM:
             if source.owned:
                 source.model.overspill.close()
             raise
+        self._decoder: DecoderPrompts | None = None
+        if source.has_encoder:
+            vocabulary = self._vocabulary()
+            self._decoder = DecoderPrompts(source.model, source.codec, vocabulary, source.context)
         self._grammars = Grammars(source.codec, source.ends, self._vocabulary())
         self._background = Background(self._loop)
 
@@ -275,8 +285,17 @@ class LLM:
     ) -> list[int]:
         """The prompt of a chat (`[{"role": "user", "content": "..."}]`) by the model's chat
         template, which gets `tools` and the other arguments; without one, the lines of the chat as
-        plain text."""
+        plain text. An encoder-decoder has no chats."""
+        self.check_chats()
         return conversation.chat_tokens(self._source.codec, messages, tools, template_arguments)
+
+    def check_chats(self) -> None:
+        """Raises if this model has no chats: an encoder-decoder answers single prompts."""
+        if self.has_encoder:
+            raise ConfigError(
+                f"{type(self.model).__name__} has an encoder and a decoder: it answers single "
+                "prompts, no chats; use generate (overspill generate, /v1/completions)"
+            )
 
     @property
     def has_chat_template(self) -> bool:
@@ -287,8 +306,28 @@ class LLM:
         """The text of the chat template, which tells what it supports."""
         return conversation.template_of(self._source.codec)
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+    @property
+    def has_encoder(self) -> bool:
+        """Whether prompts are sources for an encoder, and a decoder writes the answers."""
+        return self._decoder is not None
+
+    @property
+    def languages(self) -> list[str]:
+        """The languages of sources and answers, as the tokenizer names them; mostly none."""
+        return [] if self._decoder is None else list(self._decoder.languages)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises if this model cannot have these languages or this decoder prompt."""
+        if self._decoder is None:
+            check_no_decoder(params, self.model)
+        else:
+            self._decoder.check(params)
+
+    def encode(self, text: str, src_lang: str | None = None) -> list[int]:
+        """The tokens of a text, which may be a source in a language."""
+        if self._decoder is not None:
+            return self._decoder.encode(text, src_lang)
+        check_no_decoder(SamplingParams(src_lang=src_lang), self.model)
         check_text(text)
         return self._codec.encode(text)
 
@@ -337,12 +376,14 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         self._check_open()
         codec, vocabulary = self._source.codec, self._vocabulary()
-        tokens = self.encode(prompt) if isinstance(prompt, str) else list(check_prompt(prompt))
+        given = prompt if isinstance(prompt, str) else check_prompt(prompt)
         source: list[int] = []
-        if self._source.has_encoder:
-            check_source(tokens, vocabulary, self.context)
-            source, tokens = tokens, first_tokens(self.model)
-        check_tokens(tokens, vocabulary, self.context)
+        if self._decoder is not None:
+            source, tokens = self._decoder.source(given, params), self._decoder.opening(params)
+        else:
+            check_no_decoder(params, self.model)
+            tokens = self.encode(given) if isinstance(given, str) else list(given)
+            check_tokens(tokens, vocabulary, self.context)
         if params.stops and codec is None:
             raise ConfigError("this model has no tokenizer: stop strings cannot be found")
         for token in params.logit_bias or ():

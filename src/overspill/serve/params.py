@@ -13,6 +13,8 @@ _LARGEST = sys.float_info.max
 _MOST_PENALTY, _MOST_BIAS = 2, 100  # as in OpenAI's interface
 _LONGEST_SCHEMA = 65_536
 """Characters."""
+DECODER_FIELDS = ("src_lang", "tgt_lang", "decoder_prompt")
+"""Those of `SamplingParams` that only encoder-decoders have."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class SamplingParams:
     already, `presence_penalty` once if it has it; `logit_bias` is added to the logits of token ids.
     `json_schema` (a dictionary, or its JSON text) makes the answer JSON of this schema;
     `{"type": "object"}` allows any object. `logprobs` are those of the model without all this.
+
+    For encoder-decoders: `src_lang` and `tgt_lang` are the languages of the source and of the
+    answer, as the tokenizer names them ("fra_Latn"); the decoder begins with the token of
+    `tgt_lang`. It continues `decoder_prompt` (text or token ids), which is no part of the answer.
     """
 
     max_tokens: int = 64
@@ -44,6 +50,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     json_schema: Mapping[str, Any] | str | None = None
+    src_lang: str | None = None
+    tgt_lang: str | None = None
+    decoder_prompt: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, 1)
@@ -72,6 +81,11 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             _within(name, getattr(self, name), _MOST_PENALTY)
         _check_bias(self.logit_bias)
+        for name in ("src_lang", "tgt_lang"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name}={value!r} must be the name of a language")
+        _check_decoder_prompt(self.decoder_prompt)
         if self.json_schema is not None:
             if self.min_tokens:
                 raise ConfigError(
@@ -131,6 +145,15 @@ def _check_bias(bias: object) -> None:
     for token, value in bias.items():
         _whole("a token id of logit_bias", token, 0)
         _within(f"logit_bias[{token}]", value, _MOST_BIAS)
+
+
+def _check_decoder_prompt(prompt: object) -> None:
+    if prompt is None or isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list | tuple):
+        raise ConfigError(f"decoder_prompt={prompt!r} must be a text or a list of token ids")
+    for token in prompt:
+        _whole("a token id of decoder_prompt", token, 0)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,17 @@ def check_source(tokens: Sequence[Any], vocabulary: int, longest: int) -> None:
         )
 
 
+def check_decoder(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
+    """Whether a decoder can begin with these tokens, and has room for an answer."""
+    check_ids(tokens, vocabulary)
+    if len(tokens) >= context:
+        raise ConfigError(
+            f"decoder_prompt: the decoder begins with {len(tokens)} tokens, which leaves no room "
+            f"in its context of {context}; shorten it, or raise context= (--context) if the model "
+            "allows it"
+        )
+
+
 def check_ids(tokens: Sequence[Any], vocabulary: int) -> None:
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool):

@@ -88,6 +88,7 @@ def open_source(
     asked: CacheRequest,
     dtype: torch.dtype | str | None,
     adapter: str | os.PathLike[str] | None = None,
+    packed: bool = False,
 ) -> Source:
     if not isinstance(model, str | os.PathLike):
         return _given(model, asked)
@@ -97,6 +98,11 @@ def open_source(
             raise ConfigError(
                 f"adapter={os.fspath(adapter)!r} is for checkpoints of Hugging Face, {path} is a "
                 "run of overspill train; overspill export makes a checkpoint of it"
+            )
+        if packed:
+            raise ConfigError(
+                f"packed=True (--packed) is for quantized checkpoints, {path} is a run of "
+                "overspill train; leave it out"
             )
         trained = read_trained(path)
         if dtype not in (None, "auto", trained.dtype, str(trained.dtype).removeprefix("torch.")):
@@ -127,7 +133,7 @@ def open_source(
     budgets, n_blocks = _reserve(budgets, asked, token_bytes)
     # first: an error leaves no model behind
     codec = (None if lora is None else find_codec(lora)) or find_codec(folder)
-    loaded = load_within(folder, budgets, dtype, False, True, True, {}, adapter=lora)
+    loaded = load_within(folder, budgets, dtype, False, True, True, {}, adapter=lora, packed=packed)
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
     ends = _ends(loaded, codec)
     return Source(loaded, codec, ends, asked.context, n_blocks, owned=True, adapter=lora)

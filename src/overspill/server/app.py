@@ -97,7 +97,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         body = parse(CompletionRequest, await request.body())
         service.check_model(body.model)
         exchange = Exchange(service, len(prompts_of(body)) * (body.n or 1))
-        plan = partial(plan_completion, llm, body, name)
+        plan = partial(plan_completion, llm, body, name, service.config.decoder.given)
         return await exchange.run(request, plan, bool(body.stream))
 
 
@@ -114,6 +114,9 @@ def _add_models(app: FastAPI, service: Service) -> None:
     }  # fmt: skip
     if service.adapter is not None:  # "parent" as in vLLM
         card |= {"adapter": service.adapter, "parent": service.base}
+
+    if service.llm.has_encoder:  # no chats
+        card |= {"encoder_decoder": True, "languages": service.llm.languages}
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
     """What is computed for a chat. Tokenizes: takes long for a long chat."""
+    llm.check_chats()
     template = llm.chat_template
     check_tools(body, template)
     schema = tool_schema(body) or schema_of(body.response_format)
@@ -35,7 +36,7 @@ def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     messages = [_message(message) for message in body.messages]
     tokens = llm.chat_tokens(messages, tools=tools, **template_arguments(body, template))
-    check_length(tokens, llm.context, "messages")
+    check_length(tokens, llm, "messages")
     n = body.n or 1
     form = ChatForm(
         model,

@@ -1,10 +1,11 @@
 """POST /v1/completions"""
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from overspill.serve.params import Piece, Result
+from overspill.serve.params import DECODER_FIELDS, Piece, Result
 from overspill.server.answers import Job
 from overspill.server.errors import invalid
 from overspill.server.forms import Form
@@ -26,17 +27,29 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     return list(prompt)
 
 
-def plan_completion(llm: "LLM", body: CompletionRequest, model: str) -> Plan:
-    """What is computed for a completion. Tokenizes: takes long for a long prompt."""
+def plan_completion(
+    llm: "LLM", body: CompletionRequest, model: str, defaults: Mapping[str, Any]
+) -> Plan:
+    """What is computed for a completion. Tokenizes: takes long for a long prompt. `defaults` are
+    for the languages and the decoder prompt."""
+    if body.echo and llm.has_encoder:
+        raise invalid("echo is not supported: answers of this model continue no prompt", "echo")
+    own = {name: getattr(body, name) for name in DECODER_FIELDS}
+    given = {name: value for name, value in own.items() if value is not None}
     most = body.max_tokens or _DEFAULT_TOKENS
-    params = sampling_params(body, most, body.logprobs, schema_of(body.response_format))
+    schema = schema_of(body.response_format)
+    params = sampling_params(body, most, body.logprobs, schema, {**defaults, **given})
+    llm.check_params(params)
+    src_lang, params = params.src_lang, dataclasses.replace(params, src_lang=None)
     n = body.n or 1
     jobs, echoes = [], []
     for prompt in prompts_of(body):
-        tokens = llm.encode(prompt) if isinstance(prompt, str) else prompt
+        if body.src_lang is not None and not isinstance(prompt, str):
+            raise invalid("src_lang is for texts: token ids are taken as they are", "src_lang")
+        tokens = llm.encode(prompt, src_lang) if isinstance(prompt, str) else prompt
         if not tokens:
             raise invalid("the prompt is empty; give at least one token", "prompt")
-        check_length(tokens, llm.context, "prompt")
+        check_length(tokens, llm, "prompt")
         jobs += [Job(tokens, each) for each in samples_of(params, n)]
         echo = ""
         if body.echo:

@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from overspill.server.answers import Job
 from overspill.server.errors import invalid
 from overspill.server.forms import Form
+
+if TYPE_CHECKING:
+    from overspill.serve.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -17,8 +21,16 @@ class Plan:
     form: Form
 
 
-def check_length(tokens: Sequence[int], context: int, param: str) -> None:
-    if len(tokens) >= context:
+def check_length(tokens: Sequence[int], llm: "LLM", param: str) -> None:
+    context = llm.context
+    if llm.has_encoder and len(tokens) > context:
+        raise invalid(
+            f"this model's encoder takes {context} tokens, and the prompt has {len(tokens)}; "
+            "shorten it",
+            param,
+            "context_length_exceeded",
+        )
+    if not llm.has_encoder and len(tokens) >= context:
         raise invalid(
             f"this model's context is {context} tokens, and the prompt has {len(tokens)}, which "
             "leaves no room for an answer; shorten it",

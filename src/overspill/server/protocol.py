@@ -59,6 +59,7 @@ Item = TypeVar("Item")
 List = Annotated[list[Item], Field(fail_fast=True)]
 Entries = Annotated[dict[str, Item], BeforeValidator(_few_entries)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Language = Annotated[str, Field(min_length=1, max_length=64)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -203,13 +204,16 @@ class CompletionRequest(Shared):
     best_of: int | None = None
     suffix: str | None = None
     response_format: ResponseFormat | None = None
+    src_lang: Language | None = None
+    tgt_lang: Language | None = None
+    decoder_prompt: str | List[int] | None = None
 
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, self.n or 1):
             raise invalid("best_of is not supported; use n, which returns all answers", "best_of")
         if self.suffix:
-            raise invalid("suffix is not supported: this model continues texts", "suffix")
+            raise invalid("suffix is not supported; leave it out", "suffix")
         if self.echo and self.logprobs is not None:
             raise invalid("logprobs of the prompt are not supported; leave out echo", "echo")
         if self.prompt == []:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from overspill.core.errors import ConfigError
@@ -14,9 +15,14 @@ _ARGUMENTS = frozenset(field.name for field in dataclasses.fields(SamplingParams
 
 
 def sampling_params(
-    body: Shared, max_tokens: int, logprobs: int | None, schema: dict[str, Any] | None
+    body: Shared,
+    max_tokens: int,
+    logprobs: int | None,
+    schema: dict[str, Any] | None,
+    decoder: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
-    """Defaults are those of OpenAI's API: tokens are drawn with temperature 1."""
+    """Defaults are those of OpenAI's API: tokens are drawn with temperature 1. `decoder` are
+    further arguments."""
     given: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -29,6 +35,7 @@ def sampling_params(
         "presence_penalty": body.presence_penalty,
         "logit_bias": _bias(body.logit_bias),
         "json_schema": schema,
+        **(decoder or {}),
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from overspill.models.huggingface.lora_config import read_lora_config
+from overspill.serve.params import SamplingParams
 from overspill.server.answers import Answers
 from overspill.server.bridge import Bridge
 from overspill.server.errors import ApiError, draining, invalid, too_busy
@@ -40,6 +41,8 @@ class Service:
         `keys` are those of `config`, if they were read already: a pipe can be read only once."""
         self.llm = llm
         self.config = config
+        if config.decoder.given:
+            llm.check_params(SamplingParams(**config.decoder.given))
         self.keys = config.read_keys() if keys is None else keys
         given = config.model.adapter or model
         own = default_name(given)

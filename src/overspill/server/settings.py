@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from overspill.core.errors import ConfigError
 from overspill.core.sizes import parse_size
-from overspill.serve.config import ModelSection
+from overspill.serve.config import DecoderSection, ModelSection
 from overspill.train.settings import Config, Count, NotNegativeInt, Rule, SizeText
 
 KEY_VARIABLE = "OVERSPILL_API_KEY"
@@ -75,6 +75,8 @@ class ServerConfig(Config):
     access: AccessSection = field(default_factory=AccessSection)
     limits: LimitSection = field(default_factory=LimitSection)
     model: ModelSection = field(default_factory=ModelSection)
+    decoder: DecoderSection = field(default_factory=DecoderSection)
+    """For completions that do not say otherwise."""
 
     def read_keys(self) -> tuple[str, ...]:
         """The keys of --api-key, --api-key-file and the environment; empty if there are none."""

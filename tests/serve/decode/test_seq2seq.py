@@ -16,7 +16,8 @@ from overspill.serve.decode.modes import Ahead, PreGated
 from overspill.serve.request import Request
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler
-from overspill.serve.seq2seq import first_tokens
+from overspill.serve.seq2seq import start_token
+from overspill.simulate import routed_by
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE
 from tests.serve.requests import make_request
@@ -36,17 +37,20 @@ FEW_HEADS: dict[str, dict[str, Any]] = {  # Triton's interpreter takes time for 
 class Decoding:
     """Requests with the first sources, whose logits are compared with those of the plain model."""
 
-    def __init__(self, plain: Any, model: Any, n: int = 2, slots: int = 0, mode: str = "auto"):
+    def __init__(
+        self, plain: Any, model: Any, n: int = 2, slots: int = 0, mode: str = "auto",
+        fused: bool = True,
+    ) -> None:  # fmt: skip
         self.plain, self.model = plain, model
         limits = BLOCKS, SIZE, 64, 4
-        self.runner = PagedRunner(model, CPU, *limits, fused=True, slots=slots, mode=mode)
+        self.runner = PagedRunner(model, CPU, *limits, fused=fused, slots=slots, mode=mode)
         self.scheduler = Scheduler(BlockPool(BLOCKS, SIZE, share=False), 4, 64)
         self.requests = [self._request(model, source) for source in SOURCES[:n]]
         for request in self.requests:
             self.scheduler.add(request)
 
     def _request(self, model: Any, source: list[int]) -> Request:
-        made = make_request(first_tokens(model), 30)
+        made = make_request([start_token(model)], 30)
         made.source = list(source)
         return made
 
@@ -138,3 +142,62 @@ def test_pregates_announce_what_the_decoder_uses(
         assert ids is not None
         assert torch.equal(ids[:2], ids_LBK[layer - first])
     assert len(ids_LBK.unique()) > 1
+
+
+class InTurn:
+    """Each token has the next experts in turn, from another one on in each layer."""
+
+    def __init__(self, model: Any, top_k: int) -> None:
+        self.n_layers, self.n_experts = model.overspill.n_layers, model.overspill.n_experts
+        self.top_k = top_k
+
+    def __call__(self, layer: int, n_tokens: int, device: torch.device) -> Tensor:
+        ids = torch.arange(self.top_k * n_tokens, device=device) + layer + 1
+        return ids.view(n_tokens, self.top_k) % self.n_experts
+
+
+class InTurnAtOnce(InTurn):
+    def all_layers(self, n_tokens: int, device: torch.device) -> Tensor:
+        return torch.stack([self(layer, n_tokens, device) for layer in range(self.n_layers)])
+
+
+@pytest.mark.parametrize(("name", "kind"), list(zip(FAMILIES, (InTurn, InTurnAtOnce), strict=True)))
+def test_routing_that_is_replaced_is_followed(
+    name: str,
+    kind: type[InTurn],
+    tmp_path: Path,
+    module_steps: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Logits are those of the modules with the same routing, and what is copied ahead is what
+    later layers use."""
+    plain = pregated(name, 1, **FEW_HEADS[name])
+    announced: list[Ahead] = []
+    real = PreGated.ahead
+
+    def ahead(mode: Any, layer: int, routings: Any) -> Ahead | None:
+        found: Ahead | None = real(mode, layer, routings)
+        if found is not None and found.ids_BK is not None:
+            announced.append(Ahead(found.layer, found.ids_BK.clone()))
+        return found
+
+    monkeypatch.setattr(PreGated, "ahead", ahead)
+    logits: list[list[Tensor]] = []
+    with offloaded(plain, "host", tmp_path) as model:
+        source = kind(model, 1 if name == "switch_transformers" else 2)
+        with routed_by(model, source):
+            for fused in (True, False):
+                made = Decoding(plain, model, mode="pre-gated", fused=fused)
+                computed: list[Tensor] = []
+                made.check = lambda _, rows, to=computed: to.append(rows.clone())  # type: ignore[method-assign]
+                for _ in range(3):
+                    made.step()
+                made.runner.close()
+                logits.append(computed)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=5e-4)
+    assert module_steps == [2, 2]
+    last = model.overspill.n_layers - 1
+    assert [each.layer for each in announced] == [last - 1, last] * 2
+    for layer, ids in announced:
+        assert ids is not None
+        assert torch.equal(ids.long(), source(layer, 2, CPU))

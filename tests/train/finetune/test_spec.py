@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import NllbTokenizer
 
 from overspill.core.errors import BudgetError, ConfigError
 from overspill.models.huggingface.load import load_within
@@ -22,6 +23,7 @@ from tests.models.huggingface.refused import REFUSED
 from tests.train.finetune.tiny import (
     make_tokenizer,
     mixtral_config,
+    save_nllb,
     tiny_settings,
     write_pairs,
 )
@@ -102,6 +104,37 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(mixtral: Path, tmp_path: P
     (bare / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"--tokenizer .*bare: the tokenizer cannot be read \("):
         load_tokenizer(bare, "--tokenizer")
+
+
+def test_languages_of_a_translation_are_those_that_are_asked_for(
+    mixtral: Path, tmp_path: Path
+) -> None:
+    nllb = save_nllb(tmp_path / "nllb")
+    words = ["<s>", "<pad>", "</s>", "<unk>", "▁", *"0123456789:"]
+    NllbTokenizer(
+        vocab={word: number for number, word in enumerate(words)},
+        merges=[],
+        extra_special_tokens=["eng_Latn", "fra_Latn", "deu_Latn"],
+    ).save_pretrained(nllb)
+
+    def plan(checkpoint: Path = nllb, **languages: str) -> FinetuneSpec:
+        return _plan(checkpoint, tmp_path, **languages)
+
+    german_to_french = plan(src_lang="deu_Latn", tgt_lang="fra_Latn")
+    tokenizer = german_to_french.tokenizer
+    german, french, english = (tokenizer.vocab[f"{name}_Latn"] for name in ("deu", "fra", "eng"))
+    for row in german_to_french.data.train:
+        assert (row.tokens[0], row.tokens[-1]) == (german, tokenizer.eos_token_id)
+        assert (row.labels[0], row.labels[-1]) == (french, tokenizer.eos_token_id)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved", "--tokenizer")
+    assert again("1")["input_ids"][0] == german
+    assert again(text_target="1")["input_ids"][0] == french
+    assert plan().data.train[0].tokens[0] == english  # the tokenizer's own
+    with pytest.raises(ConfigError, match=r"--tgt-lang French is none of the 3 .* such as eng_Lat"):
+        plan(src_lang="deu_Latn", tgt_lang="French")
+    with pytest.raises(ConfigError, match=r"--src-lang eng_Latn: the tokenizer .* no languages"):
+        plan(mixtral, src_lang="eng_Latn")
 
 
 def test_a_family_that_is_not_supported_is_named_before_data_is_read(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from overspill.compute.packed_matrix import Parts
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.json_text import parse_json
 from overspill.models.huggingface.checks import CONFIG, INDEX, SINGLE, check_checkpoint, is_adapter
@@ -118,7 +120,7 @@ class CheckpointFolder:
         self.packed = find_packed(self.folder, self.specs, packing)
         if packing is None:
             return
-        unused = {part for packed in self.packed.values() for part in packed.parts}
+        unused = {part for packed in self.packed.values() for part in packed.parts.values()}
         unused |= {n for n, spec in self.specs.items() if is_for_activations(n, spec)}
         self.specs = {n: spec for n, spec in self.specs.items() if n not in unused}
         self.specs |= {name: packed.spec for name, packed in self.packed.items()}
@@ -190,15 +192,24 @@ class CheckpointFolder:
         return whole
 
     def _unpack(self, packed: PackedTensor, offset: int, out: Tensor) -> None:
-        def read(name: str, matrix: int) -> Tensor:
-            reader = self._home[name]
-            spec = reader.specs[name]
-            shape = spec.shape[len(packed.stack) :]
-            part = torch.empty(shape, dtype=spec.dtype)
-            reader.read_piece(name, matrix * part.numel(), part)
-            return part
+        packed.read(partial(self._read_part, packed), offset, out)
 
-        packed.read(read, offset, out)
+    def read_parts(self, name: str, number: int, read: bool = True) -> Parts:
+        """The parts of one matrix of a packed tensor; without `read` on the meta device."""
+        packed = self.packed[name]
+        if read:
+            return packed.read_parts(partial(self._read_part, packed), number)
+        return packed.parts_of(lambda part: self._empty(packed, part, "meta"))
+
+    def _read_part(self, packed: PackedTensor, name: str, number: int) -> Tensor:
+        part = self._empty(packed, name, "cpu")
+        self._home[name].read_piece(name, number * part.numel(), part)
+        return part
+
+    def _empty(self, packed: PackedTensor, name: str, device: str) -> Tensor:
+        """Memory for one matrix of a stored tensor."""
+        spec = self._home[name].specs[name]
+        return torch.empty(spec.shape[len(packed.stack) :], dtype=spec.dtype, device=device)
 
     def close(self) -> None:
         for reader in self._readers.values():

@@ -176,11 +176,12 @@ class Decode:
         """Whether steps can compute this model, as it is now."""
         if self._decoder is not None or self._refused:
             return not self._refused
-        # routing may be replaced for a while
-        return all(each.source is None for each in self._placeholders)
+        # routing may be replaced for a while: in all layers, or in none
+        replaced = [each.source is not None for each in self._placeholders[self._first :]]
+        return all(replaced) or not any(replaced)
 
     def _graphs_of(self, missing: MissingExperts | None) -> DecodeGraphs:
-        found = (each.source for each in self._placeholders)
+        found = (each.source for each in self._placeholders[self._first :])
         sources = tuple(source for source in found if source is not None)
         key = missing is not None, sources
         if key not in self._graphs:
@@ -197,7 +198,9 @@ class Decode:
             call = partial(_compute, step, missing)
             source_blocks = 0 if self._seq2seq is None else self._max_blocks
             device = self._engine.device
-            self._graphs[key] = DecodeGraphs(call, *limits, device, sources, source_blocks)
+            self._graphs[key] = DecodeGraphs(
+                call, *limits, device, sources, source_blocks, self._first
+            )
         return self._graphs[key]
 
     def _has_missing(self) -> bool:

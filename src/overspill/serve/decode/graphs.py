@@ -52,11 +52,13 @@ class DecodeGraphs:
         device: torch.device,
         sources: Sequence[RoutingSource] = (),
         source_blocks: int = 0,
+        first_layer: int = 0,
     ) -> None:
-        """`sources` choose the experts of each layer, if that are not the routers. The source of a
-        sequence, in encoder-decoders, has up to `source_blocks` blocks."""
+        """`sources` choose the experts of each layer from `first_layer` on, if that are not the
+        routers. The source of a sequence, in encoder-decoders, has up to `source_blocks` blocks."""
         self._step = step
         self._sources = sources
+        self._first_layer = first_layer
         self._spare = spare
         self._device = device
         self._size = 1
@@ -128,10 +130,12 @@ class DecodeGraphs:
     def _choose_experts(self, ids_LBK: Tensor) -> None:
         first, count = self._sources[0], ids_LBK.shape[1]
         if isinstance(first, StepSource) and all(source is first for source in self._sources):
-            ids_LBK.copy_(first.all_layers(count, self._device)[: len(ids_LBK)])
+            ids_LBK.copy_(
+                first.all_layers(count, self._device)[self._first_layer :][: len(ids_LBK)]
+            )
             return
-        for layer, source in enumerate(self._sources):
-            ids_LBK[layer] = source(layer, count, self._device)
+        for number, source in enumerate(self._sources):
+            ids_LBK[number] = source(self._first_layer + number, count, self._device)
 
     def _parts(self, memory: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Of a batch of `size` rows: its numbers, and the blocks of each row."""

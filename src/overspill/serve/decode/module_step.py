@@ -65,7 +65,7 @@ class ModuleStep:
         self._ids: Tensor | None = None
 
     def __call__(self, batch: Batch) -> Computed:
-        self._batch, self._ids = batch, None
+        self._batch, self._ids = batch, batch.ids
         self._announced.clear()
         self._biases.clear()
         with attention_cache(self), decoding(self):
@@ -127,7 +127,8 @@ class ModuleStep:
             shape = engine.n_layers - self._first, *expert_ids_TK.shape
             self._ids = torch.empty(shape, dtype=torch.int32, device=x_TD.device)
         ids = self._ids[layer - self._first]
-        ids.copy_(_every_id(expert_ids_TK, placeholder))
+        if batch.ids is None:
+            ids.copy_(_every_id(expert_ids_TK, placeholder))
         buffers = None if missing is None else missing.buffers
         weights = weights_TK.float().contiguous()
         x_TD = x_TD.contiguous()
@@ -155,6 +156,9 @@ class ModuleStep:
         self._announced[placeholder.layer] = ids_TK.to(torch.int32)
 
     def known(self, layer: int) -> Tensor | None:
+        assert self._batch is not None
+        if self._batch.ids is not None:  # the pre-gates do not choose
+            return self._batch.ids[layer - self._first]
         return self._announced.get(layer)
 
     def guess(self, layer: int) -> Tensor:

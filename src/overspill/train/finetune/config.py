@@ -68,6 +68,11 @@ class FinetuneDataSection(BatchSection):
     """Longest answer that is generated for --metric, in tokens."""
     chat_template: str | None = None
     """File with a chat template; default: the template of the tokenizer."""
+    src_lang: str | None = None
+    """Language of the prompts, as the tokenizer of a translation model names it, such as eng_Latn;
+    default: the tokenizer's."""
+    tgt_lang: str | None = None
+    """Language of the completions, such as fra_Latn; default: the tokenizer's."""
     labels: str | None = None
     """Words for the labels 0, 1, … of a .tsv, such as negative,positive; default: the numbers."""
     label_prompt: str = "{sentence}\nLabel:"
@@ -80,6 +85,12 @@ class FinetuneDataSection(BatchSection):
     """Cut examples that are too long instead of refusing them."""
     packing: bool | None = None
     """Put several examples into one sequence; default: on for text and chat."""
+
+    @property
+    def languages(self) -> dict[str, str]:
+        """Those that are given, by the names of their fields."""
+        named = {"src_lang": self.src_lang, "tgt_lang": self.tgt_lang}
+        return {name: language for name, language in named.items() if language is not None}
 
 
 @dataclass(frozen=True)

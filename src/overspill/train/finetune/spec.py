@@ -1,9 +1,11 @@
 """What a run of `overspill finetune` or `pregate` is built from: checkpoint, tokenizer, data."""
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -38,6 +40,8 @@ from overspill.train.team import Team
 
 _SEQ_LEN = 1024  # default: long enough for most examples, and not the 128k of some models
 _LR, _LORA_LR = 1e-5, 1e-4
+_LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Za-z]+)?")
+"""Names of languages among the special tokens of a tokenizer: eng_Latn, en_XX."""
 _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k")
 """Names of the number of experts per token in configs of transformers."""
 
@@ -167,11 +171,8 @@ def plan_finetuning(
             f"--balance: {model_config.model_type} has no load-balancing loss; omit the flag"
         )
     given = config.model.tokenizer
-    tokenizer = (
-        load_tokenizer(folder, "CHECKPOINT")
-        if given is None
-        else load_tokenizer(Path(given).expanduser(), "--tokenizer")
-    )
+    source = (folder, "CHECKPOINT") if given is None else (Path(given).expanduser(), "--tokenizer")
+    tokenizer = load_tokenizer(*source, config.data.languages)
     data = load_data(
         config.data, tokenizer, seq_len, model_config, config.run.seed, say, config.metrics
     )
@@ -246,19 +247,33 @@ def _check_stages(count: int, folder: Path, model_config: Any) -> None:
         )
 
 
-def load_tokenizer(folder: Path, flag: str) -> Tokenizer:
-    """The tokenizer in `folder`; errors name `flag`."""
+def load_tokenizer(
+    folder: Path, flag: str, languages: Mapping[str, str] = MappingProxyType({})
+) -> Tokenizer:
+    """The tokenizer in `folder`; errors name `flag`. `languages` are those of sources ("src_lang")
+    and targets ("tgt_lang"), by default the tokenizer's own."""
     check_tokenizer(folder, flag)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **languages)
     except Exception as error:  # transformers raises many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"{flag} {folder}: the tokenizer cannot be read ({reason}); give the folder of one "
             "with --tokenizer"
         ) from error
+    known = [token for token in tokenizer.all_special_tokens if _LANGUAGE.fullmatch(token)]
+    for name, language in languages.items():
+        asked = f"--{name.replace('_', '-')} {language}"
+        if not hasattr(type(tokenizer), "src_lang"):
+            raise ConfigError(f"{asked}: the tokenizer of this model has no languages; omit it")
+        if language not in known:
+            raise ConfigError(
+                f"{asked} is none of the {len(known)} languages of this tokenizer; give one such "
+                f"as {', '.join(known[:4])}"
+            )
+    return tokenizer
 
 
 def choose_seq_len(asked: int | None, model_config: Any) -> int:
