@@ -166,6 +166,22 @@ def test_all_linear_means_what_it_means_on_the_plain_model(tmp_path: Path) -> No
         assert_near(trained(mine), trained(theirs), "gradients")
 
 
+@pytest.mark.parametrize(
+    ("targets", "meant"), [("all-linear", True), (["q", "wi"], True), (["q", "v"], False)]
+)
+def test_experts_that_are_left_out_are_named(
+    targets: Any, meant: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = BY_NAME["switch_transformers"]
+    plain = make_model(family)
+    with offloaded(plain, "host", tmp_path) as twin:
+        mine = adapt(twin, target_modules=targets, target_parameters=None)
+        for _ in range(2):
+            mine(**make_batch(family, plain))
+    lines = [r.message for r in caplog.records if "has no part in the experts" in r.message]
+    assert len(lines) == meant
+
+
 def test_merging_and_unmerging_change_the_records(tmp_path: Path) -> None:
     for family in (MIXTRAL, BY_NAME["gpt_oss"]):
         plain = make_model(family)

@@ -153,7 +153,10 @@ def test_an_adapter_is_served_on_a_packed_model_and_merged_into_an_unpacked_one(
 ) -> None:
     peft = pytest.importorskip("peft")
     pair = pairs["int4"]
-    config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(
+        target_modules=["q_proj"], target_parameters=experts, r=2, init_lora_weights=False
+    )
     plain = again(pair.family, pair.plain)
     batch = make_batch(pair.family, plain)
     adapted = peft.get_peft_model(plain, config)
