@@ -122,6 +122,11 @@ def test_experts_are_trained_with_the_dropout_of_the_checkpoint(
     first, recomputed, without = (display.losses for display in displays)
     assert recomputed == pytest.approx(first, rel=1e-4)
     assert without != pytest.approx(first, rel=1e-2)
+    stopped, resumed = Watcher(_stop_at(1)), Watcher()
+    settings = tiny_settings(checkpoint, data, tmp_path / "stopped", steps=2)
+    _finetune(settings, stopped)
+    _finetune({**settings, "resume": True}, resumed)
+    assert stopped.losses + resumed.losses == first
 
 
 @pytest.mark.usefixtures("pictures")
