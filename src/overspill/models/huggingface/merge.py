@@ -104,7 +104,11 @@ def _plain_size(checkpoint: CheckpointFolder, dtype: torch.dtype) -> int:
     packed = checkpoint.packed.values()
     stored = {part for tensor in packed for part in tensor.parts.values()}
     more = sum(tensor.spec.numel * dtype.itemsize for tensor in packed)
-    return sum(file.stat().st_size for file in checkpoint.files) + more - checkpoint.stored_bytes(stored)
+    return (
+        sum(file.stat().st_size for file in checkpoint.files)
+        + more
+        - checkpoint.stored_bytes(stored)
+    )
 
 
 class _Weights:
