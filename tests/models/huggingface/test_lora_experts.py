@@ -11,8 +11,10 @@ import torch
 
 import overspill
 from overspill.core.errors import ConfigError
+from overspill.moe.state_dict import placeholders
 from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.plan.usage import Exchange
+from overspill.serve.decode.module_step import can_step
 from tests.models.huggingface.families import Family, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM, offloaded
 from tests.models.huggingface.test_exactness import BY_NAME
@@ -211,6 +213,19 @@ def test_saved_adapters_are_pefts(tmp_path: Path) -> None:
     with offloaded(plain, "host", tmp_path) as twin, torch.no_grad():
         again = peft.PeftModel.from_pretrained(twin, tmp_path / "adapter")
         assert torch.equal(again(**batch).logits, expected)
+
+
+def test_unmerged_adapters_are_served_without_graphs(tmp_path: Path) -> None:
+    family = BY_NAME["mixtral"]
+    with offloaded(make_model(family).eval(), "host", tmp_path) as twin:
+        held = [placeholder for _, placeholder, _ in placeholders(twin)]
+        assert can_step(twin, held)
+        mine = adapt(twin).eval()
+        assert not can_step(twin, held)
+        expected = mine.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False)
+        asked = overspill.SamplingParams(max_tokens=4, temperature=0.0)
+        with overspill.LLM(twin, context=64) as llm:
+            assert llm.generate([[3, 4, 5]], asked)[0].token_ids == expected[0, 3:].tolist()
 
 
 def test_adapters_that_are_not_computed_are_refused(tmp_path: Path) -> None:

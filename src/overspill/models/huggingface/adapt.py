@@ -13,7 +13,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.models.expert_layers import check_layers
 from overspill.models.huggingface import loss, state
 from overspill.models.huggingface.dictionaries import NLLB, style_of, warn_of_routing
-from overspill.models.huggingface.expert_adapters import warn_of_left_out
+from overspill.models.huggingface.expert_adapters import warns_of_left_out
 from overspill.models.huggingface.experts import (
     PLACEHOLDER,
     DictionaryExperts,
@@ -109,7 +109,9 @@ def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
     register()
     first = layers[0]
     if isinstance(first, DictionaryExperts):
-        warn_of_left_out(model, f"{first.path}.{first.keys[0]}", first.style.linears)
+        expert = f"{first.path}.{first.keys[0]}"
+        check = warns_of_left_out(model, expert, first.style.linears)
+        first.module.before_forward = check  # type: ignore[assignment]
     if isinstance(first, StackedExperts):
         model.set_experts_implementation(IMPLEMENTATION)
     elif style_of(layers[0].module) is NLLB and is_first(model.overspill):

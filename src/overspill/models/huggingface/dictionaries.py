@@ -110,6 +110,8 @@ class HostedDictionary(nn.ModuleDict):
 
     style: DictionaryStyle
     overspill: ExpertPlaceholder
+    before_forward: Callable[[], bool] | None = None
+    """Called by forwards until it returns True. Not a hook, which a CUDA graph would not allow."""
 
     @staticmethod
     def of(style: DictionaryStyle) -> type["HostedDictionary"]:
@@ -124,6 +126,8 @@ class HostedDictionary(nn.ModuleDict):
     def forward(self, hidden_states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
         check_placeholder(self.overspill)
         check_selected(self, selected)
+        if self.before_forward is not None and self.before_forward():
+            self.before_forward = None
         engine = self.overspill.engine
         ids_TK, weights_TK = self.read(selected, weights)
         fraction: Any = getattr(self, "moe_token_dropout", 0)

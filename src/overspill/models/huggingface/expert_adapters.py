@@ -57,6 +57,12 @@ def show_stand_ins(
     module.__dict__.update(stand_ins, named_parameters=named_parameters)
 
 
+def has_expert_adapters(model: nn.Module) -> bool:
+    """Whether peft has wrapped offloaded experts."""
+    wrappers = (each for each in model.modules() if hasattr(each, "parameter_name"))
+    return any(hasattr(each, "lora_A") and _placeholder_of(each) is not None for each in wrappers)
+
+
 def _adopt_wrappers() -> None:
     """Lets peft's wrappers of parameters do with offloaded experts what is done here; other modules
     keep peft's own methods."""
@@ -184,17 +190,19 @@ def _add_to_records(placeholder: ExpertPlaceholder, number: int, factors: Factor
             engine.records.write_weights(ExpertId(placeholder.layer, index), add)
 
 
-def warn_of_left_out(model: nn.Module, expert: str, linears: Sequence[str]) -> None:
+def warns_of_left_out(model: nn.Module, expert: str, linears: Sequence[str]) -> Callable[[], bool]:
     """For experts that are modules of their own on the plain model, as `expert` is: peft finds no
-    layer of theirs. The first forward warns if the adapters of the model were meant for them."""
+    layer of theirs. The function warns if the adapters of the model were meant for them, and
+    returns False before there are any."""
+    own = weakref.ref(model)
 
-    def check(module: nn.Module, args: Any) -> None:
-        configs = getattr(module, "peft_config", None)
-        if not configs:
-            return
-        handle.remove()
+    def check() -> bool:
+        model = own()
+        configs = getattr(model, "peft_config", None)
+        if model is None or not configs:
+            return False
         for name, config in configs.items():
-            if _means(module, config, [f"{expert}.{linear}" for linear in linears]):
+            if _means(model, config, [f"{expert}.{linear}" for linear in linears]):
                 _log.warning(
                     "the adapter %s has no part in the experts of this model, which peft would "
                     "adapt on the plain one: experts that are separate modules (%s) support no "
@@ -202,8 +210,9 @@ def warn_of_left_out(model: nn.Module, expert: str, linears: Sequence[str]) -> N
                     name,
                     " and ".join(linears),
                 )
+        return True
 
-    handle = model.register_forward_pre_hook(check)
+    return check
 
 
 def _means(model: nn.Module, config: Any, names: Sequence[str]) -> bool:
