@@ -9,6 +9,7 @@ import pytest
 
 from overspill import LLM, SamplingParams
 from overspill.core.errors import ConfigError
+from overspill.serve.chat import Chat
 from overspill.serve.seq2seq import find_language, read_languages
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.languages import LANGUAGES, make_tokenizer, save_nllb, translation
@@ -91,6 +92,18 @@ def test_token_ids_for_the_decoder_follow_its_start_or_have_it(nllb: tuple[LLM, 
         llm.generate("a cat", greedy(tgt_lang="fra_Latn", decoder_prompt=[start, *letters]))
 
 
+def test_the_language_of_the_generation_config_comes_before_a_prompt_too(
+    nllb: tuple[LLM, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, tokenizer = nllb
+    german = tokenizer.convert_tokens_to_ids("deu_Latn")
+    monkeypatch.setattr(llm.model.generation_config, "forced_bos_token_id", german)
+    for language, prompt in [(None, "un"), ("fra_Latn", "un"), (None, "")]:
+        params = greedy(src_lang="eng_Latn", tgt_lang=language, decoder_prompt=prompt)
+        expected = translation(tokenizer, "a cat", "eng_Latn", language or "deu_Latn", prompt)
+        assert llm.generate("a cat", params)[0].token_ids == expected
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -120,6 +133,8 @@ def test_a_language_for_token_ids_and_chats_are_refused(nllb: tuple[LLM, Any]) -
         llm.generate([[5, 6, 2]], greedy(src_lang="eng_Latn"))
     with pytest.raises(ConfigError, match="answers single prompts, no chats"):
         llm.chat_tokens([{"role": "user", "content": "a"}])
+    with pytest.raises(ConfigError, match="answers single prompts, no chats"):
+        Chat(llm, greedy())
 
 
 @pytest.mark.parametrize("name", ["src_lang", "tgt_lang", "decoder_prompt"])
