@@ -37,7 +37,7 @@ from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
 from overspill.serve.seq2seq import DecoderPrompts, check_no_decoder
 from overspill.serve.source import CacheRequest, open_source
-from overspill.serve.support import can_page
+from overspill.serve.support import can_page, has_states, splits_prompts
 from overspill.serve.text import Codec, TextStream, check_text
 from overspill.trace.spans import Span
 
@@ -165,16 +165,20 @@ class LLM:
         if paged:
             dense_there = not source.model.overspill.placement.dense_weights
             fused = on_gpu and dense_there and has_triton("fused decoding")
+            fused = fused and not has_states(source.model)
             limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
             decoding = slots, mode, migrate, cache_policy
             runner = PagedRunner(source.model, self.device, *limits, *decoding)
         else:
             runner = SequentialRunner(source.model, self.device)
-        # what a decoder computes depends on the source too
-        pool = BlockPool(source.n_blocks, _BLOCK, share=paged and not source.has_encoder)
-        chunk = prefill_chunk if paged else source.context
+        # what a decoder computes depends on the source too, and states are not shared
+        stateful = has_states(source.model)
+        share = paged and not source.has_encoder and not stateful
+        pool = BlockPool(source.n_blocks, _BLOCK, share)
+        split = splits_prompts(source.model)
+        chunk = prefill_chunk if split else source.context
         pieces = PieceSizes(_LEAST_PIECE if chunk is None else chunk, chunk)
-        scheduler = Scheduler(pool, max_batch, pieces.size(0), paged)
+        scheduler = Scheduler(pool, max_batch, pieces.size(0), split, stateful)
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
         pacing = Pacing(_ANSWERS_SHARE)
         return ServingLoop(runner, scheduler, source.ends, stream, pacing, pieces)

@@ -38,9 +38,16 @@ class SavedPregates:
     def add_to(self, model: nn.Module) -> None:
         """Gives a conventional model its pre-gates."""
         pregate(model, self.level)
-        with torch.no_grad():
-            for name, tensor in gate_tensors(model).items():
-                tensor.copy_(self.tensors[name])
+        self._copy_to(model)
+        for _, gate, position in positions(model):
+            if position.is_pregate:
+                _convert(gate)
+        self._copy_to(model)  # without rounding to the data type of the checkpoint
+
+    @torch.no_grad()
+    def _copy_to(self, model: nn.Module) -> None:
+        for name, tensor in gate_tensors(model).items():
+            tensor.copy_(self.tensors[name])
 
 
 def gate_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -51,6 +58,14 @@ def gate_tensors(model: nn.Module) -> dict[str, Tensor]:
         if position.is_pregate
         for name, tensor in gate.state_dict().items()
     }
+
+
+def _convert(gate: nn.Module) -> None:
+    """Lets a router of Switch or NLLB have weights in its own data type, float32, as it has them
+    from its first forward on."""
+    dtype, classifier = vars(gate).get("dtype"), gate._modules.get("classifier")
+    if isinstance(dtype, torch.dtype) and classifier is not None:
+        classifier.to(dtype)
 
 
 def conventional_gates(model: nn.Module) -> dict[str, Tensor]:
