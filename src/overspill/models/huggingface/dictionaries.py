@@ -7,7 +7,7 @@ transformers reads it. Shapes: T tokens, D model, E experts, K top-k.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,23 @@ def style_of(module: nn.Module) -> DictionaryStyle | None:
     if isinstance(module, HostedDictionary):
         return module.style
     return _STYLES_BY_CLASS.get(type(module).__name__)
+
+
+def convert_routers(model: nn.Module) -> None:
+    """Converts the routers of a Switch or NLLB for training: an optimizer or a checkpoint that is
+    made before the first forward then has the data types of one that is made after it."""
+    for block in model.modules():
+        experts = block._modules.get("experts")
+        if experts is not None and style_of(experts) is not None:
+            convert_router(cast(nn.Module, block.router))
+
+
+def convert_router(router: nn.Module) -> None:
+    """Gives a router the weights in its own data type, float32, that it has from its first forward
+    on, if it is one of Switch or NLLB."""
+    dtype, classifier = vars(router).get("dtype"), router._modules.get("classifier")
+    if isinstance(dtype, torch.dtype) and classifier is not None:
+        classifier.to(dtype)
 
 
 def warn_of_routing(settings: Settings) -> None:
