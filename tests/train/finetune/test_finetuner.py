@@ -229,6 +229,22 @@ def test_a_stopped_run_resumes_to_the_same_bits(
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_routers_in_float32_of_a_bf16_run_are_resumed(switch: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    given = {"dtype": "bf16", "eval_split": 0.0, "steps": 2}
+    straight = Watcher()
+    _finetune(tiny_settings(switch, data, tmp_path / "a", **given), straight)
+    first, second = Watcher(_stop_at(1)), Watcher()
+    settings = tiny_settings(switch, data, tmp_path / "b", **given)
+    _finetune(settings, first)
+    _finetune({**settings, "resume": True}, second)
+    assert first.losses + second.losses == straight.losses
+    one, two = _weights(tmp_path / "a" / "final"), _weights(tmp_path / "b" / "final")
+    assert not _changed(one, two)
+    routers = {name for name in one if name.endswith("router.classifier.weight")}
+    assert {str(one[name].dtype) for name in routers} == {"torch.float32"}
+
+
 @pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(mixtral: Path, tmp_path: Path) -> None:
     settings = tiny_settings(mixtral, write_pairs(tmp_path / "a.jsonl"), tmp_path / "run", steps=4)

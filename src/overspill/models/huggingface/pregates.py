@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.models.huggingface.adapt import experts_paths
-from overspill.models.huggingface.dictionaries import convert_router
+from overspill.models.huggingface.dictionaries import cast_routers
 from overspill.models.pregate import check_level, find_chains, pregate, pregate_level
 from overspill.moe.pregate import positions, subclass
 from overspill.tiers.aside import sync
@@ -40,9 +40,7 @@ class SavedPregates:
         """Gives a conventional model its pre-gates."""
         pregate(model, self.level)
         self._copy_to(model)
-        for _, gate, position in positions(model):
-            if position.is_pregate:
-                convert_router(gate)
+        cast_routers(model)
         self._copy_to(model)  # without rounding to the data type of the checkpoint
 
     @torch.no_grad()

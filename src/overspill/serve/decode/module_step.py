@@ -18,6 +18,7 @@ from overspill.models.attention_cache import (
     attention_cache,
 )
 from overspill.models.gpt import GPTMoE
+from overspill.models.huggingface.expert_adapters import has_expert_adapters
 from overspill.models.huggingface.seq2seq import EncoderDecoder
 from overspill.models.pregate import pregate_level
 from overspill.moe.decoding import decoding
@@ -30,12 +31,14 @@ from overspill.serve.paged import PagedCache
 
 
 def can_step(model: Any, placeholders: list[ExpertPlaceholder]) -> bool:
-    """Whether the kernels compute these experts, and the host has no part in a step: a graph does
-    not call hooks."""
+    """Whether the kernels compute these experts, which have no adapters beside their weights, and
+    the host has no part in a step: a graph does not call hooks."""
     hooks = any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
     if isinstance(model, GPTMoE):  # its forward has other arguments
         return False
-    return not hooks and all(isinstance(each.activation, Fused) for each in placeholders)
+    if hooks or has_expert_adapters(model):
+        return False
+    return all(isinstance(each.activation, Fused) for each in placeholders)
 
 
 class ModuleStep:
