@@ -1,24 +1,36 @@
-"""docs/pregate-quality.png: perplexity and accuracy over the level of the pre-gates."""
+"""docs/pregate-quality.png, docs/switch-quality.png: figures over the level of the pre-gates."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Record = dict[str, Any]
 
+
+class Panel(NamedTuple):
+    """One task."""
+
+    title: str
+    label: str
+    """Of the axis."""
+    factor: float
+    """Of the metrics."""
+
+
+Lines = Mapping[str, tuple[str, str, str]]
+"""Label, style and colour of each line, by the end of its metric's name."""
 PANELS = {
-    "perplexity": ("wikitext-2", "validation perplexity", 1),
-    "accuracy": ("SST-2", "accuracy, %", 100),
+    "perplexity": Panel("wikitext-2", "validation perplexity", 1),
+    "accuracy": Panel("SST-2", "accuracy, %", 100),
 }
-"""Title, label of the axis, and factor of each figure."""
 LINES = {
     "": ("fine-tuned with pre-gates", "-", "#2f6db3"),
     "_not_trained": ("put in after fine-tuning, not trained", "--", "#c8702a"),
     "_before": ("before fine-tuning", ":", "#2f7d4f"),
 }
-"""Label, style and colour of each line, by the end of its metric's name."""
 _INK, _FAINT = "#22272e", "#d5dae0"
 
 
@@ -29,18 +41,25 @@ def points(record: Record, name: str) -> dict[int, dict[str, float]]:
     return {level: metrics[key] for level, key in names.items() if key in metrics}
 
 
-def draw_plot(record: Record, path: Path) -> None:
-    """Draws one panel for each task of the record to `path`."""
+def draw_plot(
+    record: Record, path: Path, panels: Mapping[str, Panel] = PANELS, lines: Lines = LINES
+) -> None:
+    """Draws one panel for each task of the record to `path`. The keys of `panels` begin the names
+    of metrics, those of `lines` end them."""
     # Without pyplot no display is needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = {name: panel for name, panel in PANELS.items() if points(record, f"{name}_n*")}
+    panels = {
+        name: panel
+        for name, panel in panels.items()
+        if any(points(record, f"{name}_n*{end}") for end in lines)
+    }
     figure = Figure(figsize=(5 * len(panels), 4), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     for number, (name, (title, label, factor)) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, len(panels), number)
-        for end, line in LINES.items():
+        for end, line in lines.items():
             _draw_line(axes, points(record, f"{name}_n*{end}"), factor, *line)
         axes.set_title(title, loc="left", fontsize=12, color=_INK)
         axes.set_ylabel(label, color=_INK)

@@ -9,6 +9,7 @@ from overspill.compute.formats import (
     E2M1,
     decode_e4m3,
     decode_e8m0,
+    has_nan,
     scale_groups,
     subtract_groups,
     unpack_awq,
@@ -36,6 +37,14 @@ def test_every_code_of_one_byte() -> None:
     pairs = [half for byte in range(256) for half in (e2m1(byte & 15), e2m1(byte >> 4))]
     assert same_bits(unpack_nibbles(BYTES, E2M1), pairs)
     assert unpack_nibbles(BYTES.view(2, 8, 16), E2M1).shape == (2, 8, 32)
+
+
+@given(st.binary(max_size=40))
+def test_codes_that_are_nan_are_found(codes: bytes) -> None:
+    stored = torch.tensor(list(codes), dtype=torch.uint8)
+    assert has_nan(stored) == any(code & 127 == 127 for code in codes)
+    assert has_nan(torch.cat((stored, torch.tensor([255], dtype=torch.uint8))))
+    assert has_nan(torch.cat((torch.tensor([127], dtype=torch.uint8), stored)))
 
 
 @given(WORDS)

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "quantized.md").read_text()
 SCRIPT = str(ROOT / "examples" / "make_tiny_checkpoint.py")
 
 
-def test_its_code_writes_a_plain_checkpoint(
+def test_its_code_runs_and_all_models_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -25,15 +25,16 @@ def test_its_code_writes_a_plain_checkpoint(
     (command,) = re.findall(r"^python (examples/.*?) *#", PAGE, re.MULTILINE)
     monkeypatch.setattr(sys, "argv", command.split())
     runpy.run_path(SCRIPT, run_name="__main__")
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
-    exec(code, names)
+    exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), names)
     ids = torch.arange(9)[None]
     with torch.no_grad():
-        logits = names["model"](ids).logits
+        logits = names["plain"](ids).logits
         plain = AutoModelForCausalLM.from_pretrained("tiny-plain")
         torch.testing.assert_close(plain(ids).logits, logits, rtol=1e-4, atol=1e-5)
-    names["model"].overspill.close()
+        torch.testing.assert_close(names["packed"](ids).logits, logits, rtol=1e-4, atol=1e-5)
+    names["plain"].overspill.close()
+    names["packed"].overspill.close()
 
 
 def test_it_names_every_method_and_every_format() -> None:

@@ -9,11 +9,12 @@ import pytest
 
 from overspill import LLM, SamplingParams
 from overspill.core.errors import ConfigError
-from overspill.serve.seq2seq import find_language, read_languages
+from overspill.serve.chat import Chat
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.languages import LANGUAGES, make_tokenizer, save_nllb, translation
 from tests.serve.models import plain_model as decoder_only
 from tests.serve.seq2seq import N_NEW, SOURCES, plain_answer, plain_model
+from tests.train.finetune.tiny import save_switch
 
 
 def greedy(**options: Any) -> SamplingParams:
@@ -91,6 +92,18 @@ def test_token_ids_for_the_decoder_follow_its_start_or_have_it(nllb: tuple[LLM, 
         llm.generate("a cat", greedy(tgt_lang="fra_Latn", decoder_prompt=[start, *letters]))
 
 
+def test_the_language_of_the_generation_config_comes_before_a_prompt_too(
+    nllb: tuple[LLM, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, tokenizer = nllb
+    german = tokenizer.convert_tokens_to_ids("deu_Latn")
+    monkeypatch.setattr(llm.model.generation_config, "forced_bos_token_id", german)
+    for language, prompt in [(None, "un"), ("fra_Latn", "un"), (None, "")]:
+        params = greedy(src_lang="eng_Latn", tgt_lang=language, decoder_prompt=prompt)
+        expected = translation(tokenizer, "a cat", "eng_Latn", language or "deu_Latn", prompt)
+        assert llm.generate("a cat", params)[0].token_ids == expected
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -120,6 +133,8 @@ def test_a_language_for_token_ids_and_chats_are_refused(nllb: tuple[LLM, Any]) -
         llm.generate([[5, 6, 2]], greedy(src_lang="eng_Latn"))
     with pytest.raises(ConfigError, match="answers single prompts, no chats"):
         llm.chat_tokens([{"role": "user", "content": "a"}])
+    with pytest.raises(ConfigError, match="answers single prompts, no chats"):
+        Chat(llm, greedy())
 
 
 @pytest.mark.parametrize("name", ["src_lang", "tgt_lang", "decoder_prompt"])
@@ -145,9 +160,14 @@ def test_switch_takes_a_decoder_prompt_and_knows_no_languages(tmp_path: Path) ->
             llm.generate([source], greedy(tgt_lang="fra_Latn"))
 
 
-def test_a_tokenizer_without_languages() -> None:
-    from tests.train.finetune.tiny import make_tokenizer as make_bytes
-
-    assert read_languages(make_bytes()) == {}
-    with pytest.raises(ConfigError, match=r"knows no languages; leave it out \(--tgt-lang\)"):
-        find_language({}, "tgt_lang", "fra_Latn")
+def test_texts_of_switch_whose_tokenizer_knows_no_languages(tmp_path: Path) -> None:
+    with LLM(save_switch(tmp_path), context=64, device="cpu") as llm:
+        tokens = llm.generate([llm.encode("a text")], greedy(decoder_prompt=llm.encode("so ")))
+        (result,) = llm.generate("a text", greedy(decoder_prompt="so "))
+        assert result.token_ids == tokens[0].token_ids
+        assert result.token_ids != llm.generate("a text", greedy())[0].token_ids
+        assert llm.languages == []
+        for name in ("src_lang", "tgt_lang"):
+            flag = "--" + name.replace("_", "-")
+            with pytest.raises(ConfigError, match=rf"{name}='fra_Latn': .*\({flag}\)"):
+                llm.generate("a text", greedy(**{name: "fra_Latn"}))

@@ -74,6 +74,9 @@ _COMPLETION: dict[str, Any] = {
     "stop": "x",
     "stream": False,
     "suffix": None,
+    "src_lang": None,
+    "tgt_lang": None,
+    "decoder_prompt": None,
 }
 _VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 5, 2**31, 2**63, 2**64, -(2**70), 10**400, 0.5, -0.0, 1e308,

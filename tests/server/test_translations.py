@@ -98,7 +98,7 @@ def test_what_is_refused_is_named(
 
 
 def test_there_are_no_chats_and_the_list_of_models_says_so(client: OpenAI, server: Running) -> None:
-    with pytest.raises(BadRequestError, match="no chats; use /v1/completions"):
+    with pytest.raises(BadRequestError, match=r"no chats; use .*/v1/completions"):
         client.chat.completions.create(messages=[{"role": "user", "content": "a"}], **GREEDY)
     (card,) = server.http.get("/v1/models").json()["data"]
     assert card["encoder_decoder"] is True

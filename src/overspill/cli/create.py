@@ -15,8 +15,8 @@ from overspill.core.errors import ConfigError
 _HELP = """Write a checkpoint of a preset, with random weights.
 
 The presets are the models of the papers: Switch Transformers, NLLB-MoE and GPT-MoE models. \
-Experts are drawn and written one by one, so the model may be larger than the memory. overspill \
-finetune and pregate take the folder as MODEL.
+Experts are drawn and written one by one, so the model may be larger than the memory. The folder \
+is a MODEL for overspill finetune, pregate, generate and serve.
 
 [bold]Examples[/bold]
 

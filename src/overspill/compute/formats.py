@@ -15,8 +15,8 @@ UNSIGNED = tuple(float(code) for code in range(16))
 
 def unpack_nibbles(packed: Tensor, values: tuple[float, ...]) -> Tensor:
     """[..., n] bytes of two codes each, the low four bits first, to [..., 2n] values of codes."""
-    byte = torch.arange(256)
-    of_code = torch.tensor(values)
+    byte = torch.arange(256, device=packed.device)
+    of_code = torch.tensor(values, device=packed.device)
     pairs = torch.stack((of_code[byte & 15], of_code[byte >> 4]), 1).view(torch.int64).view(-1)
     found = pairs.index_select(0, packed.reshape(-1).int())
     return found.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
@@ -24,8 +24,19 @@ def unpack_nibbles(packed: Tensor, values: tuple[float, ...]) -> Tensor:
 
 def decode_e4m3(codes: Tensor) -> Tensor:
     """Bytes to float32; the codes 127 and 255 are NaN."""
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = torch.arange(256, dtype=torch.uint8, device=codes.device)
+    values = every.view(torch.float8_e4m3fn).float()
     return values.index_select(0, _bytes(codes).reshape(-1).int()).view(codes.shape)
+
+
+def has_nan(codes: Tensor) -> bool:
+    """Whether bytes of e4m3 contain the codes 127 or 255."""
+    flat = _bytes(codes).contiguous().view(-1)
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)  # eight codes at once
+    carries = (words & 0x7F7F7F7F7F7F7F7F) + 0x0101010101010101
+    rest = flat[words.numel() * 8 :]
+    found = (carries & -0x7F7F7F7F7F7F7F80).any() or (rest & 127 == 127).any()
+    return bool(found)
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:
@@ -47,14 +58,11 @@ def unpack_integers(words: Tensor, bits: int) -> Tensor:
     return codes.view(*words.shape[:-1], -1)
 
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in an int32 the codes of eight neighbouring columns are, from the lowest bits on."""
-
-
 def unpack_awq(words: Tensor) -> Tensor:
-    """[..., n] int32 to [..., 8n] integers from 0 on, as float32, in the order of columns."""
+    """[..., n] int32 to [..., 8n] integers from 0 on, as float32. The even ones of eight columns
+    are in the lower half of a word, the odd ones in the upper half."""
     codes = unpack_integers(words, 4)
-    return codes.view(*words.shape, 8)[..., list(AWQ_ORDER)].view(codes.shape)
+    return codes.view(*words.shape, 2, 4).mT.reshape(codes.shape)
 
 
 def scale_groups(values: Tensor, scales: Tensor, group: int) -> None:

@@ -11,6 +11,7 @@ from overspill.core.interrupt import DeferredInterrupt
 from overspill.models.expert_layers import ExpertLayer
 from overspill.models.ranks import checksum, digest
 from overspill.moe.engine import Engine
+from overspill.tiers.layout import WeightFormat
 from overspill.tiers.slab import Progress
 
 _READERS = 8
@@ -21,6 +22,10 @@ _BUFFERS = 3 << 29
 
 class ExpertSource(Protocol):
     """Where weights of experts come from, if not from the model."""
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """How the weights that `fill` writes are packed."""
 
     @property
     def copies(self) -> bool:

@@ -180,7 +180,8 @@ def _move_experts(
     agree: Callable[[], None],
 ) -> nn.Module:
     """`agree` raises on all ranks if one of them has failed."""
-    plan = plan_offload(model, layers, budgets, ranks, agree)
+    packed = None if source is None else source.format
+    plan = plan_offload(model, layers, budgets, ranks, agree, packed)
     device = budgets.compute_device
     held = [layers[number] for number in plan.part.layers.own]
     parameters = [p for layer in layers for p in layer.expert_parameters()]

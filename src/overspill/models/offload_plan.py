@@ -13,13 +13,14 @@ from overspill.models.expert_layers import ExpertLayer
 from overspill.models.ranks import facts, rank_budgets, rank_layers, rank_part
 from overspill.models.shard_dense import check_shardable, device_bytes
 from overspill.models.sharing import may_share, place_shared, share_experts
+from overspill.moe import unpacking
 from overspill.moe.dense_weights import buffer_bytes, dense_blocks
 from overspill.moe.model_part import ModelPart
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.plan.budget import BudgetRequest, ModelSizes, Placement, place
 from overspill.plan.exchange_groups import check_groups
-from overspill.tiers.layout import RecordLayout
+from overspill.tiers.layout import RecordLayout, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ def plan_offload(
     budgets: Budgets,
     ranks: Ranks | None,
     agree: Callable[[], None],
+    packed: WeightFormat | None = None,
 ) -> OffloadPlan:
-    """All ranks call it; raises on all of them if they were given different models or options."""
+    """All ranks call it; raises on all of them if they were given different models or options.
+    `packed` is the format of packed weights."""
     device = budgets.compute_device
-    layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype)
+    layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype, packed)
     layer_map = rank_layers(model, layers, budgets, ranks)
     experts = ExpertMap.whole(layers[0].n_experts)
     if ranks is not None:
@@ -82,7 +85,7 @@ def _sizes(
     """What is frozen has neither gradients nor optimizer states; `frozen` are all experts."""
     training = model.training
     blocks = dense_blocks(model, set(map(id, experts)))
-    dense = dense_states = 0
+    dense, dense_states = unpacking.buffer_bytes(layout), 0
     for parameter in (p for block in blocks for p in block.parameters):
         trained = training and parameter.requires_grad
         dense += parameter.nbytes * (2 if trained else 1)  # weight and gradient

@@ -15,6 +15,7 @@ from overspill.core.experts import Phase
 from overspill.moe.compute import ExpertCompute
 from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.moe.unpacking import unpacked
 from overspill.plan.waves import row_pieces
 
 _ALL = slice(None)
@@ -47,7 +48,8 @@ class ForwardPass:
     def compute(self, positions: Collection[int] | None = None) -> None:
         """The experts at these positions; None: all."""
         layer_pass, dispatcher = self._pass, self._compute.dispatcher
-        for wave in self._compute.waves(layer_pass, self._phase, positions):
+        waves = self._compute.waves(layer_pass, self._phase, positions)
+        for wave in unpacked(waves, self._engine.layout):
             for start, end, ends, counts in _pieces(wave, self._compute.max_rows):
                 x_rows = dispatcher.dispatch(layer_pass.rows, self._x_TD, start, end)
                 args = wave.weights, self._engine.shape, ends, counts, layer_pass.activation
@@ -95,7 +97,8 @@ class BackwardPass:
 
     def compute(self, positions: Collection[int] | None = None) -> None:
         """The experts at these positions; None: all."""
-        for wave in self._compute.waves(self._pass, Phase.BACKWARD, positions):
+        waves = self._compute.waves(self._pass, Phase.BACKWARD, positions)
+        for wave in unpacked(waves, self._engine.layout):
             total = grads = None
             for start, end, ends, counts in _pieces(wave, self._compute.max_rows):
                 grads = self._piece(wave, start, end, ends, counts)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
 from overspill.moe.homes.memory import DeviceHomes, LayerRecords
 from overspill.tiers.entry import Part
@@ -68,7 +69,7 @@ class ExpertRecords:
     def fill(
         self, fill: Callable[[ExpertId, Tensor], None], workers: int = 1, on_host: bool = False
     ) -> None:
-        """Before the first use: lets `fill` write the flat weights [numel] of every expert in
+        """Before the first use: lets `fill` write the stored weights of every expert in
         place, in `workers` threads. Experts on disk, and with `on_host` those on the device, are
         written through a host buffer."""
         own = threading.local()
@@ -98,13 +99,18 @@ class ExpertRecords:
         """Copies an expert's flat weights into `out` [numel]."""
         home = self._at_home(expert)
         if home is not None:
-            out.copy_(home[0].weights[home[1]])
+            self.layout.unpack(home[0].weights[home[1]], out)
         else:
             memory = self._store.read_part(self._store.entry(expert), Part.WEIGHTS)
-            out.copy_(self.layout.weights(memory))
+            self.layout.unpack(self.layout.weights(memory), out)
 
     def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
-        """Lets `fill` write an expert's flat weights [numel] in place."""
+        """Lets `fill` write an expert's flat weights [numel] in place; packed ones are refused."""
+        if self.layout.format is not None:
+            raise ConfigError(
+                "the experts of this model are packed, and cannot be changed; load the checkpoint "
+                "without packed=True (--packed)"
+            )
         try:
             self._write_weights(expert, fill)
         finally:  # also after a part of it

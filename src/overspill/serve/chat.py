@@ -19,6 +19,7 @@ class Chat:
     left out, but not the system message."""
 
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None = None) -> None:
+        llm.check_chats()
         self._llm = llm
         self._params = params
         self._system = [] if system is None else [{"role": "system", "content": system}]

@@ -50,6 +50,8 @@ class ModelSection:
     cache_policy: Literal["lfu", "lru"] = "lfu"
     """Which expert leaves a GPU slot: the one that was used least of late (lfu), or not for the
     longest time (lru)."""
+    packed: bool = False
+    """Keep the experts of a quantized checkpoint packed in memory; with --device cpu."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     context: Count = 4096
@@ -98,6 +100,7 @@ class ModelSection:
             adapter=self.adapter,
             migrate=self.migrate,
             cache_policy=self.cache_policy,
+            packed=self.packed,
             settings=Settings(fix_nllb_routing=True) if self.fix_nllb_routing else None,
         )
 

@@ -37,7 +37,7 @@ from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
 from overspill.serve.seq2seq import DecoderPrompts, check_no_decoder
 from overspill.serve.source import CacheRequest, open_source
-from overspill.serve.support import can_page
+from overspill.serve.support import can_page, has_states, splits_prompts
 from overspill.serve.text import Codec, TextStream, check_text
 from overspill.trace.spans import Span
 
@@ -93,6 +93,7 @@ class LLM:
         migrate: str = "auto",
         cache_policy: str = "lfu",
         settings: Settings | None = None,
+        packed: bool = False,
     ) -> None:
         check_mode(mode)
         if cache_policy not in CACHE_POLICIES:
@@ -115,6 +116,7 @@ class LLM:
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
                 "mode": mode if mode == "gpu-only" else None, "host_slots": host_slots,
                 "device": device, "dtype": dtype, "settings": settings,
+                "packed": packed or None,
             }  # fmt: skip
             check_not_given(given)
             if adapter is not None:
@@ -123,7 +125,7 @@ class LLM:
                     "loaded already, load what overspill.merge makes of both"
                 )
         asked = CacheRequest(context, max_batch, _BLOCK)
-        self._source = source = open_source(model, budgets, asked, dtype, adapter)
+        self._source = source = open_source(model, budgets, asked, dtype, adapter, packed)
         self._closed = False
         self.model = source.model
         """The model itself, as a module of PyTorch."""
@@ -168,11 +170,14 @@ class LLM:
             runner = PagedRunner(source.model, self.device, *limits, *decoding)
         else:
             runner = SequentialRunner(source.model, self.device)
-        # what a decoder computes depends on the source too
-        pool = BlockPool(source.n_blocks, _BLOCK, share=paged and not source.has_encoder)
-        chunk = prefill_chunk if paged else source.context
+        # what a decoder computes depends on the source too, and states are not shared
+        stateful = has_states(source.model)
+        share = paged and not source.has_encoder and not stateful
+        pool = BlockPool(source.n_blocks, _BLOCK, share)
+        split = splits_prompts(source.model)
+        chunk = prefill_chunk if split else source.context
         pieces = PieceSizes(_LEAST_PIECE if chunk is None else chunk, chunk)
-        scheduler = Scheduler(pool, max_batch, pieces.size(0), paged)
+        scheduler = Scheduler(pool, max_batch, pieces.size(0), split, stateful)
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
         pacing = Pacing(_ANSWERS_SHARE)
         return ServingLoop(runner, scheduler, source.ends, stream, pacing, pieces)
@@ -284,12 +289,16 @@ class LLM:
         """The prompt of a chat (`[{"role": "user", "content": "..."}]`) by the model's chat
         template, which gets `tools` and the other arguments; without one, the lines of the chat as
         plain text. An encoder-decoder has no chats."""
+        self.check_chats()
+        return conversation.chat_tokens(self._source.codec, messages, tools, template_arguments)
+
+    def check_chats(self) -> None:
+        """Raises if this model has no chats: an encoder-decoder answers single prompts."""
         if self.has_encoder:
             raise ConfigError(
                 f"{type(self.model).__name__} has an encoder and a decoder: it answers single "
-                "prompts, no chats; use generate (overspill generate)"
+                "prompts, no chats; use generate (overspill generate, /v1/completions)"
             )
-        return conversation.chat_tokens(self._source.codec, messages, tools, template_arguments)
 
     @property
     def has_chat_template(self) -> bool:

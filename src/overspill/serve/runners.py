@@ -14,6 +14,7 @@ from overspill.core.errors import OrderError
 from overspill.hardware.machine import available_memory
 from overspill.models.attention_cache import IN_USE, ReplacedAttention, attention_cache
 from overspill.models.gpt import GPTMoE
+from overspill.models.huggingface.recurrent import RecurrentStates, StateSpan
 from overspill.models.huggingface.seq2seq import EncoderDecoder, is_encoder_decoder
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -21,6 +22,8 @@ from overspill.serve.paged import Layout, PagedCache, SourceSpan, Span
 from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen, Draw
 from overspill.serve.scheduler import Work
+from overspill.serve.states import Part, StateSlots
+from overspill.serve.support import has_states
 from overspill.serve.weights_version import WeightsVersion
 from overspill.trace.spans import Span as TraceSpan
 
@@ -121,12 +124,17 @@ class PagedRunner(Runner):
             self._attention = ReplacedAttention(model)
             if is_encoder_decoder(model.config):
                 self._seq2seq = EncoderDecoder(model, context)
+        self._states: RecurrentStates | None = None
+        self._slots: StateSlots | None = None
+        if has_states(model):
+            self._states, self._slots = RecurrentStates(model, max_batch), StateSlots(max_batch)
         self._decode: Decode | None = None
         if fused:
             from overspill.serve.decode import decode
 
             limits = context, max_batch, slots, mode, migrate, cache_policy
-            self._decode = decode.Decode(model, self._cache, *limits, self._seq2seq)
+            others = self._seq2seq, self._states
+            self._decode = decode.Decode(model, self._cache, *limits, *others)
         self._version = WeightsVersion(model)
         self._addresses = self._version.addresses()  # that captured steps read
         self._engine.servers.add(self)  # last: a failure leaves the model to others
@@ -152,58 +160,83 @@ class PagedRunner(Runner):
     @contextmanager
     def _replaced(self) -> Iterator[None]:
         """Within it, the model computes batches."""
-        replaced = nullcontext() if self._seq2seq is None else self._seq2seq.replaced()
+        others = self._seq2seq or self._states
+        replaced = nullcontext() if others is None else others.replaced()
         with self._attention, replaced, _evaluating(self._model):
             yield
 
     def _run(self, batch: Sequence[Work]) -> Tensor:
-        spans = [
-            Span(work.request.blocks, work.request.computed, work.n_new, _source(work.request))
-            for work in batch
-        ]
+        for request in [] if self._slots is None else self._slots.lost(batch):
+            self._compute_again(request)
+        parts = [Part(work.request, work.request.computed, work.n_new) for work in batch]
         if self._decode is not None and all(count == 1 for _, count in batch):
             known = [r.tokens[r.computed] for r, _ in batch]
-            logits = self._step(known, spans, [r.draw() for r, _ in batch])
+            logits = self._step(known, parts, [r.draw() for r, _ in batch])
             if logits is not None:
                 return logits
         self.chosen = None
         if self._decode is not None:
             self._decode.wait()
-        layout = Layout(spans, self._cache.block_size, self._device)
-        rows = (w.request.tokens[w.request.computed :][: w.n_new] for w in batch)
+        return self._compute(parts)
+
+    def _compute_again(self, request: Request) -> None:
+        """The states of a request, as the first time: the answer token by token."""
+        prompt = min(request.prompt_tokens, request.computed)
+        self._compute([Part(request, 0, prompt)])
+        for before in range(prompt, request.computed):
+            self._compute([Part(request, before, 1)])
+
+    def _compute(self, parts: Sequence[Part]) -> Tensor:
+        """Logits after the last token of each part, by the model's own modules."""
+        layout = Layout([_span(part) for part in parts], self._cache.block_size, self._device)
+        rows = (part.request.tokens[part.before :][: part.n_new] for part in parts)
         tokens = torch.tensor([list(itertools.chain.from_iterable(rows))], device=self._device)
         self._cache.begin(layout)
+        if self._states is not None and self._slots is not None:
+            counts = [part.n_new for part in parts]
+            self._states.begin(counts, self._slots.begin(parts), self._device)
         with attention_cache(self._cache):
-            if self._seq2seq is not None:
-                sources = [r.source for r, _ in batch if not r.source_computed]
-                return self._seq2seq(tokens[0], layout.positions, sources, layout.last)
-            if isinstance(self._model, GPTMoE):
-                out = self._model(tokens, positions=layout.positions, rows=layout.last)
-            else:
-                out = self._model(
-                    input_ids=tokens,
-                    position_ids=layout.positions[None],
-                    use_cache=False,
-                    logits_to_keep=layout.last,
-                )
-        chosen: Tensor = out.logits[0]
-        return chosen
+            logits = self._forward(tokens, layout, parts)
+        if self._slots is not None:
+            self._slots.end(parts)
+        return logits
+
+    def _forward(self, tokens_1T: Tensor, layout: Layout, parts: Sequence[Part]) -> Tensor:
+        if self._seq2seq is not None:
+            requests = [part.request for part in parts]
+            sources = [each.source for each in requests if not each.source_computed]
+            return self._seq2seq(tokens_1T[0], layout.positions, sources, layout.last)
+        if isinstance(self._model, GPTMoE):
+            out = self._model(tokens_1T, positions=layout.positions, rows=layout.last)
+        else:
+            out = self._model(
+                input_ids=tokens_1T,
+                position_ids=layout.positions[None],
+                use_cache=False,
+                logits_to_keep=layout.last,
+            )
+        logits: Tensor = out.logits[0]
+        return logits
 
     def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
         if self._decode is None:
             return None
-        spans = [Span(r.blocks, r.computed + 1, 1, _source(r)) for r, _ in batch]
+        parts = [Part(r, r.computed + 1, 1) for r, _ in batch]
         try:
             with self._replaced():
-                return self._step(tokens_N, spans, [r.draw(1) for r, _ in batch])
+                return self._step(tokens_N, parts, [r.draw(1) for r, _ in batch])
         except torch.OutOfMemoryError:  # it may be the first step; `run` makes memory free for it
             return None
 
     def _step(
-        self, tokens: Sequence[int] | Tensor, spans: Sequence[Span], draws: Sequence[Draw]
+        self, tokens: Sequence[int] | Tensor, parts: Sequence[Part], draws: Sequence[Draw]
     ) -> Tensor | None:
         assert self._decode is not None
+        states = [None] * len(parts) if self._slots is None else self._slots.begin(parts)
+        spans = [_span(part, state) for part, state in zip(parts, states, strict=True)]
         computed = self._decode.run(tokens, spans, draws)
+        if self._slots is not None:
+            (self._slots.unchanged if computed is None else self._slots.end)(parts)
         if computed is None:
             return None
         self.chosen = computed.chosen
@@ -218,9 +251,13 @@ class PagedRunner(Runner):
             )
         return changed
 
+    def forget(self, request: Request) -> None:
+        if self._slots is not None:
+            self._slots.forget(request)
+
     @property
     def cache_bytes(self) -> int:
-        return self._cache.nbytes
+        return self._cache.nbytes + (0 if self._states is None else self._states.nbytes)
 
     def check(self) -> None:
         if self._decode is not None:
@@ -244,13 +281,18 @@ class PagedRunner(Runner):
         if self._decode is not None:
             self._decode.close()
         self._cache.close()
+        if self._states is not None:
+            self._states.close()
         self._engine.servers.discard(self)
 
 
-def _source(request: Request) -> SourceSpan | None:
-    if not request.source:
-        return None
-    return SourceSpan(request.source_blocks, len(request.source), not request.source_computed)
+def _span(part: Part, state: StateSpan | None = None) -> Span:
+    request, source = part.request, None
+    if request.source:
+        new = not request.source_computed
+        source = SourceSpan(request.source_blocks, len(request.source), new)
+    slot = 0 if state is None else state.slot
+    return Span(request.blocks, part.before, part.n_new, source, slot)
 
 
 def _check_not_served(engine: Engine) -> None:

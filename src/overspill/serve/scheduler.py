@@ -33,10 +33,19 @@ class Scheduler:
     it, so they do not wait for a long one. If there are no blocks left, the request that came last
     gives its own back and is computed again later."""
 
-    def __init__(self, pool: BlockPool, max_batch: int, chunk: int, split: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_batch: int,
+        chunk: int,
+        split: bool = True,
+        singly: bool = False,
+    ) -> None:
         """At most `max_batch` requests run; a batch has at most `chunk` tokens of prompts. Without
-        `split` a prompt is computed at once, and `chunk` must have room for the longest."""
+        `split` a prompt is computed at once, and `chunk` must have room for the longest. `singly`:
+        an answer that is computed again is computed token by token, as the first time."""
         self.pool = pool
+        self._singly = singly
         self.chunk = chunk
         self._max_batch = max_batch
         self.split = split
@@ -147,7 +156,8 @@ class Scheduler:
             return min(request.pending, max(left - kept, least))
         left -= kept
         if self.split:
-            return min(request.pending, left)
+            prompt = request.prompt_tokens - request.computed
+            return min((max(prompt, 1) if self._singly else request.pending), left)
         whole = 1 if request.computed else request.prompt_tokens
         return whole if whole <= left else 0
 

@@ -17,12 +17,14 @@ from overspill.models.huggingface.checks import find_folder, has_tokenizer, is_a
 from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
+from overspill.models.huggingface.recurrent import state_bytes
 from overspill.models.huggingface.seq2seq import (
     cache_elements,
     check_served,
     is_encoder_decoder,
 )
 from overspill.models.huggingface.skeleton import meta_model, model_class
+from overspill.serve.support import has_states
 from overspill.serve.text import Codec, TransformersCodec
 from overspill.train.run_folder import is_run
 from overspill.train.trained import find_model, load_trained, read_trained
@@ -41,6 +43,8 @@ class CacheRequest:
     block_size: int
     with_source: bool = False
     """Sequences have a source, of as many tokens."""
+    state_bytes: int = 0
+    """Of the state of a sequence, beside keys and values."""
 
     def blocks(self, token_bytes: int, memory: int) -> int:
         """Blocks for `max_batch` requests of `context` tokens, or as many as fit into `memory`."""
@@ -57,9 +61,10 @@ class CacheRequest:
         return min(self.max_batch * each, fit)
 
     def bytes(self, n_blocks: int, token_bytes: int) -> int:
-        """Memory of so many blocks, and of the one that nobody reads, as the allocator of a GPU
-        divides it."""
-        return round_up((n_blocks + 1) * self.block_size * token_bytes, _SEGMENT)
+        """Memory of so many blocks and of all states, and of one each that nobody reads, as the
+        allocator of a GPU divides it."""
+        states = round_up((self.max_batch + 1) * self.state_bytes, _SEGMENT)
+        return round_up((n_blocks + 1) * self.block_size * token_bytes, _SEGMENT) + states
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ def open_source(
     asked: CacheRequest,
     dtype: torch.dtype | str | None,
     adapter: str | os.PathLike[str] | None = None,
+    packed: bool = False,
 ) -> Source:
     if not isinstance(model, str | os.PathLike):
         return _given(model, asked)
@@ -97,6 +103,11 @@ def open_source(
             raise ConfigError(
                 f"adapter={os.fspath(adapter)!r} is for checkpoints of Hugging Face, {path} is a "
                 "run of overspill train; overspill export makes a checkpoint of it"
+            )
+        if packed:
+            raise ConfigError(
+                f"packed=True (--packed) is for quantized checkpoints, {path} is a run of "
+                "overspill train; leave it out"
             )
         trained = read_trained(path)
         if dtype not in (None, "auto", trained.dtype, str(trained.dtype).removeprefix("torch.")):
@@ -123,11 +134,14 @@ def open_source(
     config = read_config(folder)
     asked = _asked_of(config, folder, asked)
     _check_generates(model_class(config))
-    token_bytes = _token_bytes(meta_model(config), dtype)
+    meta = meta_model(config)
+    token_bytes = _token_bytes(meta, dtype)
+    if has_states(meta):
+        asked = replace(asked, state_bytes=state_bytes(meta))
     budgets, n_blocks = _reserve(budgets, asked, token_bytes)
     # first: an error leaves no model behind
     codec = (None if lora is None else find_codec(lora)) or find_codec(folder)
-    loaded = load_within(folder, budgets, dtype, False, True, True, {}, adapter=lora)
+    loaded = load_within(folder, budgets, dtype, False, True, True, {}, adapter=lora, packed=packed)
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
     ends = _ends(loaded, codec)
     return Source(loaded, codec, ends, asked.context, n_blocks, owned=True, adapter=lora)

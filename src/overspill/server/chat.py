@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
     """What is computed for a chat. Tokenizes: takes long for a long chat."""
-    if llm.has_encoder:
-        raise invalid(
-            f"{model!r} has an encoder and a decoder: it answers single prompts, no chats; use "
-            "/v1/completions",
-            "messages",
-        )
+    llm.check_chats()
     template = llm.chat_template
     check_tools(body, template)
     schema = tool_schema(body) or schema_of(body.response_format)

@@ -41,7 +41,8 @@ class Service:
         `keys` are those of `config`, if they were read already: a pipe can be read only once."""
         self.llm = llm
         self.config = config
-        llm.check_params(SamplingParams(**config.decoder.given))
+        if config.decoder.given:
+            llm.check_params(SamplingParams(**config.decoder.given))
         self.keys = config.read_keys() if keys is None else keys
         given = config.model.adapter or model
         own = default_name(given)

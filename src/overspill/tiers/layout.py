@@ -2,6 +2,7 @@
 another. Sizes are multiples of ALIGN, as direct I/O requires."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,21 +22,41 @@ class Section:
     offset: int
 
 
+class WeightFormat(Protocol):
+    """How the weights of an expert are packed in its record."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def unpack(self, record: Tensor, out: Tensor) -> None:
+        """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
+
+
 @dataclass(frozen=True)
 class RecordLayout:
     """Sizes and views of an expert's weight record and state record.
 
     With bf16 weights the fp32 master is the weight plus its 16 low bits (`low`), so weights,
-    master and both moments take 12 bytes per parameter, as with fp32 weights.
+    master and both moments take 12 bytes per parameter, as with fp32 weights. Packed weights are
+    bytes, of which `dtype` is computed; they have no states.
     """
 
     shape: ExpertShape
     dtype: torch.dtype
     state_dtype: torch.dtype = torch.float32
+    format: WeightFormat | None = None
+
+    @property
+    def stored(self) -> tuple[int, torch.dtype]:
+        """Number and type of the elements of a weight record."""
+        if self.format is not None:
+            return self.format.nbytes, torch.uint8
+        return self.shape.numel, self.dtype
 
     @property
     def weight_bytes(self) -> int:
-        return round_up(self.shape.numel * self.dtype.itemsize, ALIGN)
+        numel, dtype = self.stored
+        return round_up(numel * dtype.itemsize, ALIGN)
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -55,8 +76,17 @@ class RecordLayout:
         return round_up(last.offset + self.shape.numel * last.dtype.itemsize, ALIGN)
 
     def weights(self, record: Tensor) -> Tensor:
-        """The flat weights inside a record's bytes; a gradient has the same layout."""
-        return record[..., : self.shape.numel * self.dtype.itemsize].view(self.dtype)
+        """The flat weights inside a record's bytes, as they are stored; a gradient has the same
+        layout."""
+        numel, dtype = self.stored
+        return record[..., : numel * dtype.itemsize].view(dtype)
+
+    def unpack(self, stored: Tensor, out: Tensor) -> None:
+        """Copies the flat weights of a record into `out` [numel]."""
+        if self.format is None:
+            out.copy_(stored)
+        else:
+            self.format.unpack(stored, out)
 
     def state(self, record: Tensor, name: str) -> Tensor:
         """One optimizer state inside a state record's bytes."""

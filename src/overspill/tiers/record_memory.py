@@ -4,6 +4,7 @@ to the store alone."""
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ class RecordMemory:
     def set_state_dtype(self, dtype: torch.dtype) -> None:
         """Sets the dtype of the moments, before their memory is allocated."""
         assert Part.STATES not in self.slabs
-        self.layout = RecordLayout(self.layout.shape, self.layout.dtype, dtype)
+        self.layout = replace(self.layout, state_dtype=dtype)
 
     def allocate(self, part: Part, host_slots: int, background: bool) -> None:
         """Allocates the memory and disk space for `part` of every expert."""

@@ -178,7 +178,7 @@ def test_training_with_pre_gates_dropout_and_jitter_follows_gates_that_are_calle
                 parameter.grad = torch.zeros_like(parameter)  # not chosen by any token
         optimizer.step()
         # eight blocks with large weights, whose sums the oracle computes token by token
-        assert_same_gradients(plain, twin, expert_gradients(twin, optimizer), rounding=1e-4)
+        assert_same_gradients(plain, twin, expert_gradients(twin, optimizer), rounding=5e-4)
 
 
 def test_the_rates_are_those_of_the_modules_now(tmp_path: Path) -> None:
@@ -235,13 +235,16 @@ def test_the_cpu_computes_no_experts_in_passes_with_dropout(tmp_path: Path) -> N
 # -- several ranks -------------------------------------------------------------------------------
 
 
-def products_of_rank(mesh: DeviceMesh) -> tuple[list[float], list[float], list[float]]:
+def products_of_rank(
+    mesh: DeviceMesh, placement: str
+) -> tuple[list[float], list[float], list[float]]:
     """For each MoE layer: the sum of y * dy over the tokens of this rank, and the sums of each
     weight times its gradient over the experts of this rank, for either matrix."""
     model = with_dropout("switch_transformers")
     experts = [m for m in model.modules() if type(m).__name__ == "SwitchTransformersExperts"]
     own: dict[str, Any] = {"mode": "host", "slots": 2, "quiet": True, "mesh": mesh}
-    overspill.offload(model, settings=overspill.Settings(threads=1), **own)
+    settings = overspill.Settings(threads=1, placement=placement)
+    overspill.offload(model, settings=settings, **own)
     outputs: list[Tensor] = []
     for module in experts:
         module.register_forward_hook(lambda _, args, y: (y.retain_grad(), outputs.append(y))[0])
@@ -268,16 +271,20 @@ def products_of_rank(mesh: DeviceMesh) -> tuple[list[float], list[float], list[f
     return of_results, of_w_in, of_w_out
 
 
+def products_of_all(mesh: DeviceMesh) -> list[tuple[list[float], list[float], list[float]]]:
+    return [products_of_rank(mesh, placement) for placement in ("static", "dynamic")]
+
+
 def test_ranks_have_the_same_masks_in_backward() -> None:
     """Experts with ReLU and without biases are homogeneous in either matrix, whatever is dropped:
     weight times gradient, summed over the experts of all ranks, is y * dy, summed over all tokens,
     if and only if backward has dropped what forward has."""
-    results = run_ranks(2, products_of_rank)
-    of_results, *of_weights = (
-        [sum(of_ranks) for of_ranks in zip(*parts, strict=True)]
-        for parts in zip(*results, strict=True)
-    )
-    expected = torch.tensor(of_results) / 2  # gradients of experts are means over ranks
-    assert expected.abs().min() > 1e-3
-    for found in of_weights:
-        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-6)
+    for results in zip(*run_ranks(2, products_of_all), strict=True):
+        of_results, *of_weights = (
+            [sum(of_ranks) for of_ranks in zip(*parts, strict=True)]
+            for parts in zip(*results, strict=True)
+        )
+        expected = torch.tensor(of_results) / 2  # gradients of experts are means over ranks
+        assert expected.abs().min() > 1e-3
+        for found in of_weights:
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-6)

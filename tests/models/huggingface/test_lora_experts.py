@@ -11,8 +11,10 @@ import torch
 
 import overspill
 from overspill.core.errors import ConfigError
+from overspill.moe.state_dict import placeholders
 from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.plan.usage import Exchange
+from overspill.serve.decode.module_step import can_step
 from tests.models.huggingface.families import Family, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM, offloaded
 from tests.models.huggingface.test_exactness import BY_NAME
@@ -166,6 +168,22 @@ def test_all_linear_means_what_it_means_on_the_plain_model(tmp_path: Path) -> No
         assert_near(trained(mine), trained(theirs), "gradients")
 
 
+@pytest.mark.parametrize(
+    ("targets", "meant"), [("all-linear", True), (["q", "wi"], True), (["q", "v"], False)]
+)
+def test_experts_that_are_left_out_are_named(
+    targets: Any, meant: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = BY_NAME["switch_transformers"]
+    plain = make_model(family)
+    with offloaded(plain, "host", tmp_path) as twin:
+        mine = adapt(twin, target_modules=targets, target_parameters=None)
+        for _ in range(2):
+            mine(**make_batch(family, plain))
+    lines = [r.message for r in caplog.records if "has no part in the experts" in r.message]
+    assert len(lines) == meant
+
+
 def test_merging_and_unmerging_change_the_records(tmp_path: Path) -> None:
     for family in (MIXTRAL, BY_NAME["gpt_oss"]):
         plain = make_model(family)
@@ -195,6 +213,19 @@ def test_saved_adapters_are_pefts(tmp_path: Path) -> None:
     with offloaded(plain, "host", tmp_path) as twin, torch.no_grad():
         again = peft.PeftModel.from_pretrained(twin, tmp_path / "adapter")
         assert torch.equal(again(**batch).logits, expected)
+
+
+def test_unmerged_adapters_are_served_without_graphs(tmp_path: Path) -> None:
+    family = BY_NAME["mixtral"]
+    with offloaded(make_model(family).eval(), "host", tmp_path) as twin:
+        held = [placeholder for _, placeholder, _ in placeholders(twin)]
+        assert can_step(twin, held)
+        mine = adapt(twin).eval()
+        assert not can_step(twin, held)
+        expected = mine.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False)
+        asked = overspill.SamplingParams(max_tokens=4, temperature=0.0)
+        with overspill.LLM(twin, context=64) as llm:
+            assert llm.generate([[3, 4, 5]], asked)[0].token_ids == expected[0, 3:].tolist()
 
 
 def test_adapters_that_are_not_computed_are_refused(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Makes transformers' Auto classes know the model type of an exported GPT-MoE.
 
-transformers takes seconds to import, so nothing of it is imported here: the classes are registered
-when the modules that register them are imported, or now if they are already.
+transformers takes seconds to import, so nothing of it is imported here: the config is registered
+when the module that it registers with has been imported, or now if it is already. The model is
+registered when a config is made, since transformers imports its modules in many orders, in which
+those that the model needs may be half imported.
 """
 
 import importlib
@@ -13,29 +15,23 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _log = logging.getLogger("overspill")
-_REGISTERS = {
-    "transformers.models.auto.configuration_auto": "overspill.models.huggingface.gpt_config",
-    "transformers.models.auto.modeling_auto": "overspill.models.huggingface.gpt_model",
-}
-"""Module of transformers → module of Overspill that registers a class with it when imported."""
+_THEIRS = "transformers.models.auto.configuration_auto"
+_OURS = "overspill.models.huggingface.gpt_config"
+"""Registers the config when it is imported."""
 
 
 def register_when_imported() -> None:
-    """Registers the classes as soon as transformers can know them."""
-    later = {}
-    for theirs, ours in _REGISTERS.items():
-        if theirs in sys.modules:
-            _register(ours)
-        else:
-            later[theirs] = ours
-    if later:
-        sys.meta_path.insert(0, _Finder(later))
+    """Registers the config as soon as transformers can know it."""
+    if _THEIRS in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _Finder())
 
 
-def _register(module: str) -> None:
+def _register() -> None:
     """Errors are logged: they must not make transformers unusable."""
     try:
-        importlib.import_module(module)
+        importlib.import_module(_OURS)
     except Exception as error:
         _log.warning(
             "exported GPT-MoE models cannot be loaded with this version of transformers (%s)", error
@@ -43,24 +39,22 @@ def _register(module: str) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules as Python does, and imports another one after each."""
-
-    def __init__(self, followed_by: dict[str, str]) -> None:
-        self._followed_by = followed_by
+    """Finds the module of transformers as Python does, and registers the config after its
+    import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        next_one = self._followed_by.get(name)
-        spec = PathFinder.find_spec(name, path, target) if next_one else None
-        if next_one is None or spec is None or spec.loader is None:
+        spec = PathFinder.find_spec(name, path, target) if name == _THEIRS else None
+        if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
-        def execute_and_follow(module: ModuleType) -> None:
+        def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            if self._followed_by.pop(name, None):  # a spec may be found without being loaded
-                _register(next_one)
+            if self in sys.meta_path:  # a spec may be found several times
+                sys.meta_path.remove(self)
+                _register()
 
-        spec.loader.exec_module = execute_and_follow  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -6,6 +6,7 @@ of the model. Where peft would add an adapter to the whole stack of experts, its
 to the computation of the experts instead.
 """
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from overspill.moe.adapters import Factors, LayerAdapters
 from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
 from overspill.moe.state_dict import Places, split_record, stack_sizes
 
+_log = logging.getLogger("overspill")
 _LAYERS = "peft.tuners.lora.layer"
 _ADOPTED = "_adds_to_offloaded_experts"
 
@@ -53,6 +55,12 @@ def show_stand_ins(
 
     # not with setattr, which would register parameters
     module.__dict__.update(stand_ins, named_parameters=named_parameters)
+
+
+def has_expert_adapters(model: nn.Module) -> bool:
+    """Whether peft has wrapped offloaded experts."""
+    wrappers = (each for each in model.modules() if hasattr(each, "parameter_name"))
+    return any(hasattr(each, "lora_A") and _placeholder_of(each) is not None for each in wrappers)
 
 
 def _adopt_wrappers() -> None:
@@ -180,3 +188,47 @@ def _add_to_records(placeholder: ExpertPlaceholder, number: int, factors: Factor
 
         with engine.exclusive():
             engine.records.write_weights(ExpertId(placeholder.layer, index), add)
+
+
+def warns_of_left_out(model: nn.Module, expert: str, linears: Sequence[str]) -> Callable[[], bool]:
+    """For experts that are modules of their own on the plain model, as `expert` is: peft finds no
+    layer of theirs. The function warns if the adapters of the model were meant for them, and
+    returns False before there are any."""
+    own = weakref.ref(model)
+
+    def check() -> bool:
+        model = own()
+        configs = getattr(model, "peft_config", None)
+        if model is None or not configs:
+            return False
+        for name, config in configs.items():
+            if _means(model, config, [f"{expert}.{linear}" for linear in linears]):
+                _log.warning(
+                    "the adapter %s has no part in the experts of this model, which peft would "
+                    "adapt on the plain one: experts that are separate modules (%s) support no "
+                    "adapters while they are offloaded",
+                    name,
+                    " and ".join(linears),
+                )
+        return True
+
+    return check
+
+
+def _means(model: nn.Module, config: Any, names: Sequence[str]) -> bool:
+    """Whether peft would adapt modules of these names: it lists the linear layers that it finds in
+    the place of "all-linear"."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if any(check_target_module_exists(config, name) for name in names):
+        return True
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    left_out = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and "lora_" not in name
+        and not name.endswith(".base_layer")
+    ]
+    return not left_out and not isinstance(config.target_modules, str)

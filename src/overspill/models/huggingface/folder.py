@@ -2,14 +2,16 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from overspill.compute.packed_matrix import Parts
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.json_text import parse_json
 from overspill.models.huggingface.checks import CONFIG, INDEX, SINGLE, check_checkpoint, is_adapter
@@ -118,7 +120,7 @@ class CheckpointFolder:
         self.packed = find_packed(self.folder, self.specs, packing)
         if packing is None:
             return
-        unused = {part for packed in self.packed.values() for part in packed.parts}
+        unused = {part for packed in self.packed.values() for part in packed.parts.values()}
         unused |= {n for n, spec in self.specs.items() if is_for_activations(n, spec)}
         self.specs = {n: spec for n, spec in self.specs.items() if n not in unused}
         self.specs |= {name: packed.spec for name, packed in self.packed.items()}
@@ -161,7 +163,20 @@ class CheckpointFolder:
         return [reader.path for reader in self._readers.values()]
 
     def file_of(self, name: str) -> Path:
-        return self._home[name].path
+        """The file of a tensor; of a packed one, that of its codes."""
+        packed = self.packed.get(name)
+        return self._home[name if packed is None else packed.parts["codes"]].path
+
+    def stored_bytes(self, stored: Iterable[str]) -> int:
+        """Size of stored tensors, by their names in the files."""
+        return sum(self._home[name].specs[name].nbytes for name in stored)
+
+    def plain_dtype(self, config: Any) -> torch.dtype:
+        """The dtype of the weights before they were packed; `config` is that of the model."""
+        if isinstance(config.dtype, torch.dtype):
+            return config.dtype
+        plain = (spec.dtype for name, spec in self.specs.items() if name not in self.packed)
+        return next((dtype for dtype in plain if dtype.is_floating_point), torch.bfloat16)
 
     def read(self, name: str, offset: int, out: Tensor) -> None:
         """Fills `out`, in its dtype, with the elements of tensor `name` from `offset` on; of a
@@ -190,15 +205,24 @@ class CheckpointFolder:
         return whole
 
     def _unpack(self, packed: PackedTensor, offset: int, out: Tensor) -> None:
-        def read(name: str, matrix: int) -> Tensor:
-            reader = self._home[name]
-            spec = reader.specs[name]
-            shape = spec.shape[len(packed.stack) :]
-            part = torch.empty(shape, dtype=spec.dtype)
-            reader.read_piece(name, matrix * part.numel(), part)
-            return part
+        packed.read(partial(self._read_part, packed), offset, out)
 
-        packed.read(read, offset, out)
+    def read_parts(self, name: str, number: int, read: bool = True) -> Parts:
+        """The parts of one matrix of a packed tensor; without `read` on the meta device."""
+        packed = self.packed[name]
+        if read:
+            return packed.read_parts(partial(self._read_part, packed), number)
+        return packed.parts_of(lambda part: self._empty(packed, part, "meta"))
+
+    def _read_part(self, packed: PackedTensor, name: str, number: int) -> Tensor:
+        part = self._empty(packed, name, "cpu")
+        self._home[name].read_piece(name, number * part.numel(), part)
+        return part
+
+    def _empty(self, packed: PackedTensor, name: str, device: str) -> Tensor:
+        """Memory for one matrix of a stored tensor."""
+        spec = self._home[name].specs[name]
+        return torch.empty(spec.shape[len(packed.stack) :], dtype=spec.dtype, device=device)
 
     def close(self) -> None:
         for reader in self._readers.values():

@@ -1,5 +1,7 @@
-"""The config of an exported GPT-MoE. Importing this registers it with `AutoConfig`."""
+"""The config of an exported GPT-MoE. Importing this registers it with `AutoConfig`, and making a
+config registers the model."""
 
+import importlib
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -51,6 +53,7 @@ class OverspillGPTConfig(PreTrainedConfig):  # type: ignore[misc]
     def __post_init__(self, **kwargs: Any) -> None:
         self.num_key_value_heads = self.num_attention_heads
         super().__post_init__(**kwargs)
+        importlib.import_module("overspill.models.huggingface.gpt_model")
 
     def is_moe(self, layer: int) -> bool:
         """Whether a block, counted from 0, has experts."""

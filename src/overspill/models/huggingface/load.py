@@ -15,10 +15,12 @@ from overspill.models.budgets import Budgets, Size
 from overspill.models.checkpoint_presets import preset_config
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.checks import find_folder
+from overspill.models.huggingface.dictionaries import cast_routers
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
 from overspill.models.huggingface.lora_config import find_adapter
+from overspill.models.huggingface.packed.records import PackedExperts
 from overspill.models.huggingface.pregates import read_pregates
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
@@ -51,6 +53,7 @@ def load(
     dense_states: str = "auto",
     dense_weights: str = "auto",
     pregate: bool = True,
+    packed: bool = False,
     progress: bool | Progress = True,
     quiet: bool = False,
     mesh: "DeviceMesh | None" = None,
@@ -65,9 +68,11 @@ def load(
     With `train` (the default) the model is in training mode and memory for the optimizer is
     planned; without it, the model is for inference. With `freeze_experts` the experts are frozen,
     and no memory is planned for their gradients and optimizer states. `dtype` is the data type of
-    the weights, by default that of the checkpoint. A model that was saved with pre-gates gets them,
-    unless `pregate` is False. `adapter` is a LoRA adapter to add to the weights: a folder that peft
-    or `overspill finetune --lora` has written, or a repository of the hub. Other keyword arguments
+    the weights, by default that of the checkpoint. With `packed` the experts of a quantized
+    checkpoint stay as they are stored, in all memory, and are unpacked when they compute. A model
+    that was saved with pre-gates gets them, unless `pregate` is False. `adapter` is a LoRA adapter
+    to add to the weights: a folder that peft or `overspill finetune --lora` has written, or a
+    repository of the hub. Other keyword arguments
     (`dropout_rate=0`, ...) replace fields of the checkpoint's config, as in `from_pretrained`; the
     rest is as in `overspill.offload`.
     """
@@ -79,6 +84,7 @@ def load(
     return load_within(
         path_or_repo, budgets, dtype, train, progress, quiet, config, pregate,
         adapter=None if adapter is None else find_adapter(adapter), freeze_experts=freeze_experts,
+        packed=packed,
     )  # fmt: skip
 
 
@@ -93,10 +99,13 @@ def load_within(
     pregate: bool = True,
     adapter: Path | None = None,
     freeze_experts: bool = False,
+    packed: bool = False,
 ) -> Any:
     """`load` with all budgets in one object; `changes` replace fields of the model's config. The
     LoRA adapter in the folder `adapter` is added to the weights."""
     device = budgets.compute_device
+    if packed:
+        _check_packed(budgets, trained=train and not freeze_experts)
     folder = find_folder(path_or_repo)
     config = read_config(folder)
     for name, value in changes.items():
@@ -117,10 +126,13 @@ def load_within(
             for layer in layers:
                 layer.trained = layer.trained and not freeze_experts
             recipes = Recipes(model, layers, checkpoint, lora)
+            source = PackedExperts(recipes) if packed else recipes
             # first: it recognizes the weights with which they were saved
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:
                 lora.write_to(model)
+            if train or freeze_experts:  # else the others are not trained either
+                cast_routers(model)  # before dense weights are placed
 
             def finish() -> None:
                 made.restore(model)
@@ -128,7 +140,20 @@ def load_within(
                 if pregates is not None:
                     pregates.add_to(model)
 
-            return move_experts(model, layers, budgets, progress, quiet, recipes, finish)
+            return move_experts(model, layers, budgets, progress, quiet, source, finish)
+
+
+def _check_packed(budgets: Budgets, trained: bool) -> None:
+    """Raises if experts cannot stay packed."""
+    reason = None
+    if budgets.compute_device.type != "cpu":
+        reason = "kernels on the GPU do not read packed experts yet; give device='cpu'"
+    elif budgets.mesh is not None:
+        reason = "several ranks are not supported yet; load the model in one process"
+    elif trained:
+        reason = "packed experts cannot be trained; give freeze_experts=True or train=False"
+    if reason is not None:
+        raise ConfigError(f"packed=True (--packed): {reason}, or leave it out")
 
 
 def _load_dense(
@@ -145,7 +170,7 @@ def _load_dense(
     source: Path | None = folder
     if checkpoint.packed:
         source, given["state_dict"] = None, {n: _OnDisk(checkpoint, n) for n in checkpoint.specs}
-        given["dtype"] = _plain_dtype(checkpoint, config) if dtype in (None, "auto") else dtype
+        given["dtype"] = checkpoint.plain_dtype(config) if dtype in (None, "auto") else dtype
     with silence():  # what it would report is checked below
         try:
             model, info = kind.from_pretrained(
@@ -183,15 +208,6 @@ class _OnDisk:
 
     def __getitem__(self, _: Any) -> Tensor:
         return self._checkpoint.read_whole(self._name)
-
-
-def _plain_dtype(checkpoint: CheckpointFolder, config: Any) -> torch.dtype:
-    """The dtype of the weights before they were packed."""
-    if isinstance(config.dtype, torch.dtype):
-        return config.dtype
-    packed = checkpoint.packed
-    plain = (spec.dtype for name, spec in checkpoint.specs.items() if name not in packed)
-    return next((dtype for dtype in plain if dtype.is_floating_point), torch.bfloat16)
 
 
 def _complete(model: Any, folder: Path) -> None:
@@ -268,7 +284,7 @@ class InitialExperts:
     """Weights that depend on the seed of torch's generator and on the expert alone, so that they
     are the same on any number of ranks."""
 
-    copies = False
+    copies, format = False, None
 
     def __init__(self, layers: Sequence[HuggingFaceExperts], device: torch.device) -> None:
         self._layers, self._device = layers, device

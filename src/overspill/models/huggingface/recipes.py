@@ -19,6 +19,8 @@ from overspill.moe.state_dict import Place, split_record
 class Recipes:
     """The sources of every expert tensor, checked before any memory is allocated."""
 
+    format = None
+
     def __init__(
         self,
         model: Any,
@@ -110,6 +112,29 @@ class Recipes:
             for name, sources in self._sources.items()
             for keys in sources.keys.values()
         )
+
+    def stored(self, expert: ExpertId) -> Iterator[tuple[int, str, int]]:
+        """The tensors of the checkpoint below each other in an expert's record: number of the
+        expert's tensor, name, index in a stack. Raises if they are not what the record has."""
+        layer = self.layers[expert.layer]
+        for number, place in enumerate(layer.places(expert.index)):
+            name = f"{layer.path}.{place.name}"
+            sources = self._sources[name]
+            if self._lora is not None and self._lora.changes(name):
+                raise ConfigError(
+                    f"the adapter changes experts ({name}), which then cannot stay packed; load "
+                    "the model without packed=True (--packed)"
+                )
+            if sources.converter is None:
+                (key,) = sources.keys[""]
+                yield number, key, place.expert or 0
+            elif sources.merges and place.expert is not None:
+                yield from ((number, key, 0) for key in sources.parts(place.expert))
+            else:
+                raise ConfigError(
+                    f"experts of {self.model.config.model_type} are converted while they are read, "
+                    "and cannot stay packed; load them without packed=True (--packed)"
+                )
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
         """Reads one expert into its record."""

@@ -155,8 +155,8 @@ def _temporary_path(out: Path) -> Path:
 
 def _check_room(out: Path, engine: Engine, model: Any) -> None:
     dense = sum(tensor.nbytes for tensor in dense_tensors(model).values())
-    layers, each = engine.layer_map.n_layers * engine.n_experts, engine.layout.weight_bytes
-    need, free = layers * each + dense, disk_free(out)
+    need = engine.expert_parameters * engine.dtype.itemsize + dense
+    free = disk_free(out)
     if need > free:
         raise DiskError(
             f"{out}: the checkpoint needs {format_size(need)}, the disk has {format_size(free)} "

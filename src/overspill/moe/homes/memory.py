@@ -1,7 +1,7 @@
 """Memory of the experts whose home is the compute device."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -49,7 +49,7 @@ class DeviceHomes:
         self.layout = layout
         self.device = device
         self.has_states = False
-        self._layers = [LayerRecords(self._zeros(count, layout.dtype)) for count in counts]
+        self._layers = [LayerRecords(self._zeros(count, *layout.stored)) for count in counts]
         self._stream: torch.cuda.Stream | None = None  # of updates beside computation
         self._updated: dict[int, StreamEvent | None] = {}  # the last of these updates, by layer
 
@@ -98,16 +98,17 @@ class DeviceHomes:
                 update(records)
             self._updated[layer] = record_event(self.device)
 
-    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(count, self.layout.shape.numel, dtype=dtype, device=self.device)
+    def _zeros(self, count: int, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(count, numel, dtype=dtype, device=self.device)
 
     def allocate_states(self, state_dtype: torch.dtype) -> None:
         """Allocates the optimizer states, once."""
         if not self.has_states:
-            self.layout = RecordLayout(self.layout.shape, self.layout.dtype, state_dtype)
+            self.layout = replace(self.layout, state_dtype=state_dtype)
             for layer in self._layers:
                 for section in self.layout.sections:
-                    layer.states[section.name] = self._zeros(len(layer.weights), section.dtype)
+                    size = len(layer.weights), self.layout.shape.numel
+                    layer.states[section.name] = self._zeros(*size, section.dtype)
             self.has_states = True
 
     def grads(self, layer: int, count: int) -> Tensor:
@@ -116,7 +117,7 @@ class DeviceHomes:
         records = self[layer]
         if records.grads is None or len(records.grads) < count:
             records.grads = None  # first: not both at once
-            records.grads = self._zeros(count, self.layout.dtype)
+            records.grads = self._zeros(count, self.layout.shape.numel, self.layout.dtype)
         return records.grads
 
     def release_grads(self) -> None:
@@ -137,7 +138,7 @@ class DeviceHomes:
             # gives unused memory back, so that the next allocation gets memory of just its size: in
             # a part of a larger piece it would make the rest useless for anything as large
             torch.cuda.empty_cache()
-        new = self._zeros(count, tensor.dtype)
+        new = self._zeros(count, tensor.shape[1], tensor.dtype)
         common = min(count, len(tensor))
         new[:common] = tensor[:common]
         return new
@@ -158,5 +159,6 @@ class DeviceHomes:
 
     def close(self) -> None:
         # new tensors: a slice would keep all of the memory
-        empty = torch.empty(0, self.layout.shape.numel, dtype=self.layout.dtype)
+        numel, dtype = self.layout.stored
+        empty = torch.empty(0, numel, dtype=dtype)
         self._layers = [LayerRecords(empty) for _ in self._layers]

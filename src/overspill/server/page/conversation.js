@@ -2,6 +2,7 @@
 
 import { Chats, newChat, titleOf } from "./chats.js";
 import { $, copyButton, countText, element, seconds, speedText } from "./dom.js";
+import { requestOf, textOf, totalOf } from "./kinds.js";
 import { Markdown, Plain } from "./markdown.js";
 import { Refused, ask, events, findModel, hasKey, kept, served } from "./requests.js";
 
@@ -71,7 +72,7 @@ function showBox(className, text, then) {
 export function removeBoxes() { for (const box of document.querySelectorAll(".error, .notice")) box.remove(); }
 
 function showError(error) {
-  if (error.code === "context_length_exceeded" && chat.messages.length > 1) {
+  if (error.code === "context_length_exceeded" && chat.messages.length > 1 && !served.single) {
     showBox("notice", `This conversation no longer fits into the context of ${countText(served.context)} tokens, ` +
       "so the message was not sent.", ["New conversation with this message", () => newConversation(true)]);
   } else showBox("error", error.message);
@@ -104,15 +105,14 @@ function number(id, least, most) {
   return value;
 }
 function request() {
-  const system = $("system").value.trim();
-  return {
+  const known = served.languages.length > 0;  // else the fields are not shown
+  const languages = known ? { src_lang: $("src-lang").value.trim(), tgt_lang: $("tgt-lang").value.trim() } : {};
+  const { path, fields } = requestOf(served.single, chat.messages, $("system").value.trim(), languages);
+  const body = {
     model: served.model, stream: true, stream_options: { include_usage: true },
-    temperature: number("temperature", 0, 2), max_tokens: number("max-tokens", 1, Infinity),
-    messages: [
-      ...(system ? [{ role: "system", content: system }] : []),
-      ...chat.messages.map(({ role, content }) => ({ role, content })),
-    ],
+    temperature: number("temperature", 0, 2), max_tokens: number("max-tokens", 1, Infinity), ...fields,
   };
+  return { path, body: JSON.stringify(body) };
 }
 export async function send() {
   const text = $("prompt").value;
@@ -125,11 +125,11 @@ export async function send() {
   try {
     await findModel();
     setModel();
-    const body = JSON.stringify(request());
+    const asking = request();
     question = add("user", text);
     answer = add("assistant");
     setPrompt("");
-    await receive(body, answer, control);
+    await receive(asking, answer, control);
   } catch (error) {
     if (running === control) showError(error);  // not of a conversation that was left
   }
@@ -143,7 +143,7 @@ export async function send() {
     $("empty").hidden = $("messages").children.length > 1;
   }
 }
-async function receive(body, { node, body: shown, meta }, control) {
+async function receive({ path, body }, { node, body: shown, meta }, control) {
   const began = performance.now(), parts = [];
   let waiting = "", first = null, usage = null, reason = null, drawn = 0, failure = null;
   const draw = () => {
@@ -155,14 +155,15 @@ async function receive(body, { node, body: shown, meta }, control) {
   node.setAttribute("aria-busy", "true");
   try {
     const headers = { "Content-Type": "application/json" };
-    const answer = await ask("v1/chat/completions", { method: "POST", body, headers, signal: control.signal });
+    const answer = await ask(path, { method: "POST", body, headers, signal: control.signal });
     for await (const event of events(answer)) {
       if (event.error) throw new Refused(0, event.error.message ?? "The server reports an error.");
       const choice = event.choices?.[0];
-      if (choice?.delta?.content) {
+      const text = textOf(choice);
+      if (text) {
         first ??= performance.now();
-        parts.push(choice.delta.content);
-        waiting += choice.delta.content;
+        parts.push(text);
+        waiting += text;
         drawn ||= requestAnimationFrame(draw);
       }
       reason = choice?.finish_reason ?? reason;
@@ -182,7 +183,7 @@ async function receive(body, { node, body: shown, meta }, control) {
   if (failure) throw failure;
 }
 function finish(meta, answer) {
-  const { text, usage, reason } = answer, total = (usage?.prompt_tokens ?? 0) + (usage?.completion_tokens ?? 0);
+  const { text, usage, reason } = answer, total = totalOf(served.single, usage);
   const full = served.context > 0 && total >= served.context;
   const facts = factsOf(answer, full);
   chat.messages.push({ role: "assistant", content: text, facts });
@@ -237,6 +238,13 @@ export const openLast = () => openChat(kept.get("chat") ?? "");
 
 export function setModel() {
   $("model").textContent = $("model").title = $("title").textContent = served.model;
+  const { single, languages } = served;
+  $("system-field").hidden = single;
+  $("single").hidden = !single;
+  for (const id of ["src-field", "tgt-field"]) $(id).hidden = languages.length === 0;
+  if ($("languages").children.length !== languages.length) {
+    $("languages").replaceChildren(...languages.map(value => element("option", { value })));
+  }
   showContext();
 }
 

@@ -72,9 +72,9 @@ $("show-stats").addEventListener("click", () => showStats(!document.body.classLi
 // ---- settings
 $("show-settings").addEventListener("click", () => {
   showSettings($("settings").hidden);
-  if (!$("settings").hidden) $("system").focus();
+  if (!$("settings").hidden) [...$("settings").querySelectorAll("textarea, input")].find(field => field.offsetParent).focus();
 });
-for (const id of ["system", "temperature", "max-tokens"]) {
+for (const id of ["system", "src-lang", "tgt-lang", "temperature", "max-tokens"]) {
   $(id).value = kept.get(id) ?? $(id).value;
   $(id).addEventListener("change", () => kept.set(id, $(id).value));
 }

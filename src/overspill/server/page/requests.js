@@ -1,5 +1,7 @@
 // Requests to the server, and the key that it may ask for.
 
+import { kindOf } from "./kinds.js";
+
 // Relative to the page, which may be below a path of another server; without a password in its address.
 const HERE = location.origin + location.pathname;
 const FETCH_FAILED = "The server does not answer. Check that it is running, then send the message again.";
@@ -61,10 +63,10 @@ export async function* events(answer) {
   }
 }
 
-// The model and its context, once they are known.
-export const served = { model: null, context: null };
+// The model, its context and its kind, once they are known.
+export const served = { model: null, context: null, single: false, languages: [] };
 export async function findModel() {
   if (served.model !== null) return;
   const [card] = (await (await ask("v1/models")).json()).data;
-  Object.assign(served, { model: String(card.id), context: card.max_model_len ?? null });
+  Object.assign(served, { model: String(card.id), context: card.max_model_len ?? null, ...kindOf(card) });
 }

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import overspill
-from overspill.core.errors import ConfigError
 from overspill.models.huggingface.folder import CheckpointFolder
 from tests.models.huggingface.families import make_batch, make_model, tiny
 from tests.models.huggingface.oracle import MODES, budgets
@@ -148,29 +147,61 @@ def test_what_is_generated_and_trained_is_the_same(pairs: dict[str, Pair]) -> No
     assert losses[0] == losses[1]
 
 
-def test_an_adapter_is_served_on_a_packed_model_and_merged_into_an_unpacked_one(
+def test_an_adapter_is_served_on_and_merged_into_a_packed_model(
     pairs: dict[str, Pair], tmp_path: Path
 ) -> None:
     peft = pytest.importorskip("peft")
-    pair = pairs["int4"]
-    config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    for name, family in (("int4", "mixtral"), ("mxfp4", "gpt_oss")):
+        pair = pairs[name]
+        plain = again(pair.family, pair.plain)
+        batch = make_batch(pair.family, plain)
+        targets = ["experts.down_proj"]
+        config = peft.LoraConfig(
+            target_modules=["q_proj"], target_parameters=targets, r=2, init_lora_weights=False
+        )
+        adapted = peft.get_peft_model(plain, config)
+        adapter, merged = tmp_path / f"adapter-{family}", tmp_path / family
+        adapted.save_pretrained(adapter)
+        overspill.merge(adapter, merged, pair.packed)
+        loaded = again(pair.family, merged)
+        torch.testing.assert_close(
+            outputs(loaded, batch), outputs(adapted, batch), rtol=1e-4, atol=1e-5
+        )
+        asked = overspill.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        tokens = []
+        for folder, given in ((pair.packed, adapter), (merged, None)):
+            with overspill.LLM(folder, device="cpu", dtype="float32", adapter=given) as llm:
+                tokens.append(llm.generate([[3, 4, 5]], asked)[0].token_ids)
+        assert tokens[0] == tokens[1]
+
+
+def test_the_merged_files_are_plain_ones(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    """Codes and scales of a tensor may be in different files of the packed checkpoint."""
+    peft = pytest.importorskip("peft")
+    pair, packed = pairs["nvfp4"], tmp_path / "packed"
+    shutil.copytree(pair.packed, packed)
+    stored = list(load_file(packed / "model.safetensors").items())
+    files: dict[str, str] = {}
+    for number in range(3):
+        part = dict(stored[number::3])
+        save_file(part, packed / f"part-{number}.safetensors")
+        files |= dict.fromkeys(part, f"part-{number}.safetensors")
+    (packed / "model.safetensors").unlink()
+    (packed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    config = json.loads((packed / "config.json").read_text())
+    quantization = {"quantization": config.pop("quantization_config")}
+    (packed / "hf_quant_config.json").write_text(json.dumps(quantization))
+    (packed / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     plain = again(pair.family, pair.plain)
-    batch = make_batch(pair.family, plain)
-    adapted = peft.get_peft_model(plain, config)
-    adapted.save_pretrained(tmp_path / "adapter")
-    asked = overspill.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    with pytest.raises(ConfigError, match=r"packed weights.* unpack it first .*--base: ") as error:
-        overspill.merge(tmp_path / "adapter", tmp_path / "out", pair.packed)
-    command = str(error.value).split('python -c "')[1].removesuffix('"')
-    exec(command, {})
-    unpacked = Path(f"{pair.packed}-plain")
-    overspill.merge(tmp_path / "adapter", tmp_path / "merged", unpacked)
-    tokens = []
-    for folder, adapter in ((pair.packed, tmp_path / "adapter"), (tmp_path / "merged", None)):
-        with overspill.LLM(folder, device="cpu", dtype="float32", adapter=adapter) as llm:
-            tokens.append(llm.generate([[3, 4, 5]], asked)[0].token_ids)
-    assert tokens[0] == tokens[1]
-    merged = again(pair.family, tmp_path / "merged")
-    torch.testing.assert_close(
-        outputs(merged, batch), outputs(adapted, batch), rtol=1e-4, atol=1e-5
-    )
+    adapter = peft.LoraConfig(target_modules=["q_proj"], r=2)  # changes nothing yet
+    peft.get_peft_model(plain, adapter).save_pretrained(tmp_path / "adapter")
+    merged = overspill.merge(tmp_path / "adapter", tmp_path / "merged", packed)
+    assert not (tmp_path / "merged" / "hf_quant_config.json").exists()
+    size = sum(file.stat().st_size for file in (tmp_path / "merged").glob("*.safetensors"))
+    assert size == pytest.approx(merged.bytes, rel=0.1)
+    for key, value in tensors(pair.plain).items():
+        found = tensors(tmp_path / "merged")[key]
+        assert torch.equal(found, value.to(found.dtype))
+        assert found.dtype == (torch.bfloat16 if "_proj" in key else value.dtype)
+    with CheckpointFolder(tmp_path / "merged") as checkpoint:  # checks the index
+        assert not checkpoint.packed

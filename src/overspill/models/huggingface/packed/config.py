@@ -2,41 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.json_text import parse_json
+from overspill.core.packing import Kind, Scheme
 
 FIELDS = ("quantization_config", "compression_config")
 MODELOPT = "hf_quant_config.json"
 _BF16 = "give the checkpoint in bf16, which its page on the hub usually names as the base model"
 _READS = "MXFP4, MXFP8, NVFP4, FP8, compressed-tensors, AWQ and GPTQ"
-
-
-class Kind(StrEnum):
-    """How codes lie in a checkpoint."""
-
-    MXFP4_STACK = "stacks of MXFP4 (_blocks, _scales)"
-    E2M1 = "codes of 4 bits (e2m1)"
-    E4M3 = "FP8 (e4m3)"
-    INT8 = "int8"
-    INTEGERS = "integers packed in int32 (weight_packed)"
-    GPTQ = "GPTQ (qweight, g_idx)"
-    AWQ = "AWQ (qweight)"
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """A way in which some of the weights are packed."""
-
-    kind: Kind
-    block: tuple[int | None, int | None]
-    """Rows and columns that share a scale; None for all of them."""
-    bits: int = 4
-    zero_offset: int = 0
-    """What stored zero points lack."""
 
 
 @dataclass(frozen=True)

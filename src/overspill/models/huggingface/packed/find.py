@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 
+from overspill.compute.packed_matrix import PackedMatrix
 from overspill.core.errors import CheckpointError
-from overspill.models.huggingface.packed.config import Kind, Packing, Scheme
+from overspill.core.packing import Kind, Scheme
+from overspill.models.huggingface.packed.config import Packing
 from overspill.models.huggingface.packed.tensor import PackedTensor
 from overspill.tiers.safetensors_stream import TensorSpec
 
@@ -77,7 +79,7 @@ class _Finder:
 
     def check_rest(self, found: Mapping[str, PackedTensor]) -> None:
         """Raises if a tensor is a part of a packed weight that was not found."""
-        used = {part for packed in found.values() for part in packed.parts}
+        used = {part for packed in found.values() for part in packed.parts.values()}
         for name, dtype in ((n, spec.dtype) for n, spec in self._specs.items() if n not in used):
             if dtype.is_floating_point and dtype.itemsize == 1:
                 method = "no quantization_config"
@@ -131,19 +133,19 @@ class _Finder:
                 if len(shape) != 4 or shape[3] != 16:
                     raise _Mismatch(f"its shape is {list(shape)}, not [experts, rows, groups, 16]")
                 plain = name.removesuffix("_blocks")
-                packed = PackedTensor(
-                    plain, scheme, shape[:1], shape[1], 32 * shape[2], name, f"{plain}_scales"
-                )
+                matrix = PackedMatrix(scheme, shape[1], 32 * shape[2])
+                parts = {"codes": name, "scales": f"{plain}_scales"}
+                packed = PackedTensor(plain, matrix, shape[:1], parts)
             case Kind.GPTQ | Kind.AWQ:
                 packed = self._qweight(name, base, scheme)
             case Kind.INTEGERS:
                 rows, words = self._matrix(name)
-                packed = PackedTensor(
-                    f"{base}.weight", scheme, (), rows, words * 32 // scheme.bits, name,
-                    f"{base}.weight_scale", zeros=self._if_there(f"{base}.weight_zero_point"),
-                    indices=self._if_there(f"{base}.weight_g_idx"),
-                    size=self._if_there(f"{base}.weight_shape"),
-                )  # fmt: skip
+                plain = f"{base}.weight"
+                parts = {"codes": name, "scales": f"{plain}_scale"} | self._those_there(
+                    zeros=f"{plain}_zero_point", indices=f"{plain}_g_idx", size=f"{plain}_shape"
+                )
+                matrix = PackedMatrix(scheme, rows, words * 32 // scheme.bits)
+                packed = PackedTensor(plain, matrix, (), parts)
             case _:
                 packed = self._scaled(name, base, scheme)
         self._check(packed)
@@ -158,10 +160,9 @@ class _Finder:
         zeros = f"{base}.qzeros"
         if zeros not in self._specs:
             raise _Mismatch(f"{zeros} is missing")
-        return PackedTensor(
-            f"{base}.weight", scheme, (), rows, columns, name, f"{base}.scales", zeros=zeros,
-            indices=self._if_there(f"{base}.g_idx"),
-        )  # fmt: skip
+        parts = {"codes": name, "scales": f"{base}.scales", "zeros": zeros}
+        parts |= self._those_there(indices=f"{base}.g_idx")
+        return PackedTensor(f"{base}.weight", PackedMatrix(scheme, rows, columns), (), parts)
 
     def _scaled(self, name: str, base: str, scheme: Scheme) -> PackedTensor:
         """Codes in rows, with scales beside them; of e2m1, two in a byte."""
@@ -172,13 +173,13 @@ class _Finder:
         scales = self._scales_of(name)
         if scales is None:
             raise _Mismatch(f"{plain}_scale is missing")
-        multiplied = self._if_there(f"{plain}_scale_2")
-        divided = self._if_there(f"{plain}_global_scale")
-        return PackedTensor(
-            plain, scheme, tuple(stack), rows, columns * (2 if scheme.kind is Kind.E2M1 else 1),
-            name, scales, factor=multiplied or divided, divides=multiplied is None,
-            zeros=self._if_there(f"{plain}_zero_point"),
-        )  # fmt: skip
+        multiplied = f"{plain}_scale_2" in self._specs
+        factor = f"{plain}_scale_2" if multiplied else f"{plain}_global_scale"
+        parts = {"codes": name, "scales": scales}
+        parts |= self._those_there(factor=factor, zeros=f"{plain}_zero_point")
+        columns *= 2 if scheme.kind is Kind.E2M1 else 1
+        matrix = PackedMatrix(scheme, rows, columns, divides=not multiplied)
+        return PackedTensor(plain, matrix, tuple(stack), parts)
 
     def _scales_of(self, name: str) -> str | None:
         """The scales of codes that are named like the plain weight."""
@@ -189,40 +190,40 @@ class _Finder:
 
     def _check(self, packed: PackedTensor) -> None:
         """Raises `_Mismatch` if parts are missing, or have other types or shapes."""
-        if packed.scales not in self._specs:
-            raise _Mismatch(f"{packed.scales} is missing")
-        row_block, group = packed.scheme.block
-        if group is not None and row_block == 1 and packed.columns % group:
+        parts, matrix = packed.parts, packed.matrix
+        if parts["scales"] not in self._specs:
+            raise _Mismatch(f"{parts['scales']} is missing")
+        row_block, group = matrix.scheme.block
+        if group is not None and row_block == 1 and matrix.columns % group:
             raise _Mismatch(
-                f"its {packed.columns} columns cannot be divided into groups of {group}"
+                f"its {matrix.columns} columns cannot be divided into groups of {group}"
             )
-        rows = -(-packed.rows // (row_block or packed.rows))
-        groups = -(-packed.columns // (group or packed.columns))
-        transposed = packed.scheme.kind in (Kind.GPTQ, Kind.AWQ)
-        self._check_shape(packed.scales, packed, (groups, rows) if transposed else (rows, groups))
-        dtype = self._specs[packed.scales].dtype
-        if dtype not in _scale_types(packed):
-            missing = dtype == torch.float8_e4m3fn and packed.factor is None
+        rows = -(-matrix.rows // (row_block or matrix.rows))
+        groups = -(-matrix.columns // (group or matrix.columns))
+        transposed = matrix.scheme.kind in (Kind.GPTQ, Kind.AWQ)
+        self._check_shape(parts["scales"], packed, (groups, rows) if transposed else (rows, groups))
+        dtype, has_factor = self._specs[parts["scales"]].dtype, "factor" in parts
+        if dtype not in _scale_types(matrix.scheme.kind, has_factor):
+            missing = dtype == torch.float8_e4m3fn and not has_factor
             raise _Mismatch(
-                f"{packed.scales} is {_type(dtype)}"
+                f"{parts['scales']} is {_type(dtype)}"
                 + (f", and {packed.name}_scale_2 is missing" if missing else "")
             )
-        if packed.factor is not None:
-            self._check_shape(packed.factor, packed, (1, 1))
-        if packed.zeros is not None:
-            self._check_zeros(packed, packed.zeros, rows, groups)
-        if packed.indices is not None and self._specs[packed.indices].shape != (packed.columns,):
-            raise _Mismatch(
-                f"{packed.indices} has the shape {list(self._specs[packed.indices].shape)}"
-            )
-        if packed.size is not None and self._specs[packed.size].shape != (2,):
-            raise _Mismatch(f"{packed.size} has the shape {list(self._specs[packed.size].shape)}")
+        if has_factor:
+            self._check_shape(parts["factor"], packed, (1, 1))
+        if "zeros" in parts:
+            self._check_zeros(packed, parts["zeros"], rows, groups)
+        for part, shape in (("indices", (matrix.columns,)), ("size", (2,))):
+            if part in parts and self._specs[parts[part]].shape != shape:
+                there = list(self._specs[parts[part]].shape)
+                raise _Mismatch(f"{parts[part]} has the shape {there}")
 
     def _check_zeros(self, packed: PackedTensor, zeros: str, rows: int, groups: int) -> None:
-        each, dtype = 32 // packed.scheme.bits, self._specs[zeros].dtype
+        scheme, dtype = packed.matrix.scheme, self._specs[zeros].dtype
+        each = 32 // scheme.bits
         if dtype != torch.int32:
             self._check_shape(zeros, packed, (rows, groups))
-        elif packed.scheme.kind is Kind.INTEGERS:
+        elif scheme.kind is Kind.INTEGERS:
             self._check_shape(zeros, packed, (-(-rows // each), groups))
         else:
             self._check_shape(zeros, packed, (groups, -(-rows // each)))
@@ -242,16 +243,17 @@ class _Finder:
             raise _Mismatch(f"it is {_type(spec.dtype)} of the shape {list(spec.shape)}")
         return spec.shape[0], spec.shape[1]
 
-    def _if_there(self, name: str) -> str | None:
-        return name if name in self._specs else None
+    def _those_there(self, **names: str) -> dict[str, str]:
+        """The parts that the checkpoint has."""
+        return {part: name for part, name in names.items() if name in self._specs}
 
     def _wrong(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._folder}: {what}; {_AGAIN}")
 
 
-def _scale_types(packed: PackedTensor) -> tuple[torch.dtype, ...]:
-    match packed.scheme.kind:
-        case Kind.E2M1 if packed.factor is not None:
+def _scale_types(kind: Kind, has_factor: bool) -> tuple[torch.dtype, ...]:
+    match kind:
+        case Kind.E2M1 if has_factor:
             return (torch.float8_e4m3fn,)
         case Kind.E2M1 | Kind.MXFP4_STACK:
             return _POWERS

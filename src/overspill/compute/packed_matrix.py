@@ -1,0 +1,150 @@
+"""A matrix of codes and scales, and its values."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overspill.compute.formats import (
+    E2M1,
+    decode_e4m3,
+    decode_e8m0,
+    has_nan,
+    scale_groups,
+    subtract_groups,
+    unpack_awq,
+    unpack_integers,
+    unpack_nibbles,
+)
+from overspill.core.packing import Kind, Scheme
+
+_CHUNK = 1 << 20
+"""Weights that are unpacked at once: what is allocated for them stays small."""
+_TRANSPOSED = (Kind.GPTQ, Kind.AWQ)
+_ADD_ONE = {4: 0x11111111, 8: 0x01010101}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The stored tensors of a packed matrix."""
+
+    codes: Tensor
+    scales: Tensor
+    factor: Tensor | None = None
+    """Of all scales."""
+    zeros: Tensor | None = None
+    indices: Tensor | None = None
+    """The group of each column."""
+    size: Tensor | None = None
+    """Rows and columns."""
+
+
+class BadPart(ValueError):
+    """A field of `Parts` whose values cannot be used, and the reason."""
+
+    def __init__(self, part: str, reason: str) -> None:
+        super().__init__(f"{part} {reason}")
+        self.part, self.reason = part, reason
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """How a matrix [rows, columns] is packed."""
+
+    scheme: Scheme
+    rows: int
+    columns: int
+    divides: bool = False
+    """Scales are divided by the factor."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the plain matrix has inputs as rows."""
+        return self.scheme.kind is Kind.MXFP4_STACK
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the plain matrix."""
+        return (self.columns, self.rows) if self.is_transposed else (self.rows, self.columns)
+
+    def unpack(self, parts: Parts, out: Tensor) -> None:
+        """Fills the plain matrix `out`, in its dtype."""
+        out = out.T if self.is_transposed else out
+        codes, scales = parts.codes, self._scales(parts)
+        zeros = None if parts.zeros is None else self._zeros(parts.zeros)
+        row_block, group = self.scheme.block[0] or self.rows, self.scheme.block[1] or self.columns
+        step = max(8, _CHUNK // self.columns // 8 * 8)  # AWQ has eight rows in each int32
+        for begin in range(0, self.rows, step):
+            rows = slice(begin, min(begin + step, self.rows))
+            values = self._values(codes, rows, zeros is not None)
+            if zeros is not None:
+                subtract_groups(values, zeros[rows], group)
+            of_rows = torch.arange(rows.start, rows.stop, device=out.device) // row_block
+            scale_groups(values, scales[of_rows], group)
+            out[rows].copy_(values)
+
+    def _values(self, codes: Tensor, rows: slice, has_zeros: bool) -> Tensor:
+        """The codes of some rows as numbers."""
+        bits = self.scheme.bits
+        match self.scheme.kind:
+            case Kind.MXFP4_STACK:
+                return unpack_nibbles(codes.view(self.rows, -1)[rows], E2M1)
+            case Kind.E2M1:
+                return unpack_nibbles(codes[rows].view(torch.uint8), E2M1)
+            case Kind.E4M3:
+                return decode_e4m3(codes[rows])
+            case Kind.INT8:
+                return codes[rows].float()
+            case Kind.INTEGERS:
+                values = unpack_integers(codes[rows], bits)
+                return values if has_zeros else values.sub_(1 << bits - 1)
+            case Kind.GPTQ:
+                return unpack_integers(codes[:, rows].T, bits)
+            case Kind.AWQ:
+                return unpack_awq(codes[:, rows.start // 8 : rows.stop // 8]).T
+
+    def _scales(self, parts: Parts) -> Tensor:
+        """A row for each block of rows, a column for each group of columns."""
+        stored = parts.scales
+        is_power = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        scales = decode_e8m0(stored) if is_power else stored.float()
+        if parts.factor is not None:
+            factor = parts.factor.float()
+            scales = scales / factor if self.divides else scales * factor
+        if self.scheme.kind in _TRANSPOSED:
+            return scales.T
+        row_block, group = self.scheme.block[0] or self.rows, self.scheme.block[1] or self.columns
+        return scales.reshape(-(-self.rows // row_block), -(-self.columns // group))
+
+    def _zeros(self, stored: Tensor) -> Tensor:
+        """The code that stands for zero of each row and group."""
+        bits = self.scheme.bits
+        match self.scheme.kind:
+            case Kind.GPTQ:
+                words = stored + _ADD_ONE[bits] if self.scheme.zero_offset else stored
+                return unpack_integers(words, bits).T
+            case Kind.AWQ:
+                return unpack_awq(stored).T
+            case Kind.INTEGERS if stored.dtype == torch.int32:
+                return unpack_integers(stored.T, bits).T[: self.rows]
+            case Kind.INTEGERS:
+                return stored.float().view(self.rows, -1) + (1 << bits - 1)
+        return stored.float().view(self.rows, -1)
+
+    def check(self, parts: Parts) -> None:
+        """Raises `BadPart` if values of the parts cannot be used."""
+        if parts.size is not None and parts.size.tolist() != [self.rows, self.columns]:
+            stored = [self.rows, self.columns]
+            raise BadPart("size", f"is {parts.size.tolist()}, and the codes have {stored}")
+        if parts.indices is not None:
+            group = self.scheme.block[1] or self.columns
+            if not torch.equal(parts.indices.long(), torch.arange(self.columns) // group):
+                raise BadPart(
+                    "indices",
+                    "gives columns to groups in another order (act-order, desc_act), which is "
+                    "not supported",
+                )
+        if not self._scales(parts).isfinite().all():
+            raise BadPart("scales", "has scales that are infinite or NaN")
+        if self.scheme.kind is Kind.E4M3 and has_nan(parts.codes):
+            raise BadPart("codes", "has codes that are NaN")

@@ -1,0 +1,109 @@
+"""The record of an expert with packed weights: its stored parts, one behind the other."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from overspill.compute.packed_matrix import PackedMatrix, Parts
+from overspill.core.experts import ExpertShape
+from overspill.core.sizes import round_up
+
+CODES = "codes"
+_DESCRIBE = ("indices", "size")
+_ALIGN = 64
+"""Each part begins at a multiple, so that vector instructions can read it."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a record."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """Its first byte."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, record: Tensor) -> Tensor:
+        return record[self.begin : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a tensor of an expert, packed or plain."""
+
+    tensor: int
+    """Number of the tensor: w_in, w_out, b_in, b_out."""
+    begin: int
+    """First row."""
+    rows: int
+    matrix: PackedMatrix | None
+    stored: Mapping[str, Stored]
+    """By the fields of `Parts`; a plain piece has codes alone."""
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """What is where in the packed weights of each expert of a model."""
+
+    shape: ExpertShape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        ends = [stored.end for piece in self.pieces for stored in piece.stored.values()]
+        return round_up(max(ends), _ALIGN)
+
+    @property
+    def is_packed(self) -> bool:
+        return any(piece.matrix is not None for piece in self.pieces)
+
+    def unpack(self, record: Tensor, out: Tensor) -> None:
+        """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
+        for piece in self.pieces:
+            size, start = self.shape.sizes[piece.tensor], self.shape.starts[piece.tensor]
+            tensor = out[start : start + math.prod(size)].view(size)
+            rows = tensor[piece.begin : piece.begin + piece.rows]
+            stored = {field: each.of(record) for field, each in piece.stored.items()}
+            if piece.matrix is None:
+                rows.copy_(stored[CODES])
+            else:
+                piece.matrix.unpack(Parts(**stored), rows)
+
+
+class FormatBuilder:
+    """Collects the pieces of an expert."""
+
+    def __init__(self, shape: ExpertShape) -> None:
+        self._shape = shape
+        self._pieces: list[Piece] = []
+        self._rows: dict[int, int] = {}
+        self._end = 0
+
+    def add(
+        self, tensor: int, rows: int, matrix: PackedMatrix | None, parts: Mapping[str, Tensor]
+    ) -> None:
+        """The next rows of a tensor."""
+        stored: dict[str, Stored] = {}
+        for field, part in parts.items():
+            begin = round_up(self._end, _ALIGN)
+            stored[field] = Stored(part.dtype, tuple(part.shape), begin)
+            self._end = stored[field].end
+        begin = self._rows.get(tensor, 0)
+        self._rows[tensor] = begin + rows
+        self._pieces.append(Piece(tensor, begin, rows, matrix, stored))
+
+    def build(self) -> RecordFormat:
+        return RecordFormat(self._shape, tuple(self._pieces))
+
+
+def stored_parts(parts: Parts) -> dict[str, Tensor]:
+    """The parts that records have: the others only describe these."""
+    found = {field.name: getattr(parts, field.name) for field in fields(parts)}
+    return {n: part for n, part in found.items() if part is not None and n not in _DESCRIBE}

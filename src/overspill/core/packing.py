@@ -1,0 +1,28 @@
+"""The ways in which checkpoints pack weights."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """How codes lie in a checkpoint."""
+
+    MXFP4_STACK = "stacks of MXFP4 (_blocks, _scales)"
+    E2M1 = "codes of 4 bits (e2m1)"
+    E4M3 = "FP8 (e4m3)"
+    INT8 = "int8"
+    INTEGERS = "integers packed in int32 (weight_packed)"
+    GPTQ = "GPTQ (qweight, g_idx)"
+    AWQ = "AWQ (qweight)"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way in which some of the weights are packed."""
+
+    kind: Kind
+    block: tuple[int | None, int | None]
+    """Rows and columns that share a scale; None for all of them."""
+    bits: int = 4
+    zero_offset: int = 0
+    """What stored zero points lack."""

@@ -1,0 +1,230 @@
+"""Models that keep a state of each sequence beside keys and values: linear attention, Mamba, short
+convolutions. Their modules compute a batch whose sequences are one row of tokens.
+
+A module of transformers takes the row for one sequence. Here it computes each sequence of several
+tokens by itself and those of one token together, with the states of their slots.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_CACHE_ARGUMENTS = {
+    "GraniteMoeHybridMambaLayer": "cache_params",
+    "JambaMambaMixer": "cache_params",
+    "KimiLinearDeltaAttention": "cache_params",
+    "Lfm2MoeShortConv": "past_key_values",
+    "MiniMaxLightningAttention": "past_key_values",
+    "NemotronHMamba2Mixer": "cache_params",
+    "Qwen3NextGatedDeltaNet": "cache_params",
+    "Qwen3_5MoeGatedDeltaNet": "cache_params",
+}
+"""The argument that takes the cache, by the class of a module with states."""
+TYPES = frozenset({
+    "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next",
+    "qwen3_5_moe_text",
+})  # fmt: skip
+"""Model types whose states are all in these modules."""
+
+_Key = tuple[str, int]
+"""The kind of a state of a module, and its number."""
+
+
+class StateSpan(NamedTuple):
+    """The state of a sequence of a batch."""
+
+    slot: int
+    fresh: bool
+    """The sequence begins with the batch."""
+
+
+class RecurrentStates:
+    """States of up to `n_slots` sequences in all modules of a model, and a spare slot for rows that
+    only fill a batch up."""
+
+    def __init__(self, model: nn.Module, n_slots: int) -> None:
+        self.spare = n_slots
+        self._modules = _find_modules(model)
+        self._memory: dict[nn.Module, dict[_Key, Tensor]] = {}
+        self._groups: list[_Group] = []
+        self._replacements = [
+            (vars(module), partial(self._compute, module, module.forward))
+            for module in self._modules
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self._every())
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Within it, modules compute batches."""
+        for attributes, forward in self._replacements:
+            attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            for attributes, _ in self._replacements:
+                del attributes["forward"]
+
+    def begin(
+        self, counts: Sequence[int], spans: Sequence[StateSpan], device: torch.device
+    ) -> None:
+        """The next pass computes so many tokens of each sequence."""
+        self._groups, single, start = [], [], 0
+        for count, span in zip(counts, spans, strict=True):
+            rows = torch.arange(start, start + count, device=device)[None]
+            start += count
+            if count == 1 and not span.fresh:
+                single.append((rows, span.slot))
+            else:
+                slots = torch.tensor([span.slot], device=device)
+                self._groups.append(_Group(rows, slots, span.fresh))
+        if single:
+            rows = torch.cat([rows for rows, _ in single])
+            slots = torch.tensor([slot for _, slot in single], device=device)
+            self._groups.append(_Group(rows, slots, False))
+
+    def begin_step(self, slots_B: Tensor) -> None:
+        """The next pass computes one token of each of these sequences."""
+        rows = torch.arange(len(slots_B), device=slots_B.device)[:, None]
+        self._groups = [_Group(rows, slots_B, False)]
+
+    def save(self, slots_B: Tensor) -> list[Tensor]:
+        """Copies of the states of these slots."""
+        return [each[slots_B] for each in self._every()]
+
+    def restore(self, slots_B: Tensor, saved: Sequence[Tensor]) -> None:
+        for memory, states in zip(self._every(), saved, strict=True):
+            memory[slots_B] = states
+
+    def _every(self) -> list[Tensor]:
+        return [each for states in self._memory.values() for each in states.values()]
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._memory.clear()
+
+    def _compute(self, module: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(plain).bind(*args, **kwargs)
+        (first, row_1TD), *_ = bound.arguments.items()
+        out: Any = None
+        for group in self._groups:
+            cache = _new_cache(module)
+            if not group.fresh:
+                for key, states in self._memory[module].items():
+                    _put(cache, key, states[group.slots_N])
+            bound.arguments |= {
+                first: row_1TD[0][group.rows_NT],
+                _CACHE_ARGUMENTS[type(module).__name__]: cache,
+            }
+            if "attention_mask" in bound.arguments:
+                bound.arguments["attention_mask"] = None
+            found = plain(*bound.args, **bound.kwargs)
+            self._keep(module, cache, group)
+            if len(self._groups) == 1 and group.rows_NT.shape[0] == 1:
+                return found
+            out = _merge(out, found, group.rows_NT, row_1TD.shape[1])
+        return out
+
+    def _keep(self, module: nn.Module, cache: Any, group: "_Group") -> None:
+        memory = self._memory.setdefault(module, {})
+        for key, state in _states(cache):
+            if key not in memory:
+                with torch.inference_mode(False):  # it outlives the pass
+                    memory[key] = state.new_zeros(self.spare + 1, *state.shape[1:])
+            memory[key][group.slots_N] = state
+
+
+class _Group(NamedTuple):
+    """Sequences that a module computes together."""
+
+    rows_NT: Tensor
+    slots_N: Tensor
+    fresh: bool
+
+
+def _find_modules(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__ in _CACHE_ARGUMENTS]
+
+
+def _merge(out: Any, found: Any, rows_NT: Tensor, n_rows: int) -> Any:
+    """Puts the results of a group into their rows; a tuple's results beside the first are the
+    states, which nobody reads."""
+    if isinstance(found, tuple):
+        first = _merge(None if out is None else out[0], found[0], rows_NT, n_rows)
+        return first, *(None for _ in found[1:])
+    if out is None:
+        out = found.new_empty(1, n_rows, *found.shape[2:])
+    out[0, rows_NT] = found
+    return out
+
+
+def _new_cache(module: Any) -> Any:
+    """A cache of transformers for one module, without states."""
+    from transformers.cache_utils import Cache, LinearAttentionLayer
+
+    class OneLayer(Cache):  # type: ignore[misc]
+        linear: Tensor | None = None  # MiniMax's state
+
+        def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+            return self.linear
+
+        def set_linear_cache(self, layer_idx: int, linear: Tensor) -> None:
+            self.linear = linear
+
+    layer = LinearAttentionLayer()
+    return OneLayer(layers=[layer] * (module.layer_idx + 1))
+
+
+def _put(cache: Any, key: _Key, state: Tensor) -> None:
+    kind, number = key
+    layer = cache.layers[0]
+    if kind == "linear":
+        cache.linear = state
+        return
+    if kind == "conv":
+        layer.conv_states[number], layer.is_conv_states_initialized[number] = state, True
+        layer.conv_kernel_size[number] = state.shape[-1]
+    else:
+        layer.recurrent_states[number] = state
+        layer.is_recurrent_states_initialized[number] = True
+    layer.has_previous_state[number] = True
+    layer.dtype, layer.device = state.dtype, state.device
+
+
+def _states(cache: Any) -> Iterator[tuple[_Key, Tensor]]:
+    layer = cache.layers[0]
+    kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+    for kind, states in kinds.items():
+        for number, state in states.items():
+            if state is not None:
+                yield (kind, number), state
+    if cache.linear is not None:
+        yield ("linear", 0), cache.linear
+
+
+def state_bytes(model: nn.Module) -> int:
+    """Bytes of the states of one sequence; `model` may be on the meta device."""
+    modules = _find_modules(model)
+    kinds = {type(module): module for module in modules}
+    counts = Counter(type(module) for module in modules)
+    return sum(count * _state_bytes(kinds[kind]) for kind, count in counts.items())
+
+
+def _state_bytes(module: nn.Module) -> int:
+    weight = next(p for p in module.parameters() if p.dim() > 1)
+    width = next(int(m.in_features) for m in module.modules() if isinstance(m, nn.Linear))
+    others = inspect.signature(module.forward).parameters
+    cache = _new_cache(module)
+    given: dict[str, Any] = {_CACHE_ARGUMENTS[type(module).__name__]: cache}
+    given |= {name: None for name in ("position_embeddings", "attention_mask") if name in others}
+    with torch.no_grad():
+        module(torch.zeros(1, 1, width, dtype=weight.dtype, device=weight.device), **given)
+    return sum(state.nbytes for _, state in _states(cache))

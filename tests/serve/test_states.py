@@ -1,0 +1,117 @@
+"""Models with states beside keys and values: answers are those of transformers, in any batch."""
+
+import copy
+import dataclasses
+import functools
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overspill import LLM, SamplingParams
+from overspill.core.errors import DiskError
+from overspill.models.huggingface.recurrent import TYPES, state_bytes
+from overspill.serve import source
+from overspill.serve.runners import PagedRunner
+from tests.models.huggingface.families import FAMILIES, make_model
+from tests.models.huggingface.oracle import offloaded
+from tests.serve.models import PROMPTS, family, plain_generate, tokens_of
+from tests.slow import slow_names, slow_rows
+
+STATEFUL = [family.name for family in FAMILIES if family.name in TYPES]
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@functools.cache
+def plain_model(name: str) -> tuple[Any, list[list[int]]]:
+    """A model of the family, and its greedy tokens after `PROMPTS`."""
+    options = {"sliding_window": None} if name == "minimax" else {}
+    made = family(name)
+    made = dataclasses.replace(made, build=functools.partial(made.build, **options))
+    model = make_model(made).eval()
+    return model, [plain_generate(model, prompt, 6) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("piece", "name"),
+    slow_rows([*product([7, 1, 64], STATEFUL)], *range(len(STATEFUL), 3 * len(STATEFUL))),
+)
+def test_answers_in_batches_are_those_of_transformers(
+    name: str, piece: int, tmp_path: Path
+) -> None:
+    """Prompts in pieces, beside answers that have begun."""
+    plain, expected = plain_model(name)
+    with (
+        offloaded(plain, "host", tmp_path) as model,
+        LLM(model, context=64, max_batch=3, prefill_chunk=piece) as llm,
+    ):
+        assert isinstance(llm._loop.runner, PagedRunner)
+        assert tokens_of(llm, PROMPTS, GREEDY) == expected, "together"
+        assert tokens_of(llm, PROMPTS[:1], GREEDY) == expected[:1], "alone"
+        assert not llm._loop.runner._slots._slots  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", slow_names(STATEFUL, *{*STATEFUL} - {"qwen3_next", "jamba"}))
+def test_a_request_that_gave_its_blocks_back_has_the_same_answer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are blocks for one request of this length."""
+    blocks = source.CacheRequest.blocks
+    monkeypatch.setattr(source.CacheRequest, "blocks", lambda *args: blocks(*args) // 3)
+    plain, _ = plain_model(name)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    expected = [plain_generate(plain, prompt, 40) for prompt in PROMPTS[:2]]
+    with offloaded(plain, "host", tmp_path) as model, LLM(model, context=64, max_batch=3) as llm:
+        assert tokens_of(llm, PROMPTS[:2], params) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
+def test_a_state_that_an_interrupted_pass_has_changed_is_computed_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is lost, and each request is computed alone."""
+    plain, expected = plain_model(name)
+    with offloaded(plain, "host", tmp_path) as model, LLM(model, context=64) as llm:
+        runner, chance = llm._loop.runner, random.Random(4)
+        run, lost = runner.run, []
+
+        def interrupted(batch: Any) -> Any:
+            logits = run(batch)
+            if len(batch) > 1 and chance.random() < 0.5:
+                lost.append(batch)
+                raise DiskError("a read has failed")
+            return logits
+
+        monkeypatch.setattr(runner, "run", interrupted)
+        assert tokens_of(llm, PROMPTS, GREEDY) == expected
+        assert len(lost) > 2
+
+
+def test_states_are_in_the_budget_and_counted(tmp_path: Path) -> None:
+    for name in STATEFUL:
+        plain, _ = plain_model(name)
+        own = state_bytes(plain)
+        assert own == state_bytes(copy.deepcopy(plain).to("meta"))
+        with offloaded(plain, "gpu", tmp_path) as model, LLM(model, context=64, max_batch=3) as llm:
+            before = llm.stats()["cache_bytes"]
+            tokens_of(llm, PROMPTS[:1], SamplingParams(max_tokens=1))
+            states = llm._loop.runner._states  # type: ignore[attr-defined]
+            assert states.nbytes == 4 * own
+            assert llm.stats()["cache_bytes"] >= before + states.nbytes
+
+
+def test_a_cancelled_request_frees_its_state(tmp_path: Path) -> None:
+    plain, expected = plain_model("qwen3_next")
+    with offloaded(plain, "host", tmp_path) as model, LLM(model, context=64, max_batch=2) as llm:
+        for _ in range(3):
+            stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))
+            next(stream)
+            stream.close()
+        assert tokens_of(llm, PROMPTS, GREEDY) == expected
+        with torch.no_grad():  # states of other weights are void
+            model.lm_head.weight.neg_()
+        changed = [plain_generate(model, prompt, 6) for prompt in PROMPTS[:2]]
+        assert tokens_of(llm, PROMPTS[:2], GREEDY) == changed != expected[:2]
