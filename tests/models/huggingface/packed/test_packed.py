@@ -127,3 +127,17 @@ def test_the_merged_files_are_plain_ones(pairs: Pairs, tmp_path: Path) -> None:
         assert found.dtype == (torch.bfloat16 if "_proj" in key else value.dtype)
     with CheckpointFolder(tmp_path / "merged") as checkpoint:  # checks the index
         assert not checkpoint.packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp4", "fp8-block"])
+def test_a_gpu_gets_unpacked_weights(name: str, pairs: Pairs) -> None:
+    pair = pairs[name]
+    model = overspill.load(
+        pair.packed, dtype=torch.float32, device="cuda", mode="host", slots=3, train=False,
+        quiet=True, progress=False,
+    )  # fmt: skip
+    state = model.state_dict()
+    for key, value in again(pair.family, pair.plain).state_dict().items():
+        assert torch.equal(state[key].cpu(), value), key
+    model.overspill.close()
