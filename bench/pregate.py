@@ -34,8 +34,10 @@ GPU_ONLY = "gpu-only"
 
 def flags_of(mode: str) -> dict[str, str]:
     """The arguments of `overspill.LLM` for a mode as the tables name it."""
-    if mode == COPIED:  # only a GPU has copies
-        return {"mode": "pre-gated"} | ({"migrate": "copy"} if DEVICE == "cuda" else {})
+    if mode in (COPIED, "pre-gated") and DEVICE == "cuda":  # elsewhere nothing migrates
+        return {"mode": "pre-gated", "migrate": "copy" if mode == COPIED else "cpu"}
+    if mode == COPIED:
+        return {"mode": "pre-gated"}
     return {"mode": "auto" if mode == GPU_ONLY else mode}
 
 

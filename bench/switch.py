@@ -157,41 +157,42 @@ def memory(found: dict[str, Speed], model: Any, shape: Shape) -> dict[str, Metri
 
 def run_modes(bench: Bench) -> list[Path]:
     """Figures 10 to 12."""
-    written = []
-    for size in bench.sizes:
-        shape = bench.shape(f"switch-base-{size}")
-        print(f" {shape}", flush=True)
-        model = build(shape)
-        found = bench.interleave(model, MODES)
-        blocks, read = decoder_blocks(model), token_bytes(model, shape.top_k)
-        limit = Limit(HBM / (read.dense + read.experts), "tokens/s", ACTIVE_WEIGHTS)
-        host = host_limit(bench, model, shape).value
-        metrics = {
-            "gpu_only": metric(found[GPU_ONLY].tokens, "tokens/s"),
-            "pre_gated": metric(found[PRE_GATED].tokens, "tokens/s"),
-            "pre_gated_copied": metric(found[COPIED].tokens, "tokens/s"),
-            **over(found, PRE_GATED),
-            **over(found, COPIED),
-            "pre_gated_of_gpu_only": _of(found, PRE_GATED),
-            "pre_gated_copied_of_gpu_only": _of(found, COPIED),
-            "pre_gated_of_host_memory": share(found[PRE_GATED].tokens, host),
-            "block": metric([1e3 / each / blocks for each in found[PRE_GATED].tokens], "ms"),
-            **memory(found, model, shape),
-        }
-        details = {
-            "row": f"{shape}, one request, nothing cached; a step divided by its {blocks} MoE "
-            "blocks is the time of a block",
-            "compare": "paper: 0.81 of gpu-only, 1.5 times on-demand, 27 times prefetch-all",
-            "show": [name for name in metrics if name != "gpu_only"],
-            "tokens": bench.tokens,
-            "repeated experts": f"{100 * repeats(model):.0f}% of tokens",
-            "other tokens than gpu-only": compare_tokens(found),
-        }
-        table = rows(found, blocks, model=shape.short)
-        model.overspill.close()
-        name = f"switch-modes-{size}"
-        written.append(write_record(name, details, metrics, limit, bench.out, table))
-    return written
+    return [_compare_modes(bench, size) for size in bench.sizes]
+
+
+def _compare_modes(bench: Bench, size: int) -> Path:
+    shape = bench.shape(f"switch-base-{size}")
+    print(f" {shape}", flush=True)
+    model = build(shape)
+    found = bench.interleave(model, MODES)
+    blocks, read = decoder_blocks(model), token_bytes(model, shape.top_k)
+    limit = Limit(HBM / (read.dense + read.experts), "tokens/s", ACTIVE_WEIGHTS)
+    host = host_limit(bench, model, shape).value
+    metrics = {
+        "gpu_only": metric(found[GPU_ONLY].tokens, "tokens/s"),
+        "pre_gated": metric(found[PRE_GATED].tokens, "tokens/s"),
+        "pre_gated_copied": metric(found[COPIED].tokens, "tokens/s"),
+        **over(found, PRE_GATED),
+        **over(found, COPIED),
+        "pre_gated_of_gpu_only": _of(found, PRE_GATED),
+        "pre_gated_copied_of_gpu_only": _of(found, COPIED),
+        "pre_gated_of_host_memory": share(found[PRE_GATED].tokens, host),
+        "block": metric([1e3 / each / blocks for each in found[PRE_GATED].tokens], "ms"),
+        **memory(found, model, shape),
+    }
+    details = {
+        "row": f"{shape}, one request, nothing cached; a step divided by its {blocks} MoE "
+        "blocks is the time of a block",
+        "compare": "paper: 0.81 of gpu-only, 1.5 times on-demand, 27 times prefetch-all",
+        "show": [name for name in metrics if name != "gpu_only"],
+        "tokens": bench.tokens,
+        "repeated experts": f"{100 * repeats(model):.0f}% of tokens",
+        "other tokens than gpu-only": compare_tokens(found),
+    }
+    table = rows(found, blocks, model=shape.short)
+    model.overspill.close()
+    name = f"switch-modes-{size}"
+    return write_record(name, details, metrics, limit, bench.out, table)
 
 
 def _of(found: dict[str, Speed], mode: str) -> Metric:
@@ -309,8 +310,7 @@ def _run_from_host(
         "gpu_memory": metric([max(each.peak for each in found.values()) / 2**30], "GiB"),
     }
     details = {
-        "row": f"{shape}, {_budget(bench)}of GPU memory, one request, experts in host memory, "
-        "nothing cached",
+        "row": f"{shape}, {_budget(bench)}one request, experts in host memory, nothing cached",
         "compare": compare,
         "show": [key for key in metrics if key != "pre_gated"],
         "tokens": bench.tokens,
@@ -324,7 +324,7 @@ def _run_from_host(
 
 
 def _budget(bench: Bench) -> str:
-    return "" if bench.smoke else f"{format_size(LARGE_MEMORY)} "
+    return "" if bench.smoke else f"{format_size(LARGE_MEMORY)} of GPU memory, "
 
 
 def within_memory(shape: Shape) -> Shape:

@@ -2,6 +2,7 @@
 token reads."""
 
 import dataclasses
+import gc
 import math
 import re
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class Shape:
 def build(shape: Shape, level: int = 1, **options: Any) -> Any:
     """A model with random weights and pre-gates of that level, whose experts are in host memory or
     on disk. GPU slots for prompts are as few as possible."""
+    gc.collect()  # frees the model before this one, which has cycles: its memory would count
     torch.manual_seed(0)
     settings = overspill.Settings(
         residency=False, follow_usage=False, fix_nllb_routing=shape.is_nllb

@@ -68,6 +68,10 @@ LIMITS = (
     ("pregate-switch-64", "gpu-only"),
     ("pregate-switch-128", "gpu-only"),
     ("pregate-ssd", "on-demand"),
+    ("switch-large", "on-demand"),
+    ("switch-large-ssd", "on-demand"),
+    ("serve-nllb", "on-demand"),
+    ("serve-nllb-ssd", "on-demand"),
 )
 """Records of the table `limits`, and the mode that each is compared with."""
 _MEMORY = {"gpu_memory": "GPU", "host_memory": "host", "peak": "host"}
