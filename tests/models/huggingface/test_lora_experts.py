@@ -11,6 +11,7 @@ import torch
 
 import overspill
 from overspill.core.errors import ConfigError
+from overspill.models.huggingface.expert_adapters import stand_ins
 from overspill.moe.state_dict import placeholders
 from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.plan.usage import Exchange
@@ -19,6 +20,7 @@ from tests.models.huggingface.families import Family, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM, offloaded
 from tests.models.huggingface.test_exactness import BY_NAME
 from tests.moe.streaming.policies import random_policy
+from tests.slow import slow_rows
 
 peft: Any = pytest.importorskip("peft")
 
@@ -53,11 +55,11 @@ def assert_near(mine: Any, theirs: Any, of: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mode", "reentrant"),
     [
-        ("mixtral", "host", None),
         ("mixtral", "disk", True),
-        ("qwen3_moe", "disk", False),
-        ("gpt_oss", "disk", None),
         ("gpt_oss", "host", False),
+        pytest.param("mixtral", "host", None, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "disk", False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "disk", None, marks=pytest.mark.slow),
         pytest.param("olmoe", "gpu", None, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "host", False, marks=pytest.mark.slow),
         pytest.param("glm4_moe", "disk", None, marks=pytest.mark.slow),
@@ -138,14 +140,17 @@ def test_stand_ins_are_no_parameters_of_the_model(tmp_path: Path) -> None:
     plain = make_model(MIXTRAL)
     with offloaded(plain, "host", tmp_path) as twin:
         experts = twin.model.layers[0].mlp.experts
-        own = dict(experts.named_parameters(recurse=False))
+        own = stand_ins(experts)
         theirs = dict(plain.model.layers[0].mlp.experts.named_parameters(recurse=False))
         for name, parameter in theirs.items():
             assert own[name].shape == parameter.shape
             assert own[name].dtype == parameter.dtype
             assert not own[name].requires_grad
             assert own[name].untyped_storage().nbytes() == parameter.element_size()
-        assert not any("proj" in name for name, _ in experts.named_parameters())
+        for recurse in (False, True):
+            assert [*dict(experts.named_parameters(recurse=recurse))] == ["overspill"]
+            assert len([*experts.parameters(recurse=recurse)]) == 1
+        assert not any("_proj" in n for n, _ in twin.named_parameters() if "experts" in n)
         assert twin.num_parameters() == plain.num_parameters()
         assert twin.state_dict().keys() == plain.state_dict().keys()
         adapted = adapt(twin)
@@ -155,12 +160,15 @@ def test_stand_ins_are_no_parameters_of_the_model(tmp_path: Path) -> None:
         )
 
 
-def test_all_linear_means_what_it_means_on_the_plain_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", slow_rows(["all-linear", r".*\.(q_proj|w2)", r".*\.w[123]"], 2))
+def test_words_and_expressions_mean_what_they_mean_on_the_plain_model(
+    targets: str, tmp_path: Path
+) -> None:
     """For peft these are the linear layers of earlier transformers: experts and routers too."""
     plain = make_model(MIXTRAL)
     batch = make_batch(MIXTRAL, plain)
     with offloaded(plain, "host", tmp_path) as twin:
-        options = {"target_modules": "all-linear", "target_parameters": None}
+        options = {"target_modules": targets, "target_parameters": None}
         theirs, mine = adapt(plain, **options), adapt(twin, **options)
         for model in (theirs, mine):
             model(**batch).loss.backward()
@@ -169,7 +177,8 @@ def test_all_linear_means_what_it_means_on_the_plain_model(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("targets", "meant"), [("all-linear", True), (["q", "wi"], True), (["q", "v"], False)]
+    ("targets", "meant"),
+    slow_rows([("all-linear", True), (["q", "wi"], True), (["q", "v"], False)], 1),
 )
 def test_experts_that_are_left_out_are_named(
     targets: Any, meant: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

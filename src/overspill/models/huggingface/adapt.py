@@ -13,7 +13,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.models.expert_layers import check_layers
 from overspill.models.huggingface import loss, state
 from overspill.models.huggingface.dictionaries import NLLB, style_of, warn_of_routing
-from overspill.models.huggingface.expert_adapters import warns_of_left_out
+from overspill.models.huggingface.expert_adapters import named_parameters, warns_of_left_out
 from overspill.models.huggingface.experts import (
     PLACEHOLDER,
     DictionaryExperts,
@@ -123,6 +123,7 @@ def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
     own = weakref.ref(model)
     plain = type(model)
     model.num_parameters = functools.partial(_num_parameters, own, plain.num_parameters)
+    model.named_parameters = functools.partial(named_parameters, own, plain.named_parameters)
     model._apply = functools.partial(_checked_apply, own, plain._apply)
     model.save_pretrained = functools.partial(_save_pretrained, own)
     return model

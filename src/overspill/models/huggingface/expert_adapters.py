@@ -1,11 +1,12 @@
 """peft adapters of offloaded experts: `LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])`.
 
 peft looks for parameters of the experts module itself, and wraps the module. Offloaded experts have
-none, so the module shows stand-ins of the same shapes, which take no memory and are no parameters
-of the model. Where peft would add an adapter to the whole stack of experts, its matrices are handed
-to the computation of the experts instead.
+none, so the module shows peft stand-ins of the same shapes, which take no memory and are no
+parameters of the model. Where peft would add an adapter to the whole stack of experts, its matrices
+are handed to the computation of the experts instead.
 """
 
+import itertools
 import logging
 import sys
 import weakref
@@ -30,9 +31,9 @@ _ADOPTED = "_adds_to_offloaded_experts"
 def show_stand_ins(
     module: nn.Module, placeholder: ExpertPlaceholder | OthersPlaceholder, places: Places
 ) -> None:
-    """Lets `module.named_parameters(recurse=False)`, with which peft looks for targets, and the
-    attributes of the module have stand-ins for the experts' stacks. `model.parameters()` and state
-    dicts do not call it."""
+    """Gives the module stand-ins for the experts' stacks, as attributes, and as parameters where
+    peft looks for its targets. Nothing else sees them: not `model.parameters()`, state dicts,
+    FSDP, or code that groups the parameters of each module."""
     engine, own = placeholder.engine, weakref.ref(module)
     stand_ins = {
         name: nn.Parameter(
@@ -45,16 +46,45 @@ def show_stand_ins(
     def named_parameters(
         prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        if not recurse:
-            _adopt_wrappers()
-            for name, stand_in in stand_ins.items():
-                yield f"{prefix}.{name}" if prefix else name, stand_in
         module = own()
         assert module is not None
-        yield from nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
+        found = nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
+        if recurse or not _asked_by("peft.tuners."):
+            return found
+        _adopt_wrappers()
+        shown = [(f"{prefix}.{name}" if prefix else name, p) for name, p in stand_ins.items()]
+        return itertools.chain(shown, found)
 
     # not with setattr, which would register parameters
-    module.__dict__.update(stand_ins, named_parameters=named_parameters)
+    module.__dict__.update(stand_ins, named_parameters=named_parameters, _stand_ins=stand_ins)
+
+
+def stand_ins(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Those of an experts module by their names; none if it is not offloaded."""
+    found: dict[str, nn.Parameter] = module.__dict__.get("_stand_ins", {})
+    return found
+
+
+def named_parameters(
+    own: Callable[[], Any], plain: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Of an offloaded model. peft also gets the names of stand-ins where it looks for what a
+    regular expression matches."""
+    model = own()
+    found: Iterator[tuple[str, nn.Parameter]] = plain(model, *args, **kwargs)
+    if not _asked_by("peft.utils.transformers_weight_conversion"):
+        return found
+    shown = [
+        (f"{path}.{name}", parameter)
+        for path, module in model.named_modules()
+        for name, parameter in stand_ins(module).items()
+    ]
+    return itertools.chain(found, shown)
+
+
+def _asked_by(package: str) -> bool:
+    """Whether the caller of the function that calls this is in a package of others."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(package)
 
 
 def has_expert_adapters(model: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from overspill.models.budgets import Budgets, Size
 from overspill.models.checkpoint_presets import preset_config
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.checks import find_folder
+from overspill.models.huggingface.dictionaries import cast_routers
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
@@ -130,6 +131,8 @@ def load_within(
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:
                 lora.write_to(model)
+            if train or freeze_experts:  # else the others are not trained either
+                cast_routers(model)  # before dense weights are placed
 
             def finish() -> None:
                 made.restore(model)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.models.huggingface.adapt import experts_paths
+from overspill.models.huggingface.dictionaries import cast_routers
 from overspill.models.pregate import check_level, find_chains, pregate, pregate_level
 from overspill.moe.pregate import positions, subclass
 from overspill.tiers.aside import sync
@@ -39,9 +40,7 @@ class SavedPregates:
         """Gives a conventional model its pre-gates."""
         pregate(model, self.level)
         self._copy_to(model)
-        for _, gate, position in positions(model):
-            if position.is_pregate:
-                _convert(gate)
+        cast_routers(model)
         self._copy_to(model)  # without rounding to the data type of the checkpoint
 
     @torch.no_grad()
@@ -58,14 +57,6 @@ def gate_tensors(model: nn.Module) -> dict[str, Tensor]:
         if position.is_pregate
         for name, tensor in gate.state_dict().items()
     }
-
-
-def _convert(gate: nn.Module) -> None:
-    """Lets a router of Switch or NLLB have weights in its own data type, float32, as it has them
-    from its first forward on."""
-    dtype, classifier = vars(gate).get("dtype"), gate._modules.get("classifier")
-    if isinstance(dtype, torch.dtype) and classifier is not None:
-        classifier.to(dtype)
 
 
 def conventional_gates(model: nn.Module) -> dict[str, Tensor]:

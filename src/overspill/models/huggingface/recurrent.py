@@ -59,7 +59,7 @@ class RecurrentStates:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for states in self._memory.values() for each in states.values())
+        return sum(each.nbytes for each in self._every())
 
     def replaced(self) -> AbstractContextManager[None]:
         """Within it, modules compute batches."""
@@ -85,6 +85,22 @@ class RecurrentStates:
             rows = torch.cat([rows for rows, _ in single])
             slots = torch.tensor([slot for _, slot in single], device=device)
             self._groups.append(_Group(rows, slots, False))
+
+    def begin_step(self, slots_B: Tensor) -> None:
+        """The next pass computes one token of each of these sequences."""
+        rows = torch.arange(len(slots_B), device=slots_B.device)[:, None]
+        self._groups = [_Group(rows, slots_B, False)]
+
+    def save(self, slots_B: Tensor) -> list[Tensor]:
+        """Copies of the states of these slots."""
+        return [each[slots_B] for each in self._every()]
+
+    def restore(self, slots_B: Tensor, saved: Sequence[Tensor]) -> None:
+        for memory, states in zip(self._every(), saved, strict=True):
+            memory[slots_B] = states
+
+    def _every(self) -> list[Tensor]:
+        return [each for states in self._memory.values() for each in states.values()]
 
     def close(self) -> None:
         """Gives the memory back."""

@@ -19,6 +19,7 @@ from overspill.models.attention_cache import (
 )
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.expert_adapters import has_expert_adapters
+from overspill.models.huggingface.recurrent import RecurrentStates
 from overspill.models.huggingface.seq2seq import EncoderDecoder
 from overspill.models.pregate import pregate_level
 from overspill.moe.decoding import decoding
@@ -52,9 +53,11 @@ class ModuleStep:
         missing: MissingExperts | None,
         mode: Mode,
         seq2seq: EncoderDecoder | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         self._model = model
         self._seq2seq = seq2seq
+        self._states = states
         self._table = table
         self._cache = cache
         self._missing = missing
@@ -71,6 +74,9 @@ class ModuleStep:
         self._batch, self._ids = batch, batch.ids
         self._announced.clear()
         self._biases.clear()
+        if self._states is not None:
+            assert batch.states is not None
+            self._states.begin_step(batch.states)
         with attention_cache(self), decoding(self):
             logits = self._logits(batch)
         assert self._ids is not None

@@ -16,7 +16,6 @@ from overspill.hardware.machine import choose_device
 from overspill.models.budgets import Budgets
 from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import check_tokenizer, find_folder
-from overspill.models.huggingface.dictionaries import cast_routers
 from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.pregates import saved_level
@@ -126,7 +125,6 @@ class FinetuneSpec(RunSpec):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.config.pregate_level and not pregate_level(model):
             pregate(model, self.config.pregate_level)
-        cast_routers(model)
         torch.manual_seed(self.config.run.seed)  # for the weights of adapters, and for dropout
         if section.lora is not None:
             model = add_lora(model, section, self.seq2seq)
