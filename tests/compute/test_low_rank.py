@@ -12,6 +12,7 @@ from overspill.compute.activation import Differentiated
 from overspill.compute.experts import split_records, wave_backward, wave_forward
 from overspill.compute.low_rank import Adapters, LowRank
 from tests.compute.waves import Case, clamped_gate
+from tests.slow import slow_rows
 
 COUNTS = (5, 0, 11, 3)
 RANK, SCALE = 3, 1.7
@@ -39,7 +40,8 @@ def new_case(dtype: torch.dtype, device: str, plain: bool) -> Case:
     ],
 )
 @pytest.mark.parametrize(
-    ("matrices", "layout"), [("both", "transposed"), ("w_in", "plain"), ("w_out", "plain")]
+    ("matrices", "layout"),
+    slow_rows([("both", "transposed"), ("w_in", "plain"), ("w_out", "plain")], 1, 2),
 )
 def test_products_and_gradients(
     backend: grouped.Backend, dtype: torch.dtype, device: str, matrices: str, layout: str

@@ -23,12 +23,16 @@ from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen, Draw
 from overspill.serve.scheduler import Work
 from overspill.serve.states import Part, StateSlots
-from overspill.serve.support import has_states
+from overspill.serve.support import has_states, splits_prompts
 from overspill.serve.weights_version import WeightsVersion
 from overspill.trace.spans import Span as TraceSpan
 
 if TYPE_CHECKING:  # it needs Triton
     from overspill.serve.decode.decode import Decode
+
+
+_PIECE = 512
+"""Tokens of a prompt in a pass that computes states again: longer ones may not fit into memory."""
 
 
 class Runner(abc.ABC):
@@ -128,6 +132,7 @@ class PagedRunner(Runner):
         self._slots: StateSlots | None = None
         if has_states(model):
             self._states, self._slots = RecurrentStates(model, max_batch), StateSlots(max_batch)
+        self._splits = splits_prompts(model)
         self._decode: Decode | None = None
         if fused:
             from overspill.serve.decode import decode
@@ -182,7 +187,9 @@ class PagedRunner(Runner):
     def _compute_again(self, request: Request) -> None:
         """The states of a request, as the first time: the answer token by token."""
         prompt = min(request.prompt_tokens, request.computed)
-        self._compute([Part(request, 0, prompt)])
+        piece = _PIECE if self._splits else prompt
+        for before in range(0, prompt, piece):
+            self._compute([Part(request, before, min(piece, prompt - before))])
         for before in range(prompt, request.computed):
             self._compute([Part(request, before, 1)])
 

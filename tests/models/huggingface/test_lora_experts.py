@@ -20,6 +20,7 @@ from tests.models.huggingface.families import Family, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM, offloaded
 from tests.models.huggingface.test_exactness import BY_NAME
 from tests.moe.streaming.policies import random_policy
+from tests.slow import slow_rows
 
 peft: Any = pytest.importorskip("peft")
 
@@ -54,11 +55,11 @@ def assert_near(mine: Any, theirs: Any, of: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mode", "reentrant"),
     [
-        ("mixtral", "host", None),
         ("mixtral", "disk", True),
-        ("qwen3_moe", "disk", False),
-        ("gpt_oss", "disk", None),
         ("gpt_oss", "host", False),
+        pytest.param("mixtral", "host", None, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "disk", False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "disk", None, marks=pytest.mark.slow),
         pytest.param("olmoe", "gpu", None, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "host", False, marks=pytest.mark.slow),
         pytest.param("glm4_moe", "disk", None, marks=pytest.mark.slow),
@@ -159,7 +160,7 @@ def test_stand_ins_are_no_parameters_of_the_model(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("targets", ["all-linear", r".*\.(q_proj|w2)", r".*\.w[123]"])
+@pytest.mark.parametrize("targets", slow_rows(["all-linear", r".*\.(q_proj|w2)", r".*\.w[123]"], 2))
 def test_words_and_expressions_mean_what_they_mean_on_the_plain_model(
     targets: str, tmp_path: Path
 ) -> None:
@@ -176,7 +177,8 @@ def test_words_and_expressions_mean_what_they_mean_on_the_plain_model(
 
 
 @pytest.mark.parametrize(
-    ("targets", "meant"), [("all-linear", True), (["q", "wi"], True), (["q", "v"], False)]
+    ("targets", "meant"),
+    slow_rows([("all-linear", True), (["q", "wi"], True), (["q", "v"], False)], 1),
 )
 def test_experts_that_are_left_out_are_named(
     targets: Any, meant: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

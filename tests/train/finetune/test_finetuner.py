@@ -28,6 +28,7 @@ from tests.train.fakes import Watcher
 from tests.train.finetune.tiny import (
     make_tokenizer,
     save_mixtral,
+    save_nllb,
     tiny_settings,
     write_jsonl,
     write_labels,
@@ -246,6 +247,19 @@ def test_routers_in_float32_of_a_bf16_run_are_resumed(switch: Path, tmp_path: Pa
     assert not _changed(one, two)
     routers = {name for name in one if name.endswith("router.classifier.weight")}
     assert {str(one[name].dtype) for name in routers} == {"torch.float32"}
+
+
+def test_an_evaluation_leaves_the_capacity_of_nllb_as_it_was(tmp_path: Path) -> None:
+    """Its routers keep that of the last batch, also of training: a run that resumes begins with
+    none."""
+    nllb, data = save_nllb(tmp_path / "nllb"), write_pairs(tmp_path / "a.jsonl")
+    given = {"steps": 3, "eval_every": 1}
+    straight, first, second = Watcher(), Watcher(_stop_at(1)), Watcher()
+    settings = tiny_settings(nllb, data, tmp_path / "b", **given)
+    _finetune(tiny_settings(nllb, data, tmp_path / "a", **given), straight)
+    _finetune(settings, first)
+    _finetune({**settings, "resume": True}, second)
+    assert first.losses + second.losses == straight.losses
 
 
 @pytest.mark.slow

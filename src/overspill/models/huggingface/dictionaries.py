@@ -5,7 +5,8 @@ transformers reads it. Shapes: T tokens, D model, E experts, K top-k.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,19 @@ def cast_routers(model: nn.Module) -> None:
             assert isinstance(classifier, nn.Module)
             assert isinstance(dtype, torch.dtype)
             classifier.to(dtype)
+
+
+@contextmanager
+def capacities_kept(model: nn.Module) -> Iterator[None]:
+    """Within it, the model may evaluate: a router of NLLB would keep the capacity of the last batch
+    that it has evaluated, and drop tokens of training batches beyond it."""
+    routers: list[Any] = [m for m in model.modules() if type(m).__name__ in _ROUTERS]
+    before = [router.expert_capacity for router in routers]
+    try:
+        yield
+    finally:
+        for router, capacity in zip(routers, before, strict=True):
+            router.expert_capacity = capacity
 
 
 def warn_of_routing(settings: Settings) -> None:
