@@ -57,8 +57,8 @@ def write_record(
 
     For `bench/tables.py`: `config["row"]` describes the work, `config["compare"]` a figure to
     compare with, `config["show"]` lists further metrics to show. A record with `table` gets a table
-    of its own instead of one row in a common table, and above it `config["picture"]`, a file beside
-    the page, if there is one.
+    of its own instead of one row in a common table; above it are `config["picture"]`, a file beside
+    the page, if there is one, and with `config["show"]` the row too.
     """
     if re.fullmatch(r"[a-z0-9.]+(-[a-z0-9.]+)*", name) is None:
         raise ValueError(f"a record's name is like train-w1-16x1024, not {name!r}")

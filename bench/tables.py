@@ -68,6 +68,10 @@ LIMITS = (
     ("pregate-switch-64", "gpu-only"),
     ("pregate-switch-128", "gpu-only"),
     ("pregate-ssd", "on-demand"),
+    ("switch-large", "on-demand"),
+    ("switch-large-ssd", "on-demand"),
+    ("serve-nllb", "on-demand"),
+    ("serve-nllb-ssd", "on-demand"),
 )
 """Records of the table `limits`, and the mode that each is compared with."""
 _MEMORY = {"gpu_memory": "GPU", "host_memory": "host", "peak": "host"}
@@ -170,7 +174,8 @@ def limits(records: Sequence[Record]) -> str:
 
 
 def render(records: Sequence[Record]) -> str:
-    """One table of all records without a `table`, then one for each that has one."""
+    """One table of all records without a `table`, then one for each that has one, below its figures
+    if it says which ones to show."""
     if not records:
         return "*Not measured yet.*"
     lines = [record for record in records if "table" not in record]
@@ -180,6 +185,8 @@ def render(records: Sequence[Record]) -> str:
             heading = f"**{_label(record)}** (`{record['command']}`)"
             picture = record["config"].get("picture")
             blocks += [heading, *([f"![{_label(record)}]({picture})"] if picture else [])]
+            if "show" in record["config"]:
+                blocks.append(_lines([record]))
             blocks += [_markdown(record["table"]), _measured_on([record])]
     return "\n\n".join(blocks)
 

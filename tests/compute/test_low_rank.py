@@ -12,41 +12,50 @@ from overspill.compute.activation import Differentiated
 from overspill.compute.experts import split_records, wave_backward, wave_forward
 from overspill.compute.low_rank import Adapters, LowRank
 from tests.compute.waves import Case, clamped_gate
+from tests.slow import slow_rows
 
 COUNTS = (5, 0, 11, 3)
 RANK, SCALE = 3, 1.7
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-5}
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
+    reason="Triton is not installed, or compiles for the GPU",
 )
 
 
-def new_case(dtype: torch.dtype, plain: bool) -> Case:
+def new_case(dtype: torch.dtype, device: str, plain: bool) -> Case:
     more = {} if plain else {"bias": True, "transposed": True, "activation": clamped_gate}
-    return Case.make(dtype=dtype, n_tokens=sum(COUNTS), padding=0, **more)  # type: ignore[arg-type]
+    return Case.make(dtype=dtype, device=device, n_tokens=sum(COUNTS), padding=0, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
+    ("backend", "dtype", "device"),
     [
-        ("loop", torch.float32),
-        ("torch", torch.bfloat16),
-        pytest.param("triton", torch.float32, marks=needs_triton),
+        ("loop", torch.float32, "cpu"),
+        ("torch", torch.bfloat16, "cpu"),
+        pytest.param("triton", torch.float32, "cpu", marks=needs_interpreter),
+        pytest.param("loop", torch.float32, "cuda", marks=pytest.mark.gpu),
+        pytest.param("torch", torch.bfloat16, "cuda", marks=pytest.mark.gpu),
+        pytest.param("triton", torch.bfloat16, "cuda", marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.parametrize(
-    ("matrices", "layout"), [("both", "transposed"), ("w_in", "plain"), ("w_out", "plain")]
+    ("matrices", "layout"),
+    slow_rows([("both", "transposed"), ("w_in", "plain"), ("w_out", "plain")], 1, 2),
 )
 def test_products_and_gradients(
-    backend: grouped.Backend, dtype: torch.dtype, matrices: str, layout: str
+    backend: grouped.Backend, dtype: torch.dtype, device: str, matrices: str, layout: str
 ) -> None:
     torch.manual_seed(0)
-    case = new_case(dtype, layout == "plain")
+    case = new_case(dtype, device, layout == "plain")
     n, shape = len(COUNTS), case.shape
     records = case.records[:n]
     sizes = [(shape.in_rows, shape.d_model), (shape.d_model, shape.d_hidden)]
     factors = [
-        (0.3 * torch.randn(n, RANK, columns), 0.3 * torch.randn(n, rows, RANK))
+        (
+            (0.3 * torch.randn(n, RANK, columns)).to(device),
+            (0.3 * torch.randn(n, rows, RANK)).to(device),
+        )
         for rows, columns in sizes
     ]
     used = [matrices in ("both", name) for name in ("w_in", "w_out")]
@@ -56,7 +65,10 @@ def test_products_and_gradients(
             for (a, b), use in zip(factors, used, strict=True)
         )
     )
-    counts, ends = list(COUNTS), torch.tensor(list(accumulate(COUNTS)), dtype=torch.int32)
+    counts, ends = (
+        list(COUNTS),
+        torch.tensor([*accumulate(COUNTS)], dtype=torch.int32, device=device),
+    )
     row_weight = case.weights[:, 0].contiguous()
     activation = None if case.activation is None else Differentiated(case.activation)
     given = records, shape, ends, counts

@@ -10,11 +10,11 @@ import pytest
 from overspill import LLM, SamplingParams
 from overspill.core.errors import ConfigError
 from overspill.serve.chat import Chat
-from overspill.serve.seq2seq import find_language, read_languages
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.languages import LANGUAGES, make_tokenizer, save_nllb, translation
 from tests.serve.models import plain_model as decoder_only
 from tests.serve.seq2seq import N_NEW, SOURCES, plain_answer, plain_model
+from tests.train.finetune.tiny import save_switch
 
 
 def greedy(**options: Any) -> SamplingParams:
@@ -160,9 +160,14 @@ def test_switch_takes_a_decoder_prompt_and_knows_no_languages(tmp_path: Path) ->
             llm.generate([source], greedy(tgt_lang="fra_Latn"))
 
 
-def test_a_tokenizer_without_languages() -> None:
-    from tests.train.finetune.tiny import make_tokenizer as make_bytes
-
-    assert read_languages(make_bytes()) == {}
-    with pytest.raises(ConfigError, match=r"knows no languages; leave it out \(--tgt-lang\)"):
-        find_language({}, "tgt_lang", "fra_Latn")
+def test_texts_of_switch_whose_tokenizer_knows_no_languages(tmp_path: Path) -> None:
+    with LLM(save_switch(tmp_path), context=64, device="cpu") as llm:
+        tokens = llm.generate([llm.encode("a text")], greedy(decoder_prompt=llm.encode("so ")))
+        (result,) = llm.generate("a text", greedy(decoder_prompt="so "))
+        assert result.token_ids == tokens[0].token_ids
+        assert result.token_ids != llm.generate("a text", greedy())[0].token_ids
+        assert llm.languages == []
+        for name in ("src_lang", "tgt_lang"):
+            flag = "--" + name.replace("_", "-")
+            with pytest.raises(ConfigError, match=rf"{name}='fra_Latn': .*\({flag}\)"):
+                llm.generate("a text", greedy(**{name: "fra_Latn"}))

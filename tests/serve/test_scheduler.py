@@ -254,3 +254,25 @@ def test_sources_are_computed_at_once_and_every_request_ends(seed: int) -> None:
         pool.check_conserved()
     assert all(request.finished for request in requests)
     assert pool.n_free == pool.n_blocks
+
+
+@pytest.mark.parametrize(("split", "singly"), [(True, False), (True, True), (False, False)])
+def test_a_request_returns_when_there_are_blocks_for_all_that_it_had(
+    split: bool, singly: bool
+) -> None:
+    """Its prompt alone would fit earlier: it would be computed again and again."""
+    scheduler = Scheduler(BlockPool(10, 4, share=False), 4, 64, split, singly)
+    requests = [make_request(range(8), 30), make_request(range(20), 18)]
+    for request in requests:
+        scheduler.add(request)
+    computed = 0
+    while scheduler.running or scheduler.waiting:
+        for work in scheduler.next_batch():
+            computed += work.n_tokens
+            scheduler.computed(work)
+            if work.request.pending == 0:
+                work.request.append(1, None, end=False)
+            if work.request.finished:
+                scheduler.remove(work.request)
+    once = sum(len(each.tokens) - 1 for each in requests)
+    assert computed <= once + len(requests[1].tokens)

@@ -156,3 +156,31 @@ def test_streams_and_several_threads(tmp_path: Path) -> None:
         assert tokens_of(llm, SOURCES[:1], GREEDY) == [plain_answer(model, SOURCES[0])]
         with torch.no_grad():
             model.decoder.block[0].layer[1].EncDecAttention.v.weight.neg_()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_batches_leave_what_training_uses(name: str, tmp_path: Path) -> None:
+    """The routers of NLLB note the tokens of a pass, which limit those of an expert in training."""
+    with offloaded(plain_model(name), "host", tmp_path) as model:
+        routers = [each for each in model.modules() if hasattr(each, "expert_capacity")]
+        for router in routers:
+            router.expert_capacity = 50
+        with LLM(model, context=64) as llm:
+            assert tokens_of(llm, SOURCES[:1], GREEDY) == expected(name)[:1]
+        assert [each.expert_capacity for each in routers] == [50] * len(routers)
+        left = [each for each in model.modules() if {"forward", "compute_bias"} & {*vars(each)}]
+        assert not left
+
+
+def test_positions_that_a_step_reads_stay_in_memory(tmp_path: Path) -> None:
+    """A longer sequence outside of batches replaces the model's own table of them."""
+    with (
+        offloaded(plain_model("nllb-moe"), "host", tmp_path) as model,
+        LLM(model, context=64) as llm,
+    ):
+        module = model.get_decoder().embed_positions
+        address = module.weights.data_ptr()
+        module.make_weights(600, module.embedding_dim, module.padding_idx)
+        module.weights.normal_(0, 50)  # no batch reads the new one
+        assert module.weights.data_ptr() != address
+        assert tokens_of(llm, SOURCES[:1], GREEDY) == expected("nllb-moe")[:1]

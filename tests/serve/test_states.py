@@ -14,7 +14,7 @@ import torch
 from overspill import LLM, SamplingParams
 from overspill.core.errors import DiskError
 from overspill.models.huggingface.recurrent import TYPES, state_bytes
-from overspill.serve import source
+from overspill.serve import runners, source
 from overspill.serve.runners import PagedRunner
 from tests.models.huggingface.families import FAMILIES, make_model
 from tests.models.huggingface.oracle import offloaded
@@ -90,6 +90,39 @@ def test_a_state_that_an_interrupted_pass_has_changed_is_computed_again(
         assert len(lost) > 2
 
 
+def test_states_are_computed_again_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that was computed in pieces may not fit into memory at once."""
+    plain, expected = plain_model("qwen3_next")
+    monkeypatch.setattr(runners, "_PIECE", 6)
+    longest: list[int] = []
+    lost: list[Any] = []
+    with (
+        offloaded(plain, "host", tmp_path) as model,
+        LLM(model, context=64, prefill_chunk=6, max_batch=2) as llm,
+    ):
+        runner = llm._loop.runner
+        compute, run = runner._compute, runner.run  # type: ignore[attr-defined]
+
+        def note(parts: Any) -> Any:
+            longest.append(max(part.n_new for part in parts))
+            return compute(parts)
+
+        def interrupted(batch: Any) -> Any:
+            logits = run(batch)
+            if len(batch) > 1 and not lost:
+                lost.append(batch)
+                raise DiskError("a read has failed")
+            return logits
+
+        monkeypatch.setattr(runner, "_compute", note)
+        monkeypatch.setattr(runner, "run", interrupted)
+        assert tokens_of(llm, PROMPTS[2:4], GREEDY) == expected[2:4]
+    assert lost
+    assert max(longest) <= 6
+
+
 def test_states_are_in_the_budget_and_counted(tmp_path: Path) -> None:
     for name in STATEFUL:
         plain, _ = plain_model(name)
@@ -115,3 +148,21 @@ def test_a_cancelled_request_frees_its_state(tmp_path: Path) -> None:
             model.lm_head.weight.neg_()
         changed = [plain_generate(model, prompt, 6) for prompt in PROMPTS[:2]]
         assert tokens_of(llm, PROMPTS[:2], GREEDY) == changed != expected[:2]
+
+
+def test_a_module_keeps_a_forward_of_its_own(tmp_path: Path) -> None:
+    """Such as that of a profiler: batches call it, and it is there afterwards."""
+    plain, expected = plain_model("lfm2_moe")
+    with offloaded(plain, "host", tmp_path) as model:
+        module = next(m for m in model.modules() if type(m).__name__ == "Lfm2MoeShortConv")
+        calls, own = [], module.forward
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            return own(*args, **kwargs)
+
+        module.forward = wrapped  # type: ignore[method-assign]
+        with LLM(model, context=64) as llm:
+            assert tokens_of(llm, PROMPTS, GREEDY) == expected
+        assert len(calls) > 1
+        assert vars(module)["forward"] is wrapped

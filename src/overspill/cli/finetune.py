@@ -42,6 +42,10 @@ LoRA adapters, for two passes over the data:
 
   overspill finetune Qwen3-30B-A3B pairs.jsonl --lora 16 --epochs 2 --out runs/adapter
 
+Adapters of attention, and smaller ones of the experts:
+
+  overspill finetune Qwen3-30B-A3B pairs.jsonl --lora 16 --lora-experts --lora-experts-rank 4
+
 The adapter with its base model, tried, and as one checkpoint:
 
   overspill generate runs/adapter "2 + 2 = "

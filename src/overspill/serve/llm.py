@@ -165,7 +165,6 @@ class LLM:
         if paged:
             dense_there = not source.model.overspill.placement.dense_weights
             fused = on_gpu and dense_there and has_triton("fused decoding")
-            fused = fused and not has_states(source.model)
             limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
             decoding = slots, mode, migrate, cache_policy
             runner = PagedRunner(source.model, self.device, *limits, *decoding)

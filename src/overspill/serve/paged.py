@@ -44,6 +44,8 @@ class Span:
     count: int
     source: SourceSpan | None = None
     """Of sequences of an encoder-decoder."""
+    state: int = 0
+    """The slot of its state, in models that have some."""
 
 
 class Layout:

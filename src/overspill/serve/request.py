@@ -55,6 +55,11 @@ class Request:
     def new_tokens(self) -> list[int]:
         return self.tokens[self.prompt_tokens :]
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether tokens were made for it."""
+        return len(self.tokens) > self.prompt_tokens
+
     def draw(self, ahead: int = 0) -> Draw:
         """What decides the next token, or one that many tokens later."""
         adjust = None if self._rules is None else self._rules.adjust

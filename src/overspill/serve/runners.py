@@ -14,7 +14,7 @@ from overspill.core.errors import OrderError
 from overspill.hardware.machine import available_memory
 from overspill.models.attention_cache import IN_USE, ReplacedAttention, attention_cache
 from overspill.models.gpt import GPTMoE
-from overspill.models.huggingface.recurrent import RecurrentStates
+from overspill.models.huggingface.recurrent import RecurrentStates, StateSpan
 from overspill.models.huggingface.seq2seq import EncoderDecoder, is_encoder_decoder
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -23,12 +23,16 @@ from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen, Draw
 from overspill.serve.scheduler import Work
 from overspill.serve.states import Part, StateSlots
-from overspill.serve.support import has_states
+from overspill.serve.support import has_states, splits_prompts
 from overspill.serve.weights_version import WeightsVersion
 from overspill.trace.spans import Span as TraceSpan
 
 if TYPE_CHECKING:  # it needs Triton
     from overspill.serve.decode.decode import Decode
+
+
+_PIECE = 512
+"""Tokens of a prompt in a pass that computes states again: longer ones may not fit into memory."""
 
 
 class Runner(abc.ABC):
@@ -128,12 +132,14 @@ class PagedRunner(Runner):
         self._slots: StateSlots | None = None
         if has_states(model):
             self._states, self._slots = RecurrentStates(model, max_batch), StateSlots(max_batch)
+        self._splits = splits_prompts(model)
         self._decode: Decode | None = None
         if fused:
             from overspill.serve.decode import decode
 
             limits = context, max_batch, slots, mode, migrate, cache_policy
-            self._decode = decode.Decode(model, self._cache, *limits, self._seq2seq)
+            others = self._seq2seq, self._states
+            self._decode = decode.Decode(model, self._cache, *limits, *others)
         self._version = WeightsVersion(model)
         self._addresses = self._version.addresses()  # that captured steps read
         self._engine.servers.add(self)  # last: a failure leaves the model to others
@@ -181,7 +187,9 @@ class PagedRunner(Runner):
     def _compute_again(self, request: Request) -> None:
         """The states of a request, as the first time: the answer token by token."""
         prompt = min(request.prompt_tokens, request.computed)
-        self._compute([Part(request, 0, prompt)])
+        piece = _PIECE if self._splits else prompt
+        for before in range(0, prompt, piece):
+            self._compute([Part(request, before, min(piece, prompt - before))])
         for before in range(prompt, request.computed):
             self._compute([Part(request, before, 1)])
 
@@ -231,8 +239,11 @@ class PagedRunner(Runner):
         self, tokens: Sequence[int] | Tensor, parts: Sequence[Part], draws: Sequence[Draw]
     ) -> Tensor | None:
         assert self._decode is not None
-        spans = [_span(part) for part in parts]
+        states = [None] * len(parts) if self._slots is None else self._slots.begin(parts)
+        spans = [_span(part, state) for part, state in zip(parts, states, strict=True)]
         computed = self._decode.run(tokens, spans, draws)
+        if self._slots is not None:
+            (self._slots.unchanged if computed is None else self._slots.end)(parts)
         if computed is None:
             return None
         self.chosen = computed.chosen
@@ -282,12 +293,13 @@ class PagedRunner(Runner):
         self._engine.servers.discard(self)
 
 
-def _span(part: Part) -> Span:
+def _span(part: Part, state: StateSpan | None = None) -> Span:
     request, source = part.request, None
     if request.source:
         new = not request.source_computed
         source = SourceSpan(request.source_blocks, len(request.source), new)
-    return Span(request.blocks, part.before, part.n_new, source)
+    slot = 0 if state is None else state.slot
+    return Span(request.blocks, part.before, part.n_new, source, slot)
 
 
 def _check_not_served(engine: Engine) -> None:

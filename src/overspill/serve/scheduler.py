@@ -125,7 +125,8 @@ class Scheduler:
         request.computed = len(request.blocks) * self.pool.size
         count = self._part(request, left, kept)
         # an answer that is computed again token by token would run out of blocks again
-        if not count or not self._has_room(request, count if self.split else request.pending):
+        again = request.has_answer and (self._singly or not self.split)
+        if not count or not self._has_room(request, request.pending if again else count):
             self._free(request)
             return 0
         self.waiting.remove(request)

@@ -51,6 +51,10 @@ class StateSlots:
         """The pass was computed, as far as the host knows."""
         self._seen.update({request: before + n for request, before, n in parts})
 
+    def unchanged(self, parts: Sequence[Part]) -> None:
+        """The pass was not computed."""
+        self._seen.update({request: before for request, before, _ in parts})
+
     def forget(self, request: Request) -> None:
         slot = self._slots.pop(request, None)
         self._seen.pop(request, None)

@@ -18,6 +18,7 @@ from tests.models.huggingface.oracle import budgets
 from tests.models.huggingface.test_exactness import BY_NAME
 from tests.models.huggingface.test_merge import edit, loaded
 from tests.serve.models import PROMPTS, plain_generate, tokens_of
+from tests.slow import slow_rows
 
 EXPERTS = {"target_parameters": [f"experts.{n}_proj" for n in ("gate_up", "down", "up")]}
 ATTENTION = ["q_proj", "o_proj"]
@@ -56,7 +57,7 @@ def check(made: Adapted, auto: str, folder: Path) -> None:
     [
         "mixtral",
         "gpt_oss",
-        "nemotron_h",
+        pytest.param("nemotron_h", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("olmoe", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
@@ -71,7 +72,7 @@ def test_weights_are_those_that_peft_merges(name: str, tmp_path: Path) -> None:
     check(make(name, tmp_path, **options), BY_NAME[name].auto, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["switch_transformers", "nllb-moe"])
+@pytest.mark.parametrize("name", slow_rows(["switch_transformers", "nllb-moe"], 1))
 def test_experts_that_are_modules(name: str, tmp_path: Path) -> None:
     targets = ["wi", "wo"] if "switch" in name else ["fc1", "fc2"]
     made = make_adapter(BY_NAME[name], tmp_path, target_modules=targets)
@@ -109,7 +110,7 @@ def test_adapters_of_earlier_transformers(tmp_path: Path) -> None:
         overspill.merge(made.folder, tmp_path / "other")
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", slow_rows(["gpt_oss", "qwen3_moe"], 1))
 def test_served_tokens_are_those_of_peft(name: str, tmp_path: Path) -> None:
     made = make(name, tmp_path)
     expected = [plain_generate(made.model, prompt) for prompt in PROMPTS]

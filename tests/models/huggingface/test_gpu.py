@@ -55,6 +55,32 @@ def test_float32_follows_eager(name: str, mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_adapters_of_experts_follow_those_of_peft(name: str, mode: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    family = BY_NAME[name]
+    plain = make_model(family).to(DEVICE)
+    batch = on_device(make_batch(family, plain), DEVICE)
+    twin = overspill.offload(copy.deepcopy(plain), device=DEVICE, **budgets(mode, tmp_path))
+    config = peft.LoraConfig(
+        r=3,
+        target_modules=["o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False,
+    )
+    found = []
+    try:
+        for model in (plain, twin):
+            torch.manual_seed(0)
+            adapted = peft.get_peft_model(model, config)
+            trained = [each for each in adapted.parameters() if each.requires_grad]
+            found.append(losses(adapted, overspill.AdamW(trained, **ADAM), batch, 4))
+        assert found[1] == pytest.approx(found[0], rel=1e-3)
+    finally:
+        twin.overspill.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_learns_as_eager_does(name: str, mode: str, tmp_path: Path) -> None:
     family = BY_NAME[name]

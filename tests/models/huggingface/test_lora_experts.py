@@ -11,12 +11,16 @@ import torch
 
 import overspill
 from overspill.core.errors import ConfigError
+from overspill.models.huggingface.expert_adapters import stand_ins
+from overspill.moe.state_dict import placeholders
 from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.plan.usage import Exchange
+from overspill.serve.decode.module_step import can_step
 from tests.models.huggingface.families import Family, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM, offloaded
 from tests.models.huggingface.test_exactness import BY_NAME
 from tests.moe.streaming.policies import random_policy
+from tests.slow import slow_rows
 
 peft: Any = pytest.importorskip("peft")
 
@@ -51,11 +55,11 @@ def assert_near(mine: Any, theirs: Any, of: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mode", "reentrant"),
     [
-        ("mixtral", "host", None),
         ("mixtral", "disk", True),
-        ("qwen3_moe", "disk", False),
-        ("gpt_oss", "disk", None),
         ("gpt_oss", "host", False),
+        pytest.param("mixtral", "host", None, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "disk", False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "disk", None, marks=pytest.mark.slow),
         pytest.param("olmoe", "gpu", None, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "host", False, marks=pytest.mark.slow),
         pytest.param("glm4_moe", "disk", None, marks=pytest.mark.slow),
@@ -136,14 +140,17 @@ def test_stand_ins_are_no_parameters_of_the_model(tmp_path: Path) -> None:
     plain = make_model(MIXTRAL)
     with offloaded(plain, "host", tmp_path) as twin:
         experts = twin.model.layers[0].mlp.experts
-        own = dict(experts.named_parameters(recurse=False))
+        own = stand_ins(experts)
         theirs = dict(plain.model.layers[0].mlp.experts.named_parameters(recurse=False))
         for name, parameter in theirs.items():
             assert own[name].shape == parameter.shape
             assert own[name].dtype == parameter.dtype
             assert not own[name].requires_grad
             assert own[name].untyped_storage().nbytes() == parameter.element_size()
-        assert not any("proj" in name for name, _ in experts.named_parameters())
+        for recurse in (False, True):
+            assert [*dict(experts.named_parameters(recurse=recurse))] == ["overspill"]
+            assert len([*experts.parameters(recurse=recurse)]) == 1
+        assert not any("_proj" in n for n, _ in twin.named_parameters() if "experts" in n)
         assert twin.num_parameters() == plain.num_parameters()
         assert twin.state_dict().keys() == plain.state_dict().keys()
         adapted = adapt(twin)
@@ -153,17 +160,37 @@ def test_stand_ins_are_no_parameters_of_the_model(tmp_path: Path) -> None:
         )
 
 
-def test_all_linear_means_what_it_means_on_the_plain_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", slow_rows(["all-linear", r".*\.(q_proj|w2)", r".*\.w[123]"], 2))
+def test_words_and_expressions_mean_what_they_mean_on_the_plain_model(
+    targets: str, tmp_path: Path
+) -> None:
     """For peft these are the linear layers of earlier transformers: experts and routers too."""
     plain = make_model(MIXTRAL)
     batch = make_batch(MIXTRAL, plain)
     with offloaded(plain, "host", tmp_path) as twin:
-        options = {"target_modules": "all-linear", "target_parameters": None}
+        options = {"target_modules": targets, "target_parameters": None}
         theirs, mine = adapt(plain, **options), adapt(twin, **options)
         for model in (theirs, mine):
             model(**batch).loss.backward()
         assert any("experts" in name for name in trained(theirs))
         assert_near(trained(mine), trained(theirs), "gradients")
+
+
+@pytest.mark.parametrize(
+    ("targets", "meant"),
+    slow_rows([("all-linear", True), (["q", "wi"], True), (["q", "v"], False)], 1),
+)
+def test_experts_that_are_left_out_are_named(
+    targets: Any, meant: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = BY_NAME["switch_transformers"]
+    plain = make_model(family)
+    with offloaded(plain, "host", tmp_path) as twin:
+        mine = adapt(twin, target_modules=targets, target_parameters=None)
+        for _ in range(2):
+            mine(**make_batch(family, plain))
+    lines = [r.message for r in caplog.records if "has no part in the experts" in r.message]
+    assert len(lines) == meant
 
 
 def test_merging_and_unmerging_change_the_records(tmp_path: Path) -> None:
@@ -195,6 +222,19 @@ def test_saved_adapters_are_pefts(tmp_path: Path) -> None:
     with offloaded(plain, "host", tmp_path) as twin, torch.no_grad():
         again = peft.PeftModel.from_pretrained(twin, tmp_path / "adapter")
         assert torch.equal(again(**batch).logits, expected)
+
+
+def test_unmerged_adapters_are_served_without_graphs(tmp_path: Path) -> None:
+    family = BY_NAME["mixtral"]
+    with offloaded(make_model(family).eval(), "host", tmp_path) as twin:
+        held = [placeholder for _, placeholder, _ in placeholders(twin)]
+        assert can_step(twin, held)
+        mine = adapt(twin).eval()
+        assert not can_step(twin, held)
+        expected = mine.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False)
+        asked = overspill.SamplingParams(max_tokens=4, temperature=0.0)
+        with overspill.LLM(twin, context=64) as llm:
+            assert llm.generate([[3, 4, 5]], asked)[0].token_ids == expected[0, 3:].tolist()
 
 
 def test_adapters_that_are_not_computed_are_refused(tmp_path: Path) -> None:

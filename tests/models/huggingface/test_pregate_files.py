@@ -16,7 +16,7 @@ import overspill
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.models.huggingface.pregates import FILE, gate_tensors
 from overspill.models.pregate import pregate_level
-from tests.models.huggingface.families import make_model
+from tests.models.huggingface.families import make_batch, make_model
 from tests.models.huggingface.oracle import budgets
 from tests.models.huggingface.test_pregates import (
     BY_NAME,
@@ -96,6 +96,29 @@ def test_another_data_type(saved: Path, tmp_path: Path) -> None:
             for name, tensor in gate_tensors(model).items():
                 assert tensor.dtype == dtype
                 assert torch.equal(tensor.float(), theirs[f"pregate.{name}"].bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["switch_transformers", "nllb-moe"])
+def test_routers_that_are_trained_in_float32_are_loaded_with_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
+    """Those of Switch and NLLB convert themselves in a model in bf16."""
+    family = DEEP_BY_NAME[name]
+    make_model(family).save_pretrained(tmp_path / "plain")
+    given = budgets("host", tmp_path) | {"dtype": "bfloat16"}
+    with closing(overspill.load(tmp_path / "plain", **given)) as model:
+        overspill.pregate(model, 3)
+        optimizer = overspill.AdamW(model, lr=1e-3)
+        model(**make_batch(family, model)).loss.backward()
+        optimizer.step()
+        overspill.save(model, tmp_path / "out")
+        trained = {name: tensor.clone() for name, tensor in gate_tensors(model).items()}
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in trained.values())
+    with closing(overspill.load(tmp_path / "out", **given)) as again:
+        loaded = gate_tensors(again)
+        assert all(torch.equal(loaded[name], value) for name, value in trained.items())
+        assert {value.dtype for value in loaded.values()} == {torch.float32}
+        logits_of(again, family)
 
 
 def test_a_conventional_model_leaves_no_pre_gates_behind(saved: Path, tmp_path: Path) -> None:

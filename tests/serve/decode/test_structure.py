@@ -53,6 +53,13 @@ def test_models_with_hooks_are_not_read(mixtral: Any) -> None:
     assert is_read(mixtral)
 
 
+def test_an_exported_run_with_gelu_experts_is_read(tmp_path: Path, steps: list[int]) -> None:
+    plain, _ = plain_model("overspill_gpt")
+    with decoding(plain, tmp_path, "host", prompts=PROMPTS[:2]) as made:
+        made.step()
+    assert steps == [2]
+
+
 class Scaled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)

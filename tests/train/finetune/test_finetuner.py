@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from overspill.core.errors import CheckpointError, ConfigError, NonFiniteError
 from overspill.train.batch_order import BatchOrder
+from overspill.train.finetune import finetuner
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.finetuner import FinetuneSummary, finetune
 from overspill.train.finetune.rows import collate
@@ -27,6 +28,7 @@ from tests.train.fakes import Watcher
 from tests.train.finetune.tiny import (
     make_tokenizer,
     save_mixtral,
+    save_nllb,
     tiny_settings,
     write_jsonl,
     write_labels,
@@ -167,15 +169,17 @@ def test_the_models_it_leaves_are_plain_checkpoints(mixtral: Path, tmp_path: Pat
         assert tokenizer("abc")["input_ids"] == make_tokenizer()("abc")["input_ids"]
 
 
-def test_the_best_model_is_kept_when_it_gets_worse(mixtral: Path, tmp_path: Path) -> None:
+def test_the_best_model_is_kept_when_it_gets_worse(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses are given: those of a run that diverges depend on the number of threads."""
+    losses = iter([5.0, 3.0, 2.0, 4.0, 6.0])
+    monkeypatch.setattr(finetuner, "mean_loss", lambda *_: next(losses))
     run = tmp_path / "run"
-    settings = tiny_settings(
-        mixtral, write_pairs(tmp_path / "a.jsonl"), run, steps=4, eval_every=1, lr=1.0, clip=0.0
-    )
-    display = Watcher()
-    summary = _finetune(settings, display)
-    best = min(range(1, 5), key=lambda n: display.evals[n])
-    assert summary.best_step == best < 4
+    pairs = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, pairs, run, steps=4, eval_every=1, lr=0.1, clip=0.0)
+    summary, best = _finetune(settings), 2
+    assert summary.best_step == best
     assert not (run / "best").is_symlink()
     assert f"best model (step {best}): {run / 'best'}" in summary.lines()
     assert _weights(run / "best").keys() == _weights(run / "final").keys()
@@ -227,6 +231,35 @@ def test_a_stopped_run_resumes_to_the_same_bits(
         assert one
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_routers_in_float32_of_a_bf16_run_are_resumed(switch: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "a.jsonl")
+    given = {"dtype": "bf16", "eval_split": 0.0, "steps": 2}
+    straight = Watcher()
+    _finetune(tiny_settings(switch, data, tmp_path / "a", **given), straight)
+    first, second = Watcher(_stop_at(1)), Watcher()
+    settings = tiny_settings(switch, data, tmp_path / "b", **given)
+    _finetune(settings, first)
+    _finetune({**settings, "resume": True}, second)
+    assert first.losses + second.losses == straight.losses
+    one, two = _weights(tmp_path / "a" / "final"), _weights(tmp_path / "b" / "final")
+    assert not _changed(one, two)
+    routers = {name for name in one if name.endswith("router.classifier.weight")}
+    assert {str(one[name].dtype) for name in routers} == {"torch.float32"}
+
+
+def test_an_evaluation_leaves_the_capacity_of_nllb_as_it_was(tmp_path: Path) -> None:
+    """Its routers keep that of the last batch, also of training: a run that resumes begins with
+    none."""
+    nllb, data = save_nllb(tmp_path / "nllb"), write_pairs(tmp_path / "a.jsonl")
+    given = {"steps": 3, "eval_every": 1}
+    straight, first, second = Watcher(), Watcher(_stop_at(1)), Watcher()
+    settings = tiny_settings(nllb, data, tmp_path / "b", **given)
+    _finetune(tiny_settings(nllb, data, tmp_path / "a", **given), straight)
+    _finetune(settings, first)
+    _finetune({**settings, "resume": True}, second)
+    assert first.losses + second.losses == straight.losses
 
 
 @pytest.mark.slow

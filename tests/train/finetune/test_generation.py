@@ -1,9 +1,12 @@
 """Answers of the model that is being trained, against `generate` of plain transformers."""
 
 import copy
+import dataclasses
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,9 +16,11 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     MixtralForCausalLM,
+    SwitchTransformersForConditionalGeneration,
 )
 
 import overspill
+from overspill.models.checkpoint_presets import preset_config
 from overspill.train.finetune.encoding import target_prefix
 from overspill.train.finetune.generation import Generator
 from overspill.train.finetune.questions import Question, Questions
@@ -104,25 +109,94 @@ def test_answers_are_those_of_generate(family: str, tmp_path: Path) -> None:
     }
 
 
-def test_a_pre_gated_model_answers_as_without_a_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "switch"])
+def test_a_pre_gated_model_answers_as_without_a_cache(family: str) -> None:
     torch.manual_seed(3)
-    plain = MixtralForCausalLM(mixtral_config(num_hidden_layers=3)).train()
-    model = overspill.offload(plain, device="cpu", mode="host", slots=3, progress=False, quiet=True)
+    start = [PAD] if family == "switch" else []
+    plain = (
+        SwitchTransformersForConditionalGeneration(
+            preset_config(
+                "switch-base-8", layers=4, experts=4, vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=24,
+                num_heads=2, pad_token_id=PAD, dropout_rate=0.0, tie_word_embeddings=False,
+            )
+        )
+        if family == "switch"
+        else MixtralForCausalLM(mixtral_config(num_hidden_layers=3))
+    )  # fmt: skip
+    model: Any = overspill.offload(
+        plain.train(), device="cpu", mode="host", slots=3, progress=False, quiet=True
+    )
     overspill.pregate(model, level=1)
     for name, parameter in model.named_parameters():
         if "gate" in name:  # pre-gates begin as the gates of their blocks
             torch.nn.init.normal_(parameter.data)
     model.eval()
-    asked = questions([], frozenset())
+    asked = questions(start, frozenset())
     found = Generator(asked, Team(), torch.device("cpu"), PAD, 2, SEQ_LEN).answers(model)
     for question, answer in zip(asked.items, found, strict=True):
-        tokens = question.prompt.tolist()
-        for token in answer:
+        prompt = question.prompt.tolist()
+        for at, token in enumerate(answer):
+            tokens = torch.tensor([(start or prompt) + answer[:at]])
+            inputs = {"input_ids": tokens}
+            if start:
+                inputs = {"input_ids": torch.tensor([prompt]), "decoder_input_ids": tokens}
             with torch.no_grad():
-                logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+                logits = model(**inputs, use_cache=False).logits
             assert token == logits[0, -1].argmax()
-            tokens.append(token)
     model.overspill.close()
+
+
+class Rank(Team):
+    """One of two threads that divide batches as ranks do."""
+
+    barrier = threading.Barrier(2, timeout=60)
+    said: ClassVar[list[Any]] = [None, None]
+    number = 0
+
+    @property
+    def parts(self) -> int:
+        return 2
+
+    @property
+    def part(self) -> int:
+        return self.number
+
+    def _exchange(self, value: Any) -> list[Any]:
+        self.said[self.number] = value
+        self.barrier.wait()
+        values = list(self.said)
+        self.barrier.wait()
+        return values
+
+    def any(self, value: bool) -> bool:
+        return any(self._exchange(value))
+
+    def gather_parts(self, value: Any) -> list[Any]:
+        return self._exchange(value)
+
+
+class SecondRank(Rank):
+    number = 1
+
+
+def test_ranks_that_divide_the_questions_find_the_same_answers() -> None:
+    """Both call the model equally often, though their answers have different lengths."""
+    torch.manual_seed(3)
+    model = MixtralForCausalLM(mixtral_config()).eval()
+    asked = questions([], frozenset())
+    asked = dataclasses.replace(asked, items=asked.items[:5])  # a rank has no question in the end
+    calls: dict[str, int] = {}
+
+    def run(team: Team) -> list[list[int]]:
+        own = copy.deepcopy(model)
+        name = type(team).__name__
+        own.register_forward_hook(lambda *_: calls.update({name: calls.get(name, 0) + 1}))
+        return Generator(asked, team, torch.device("cpu"), PAD, 1, SEQ_LEN).answers(own)
+
+    alone = run(Team())
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, [Rank(), SecondRank()])) == [alone, alone]
+    assert calls["Rank"] == calls["SecondRank"]
 
 
 def test_the_target_of_a_translation_begins_with_its_language(mixtral: Path) -> None:

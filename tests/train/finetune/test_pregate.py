@@ -142,6 +142,23 @@ def test_a_stopped_run_resumes_to_the_same_bits(mixtral: Path, tmp_path: Path) -
         finetune(FinetuneConfig.make({**settings, "resume": True, "steps": 9}), Watcher())
 
 
+def test_a_stopped_encoder_decoder_in_bf16_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    """Its routers convert themselves to float32."""
+    folder = save_switch(tmp_path / "plain", sparse=2, dropout=0.2)
+    data, own = write_pairs(tmp_path / "a.jsonl"), {"steps": 3, "dtype": "bf16", "lr": 1e-2}
+
+    def stop(done: int) -> None:
+        if done == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    straight, first, second = Watcher(), Watcher(stop), Watcher()
+    run(tiny_settings(folder, data, tmp_path / "a", **own), straight)
+    settings = tiny_settings(folder, data, tmp_path / "b", **own)
+    run(settings, first)
+    run({**settings, "resume": True}, second)
+    assert first.losses + second.losses == straight.losses
+
+
 def test_the_pre_gates_alone_and_then_continued(mixtral: Path, tmp_path: Path) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
     frozen = {"freeze_experts": True, "freeze_dense": True}

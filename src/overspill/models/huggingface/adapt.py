@@ -13,6 +13,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.models.expert_layers import check_layers
 from overspill.models.huggingface import loss, state
 from overspill.models.huggingface.dictionaries import NLLB, style_of, warn_of_routing
+from overspill.models.huggingface.expert_adapters import named_parameters, warns_of_left_out
 from overspill.models.huggingface.experts import (
     PLACEHOLDER,
     DictionaryExperts,
@@ -106,7 +107,12 @@ def _refuse_others(model: Any, found: Sequence[HuggingFaceExperts]) -> None:
 def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
     """Makes a model whose experts were given away call the engine."""
     register()
-    if isinstance(layers[0], StackedExperts):
+    first = layers[0]
+    if isinstance(first, DictionaryExperts):
+        expert = f"{first.path}.{first.keys[0]}"
+        check = warns_of_left_out(model, expert, first.style.linears)
+        first.module.before_forward = check  # type: ignore[assignment]
+    if isinstance(first, StackedExperts):
         model.set_experts_implementation(IMPLEMENTATION)
     elif style_of(layers[0].module) is NLLB and is_first(model.overspill):
         warn_of_routing(model.overspill.settings)
@@ -117,6 +123,7 @@ def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
     own = weakref.ref(model)
     plain = type(model)
     model.num_parameters = functools.partial(_num_parameters, own, plain.num_parameters)
+    model.named_parameters = functools.partial(named_parameters, own, plain.named_parameters)
     model._apply = functools.partial(_checked_apply, own, plain._apply)
     model.save_pretrained = functools.partial(_save_pretrained, own)
     return model

@@ -5,7 +5,8 @@ transformers reads it. Shapes: T tokens, D model, E experts, K top-k.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ NLLB = DictionaryStyle(
 DROPOUT = "dropout"
 """Name of the dropout module of the experts in a dictionary whose experts are offloaded."""
 _STYLES_BY_CLASS = {"SwitchTransformersExperts": SWITCH, "NllbMoeExperts": NLLB}
+_ROUTERS = ("SwitchTransformersTop1Router", "NllbMoeTop2Router")
 
 
 def style_of(module: nn.Module) -> DictionaryStyle | None:
@@ -92,6 +94,30 @@ def style_of(module: nn.Module) -> DictionaryStyle | None:
     if isinstance(module, HostedDictionary):
         return module.style
     return _STYLES_BY_CLASS.get(type(module).__name__)
+
+
+def cast_routers(model: nn.Module) -> None:
+    """Converts the weights of routers to the dtype that routers compute in. The first forward would
+    do so, when optimizers and checkpoints know the other dtype already."""
+    for module in model.modules():
+        if type(module).__name__ in _ROUTERS:
+            classifier, dtype = module.classifier, module.dtype
+            assert isinstance(classifier, nn.Module)
+            assert isinstance(dtype, torch.dtype)
+            classifier.to(dtype)
+
+
+@contextmanager
+def capacities_kept(model: nn.Module) -> Iterator[None]:
+    """Within it, the model may evaluate: a router of NLLB would keep the capacity of the last batch
+    that it has evaluated, and drop tokens of training batches beyond it."""
+    routers: list[Any] = [m for m in model.modules() if type(m).__name__ in _ROUTERS]
+    before = [router.expert_capacity for router in routers]
+    try:
+        yield
+    finally:
+        for router, capacity in zip(routers, before, strict=True):
+            router.expert_capacity = capacity
 
 
 def warn_of_routing(settings: Settings) -> None:
@@ -110,6 +136,8 @@ class HostedDictionary(nn.ModuleDict):
 
     style: DictionaryStyle
     overspill: ExpertPlaceholder
+    before_forward: Callable[[], bool] | None = None
+    """Called by forwards until it returns True. Not a hook, which a CUDA graph would not allow."""
 
     @staticmethod
     def of(style: DictionaryStyle) -> type["HostedDictionary"]:
@@ -124,6 +152,8 @@ class HostedDictionary(nn.ModuleDict):
     def forward(self, hidden_states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
         check_placeholder(self.overspill)
         check_selected(self, selected)
+        if self.before_forward is not None and self.before_forward():
+            self.before_forward = None
         engine = self.overspill.engine
         ids_TK, weights_TK = self.read(selected, weights)
         fraction: Any = getattr(self, "moe_token_dropout", 0)

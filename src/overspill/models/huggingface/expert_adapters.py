@@ -1,11 +1,13 @@
 """peft adapters of offloaded experts: `LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])`.
 
 peft looks for parameters of the experts module itself, and wraps the module. Offloaded experts have
-none, so the module shows stand-ins of the same shapes, which take no memory and are no parameters
-of the model. Where peft would add an adapter to the whole stack of experts, its matrices are handed
-to the computation of the experts instead.
+none, so the module shows peft stand-ins of the same shapes, which take no memory and are no
+parameters of the model. Where peft would add an adapter to the whole stack of experts, its matrices
+are handed to the computation of the experts instead.
 """
 
+import itertools
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ from overspill.moe.adapters import Factors, LayerAdapters
 from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
 from overspill.moe.state_dict import Places, split_record, stack_sizes
 
+_log = logging.getLogger("overspill")
 _LAYERS = "peft.tuners.lora.layer"
 _ADOPTED = "_adds_to_offloaded_experts"
 
@@ -28,9 +31,9 @@ _ADOPTED = "_adds_to_offloaded_experts"
 def show_stand_ins(
     module: nn.Module, placeholder: ExpertPlaceholder | OthersPlaceholder, places: Places
 ) -> None:
-    """Lets `module.named_parameters(recurse=False)`, with which peft looks for targets, and the
-    attributes of the module have stand-ins for the experts' stacks. `model.parameters()` and state
-    dicts do not call it."""
+    """Gives the module stand-ins for the experts' stacks, as attributes, and as parameters where
+    peft looks for its targets. Nothing else sees them: not `model.parameters()`, state dicts,
+    FSDP, or code that groups the parameters of each module."""
     engine, own = placeholder.engine, weakref.ref(module)
     stand_ins = {
         name: nn.Parameter(
@@ -43,16 +46,51 @@ def show_stand_ins(
     def named_parameters(
         prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        if not recurse:
-            _adopt_wrappers()
-            for name, stand_in in stand_ins.items():
-                yield f"{prefix}.{name}" if prefix else name, stand_in
         module = own()
         assert module is not None
-        yield from nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
+        found = nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
+        if recurse or not _asked_by("peft.tuners."):
+            return found
+        _adopt_wrappers()
+        shown = [(f"{prefix}.{name}" if prefix else name, p) for name, p in stand_ins.items()]
+        return itertools.chain(shown, found)
 
     # not with setattr, which would register parameters
-    module.__dict__.update(stand_ins, named_parameters=named_parameters)
+    module.__dict__.update(stand_ins, named_parameters=named_parameters, _stand_ins=stand_ins)
+
+
+def stand_ins(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Those of an experts module by their names; none if it is not offloaded."""
+    found: dict[str, nn.Parameter] = module.__dict__.get("_stand_ins", {})
+    return found
+
+
+def named_parameters(
+    own: Callable[[], Any], plain: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Of an offloaded model. peft also gets the names of stand-ins where it looks for what a
+    regular expression matches."""
+    model = own()
+    found: Iterator[tuple[str, nn.Parameter]] = plain(model, *args, **kwargs)
+    if not _asked_by("peft.utils.transformers_weight_conversion"):
+        return found
+    shown = [
+        (f"{path}.{name}", parameter)
+        for path, module in model.named_modules()
+        for name, parameter in stand_ins(module).items()
+    ]
+    return itertools.chain(found, shown)
+
+
+def _asked_by(package: str) -> bool:
+    """Whether the caller of the function that calls this is in a package of others."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(package)
+
+
+def has_expert_adapters(model: nn.Module) -> bool:
+    """Whether peft has wrapped offloaded experts."""
+    wrappers = (each for each in model.modules() if hasattr(each, "parameter_name"))
+    return any(hasattr(each, "lora_A") and _placeholder_of(each) is not None for each in wrappers)
 
 
 def _adopt_wrappers() -> None:
@@ -180,3 +218,47 @@ def _add_to_records(placeholder: ExpertPlaceholder, number: int, factors: Factor
 
         with engine.exclusive():
             engine.records.write_weights(ExpertId(placeholder.layer, index), add)
+
+
+def warns_of_left_out(model: nn.Module, expert: str, linears: Sequence[str]) -> Callable[[], bool]:
+    """For experts that are modules of their own on the plain model, as `expert` is: peft finds no
+    layer of theirs. The function warns if the adapters of the model were meant for them, and
+    returns False before there are any."""
+    own = weakref.ref(model)
+
+    def check() -> bool:
+        model = own()
+        configs = getattr(model, "peft_config", None)
+        if model is None or not configs:
+            return False
+        for name, config in configs.items():
+            if _means(model, config, [f"{expert}.{linear}" for linear in linears]):
+                _log.warning(
+                    "the adapter %s has no part in the experts of this model, which peft would "
+                    "adapt on the plain one: experts that are separate modules (%s) support no "
+                    "adapters while they are offloaded",
+                    name,
+                    " and ".join(linears),
+                )
+        return True
+
+    return check
+
+
+def _means(model: nn.Module, config: Any, names: Sequence[str]) -> bool:
+    """Whether peft would adapt modules of these names: it lists the linear layers that it finds in
+    the place of "all-linear"."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if any(check_target_module_exists(config, name) for name in names):
+        return True
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    left_out = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and "lora_" not in name
+        and not name.endswith(".base_layer")
+    ]
+    return not left_out and not isinstance(config.target_modules, str)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -163,7 +163,20 @@ class CheckpointFolder:
         return [reader.path for reader in self._readers.values()]
 
     def file_of(self, name: str) -> Path:
-        return self._home[name].path
+        """The file of a tensor; of a packed one, that of its codes."""
+        packed = self.packed.get(name)
+        return self._home[name if packed is None else packed.parts["codes"]].path
+
+    def stored_bytes(self, stored: Iterable[str]) -> int:
+        """Size of stored tensors, by their names in the files."""
+        return sum(self._home[name].specs[name].nbytes for name in stored)
+
+    def plain_dtype(self, config: Any) -> torch.dtype:
+        """The dtype of the weights before they were packed; `config` is that of the model."""
+        if isinstance(config.dtype, torch.dtype):
+            return config.dtype
+        plain = (spec.dtype for name, spec in self.specs.items() if name not in self.packed)
+        return next((dtype for dtype in plain if dtype.is_floating_point), torch.bfloat16)
 
     def read(self, name: str, offset: int, out: Tensor) -> None:
         """Fills `out`, in its dtype, with the elements of tensor `name` from `offset` on; of a

@@ -15,6 +15,7 @@ from overspill.models.budgets import Budgets, Size
 from overspill.models.checkpoint_presets import preset_config
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.checks import find_folder
+from overspill.models.huggingface.dictionaries import cast_routers
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
@@ -130,6 +131,8 @@ def load_within(
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:
                 lora.write_to(model)
+            if train or freeze_experts:  # else the others are not trained either
+                cast_routers(model)  # before dense weights are placed
 
             def finish() -> None:
                 made.restore(model)
@@ -167,7 +170,7 @@ def _load_dense(
     source: Path | None = folder
     if checkpoint.packed:
         source, given["state_dict"] = None, {n: _OnDisk(checkpoint, n) for n in checkpoint.specs}
-        given["dtype"] = _plain_dtype(checkpoint, config) if dtype in (None, "auto") else dtype
+        given["dtype"] = checkpoint.plain_dtype(config) if dtype in (None, "auto") else dtype
     with silence():  # what it would report is checked below
         try:
             model, info = kind.from_pretrained(
@@ -205,15 +208,6 @@ class _OnDisk:
 
     def __getitem__(self, _: Any) -> Tensor:
         return self._checkpoint.read_whole(self._name)
-
-
-def _plain_dtype(checkpoint: CheckpointFolder, config: Any) -> torch.dtype:
-    """The dtype of the weights before they were packed."""
-    if isinstance(config.dtype, torch.dtype):
-        return config.dtype
-    packed = checkpoint.packed
-    plain = (spec.dtype for name, spec in checkpoint.specs.items() if name not in packed)
-    return next((dtype for dtype in plain if dtype.is_floating_point), torch.bfloat16)
 
 
 def _complete(model: Any, folder: Path) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from overspill.core.errors import ConfigError
 from overspill.models.huggingface.checks import ADAPTER_CONFIG, INDEX
 from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.lora import LoraTensors, open_lora
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
+from overspill.models.huggingface.packed.files import plain_specs, write_plain, write_plain_texts
 from overspill.models.huggingface.pregates import copy_pregates, sample
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import model_class
@@ -54,8 +55,8 @@ def merge(
     `adapter` is a folder that peft has written, a repository of the hub, or the folder of a run of
     `overspill finetune --lora`; `out` a new folder. Without `base` it is the model that the adapter
     names. Files are copied, and changed one tensor at a time: `W + scale * B @ A` is computed in
-    float32 and rounded once to the dtype of the checkpoint. The tokenizer is the adapter's, if it
-    has one.
+    float32 and rounded once to the dtype of the checkpoint. Packed weights are unpacked. The
+    tokenizer is the adapter's, if it has one.
     """
     target = Path(out).expanduser()
     check_new(target)
@@ -66,18 +67,14 @@ def merge(
         CheckpointFolder(base_folder) as checkpoint,
         open_lora(folder, model_class(config), config, checkpoint) as lora,
     ):
-        if checkpoint.packed:
-            raise ConfigError(
-                f"{base_folder} has packed weights, to which nothing can be added; unpack it first "
-                f'and give the result with --base: python -c "import overspill as o; '
-                f"o.save(o.load('{base_folder}', train=False), '{base_folder}-plain')\""
-            )
         recipes = Recipes(lora.model, lora.layers, checkpoint, lora)
         recipes.check_mergeable()
-        size = sum(file.stat().st_size for file in checkpoint.files)
+        dtype = checkpoint.plain_dtype(config)
+        size = _plain_size(checkpoint, dtype)
         with new_folder(target, size) as aside:
             _copy_texts(base_folder, folder, aside)
-            samples = _write_weights(checkpoint, lora, recipes, aside, size, progress)
+            weights = _Weights(checkpoint, lora, recipes, dtype)
+            samples = weights.write(aside, size, progress)
             copy_pregates(base_folder, aside, samples)
         changed = len(lora.keys) + len(lora.stacks)
     return Merged(str(target), str(folder), str(base_folder), changed, size)
@@ -102,32 +99,61 @@ def _copy_texts(base: Path, adapter: Path, out: Path) -> None:
         shutil.copytree(templates, out / _TEMPLATES)
 
 
-def _write_weights(
-    checkpoint: CheckpointFolder,
-    lora: LoraTensors,
-    recipes: Recipes,
-    out: Path,
-    size: int,
-    progress: Progress,
-) -> dict[str, Tensor]:
-    """Copies the files of the weights and changes the copies. Returns samples of what has
-    changed."""
-    samples: dict[str, Tensor] = {}
-    done = 0
+def _plain_size(checkpoint: CheckpointFolder, dtype: torch.dtype) -> int:
+    """Bytes of the files of the weights, packed ones unpacked."""
+    packed = checkpoint.packed.values()
+    stored = {part for tensor in packed for part in tensor.parts.values()}
+    more = sum(tensor.spec.numel * dtype.itemsize for tensor in packed)
+    return (
+        sum(file.stat().st_size for file in checkpoint.files)
+        + more
+        - checkpoint.stored_bytes(stored)
+    )
 
-    def changed(file: Path) -> Iterator[tuple[str, Tensor]]:
-        for name, key in lora.keys.items():
+
+class _Weights:
+    """The files of the weights, of which some tensors are changed. Those of a packed checkpoint are
+    written in `dtype`."""
+
+    def __init__(
+        self, checkpoint: CheckpointFolder, lora: LoraTensors, recipes: Recipes, dtype: torch.dtype
+    ) -> None:
+        self._checkpoint, self._lora, self._recipes = checkpoint, lora, recipes
+        self._dtype = dtype
+        self._samples: dict[str, Tensor] = {}
+
+    def write(self, out: Path, size: int, progress: Progress) -> dict[str, Tensor]:
+        """Writes all files and then changes them. Returns samples of what has changed."""
+        checkpoint, done = self._checkpoint, 0
+        homes: dict[str, str] = {}
+        for file in checkpoint.files:
+            name = file.relative_to(checkpoint.folder)
+            copy = out / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if checkpoint.packed:
+                specs = plain_specs(checkpoint, file, self._dtype)
+                write_plain(checkpoint, specs, copy)
+                homes |= dict.fromkeys(specs, str(name))
+            else:
+                shutil.copyfile(file, copy)
+            replace_tensors(copy, self._changed(file))
+            done += copy.stat().st_size
+            progress("merging", done, size)
+        if checkpoint.packed:
+            write_plain_texts(out, homes, size)
+        return self._samples
+
+    def _changed(self, file: Path) -> Iterator[tuple[str, Tensor]]:
+        """The changed tensors of one file."""
+        checkpoint = self._checkpoint
+        for name, key in self._lora.keys.items():
             if checkpoint.file_of(key) == file:
-                tensor = lora.read(name).to(checkpoint.specs[key].dtype)
-                samples[name] = sample(tensor)
+                tensor = self._lora.read(name).to(self._dtype_of(key))
+                self._samples[name] = sample(tensor)
                 yield key, tensor
-        yield from recipes.changed(lambda key: checkpoint.file_of(key) == file)
+        for key, tensor in self._recipes.changed(lambda key: checkpoint.file_of(key) == file):
+            yield key, tensor.to(self._dtype_of(key))
 
-    for file in checkpoint.files:
-        copy = out / file.relative_to(checkpoint.folder)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)
-        replace_tensors(copy, changed(file))
-        done += file.stat().st_size
-        progress("merging", done, size)
-    return samples
+    def _dtype_of(self, key: str) -> torch.dtype:
+        checkpoint = self._checkpoint
+        return self._dtype if key in checkpoint.packed else checkpoint.specs[key].dtype

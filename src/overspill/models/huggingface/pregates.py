@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.models.huggingface.adapt import experts_paths
+from overspill.models.huggingface.dictionaries import cast_routers
 from overspill.models.pregate import check_level, find_chains, pregate, pregate_level
 from overspill.moe.pregate import positions, subclass
 from overspill.tiers.aside import sync
@@ -38,9 +39,14 @@ class SavedPregates:
     def add_to(self, model: nn.Module) -> None:
         """Gives a conventional model its pre-gates."""
         pregate(model, self.level)
-        with torch.no_grad():
-            for name, tensor in gate_tensors(model).items():
-                tensor.copy_(self.tensors[name])
+        self._copy_to(model)
+        cast_routers(model)
+        self._copy_to(model)  # without rounding to the data type of the checkpoint
+
+    @torch.no_grad()
+    def _copy_to(self, model: nn.Module) -> None:
+        for name, tensor in gate_tensors(model).items():
+            tensor.copy_(self.tensors[name])
 
 
 def gate_tensors(model: nn.Module) -> dict[str, Tensor]:

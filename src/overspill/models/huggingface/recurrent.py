@@ -5,15 +5,18 @@ A module of transformers takes the row for one sequence. Here it computes each s
 tokens by itself and those of one token together, with the states of their slots.
 """
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from overspill.models.huggingface.replaced import replaced_attributes
 
 _CACHE_ARGUMENTS = {
     "GraniteMoeHybridMambaLayer": "cache_params",
@@ -53,25 +56,17 @@ class RecurrentStates:
         self._modules = _find_modules(model)
         self._memory: dict[nn.Module, dict[_Key, Tensor]] = {}
         self._groups: list[_Group] = []
-        self._replacements = [
-            (vars(module), partial(self._compute, module, module.forward))
-            for module in self._modules
-        ]
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for states in self._memory.values() for each in states.values())
+        return sum(each.nbytes for each in self._every())
 
-    @contextmanager
-    def replaced(self) -> Iterator[None]:
+    def replaced(self) -> AbstractContextManager[None]:
         """Within it, modules compute batches."""
-        for attributes, forward in self._replacements:
-            attributes["forward"] = forward
-        try:
-            yield
-        finally:
-            for attributes, _ in self._replacements:
-                del attributes["forward"]
+        return replaced_attributes(
+            (module, "forward", partial(self._compute, module, module.forward))
+            for module in self._modules
+        )
 
     def begin(
         self, counts: Sequence[int], spans: Sequence[StateSpan], device: torch.device
@@ -91,13 +86,30 @@ class RecurrentStates:
             slots = torch.tensor([slot for _, slot in single], device=device)
             self._groups.append(_Group(rows, slots, False))
 
+    def begin_step(self, slots_B: Tensor) -> None:
+        """The next pass computes one token of each of these sequences."""
+        rows = torch.arange(len(slots_B), device=slots_B.device)[:, None]
+        self._groups = [_Group(rows, slots_B, False)]
+
+    def save(self, slots_B: Tensor) -> list[Tensor]:
+        """Copies of the states of these slots."""
+        return [each[slots_B] for each in self._every()]
+
+    def restore(self, slots_B: Tensor, saved: Sequence[Tensor]) -> None:
+        for memory, states in zip(self._every(), saved, strict=True):
+            memory[slots_B] = states
+
+    def _every(self) -> list[Tensor]:
+        return [each for states in self._memory.values() for each in states.values()]
+
     def close(self) -> None:
         """Gives the memory back."""
         self._memory.clear()
 
     def _compute(self, module: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(plain).bind(*args, **kwargs)
-        (first, row_1TD), *_ = bound.arguments.items()
+        kind: Any = type(module)  # mypy does not accept a type as hashable
+        bound = _signature(kind).bind(module, *args, **kwargs)
+        _, (first, row_1TD), *_ = bound.arguments.items()
         out: Any = None
         for group in self._groups:
             cache = _new_cache(module)
@@ -110,7 +122,7 @@ class RecurrentStates:
             }
             if "attention_mask" in bound.arguments:
                 bound.arguments["attention_mask"] = None
-            found = plain(*bound.args, **bound.kwargs)
+            found = plain(*bound.args[1:], **bound.kwargs)
             self._keep(module, cache, group)
             if len(self._groups) == 1 and group.rows_NT.shape[0] == 1:
                 return found
@@ -132,6 +144,12 @@ class _Group(NamedTuple):
     rows_NT: Tensor
     slots_N: Tensor
     fresh: bool
+
+
+@functools.cache
+def _signature(kind: Any) -> inspect.Signature:
+    """That of the class: an instance may have a `forward` around it."""
+    return inspect.signature(kind.forward)
 
 
 def _find_modules(model: nn.Module) -> list[nn.Module]:

@@ -9,7 +9,7 @@ Shapes: S tokens of sources, T tokens of the decoder, D model, h heads.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
 from overspill.models.attention_cache import ROLES, AttentionRole, Keys, RelativeBias
+from overspill.models.huggingface.replaced import replaced_attributes
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.pregate import replace_plain, whole_tensors
 
@@ -78,7 +79,6 @@ class EncoderDecoder:
         self._known = _known_sources(self._stacks[1], weight)
         self._lengths: list[int] = []  # of the sources of a batch
         self._replacements = list(self._find_replacements())
-        self._originals = [(m, name, vars(m).get(name)) for m, name, _ in self._replacements]
 
     def _assign_roles(self, stack: Any, keys: Keys) -> None:
         if not self._switch:
@@ -106,7 +106,12 @@ class EncoderDecoder:
         for stack in self._stacks:
             if not self._switch:
                 module = stack.embed_positions
-                yield module, "forward", partial(self._embed_positions, module)
+                # a longer sequence outside of batches replaces the table, which graphs read
+                yield module, "forward", partial(self._embed_positions, module, module.weights)
+                for layer in stack.layers:
+                    if layer.is_sparse:  # each pass sets it, and training would go on with it
+                        router = layer.ffn.router
+                        yield router, "expert_capacity", router.expert_capacity
                 continue
             module = stack.block[0].layer[0].SelfAttention
             yield module, "compute_bias", partial(_no_bias, module)
@@ -117,20 +122,10 @@ class EncoderDecoder:
                     around = partial(self._drop_beyond, capacity)
                     yield router, *replace_plain(router, around)
 
-    @contextmanager
-    def replaced(self) -> Iterator[None]:
+    def replaced(self) -> AbstractContextManager[None]:
         """Within it, modules compute neither positions in the row nor biases by them, and experts
         have their capacity for each source."""
-        for module, name, value in self._replacements:
-            vars(module)[name] = value
-        try:
-            yield
-        finally:
-            for module, name, value in self._originals:
-                if value is None:
-                    del vars(module)[name]
-                else:
-                    vars(module)[name] = value
+        return replaced_attributes(self._replacements)
 
     def __call__(
         self,
@@ -194,9 +189,8 @@ class EncoderDecoder:
         kept = [each * (each.cumsum(-2) <= capacity) for each in mask.split(self._lengths, dim=-2)]
         return tuple(torch.cat(kept, dim=-2) if each is mask else each for each in result)
 
-    def _embed_positions(self, module: Any, *_: Any, **__: Any) -> Tensor:
-        rows: Tensor = module.weights[self._positions[module]]
-        return rows[None]
+    def _embed_positions(self, module: Any, table: Tensor, *_: Any, **__: Any) -> Tensor:
+        return table[self._positions[module]][None]
 
 
 def _switch_routers(stack: Any) -> Iterator[Any]:

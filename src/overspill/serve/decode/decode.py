@@ -14,6 +14,7 @@ from overspill.compute.cpu_kernel import why_unsupported
 from overspill.core.errors import ConfigError
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.routing import RoutingSource
+from overspill.models.huggingface.recurrent import RecurrentStates
 from overspill.models.huggingface.seq2seq import EncoderDecoder
 from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
@@ -56,10 +57,12 @@ class Decode:
         migrate: str = "auto",
         cache_policy: str = "lfu",
         seq2seq: EncoderDecoder | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         """`slots` are the GPU slots for copies of experts (None: as many as fit into the budget),
         which leave them by `cache_policy`. `mode` and `migrate` are those of modes.py. `seq2seq`
-        tells how an encoder-decoder is computed."""
+        tells how an encoder-decoder is computed, `states` are what a model has beside keys and
+        values."""
         engine = model.overspill
         self._model = model
         self._engine: Engine = engine
@@ -68,6 +71,7 @@ class Decode:
         self._cache = cache
         self._slots = slots
         self._seq2seq = seq2seq
+        self._states = states
         self._first = 0 if seq2seq is None else seq2seq.encoder_layers
         """The first layer of experts that steps compute."""
         self._level = pregate_level(model)
@@ -187,9 +191,8 @@ class Decode:
         if key not in self._graphs:
             step: DecodeStep | ModuleStep
             if self._decoder is None:
-                step = ModuleStep(
-                    self._model, self._table, self._cache, missing, self._mode, self._seq2seq
-                )
+                others = missing, self._mode, self._seq2seq, self._states
+                step = ModuleStep(self._model, self._table, self._cache, *others)
             else:
                 size = self._cache.block_size
                 args = self._decoder, self._table, self._memory, size, missing, self._mode
@@ -199,7 +202,7 @@ class Decode:
             source_blocks = 0 if self._seq2seq is None else self._max_blocks
             device = self._engine.device
             self._graphs[key] = DecodeGraphs(
-                call, *limits, device, sources, source_blocks, self._first
+                call, *limits, device, sources, source_blocks, self._first, self._states
             )
         return self._graphs[key]
 

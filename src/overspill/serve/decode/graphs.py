@@ -10,6 +10,7 @@ from torch import Tensor
 
 from overspill.compute.highest_triton import highest
 from overspill.core.routing import RoutingSource, StepSource
+from overspill.models.huggingface.recurrent import RecurrentStates
 from overspill.serve.decode.staging import Staging
 from overspill.serve.decode.step import Batch, Computed, Sources
 from overspill.serve.paged import Span
@@ -17,9 +18,9 @@ from overspill.serve.sampling import Draw
 from overspill.transfer.driver import own_stream
 
 Numbers = NDArray[np.int64]
-_NUMBERS = 7
+_NUMBERS = 8
 """Of a sequence beside its blocks: token, position, 1 if it is real, the position of the last token
-of its source, and those of its draw."""
+of its source, the slot of its state, and those of its draw."""
 _WARM = 2
 """Steps before a capture: they compile kernels and choose algorithms."""
 
@@ -53,10 +54,13 @@ class DecodeGraphs:
         sources: Sequence[RoutingSource] = (),
         source_blocks: int = 0,
         first_layer: int = 0,
+        states: RecurrentStates | None = None,
     ) -> None:
         """`sources` choose the experts of each layer from `first_layer` on, if that are not the
-        routers. The source of a sequence, in encoder-decoders, has up to `source_blocks` blocks."""
+        routers. The source of a sequence, in encoder-decoders, has up to `source_blocks` blocks.
+        `states` are what steps change beside keys and values."""
         self._step = step
+        self._states = states
         self._sources = sources
         self._first_layer = first_layer
         self._spare = spare
@@ -96,7 +100,8 @@ class DecodeGraphs:
         numbers, blocks = inputs.host[turn]
         numbers[1, :count] = [span.before for span in spans]
         numbers[2, :count] = 1
-        numbers[4:, :count] = np.array([draw.numbers() for draw in draws]).T
+        numbers[4, :count] = [span.state for span in spans]
+        numbers[5:, :count] = np.array([draw.numbers() for draw in draws]).T
         after = blocks.shape[1] - self._source_blocks
         for number, span in enumerate(spans):
             blocks[number, : len(span.blocks)] = span.blocks
@@ -105,6 +110,7 @@ class DecodeGraphs:
                 blocks[number, after : after + len(span.source.blocks)] = span.source.blocks
         if count < size:
             numbers[:, count:] = 0
+            numbers[4, count:] = 0 if self._states is None else self._states.spare
             blocks[count:, [0, after] if self._source_blocks else 0] = self._spare
         if isinstance(tokens, Tensor):
             self._staging[turn].copy_to(inputs.rest, size)
@@ -156,7 +162,7 @@ class DecodeGraphs:
 
     def _compute(self, size: int) -> Computed:
         numbers, blocks = self._parts(self._input, size)
-        tokens, positions, real, last, *draws = numbers
+        tokens, positions, real, last, slots, *draws = numbers
         sources = None
         if self._source_blocks:
             blocks, of_sources = blocks.split(
@@ -164,7 +170,7 @@ class DecodeGraphs:
             )
             sources = Sources(last, of_sources)
         ids = None if self._ids is None else self._ids[:, :size]
-        logits, ids, _ = self._step(Batch(tokens, positions, real, blocks, ids, sources))
+        logits, ids, _ = self._step(Batch(tokens, positions, real, blocks, ids, sources, slots))
         if not logits.is_cuda:  # Triton's interpreter would need longer to draw than for the step
             return Computed(logits, ids)
         seeds, counts, temperatures = draws
@@ -178,9 +184,13 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             tokens = self._input[:size].clone()
+            slots = self._parts(self._input, size)[0][4]
+            saved = None if self._states is None else self._states.save(slots)
             for _ in range(_WARM):  # the same keys and values again
                 self._compute(size)
                 self._input[:size] = tokens
+                if self._states is not None and saved is not None:
+                    self._states.restore(slots, saved)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:

@@ -18,6 +18,8 @@ from overspill.models.attention_cache import (
     attention_cache,
 )
 from overspill.models.gpt import GPTMoE
+from overspill.models.huggingface.expert_adapters import has_expert_adapters
+from overspill.models.huggingface.recurrent import RecurrentStates
 from overspill.models.huggingface.seq2seq import EncoderDecoder
 from overspill.models.pregate import pregate_level
 from overspill.moe.decoding import decoding
@@ -30,12 +32,14 @@ from overspill.serve.paged import PagedCache
 
 
 def can_step(model: Any, placeholders: list[ExpertPlaceholder]) -> bool:
-    """Whether the kernels compute these experts, and the host has no part in a step: a graph does
-    not call hooks."""
+    """Whether the kernels compute these experts, which have no adapters beside their weights, and
+    the host has no part in a step: a graph does not call hooks."""
     hooks = any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
     if isinstance(model, GPTMoE):  # its forward has other arguments
         return False
-    return not hooks and all(isinstance(each.activation, Fused) for each in placeholders)
+    if hooks or has_expert_adapters(model):
+        return False
+    return all(isinstance(each.activation, Fused) for each in placeholders)
 
 
 class ModuleStep:
@@ -49,9 +53,11 @@ class ModuleStep:
         missing: MissingExperts | None,
         mode: Mode,
         seq2seq: EncoderDecoder | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         self._model = model
         self._seq2seq = seq2seq
+        self._states = states
         self._table = table
         self._cache = cache
         self._missing = missing
@@ -68,6 +74,9 @@ class ModuleStep:
         self._batch, self._ids = batch, batch.ids
         self._announced.clear()
         self._biases.clear()
+        if self._states is not None:
+            assert batch.states is not None
+            self._states.begin_step(batch.states)
         with attention_cache(self), decoding(self):
             logits = self._logits(batch)
         assert self._ids is not None

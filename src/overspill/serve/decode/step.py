@@ -39,6 +39,7 @@ class Batch(NamedTuple):
     blocks: Tensor  # [B, n], of keys and values
     ids: Tensor | None = None  # [L, B, K]: experts that are used instead of the routers'
     sources: Sources | None = None
+    states: Tensor | None = None  # [B], slots of what sequences have beside keys and values
 
 
 class Fed(NamedTuple):

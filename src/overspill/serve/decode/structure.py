@@ -21,11 +21,13 @@ from overspill.moe.placeholder import ExpertPlaceholder
 
 _TYPES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"})
 """Model types of transformers whose modules are known to compute what is read here."""
+_OWN = "overspill_gpt"
+"""The model type of an exported run that no class of transformers computes."""
 _PLAIN = frozenset({nn.Linear, nn.Embedding, nn.ModuleList, nn.RMSNorm})
 _FILES = frozenset({
     *(f"transformers.models.{name}.modeling_{name}" for name in _TYPES),
     "transformers.activations", "torch.nn.modules.activation", "overspill.models.gpt",
-    "overspill.moe.layer", "overspill.moe.router",
+    "overspill.models.huggingface.gpt_model", "overspill.moe.layer", "overspill.moe.router",
 })  # fmt: skip
 """Where the classes of their modules are."""
 
@@ -101,7 +103,11 @@ def read_decoder(model: Any, context: int) -> Decoder | None:
     if isinstance(model, GPTMoE):
         return _read_gpt(model)
     config = model.config.get_text_config()
-    if config.model_type not in _TYPES or model.config is not config or any(_quirks(model)):
+    if (
+        config.model_type not in {*_TYPES, _OWN}
+        or model.config is not config
+        or any(_quirks(model))
+    ):
         return None
     inner = model.model
     layers = [_read_layer(config, layer) for layer in inner.layers]
@@ -164,9 +170,9 @@ def _read_experts(config: Any, mlp: Any) -> Experts:
             return share
 
     return Experts(
-        router.weight.data, _data(getattr(router, "bias", None)), False, router.top_k, not oss,
-        bool(getattr(router, "norm_topk_prob", True)), getattr(mlp.experts, PLACEHOLDER),
-        activation, shared,
+        router.weight.data, _data(getattr(router, "bias", None)), config.model_type == _OWN,
+        router.top_k, not oss, bool(getattr(router, "norm_topk_prob", True)),
+        getattr(mlp.experts, PLACEHOLDER), activation, shared,
     )  # fmt: skip
 
 

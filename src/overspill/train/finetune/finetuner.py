@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from overspill.models.huggingface.dictionaries import capacities_kept
 from overspill.models.huggingface.save import save
 from overspill.models.stages.stages import Stages
 from overspill.train.batch_order import BatchOrder
@@ -231,6 +232,10 @@ class Finetuner(Loop[FinetuneSummary]):
     # -- evaluations ------------------------------------------------------------------------
 
     def evaluate(self) -> EvalMetrics:
+        with capacities_kept(self.session.model):
+            return self._evaluate()
+
+    def _evaluate(self) -> EvalMetrics:
         choices = self.data.eval_choices
         if not choices:
             rows = self.data.eval_rows

@@ -10,6 +10,7 @@ from torch import nn
 
 from overspill.core.errors import ConfigError
 from overspill.models.huggingface.adapt import experts_paths
+from overspill.models.huggingface.expert_adapters import stand_ins
 from overspill.train.finetune.config import FinetuneModelSection
 
 
@@ -66,8 +67,8 @@ def expert_stacks(model: nn.Module) -> list[str]:
     found = {
         f"{'.'.join(path.split('.')[-2:])}.{name}": None
         for path in experts_paths(model)
-        for name, parameter in model.get_submodule(path).named_parameters(recurse=False)
-        if parameter.dim() == 3 and parameter.numel()
+        for name, parameter in _own_parameters(model.get_submodule(path)).items()
+        if parameter.dim() == 3
     }
     if not found:
         raise ConfigError(
@@ -75,6 +76,10 @@ def expert_stacks(model: nn.Module) -> list[str]:
             "it"
         )
     return list(found)
+
+
+def _own_parameters(experts: nn.Module) -> dict[str, nn.Parameter]:
+    return stand_ins(experts) or dict(experts.named_parameters(recurse=False))
 
 
 def _base_name(checkpoint: str) -> str:

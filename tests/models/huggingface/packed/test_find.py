@@ -15,7 +15,7 @@ from overspill.core.errors import CheckpointError, ConfigError, OverspillError
 from overspill.models.huggingface.checks import check_checkpoint
 from overspill.models.huggingface.folder import CheckpointFolder
 from tests.models.huggingface.families import make_model
-from tests.models.huggingface.packed.test_packed import MAKE
+from tests.models.huggingface.packed.cases import MAKE
 from tests.models.huggingface.test_exactness import BY_NAME
 
 Tensors = dict[str, Tensor]

@@ -1,97 +1,23 @@
 """Packed checkpoints are what the plain checkpoints of their products are, bit for bit."""
 
-import dataclasses
 import json
-import runpy
 import shutil
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import overspill
-from overspill.core.errors import ConfigError
 from overspill.models.huggingface.folder import CheckpointFolder
-from tests.models.huggingface.families import make_batch, make_model, tiny
-from tests.models.huggingface.oracle import MODES, budgets
-from tests.models.huggingface.packed.naive import dequantized
-from tests.models.huggingface.test_exactness import BY_NAME
+from tests.models.huggingface.families import make_batch
+from tests.models.huggingface.oracle import MODES
+from tests.models.huggingface.packed.cases import CASES, Pairs, load
 from tests.models.huggingface.test_load import again, outputs, tensors
-
-ROOT = Path(__file__).resolve().parents[4]
-MAKE = runpy.run_path(str(ROOT / "examples" / "make_tiny_checkpoint.py"))
-# format → family, changes of its config, changes of the quantization
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "mxfp4": ("gpt_oss", {"intermediate_size": 64}, {}),
-    "mxfp8": ("mixtral", {"intermediate_size": 64}, {}),
-    # 24 rows and 32 columns: the last blocks are partial
-    "fp8-block": ("qwen3_moe", {}, {"weight_block_size": [10, 12]}),
-    "fp8-channel": ("deepseek_v3", {"num_hidden_layers": 2}, {}),
-    "fp8-tensor": ("mixtral", {"intermediate_size": 24}, {}),
-    "nvfp4": ("qwen3_moe", {"moe_intermediate_size": 48}, {}),
-    "nvfp4-compressed": ("mixtral", {"intermediate_size": 48}, {}),
-    "int4": ("mixtral", {"intermediate_size": 64}, {}),
-    "int4-asymmetric": ("mixtral", {"intermediate_size": 64}, {}),
-    "int4-channel": ("mixtral", {"intermediate_size": 24}, {}),
-    "awq": ("mixtral", {"intermediate_size": 64}, {"group_size": 16}),
-    "gptq": ("mixtral", {"intermediate_size": 64}, {"group_size": 16}),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A packed checkpoint, and the plain one of its products in float32."""
-
-    family: Any
-    packed: Path
-    plain: Path
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]:
-    yield (made := _Pairs(tmp_path_factory.mktemp("packed")))
-    made.clear()
-
-
-class _Pairs(dict[str, Pair]):
-    """Pairs by format, made when they are used."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __missing__(self, name: str) -> Pair:
-        family_name, fields, changes = CASES[name]
-        build = partial(tiny, family_name, **fields)
-        family = dataclasses.replace(BY_NAME[family_name], build=build)
-        folder = self._folder / name
-        make_model(family).save_pretrained(folder / "packed")
-        MAKE["pack"](folder / "packed", name, **changes)
-        shutil.copytree(folder / "packed", folder / "plain")
-        save_file(
-            dequantized(folder / "packed"), folder / "plain" / "model.safetensors", {"format": "pt"}
-        )
-        edit(folder / "plain", quantization_config=None)
-        self[name] = Pair(family, folder / "packed", folder / "plain")
-        return self[name]
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def load(folder: Path, dtype: torch.dtype = torch.float32, mode: str = "host", **more: Any) -> Any:
-    return overspill.load(folder, dtype=dtype, **budgets(mode, folder / "spill"), **more)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_packed_checkpoint_is_the_plain_one(
-    name: str, pairs: dict[str, Pair], tmp_path: Path
-) -> None:
+def test_a_packed_checkpoint_is_the_plain_one(name: str, pairs: Pairs, tmp_path: Path) -> None:
     pair = pairs[name]
     mode = list(MODES)[list(CASES).index(name) % len(MODES)]
     eager = again(pair.family, pair.plain)
@@ -115,7 +41,7 @@ def test_a_packed_checkpoint_is_the_plain_one(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bfloat16_is_the_nearest_of_the_product(name: str, pairs: dict[str, Pair]) -> None:
+def test_bfloat16_is_the_nearest_of_the_product(name: str, pairs: Pairs) -> None:
     pair = pairs[name]
     with CheckpointFolder(pair.packed) as packed, CheckpointFolder(pair.plain) as plain:
         assert packed.specs == plain.specs
@@ -125,7 +51,7 @@ def test_bfloat16_is_the_nearest_of_the_product(name: str, pairs: dict[str, Pair
             assert torch.equal(rounded, plain.read_whole(key).bfloat16()), key
 
 
-def test_what_is_generated_and_trained_is_the_same(pairs: dict[str, Pair]) -> None:
+def test_what_is_generated_and_trained_is_the_same(pairs: Pairs) -> None:
     tokens, losses = [], []
     for folder in (pairs["fp8-block"].packed, pairs["fp8-block"].plain):
         llm = overspill.LLM(folder, dtype="float32", device="cpu", slots=3)
@@ -148,29 +74,70 @@ def test_what_is_generated_and_trained_is_the_same(pairs: dict[str, Pair]) -> No
     assert losses[0] == losses[1]
 
 
-def test_an_adapter_is_served_on_a_packed_model_and_merged_into_an_unpacked_one(
-    pairs: dict[str, Pair], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+def test_an_adapter_is_merged_into_a_packed_model(name: str, pairs: Pairs, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    pair = pairs["int4"]
-    config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    pair = pairs[name]
     plain = again(pair.family, pair.plain)
     batch = make_batch(pair.family, plain)
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["experts.down_proj"],
+        init_lora_weights=False,
+    )
     adapted = peft.get_peft_model(plain, config)
     adapted.save_pretrained(tmp_path / "adapter")
-    asked = overspill.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    with pytest.raises(ConfigError, match=r"packed weights.* unpack it first .*--base: ") as error:
-        overspill.merge(tmp_path / "adapter", tmp_path / "out", pair.packed)
-    command = str(error.value).split('python -c "')[1].removesuffix('"')
-    exec(command, {})
-    unpacked = Path(f"{pair.packed}-plain")
-    overspill.merge(tmp_path / "adapter", tmp_path / "merged", unpacked)
-    tokens = []
-    for folder, adapter in ((pair.packed, tmp_path / "adapter"), (tmp_path / "merged", None)):
-        with overspill.LLM(folder, device="cpu", dtype="float32", adapter=adapter) as llm:
-            tokens.append(llm.generate([[3, 4, 5]], asked)[0].token_ids)
-    assert tokens[0] == tokens[1]
-    merged = again(pair.family, tmp_path / "merged")
-    torch.testing.assert_close(
-        outputs(merged, batch), outputs(adapted, batch), rtol=1e-4, atol=1e-5
-    )
+    overspill.merge(tmp_path / "adapter", tmp_path / "merged", pair.packed)
+    expected = outputs(adapted, batch)
+    loaded = again(pair.family, tmp_path / "merged")
+    torch.testing.assert_close(outputs(loaded, batch), expected, rtol=1e-4, atol=1e-5)
+    served = load(pair.packed, train=False, adapter=tmp_path / "adapter")
+    torch.testing.assert_close(outputs(served, batch), expected, rtol=1e-4, atol=1e-5)
+    served.overspill.close()
+
+
+def test_the_merged_files_are_plain_ones(pairs: Pairs, tmp_path: Path) -> None:
+    """Codes and scales of a tensor may be in different files of the packed checkpoint."""
+    peft = pytest.importorskip("peft")
+    pair, packed = pairs["nvfp4"], tmp_path / "packed"
+    shutil.copytree(pair.packed, packed)
+    stored = list(load_file(packed / "model.safetensors").items())
+    files: dict[str, str] = {}
+    for number in range(3):
+        part = dict(stored[number::3])
+        save_file(part, packed / f"part-{number}.safetensors")
+        files |= dict.fromkeys(part, f"part-{number}.safetensors")
+    (packed / "model.safetensors").unlink()
+    (packed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    config = json.loads((packed / "config.json").read_text())
+    quantization = {"quantization": config.pop("quantization_config")}
+    (packed / "hf_quant_config.json").write_text(json.dumps(quantization))
+    (packed / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    plain = again(pair.family, pair.plain)
+    adapter = peft.LoraConfig(target_modules=["q_proj"], r=2)  # changes nothing yet
+    peft.get_peft_model(plain, adapter).save_pretrained(tmp_path / "adapter")
+    merged = overspill.merge(tmp_path / "adapter", tmp_path / "merged", packed)
+    assert not (tmp_path / "merged" / "hf_quant_config.json").exists()
+    size = sum(file.stat().st_size for file in (tmp_path / "merged").glob("*.safetensors"))
+    assert size == pytest.approx(merged.bytes, rel=0.1)
+    for key, value in tensors(pair.plain).items():
+        found = tensors(tmp_path / "merged")[key]
+        assert torch.equal(found, value.to(found.dtype))
+        assert found.dtype == (torch.bfloat16 if "_proj" in key else value.dtype)
+    with CheckpointFolder(tmp_path / "merged") as checkpoint:  # checks the index
+        assert not checkpoint.packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp4", "fp8-block"])
+def test_a_gpu_gets_unpacked_weights(name: str, pairs: Pairs) -> None:
+    pair = pairs[name]
+    model = overspill.load(
+        pair.packed, dtype=torch.float32, device="cuda", mode="host", slots=3, train=False,
+        quiet=True, progress=False,
+    )  # fmt: skip
+    state = model.state_dict()
+    for key, value in again(pair.family, pair.plain).state_dict().items():
+        assert torch.equal(state[key].cpu(), value), key
+    model.overspill.close()

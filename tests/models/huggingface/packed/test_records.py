@@ -14,22 +14,16 @@ from overspill.moe import unpacking
 from overspill.plan.usage import Exchange
 from tests.models.huggingface.families import make_batch
 from tests.models.huggingface.oracle import MODES
-from tests.models.huggingface.packed.test_packed import (
-    CASES,
-    Pair,
-    again,
-    load,
-    outputs,
-    pairs,
-    tensors,
-)
+from tests.models.huggingface.packed.cases import CASES, Pairs, load
+from tests.models.huggingface.test_load import again, outputs, tensors
+from tests.slow import slow_names
 
-__all__ = ["pairs"]  # a fixture
+SLOW = "mxfp8", "fp8-tensor", "nvfp4-compressed", "int4", "int4-channel"  # read like others
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_names(CASES, *SLOW))
 def test_packed_experts_are_the_unpacked_ones(
-    name: str, pairs: dict[str, Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, pairs: Pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unpacking, "_BUFFER", 1 << 15)  # one or two experts at once
     pair, mode = pairs[name], list(MODES)[list(CASES).index(name) % len(MODES)]
@@ -53,7 +47,7 @@ def test_packed_experts_are_the_unpacked_ones(
     assert all(torch.equal(saved[key], value) for key, value in plain.items())
 
 
-def test_bytes_count_as_they_are_stored(pairs: dict[str, Pair], tmp_path: Path) -> None:
+def test_bytes_count_as_they_are_stored(pairs: Pairs, tmp_path: Path) -> None:
     sizes = []
     for packed in (True, False):
         model = load(pairs["mxfp4"].packed, mode="disk", train=False, packed=packed)
@@ -64,7 +58,7 @@ def test_bytes_count_as_they_are_stored(pairs: dict[str, Pair], tmp_path: Path) 
     assert sizes[0] < sizes[1] / 3
 
 
-def test_answers_are_those_of_unpacked_experts(pairs: dict[str, Pair]) -> None:
+def test_answers_are_those_of_unpacked_experts(pairs: Pairs) -> None:
     asked = overspill.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     tokens = []
     for packed in (True, False):
@@ -76,9 +70,7 @@ def test_answers_are_those_of_unpacked_experts(pairs: dict[str, Pair]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["host", "disk"])
-def test_adapters_of_packed_experts_are_trained(
-    mode: str, pairs: dict[str, Pair], tmp_path: Path
-) -> None:
+def test_adapters_of_packed_experts_are_trained(mode: str, pairs: Pairs, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     pair = pairs["nvfp4"]
     losses, trained = [], []
@@ -110,7 +102,7 @@ def test_adapters_of_packed_experts_are_trained(
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_experts_move_between_host_and_device(pairs: dict[str, Pair]) -> None:
+def test_experts_move_between_host_and_device(pairs: Pairs) -> None:
     model = load(pairs["int4-asymmetric"].packed, mode="host", train=False, packed=True)
     engine, batch = model.overspill, make_batch(pairs["int4-asymmetric"].family, model)
     expected = outputs(model, batch)
@@ -125,7 +117,7 @@ def test_experts_move_between_host_and_device(pairs: dict[str, Pair]) -> None:
 
 
 def test_what_cannot_stay_packed_is_refused(
-    pairs: dict[str, Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pairs: Pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = pairs["int4"].packed
     given = {"packed": True, "device": "cpu", "quiet": True, "progress": False}
@@ -153,7 +145,7 @@ def test_what_cannot_stay_packed_is_refused(
     loaded.overspill.close()
 
 
-def test_an_adapter_of_experts_needs_unpacked_ones(pairs: dict[str, Pair], tmp_path: Path) -> None:
+def test_an_adapter_of_experts_needs_unpacked_ones(pairs: Pairs, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     pair = pairs["awq"]
     plain = again(pair.family, pair.plain)

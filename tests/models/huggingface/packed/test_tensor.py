@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from overspill.models.huggingface.folder import CheckpointFolder
+from tests.models.huggingface.packed.cases import MAKE
 from tests.models.huggingface.packed.naive import e2m1, e4m3, e8m0, nibble
-from tests.models.huggingface.packed.test_packed import MAKE
 
 N, K = 8, 64
 

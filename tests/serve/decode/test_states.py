@@ -1,0 +1,53 @@
+"""Decoding steps of models with states beside keys and values, in Triton's interpreter."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from overspill.models.huggingface.recurrent import TYPES
+from tests.models.huggingface.families import FAMILIES
+from tests.serve.decode.decoding import INTERPRETED, decoding, serve
+from tests.serve.models import PROMPTS
+from tests.serve.requests import make_request
+from tests.serve.test_states import plain_model
+from tests.slow import slow_names
+
+pytestmark = INTERPRETED
+STATEFUL = [
+    family.name
+    for family in FAMILIES
+    if family.name in TYPES and family.name != "nemotron_h"  # kernels do not have its activation
+]
+
+
+@pytest.mark.parametrize("name", slow_names(STATEFUL, *{*STATEFUL} - {"qwen3_next", "kimi_linear"}))
+def test_logits_are_those_of_transformers(
+    name: str, tmp_path: Path, module_steps: list[int]
+) -> None:
+    """Three of four sequences of a batch are real: one only fills it up."""
+    plain, _ = plain_model(name)
+    with decoding(plain, tmp_path, "host", slots=2) as made:
+        for _ in range(2):
+            made.step()
+        made.two_steps()  # the second begins before the first one's tokens are known
+    assert module_steps == [4] * 4
+
+
+def test_steps_and_prompts_in_turn(tmp_path: Path, module_steps: list[int]) -> None:
+    """A request joins others that decode, and one leaves."""
+    plain, expected = plain_model("qwen3_next")
+    with decoding(plain, tmp_path, "host", prompts=PROMPTS[:1]) as made:
+        requests = [make_request(prompt, 6) for prompt in PROMPTS[1:]]
+        serve(made.runner, requests)  # beside the first one, which keeps its slot
+        assert [request.new_tokens for request in requests] == expected[1:]
+        states = made.runner._states
+        assert states is not None
+        slots = torch.tensor([0, 1])
+        saved = states.save(slots)
+        for each in states._every():
+            each.zero_()
+        states.restore(slots, saved)
+        for each, kept in zip(states._every(), saved, strict=True):
+            assert torch.equal(each[:2], kept)
+    assert module_steps
