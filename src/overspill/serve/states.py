@@ -37,7 +37,9 @@ class StateSlots:
 
     def begin(self, parts: Sequence[Part]) -> list[StateSpan]:
         """The states that a pass changes."""
-        for request in [each for each in self._slots if not each.computed]:
+        # the pass before this one may not be recorded yet
+        begun = {part.request for part in parts if part.before}
+        for request in [each for each in self._slots if not each.computed and each not in begun]:
             self.forget(request)  # it has given its blocks back
         found = []
         for request, before, _ in parts:

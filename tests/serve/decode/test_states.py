@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from overspill.models.huggingface.recurrent import TYPES
+from overspill.serve.runners import PagedRunner
 from tests.models.huggingface.families import FAMILIES
-from tests.serve.decode.decoding import INTERPRETED, decoding, serve
-from tests.serve.models import PROMPTS
+from tests.models.huggingface.oracle import offloaded
+from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, decoding, serve
+from tests.serve.models import PROMPTS, plain_generate
 from tests.serve.requests import make_request
 from tests.serve.test_states import plain_model
 from tests.slow import slow_names
@@ -50,4 +52,24 @@ def test_steps_and_prompts_in_turn(tmp_path: Path, module_steps: list[int]) -> N
         states.restore(slots, saved)
         for each, kept in zip(states._every(), saved, strict=True):
             assert torch.equal(each[:2], kept)
+    assert module_steps
+
+
+def test_prompts_of_one_token_begin_without_a_state(
+    tmp_path: Path, module_steps: list[int]
+) -> None:
+    """The first ones come before there is memory for states, others after requests that had their
+    slots. The next step begins before the first one is recorded."""
+    plain, _ = plain_model("qwen3_next")
+    rounds = [[[4]], [[4], [7], [9]], [[4], PROMPTS[0]], [[7]]]
+    with offloaded(plain, "gpu", tmp_path) as model:
+        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 4, True)
+        try:
+            for prompts in rounds:
+                requests = [make_request(prompt, 3) for prompt in prompts]
+                serve(runner, requests)
+                answers = [request.new_tokens for request in requests]
+                assert answers == [plain_generate(plain, prompt, 3) for prompt in prompts]
+        finally:
+            runner.close()
     assert module_steps
