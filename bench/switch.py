@@ -445,6 +445,8 @@ PLANS = {
     "nllb-ssd": Plan(run_nllb_ssd, NLLB, FROM_DISK, on_disk=True),
 }
 _PIN, _FILL, _WRITE, _READ_DISK = 1.6 * 2**30, 8e9, 2e9, 2.9e9  # bytes a second
+_DRAW = 1.8e8
+"""Bytes a second of dense weights that transformers draws, on one core."""
 _START, _OPEN, _STEP = 60.0, 6.0, 2e-3
 """Seconds until all kernels are compiled, to open an LLM and capture its graphs, and of a step
 beside copies of experts."""
@@ -464,7 +466,8 @@ def estimate(plan: Plan, shape: Shape, bench: Bench) -> Need:
     total = shape.n_experts * shape.expert_bytes
     each_block = shape.n_experts // (2 * shape.blocks)
     host = total // 8 if plan.on_disk else total
-    seconds = _START + host / _PIN + total / (_WRITE if plan.on_disk else _FILL)
+    seconds = host / _PIN + total / (_WRITE if plan.on_disk else _FILL)
+    seconds += shape.dense_bytes / _DRAW
     gpu = shape.dense_bytes + 4 * shape.expert_bytes
     for mode in plan.modes:
         every = mode == "prefetch-all"
@@ -484,7 +487,7 @@ def estimate(plan: Plan, shape: Shape, bench: Bench) -> Need:
 
 
 def print_estimates(part: str, bench: Bench) -> None:
-    plan = PLANS[part]
+    plan, seconds = PLANS[part], _START
     for preset in plan.presets or [f"switch-base-{size}" for size in bench.sizes]:
         shape = bench.shape(preset)
         if plan.on_disk:
@@ -498,6 +501,8 @@ def print_estimates(part: str, bench: Bench) -> None:
             f"{part}: {shape}: {host} of host memory, {disk} on disk, {gpu} of GPU memory, "
             f"{need.seconds:.0f} s"
         )
+        seconds += need.seconds
+    print(f"{part}: {seconds:.0f} s in all, with {_START:.0f} s for kernels")
 
 
 def print_record(path: Path) -> None:

@@ -3,6 +3,7 @@ are made."""
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -69,6 +70,18 @@ def test_each_part_writes_a_record(part: str, smoke: dict[str, dict[str, Any]]) 
 def test_the_other_parts_write_records(tmp_path: Path) -> None:
     for record in run_parts(SLOW, tmp_path).values():
         check(record)
+
+
+def test_every_part_takes_less_than_ten_minutes(
+    scripts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    switch = importlib.import_module("switch")
+    switch.main([*switch.PLANS, "--estimate", "--disk", str(tmp_path)])
+    totals = re.findall(r"(\S+): (\d+) s in all", capsys.readouterr().out)
+    assert [part for part, _ in totals] == [*switch.PLANS]
+    assert all(int(seconds) < 600 for _, seconds in totals)
+    with pytest.raises(SystemExit):
+        switch.main(["large-ssd"])  # without --disk
 
 
 def test_records_of_modes_say_what_they_are_divided_by(smoke: dict[str, dict[str, Any]]) -> None:

@@ -26,6 +26,7 @@ def ran() -> Iterator[dict[str, Any]]:
     exec(compile(code, "docs/cpu-experts.md", "exec"), names)
     yield names
     names["model"].overspill.close()
+    names["tuned"].overspill.close()
 
 
 def test_the_split_is_the_one_in_its_comments(ran: dict[str, Any]) -> None:
@@ -42,13 +43,16 @@ def test_cpu_experts_are_off_by_default_as_the_page_says() -> None:
     assert "**They are off by default**" in PAGE
     assert not Settings().cpu_experts
     assert not MemorySection().cpu_experts
+    assert "**off unless you ask for it**" in PAGE
+    assert not Settings().cpu_training
+    assert not MemorySection().cpu_training
 
 
 def test_it_names_every_flag_of_the_probe_and_no_other() -> None:
     probe = typer.main.get_command(commands).commands["probe"]  # type: ignore[attr-defined]
     options = [flag for p in probe.params for flag in (*p.opts, *p.secondary_opts)]
     named = set(re.findall(r"--[a-z][a-z-]*", PAGE))
-    assert named - {"--cpu-experts"} == set(options) - {"--help"}
+    assert named - {"--cpu-experts", "--cpu-training"} == set(options) - {"--help"}
 
 
 def test_it_names_every_cost_of_an_expert() -> None:

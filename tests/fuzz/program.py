@@ -67,7 +67,9 @@ class Case:
     pass to pass."""
     clip: float | None = None
     frozen: bool = False
-    """All experts are frozen, and the CPU computes some of them."""
+    """All experts are frozen."""
+    on_cpu: bool = False
+    """The CPU computes some of the experts, and forms their weight gradients."""
     stateless: bool = False
     """The optimizer has the dense parameters alone: experts may exchange places at any time."""
     delays: int | None = None
@@ -119,7 +121,7 @@ def _case(rng: random.Random) -> Case:
     kept = mode == "host" and not frozen and rng.random() < 0.25
     # transformers rounds bf16 products at other places: only fp32 can be compared
     dtypes = ("float32", "float32", "float32", "bfloat16" if model == "gpt" else "float32")
-    return Case(
+    case = Case(
         model=model,
         dtype=rng.choice(dtypes),
         n_layers=rng.choice((1, 2, 2, 3)),
@@ -140,6 +142,8 @@ def _case(rng: random.Random) -> Case:
         late=rng.randrange(1000) if rng.random() < (0.8 if scarce else 0.4) else None,
         settings=settings,
     )
+    some = frozen or case.n_experts % 2 == 0
+    return replace(case, on_cpu=mode == "host" and some)
 
 
 def _room(rng: random.Random, mode: str, scarce: bool, kept: bool) -> float | None:
@@ -226,7 +230,7 @@ _HAVE = {"gpu": ("call",), "host": ("upload", "download", "optimizer", "call")}
 
 def _fault(rng: random.Random, case: Case, op: Op) -> Fault:
     kinds = list(_HAVE.get(case.mode, (*_HAVE["host"], "ssd read", "ssd write")))
-    if case.frozen and case.mode == "host":
+    if case.on_cpu:
         kinds.append("cpu")
     if op.name in _FILES:
         kinds += ["file"] * 4

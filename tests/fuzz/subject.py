@@ -57,8 +57,9 @@ class Subject(Side):
         if case.mode == "disk":
             options.update(host_slots=case.host_slots, disk=folder / "spill")
         settings = dict(case.settings, inject=faults.inject)
-        if case.frozen and case.mode == "host":
-            settings.update(cpu_experts=True, cpu_policy=random_policy(case.n_experts))
+        if case.on_cpu:
+            policy = random_policy(case.n_experts)
+            settings.update(cpu_experts=True, cpu_training=True, cpu_policy=policy)
         self.settings = overspill.Settings(**settings)
         overspill.offload(
             model, device=device, quiet=True, progress=False, settings=self.settings, **options

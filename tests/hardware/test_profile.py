@@ -39,9 +39,11 @@ def some_costs(shape: ExpertShape = SHAPE, threads: int = 2) -> ExpertCosts:
         load_beside=0.4,
         cpu_forward=CURVE,
         cpu_backward=CURVE,
+        cpu_training=CURVE,
         cpu_beside=1.5,
         gpu_forward=CURVE,
         gpu_backward=CURVE,
+        gpu_training=CURVE,
         round_trip=1e-4,
     )
 
@@ -87,12 +89,12 @@ def test_a_profile_of_an_older_format_is_measured_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = json.loads(json.dumps(dataclasses.asdict(some_profile())))
-    data["version"] = data["version"].replace("format 2", "format 1")
-    data["experts"][0]["cpu_train"] = data["experts"][0]["cpu_forward"]
+    data["version"] = data["version"].replace("format 3", "format 2")
+    del data["experts"][0]["cpu_training"], data["experts"][0]["gpu_training"]
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(data))
     assert read_profile(path) == Profile(this_machine(), this_version())
-    assert "format 1 and is ignored" in caplog.text
+    assert "format 2 and is ignored" in caplog.text
 
 
 def _damage(data: dict[str, Any], *keys: str | int, value: object) -> str:

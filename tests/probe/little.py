@@ -17,7 +17,9 @@ from overspill.probe.clock import Effort
 from overspill.probe.experts import measure_expert
 from overspill.probe.measure import measure_disk, measure_machine
 
-CURVES = ("cpu_forward", "cpu_backward", "gpu_forward", "gpu_backward")
+CURVES = (
+    "cpu_forward", "cpu_backward", "cpu_training", "gpu_forward", "gpu_backward", "gpu_training"
+)  # fmt: skip
 LITTLE = Effort(
     seconds=0.002,
     slow=0.02,

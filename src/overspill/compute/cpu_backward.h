@@ -10,11 +10,12 @@ template <class T>
 struct BlockArrays {
     float *da, *h, *up, *c;
     T *dh, *dup;
+    T* a;        // the activation times the routing weight, for weight gradients
     char* room;  // for the products
 
     BlockArrays(int64_t rows, int64_t c_size, int64_t room_bytes) {
         const int64_t size = rows * BLOCK;
-        char* at = task_scratch.take(size * (12 + 2 * int64_t(sizeof(T))) + c_size * 4 +
+        char* at = task_scratch.take(size * (12 + 3 * int64_t(sizeof(T))) + c_size * 4 +
                                      room_bytes + 8 * LINE);
         da = cut_array<float>(at, size);
         h = cut_array<float>(at, size);
@@ -22,9 +23,57 @@ struct BlockArrays {
         c = cut_array<float>(at, c_size);
         dh = cut_array<T>(at, size);
         dup = cut_array<T>(at, size);
+        a = cut_array<T>(at, size);
         room = at;
     }
 };
+
+// The gradients of the weights and of b_in of one block of hidden units.
+template <class Products, class T>
+void gradient_block(const Group& group, const ExpertRows& own, int64_t index,
+                    const BlockArrays<T>& arrays) {
+    const int64_t unit = index * BLOCK, count = least(BLOCK, group.h - unit), d = group.d;
+    T* const w_in = static_cast<T*>(own.gradient);
+    T* const w_out = w_in + group.gates() * group.h * d;
+    T* const b_in = w_out + group.h * d;
+    const T* const x = rows_of<T>(group.x, group.x_stride, own);
+    const T* const dy = rows_of<T>(group.dy, group.dy_stride, own);
+    double squares = Products::tn(dy, group.dy_stride, d, static_cast<const T*>(arrays.a), BLOCK,
+                                  own.rows, count, w_out + unit, group.h, own.added);
+    for (int64_t gate = 0; gate < group.gates(); ++gate) {
+        const T* const dh = gate ? arrays.dup : arrays.dh;
+        const int64_t first = gate * group.h + unit;
+        squares += Products::tn(dh, BLOCK, count, x, group.x_stride, own.rows, d, w_in + first * d,
+                                d, own.added);
+        if (!group.bias) continue;
+        alignas(64) float sums[BLOCK] = {};
+        for (int64_t row = 0; row < own.rows; ++row)
+            Products::add_scaled(static_cast<float*>(sums), dh + row * BLOCK, 1.0f, count);
+        squares += Products::store_gradient(static_cast<const float*>(sums), count, b_in + first,
+                                            own.added);
+    }
+    own.square_shares[index] = squares;
+}
+
+// The gradient of b_out in BLOCK columns.
+template <class Products>
+void gradient_columns(const Group& group, const ExpertRows& own, int64_t index) {
+    using T = typename Products::Weight;
+    const int64_t first = index * BLOCK, width = least(BLOCK, group.d - first);
+    double squares = 0.0;
+    if (group.bias) {
+        T* const b_out = static_cast<T*>(own.gradient) +
+                         (group.gates() + 1) * group.h * group.d + group.gates() * group.h;
+        const T* const dy = rows_of<T>(group.dy, group.dy_stride, own) + first;
+        alignas(64) float sums[BLOCK] = {};
+        for (int64_t row = 0; row < own.rows; ++row)
+            Products::add_scaled(static_cast<float*>(sums), dy + row * group.dy_stride,
+                                 group.row_weight[own.start + row], width);
+        squares = Products::store_gradient(static_cast<const float*>(sums), width, b_out + first,
+                                           own.added);
+    }
+    own.square_shares[group.blocks() + index] = squares;
+}
 
 // One block of hidden units. With few token rows it also computes the block's share of dx, while
 // the rows of w_in are in the cache; else it stores dh for `dx_task`.
@@ -50,7 +99,7 @@ void backward_block(const Group& group, const ExpertRows& own, int64_t index, Pr
         own.weight_shares[index * own.rows + row] = Products::activate_backward(
             arrays.h + at, group.gated ? arrays.up + at : nullptr, arrays.da + at,
             group.row_weight[own.start + row], count, arrays.dh + at, arrays.dup + at,
-            group.function);
+            own.gradient ? arrays.a + at : static_cast<T*>(nullptr), group.function);
     for (int64_t gate = 0; gate < group.gates(); ++gate) {
         const T* dh = gate ? arrays.dup : arrays.dh;
         if (group.shares_dx(own)) {
@@ -64,6 +113,7 @@ void backward_block(const Group& group, const ExpertRows& own, int64_t index, Pr
     }
     // A copy, without the rows that pad c: they could be most of the bytes.
     if (group.shares_dx(own)) std::memcpy(own.dx_shares + index * share, arrays.c, share * 4);
+    if (own.gradient) gradient_block<Products>(group, own, index, arrays);
 }
 
 // BLOCK columns of dx; the first task also adds up the gradients of the routing weights.
@@ -99,6 +149,7 @@ void dx_task(const Group& group, const ExpertRows& own, int64_t index) {
                                    d);
         group.drow_weight[own.start + row] = total;
     }
+    if (own.gradient) gradient_columns<Products>(group, own, index);
 }
 
 }  // namespace

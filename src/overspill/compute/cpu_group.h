@@ -103,6 +103,12 @@ struct GroupArgs {
     int32_t gated, bias, transposed;  // as in ExpertShape; transposed and CLAMPED: forward only
     Function function;
     int32_t backward, bf16, threads, isa;
+    // Backward only; null without weight gradients. For each expert: the memory of its gradient, in
+    // the order of its record; whether the gradient is added to what is there; and where the sum of
+    // squares of the result goes. An expert without token rows gets none of them.
+    void* const* gradients;
+    const int64_t* added;
+    float* const* squares;
 };
 
 // One expert with its token rows, and its arrays in the scratch memory of the group.
@@ -110,6 +116,10 @@ struct ExpertRows {
     const void* record;
     int64_t start, rows;
     bool packed;                     // computed with AMX tiles
+    void* gradient = nullptr;        // of its weights; null: none is made
+    bool added = false;              // to what `gradient` holds
+    float* square = nullptr;         // where the sum of squares of the gradient goes
+    double* square_shares = nullptr; // [HIDDEN tasks + OUTPUT tasks] of backward: parts of it
     char* x_tiles = nullptr;         // AMX: x, packed for nt
     char* a = nullptr;               // forward: the activation; AMX: packed for nt
     uint16_t* dy = nullptr;          // AMX: dy, padded
@@ -127,6 +137,7 @@ struct Group : GroupArgs {
     int64_t gates() const { return gated ? 2 : 1; }
     bool clamped() const { return function == CLAMPED; }
     int64_t blocks() const { return pieces(h, BLOCK); }
+    int64_t square_shares() const { return blocks() + pieces(d, BLOCK); }
     bool shares_dx(const ExpertRows& own) const { return own.rows <= MAX_SHARED_DX_ROWS; }
     const char* w_out_bytes(const ExpertRows& own) const {
         return static_cast<const char*>(own.record) + gates() * h * d * weight_bytes;

@@ -42,7 +42,9 @@ const char* overspill_cpu_isa() { return ISA_NAMES[best_isa()]; }
 // Computes a group in this thread and its pool. `isa`: -1 for the best, else an Isa of this CPU.
 void overspill_compute(const GroupArgs* args) {
     const std::atomic<bool> closed{false};
-    own_executor().execute(*make_request(*args), closed);
+    const auto request = make_request(*args);
+    own_executor().execute(*request, closed);
+    request->store_squares();
 }
 
 void* overspill_runner_new() { return new Runner; }

@@ -2,7 +2,8 @@
 
 One call computes a group: some experts of a layer, each with its token rows. Rows and results are
 host tensors, and weights are read where they are stored. Results are rounded where those of the GPU
-are: after each product and after the activation. Weights get no gradients.
+are: after each product and after the activation. Gradients of weights are formed in the memory that
+the caller gives for each expert.
 
 Shapes: R token rows sorted by expert, D model.
 """
@@ -51,6 +52,17 @@ class BackwardRows(NamedTuple):
     row_weight_R: Tensor
     dx_RD: Tensor
     drow_weight_R: Tensor
+
+
+class WeightGradient(NamedTuple):
+    """Where the gradient of an expert's weights is formed."""
+
+    memory: Tensor
+    """Flat, in the order of the expert's record."""
+    square: Tensor
+    """One float32: gets the sum of squares of what the memory holds then."""
+    is_added: bool = False
+    """To what the memory holds, with torch's rounding; else it is overwritten."""
 
 
 def cpu_isa() -> str | None:
@@ -107,9 +119,12 @@ def kernel_backward(
     threads: int,
     isa: str | None = None,
     form: Form | None = None,
+    gradients: Sequence[WeightGradient] = (),
 ) -> None:
-    """Writes the gradients of sum(row_weight * y * dy) into `dx_RD` and `drow_weight_R`."""
-    args = group_args(rows.x_RD, rows.dx_RD, experts, shape, threads, isa, rows, form)
+    """Writes the gradients of sum(row_weight * y * dy) into `dx_RD` and `drow_weight_R`, and those
+    of the experts' weights into `gradients`, one for each expert, if they are given. That of an
+    expert without token rows is left as it is."""
+    args = group_args(rows.x_RD, rows.dx_RD, experts, shape, threads, isa, rows, form, gradients)
     loaded_library().overspill_compute(args)
 
 
@@ -142,6 +157,7 @@ class GroupArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("count", "d", "h")),
         *((name, ctypes.c_int32) for name in ("gated", "bias", "transposed", "function")),
         *((name, ctypes.c_int32) for name in ("backward", "bf16", "threads", "isa")),
+        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("gradients", "added", "squares")),
     )
 
 
@@ -154,6 +170,7 @@ def group_args(
     isa: str | None = None,
     backward: BackwardRows | None = None,
     form: Form | None = None,
+    gradients: Sequence[WeightGradient] = (),
 ) -> GroupArgs:
     """The checked arguments of a native call; valid as long as the tensors exist. `form` is that of
     the activation; by default the usual one."""
@@ -204,6 +221,19 @@ def group_args(
         args.dy, args.dy_stride = backward.dy_RD.data_ptr(), backward.dy_RD.stride(0)
         args.row_weight = backward.row_weight_R.data_ptr()
         args.drow_weight = backward.drow_weight_R.data_ptr()
+    if gradients:
+        assert backward is not None
+        assert len(gradients) == len(experts)
+        for memory, square, _ in gradients:
+            assert memory.dtype == x_RD.dtype
+            assert memory.device.type == square.device.type == "cpu"
+            assert memory.is_contiguous()
+            assert memory.numel() >= shape.numel
+            assert square.dtype == torch.float32
+            assert square.numel() == 1
+        args.gradients = numbers(*(gradient.memory.data_ptr() for gradient in gradients))
+        args.added = numbers(*(gradient.is_added for gradient in gradients))
+        args.squares = numbers(*(gradient.square.data_ptr() for gradient in gradients))
     return args
 
 

@@ -125,10 +125,11 @@ INLINE void activate_clamped_body(float* h, int64_t apart, int64_t count) {
     }
 }
 
-template <class T, class F>
+// With KEEP, `a` receives the activation times the routing weight.
+template <class T, class F, bool KEEP>
 INLINE float differentiate(const float* __restrict h, const float* __restrict up,
                            const float* __restrict da_, float weight, int64_t count,
-                           T* __restrict dh, T* __restrict dup) {
+                           T* __restrict dh, T* __restrict dup, T* __restrict a) {
     float total = 0.0f;
     if (up) {
 #pragma omp simd reduction(+ : total)
@@ -139,6 +140,7 @@ INLINE float differentiate(const float* __restrict h, const float* __restrict up
             total += value * other * da;
             store(dh + i, scaled * other * slope);
             store(dup + i, scaled * value);
+            if constexpr (KEEP) store(a + i, value * other * weight);
         }
         return total;
     }
@@ -148,18 +150,52 @@ INLINE float differentiate(const float* __restrict h, const float* __restrict up
         const float value = F::value(rounded<T>(h[i]), slope), da = rounded<T>(da_[i]);
         total += value * da;
         store(dh + i, da * weight * slope);
+        if constexpr (KEEP) store(a + i, value * weight);
     }
     return total;
 }
 
-// Backward of the activation for one token row: writes dh (and dup with a gate) and returns the
-// part of the routing weight's gradient. `weight` is the routing weight.
+template <class T, bool KEEP>
+INLINE float differentiate_by(Function function, const float* h, const float* up, const float* da,
+                              float weight, int64_t count, T* dh, T* dup, T* a) {
+    if (function == GELU)
+        return differentiate<T, Gelu, KEEP>(h, up, da, weight, count, dh, dup, a);
+    if (function == SILU)
+        return differentiate<T, Silu, KEEP>(h, up, da, weight, count, dh, dup, a);
+    return differentiate<T, Relu, KEEP>(h, up, da, weight, count, dh, dup, a);
+}
+
+// Backward of the activation for one token row: writes dh (and dup with a gate, and a if it is not
+// null) and returns the part of the routing weight's gradient. `weight` is the routing weight.
 template <class T>
 INLINE float activate_backward_body(const float* h, const float* up, const float* da, float weight,
-                                    int64_t count, T* dh, T* dup, Function function) {
-    if (function == GELU) return differentiate<T, Gelu>(h, up, da, weight, count, dh, dup);
-    if (function == SILU) return differentiate<T, Silu>(h, up, da, weight, count, dh, dup);
-    return differentiate<T, Relu>(h, up, da, weight, count, dh, dup);
+                                    int64_t count, T* dh, T* dup, T* a, Function function) {
+    return a ? differentiate_by<T, true>(function, h, up, da, weight, count, dh, dup, a)
+             : differentiate_by<T, false>(function, h, up, da, weight, count, dh, dup, a);
+}
+
+// Rounds a row of a weight gradient and stores it, or rounds it and adds it to what is there.
+// Returns the sum of squares of the result; `count` is small, so a float sum is exact enough.
+template <class T>
+INLINE float store_gradient_body(const float* __restrict from, int64_t count, T* __restrict to,
+                                 bool add) {
+    float squares = 0.0f;
+    if (add) {
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < count; ++i) {
+            const float sum = rounded<T>(load(to + i) + rounded<T>(from[i]));
+            store(to + i, sum);
+            squares += sum * sum;
+        }
+        return squares;
+    }
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < count; ++i) {
+        const float value = rounded<T>(from[i]);
+        store(to + i, value);
+        squares += value * value;
+    }
+    return squares;
 }
 
 // Rounds and stores a matrix.
@@ -178,6 +214,14 @@ template <class T>
 INLINE void add_body(float* __restrict total, const T* __restrict more, int64_t count) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) total[i] += load(more + i);
+}
+
+// total += factor * more.
+template <class T>
+INLINE void add_scaled_body(float* __restrict total, const T* __restrict more, float factor,
+                            int64_t count) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) total[i] += factor * load(more + i);
 }
 
 template <class T>

@@ -44,7 +44,21 @@ void fill_request(Request& request, const GroupArgs& args) {
     for (int64_t i = 0; i < args.count; ++i) {
         const int64_t rows = args.stops[i] - args.starts[i];
         const bool packed = tiles && (args.backward || rows > MAX_VECTOR_ROWS);
-        if (rows > 0) request.experts.push_back({args.records[i], args.starts[i], rows, packed});
+        if (rows <= 0) continue;
+        request.experts.push_back({args.records[i], args.starts[i], rows, packed});
+        if (!args.gradients) continue;
+        ExpertRows& own = request.experts.back();
+        own.gradient = args.gradients[i];
+        own.added = args.added[i];
+        own.square = args.squares[i];
+    }
+    if (args.gradients) {
+        request.square_shares.resize(request.experts.size() * group.square_shares());
+        double* shares = request.square_shares.data();
+        for (ExpertRows& own : request.experts) {
+            own.square_shares = shares;
+            shares += group.square_shares();
+        }
     }
     if (group.transposed) {
         const int64_t alternate = group.clamped() ? 2 : 1;  // gate and up

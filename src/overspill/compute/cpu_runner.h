@@ -163,6 +163,7 @@ class Runner {
     void submit(std::unique_ptr<Request> request, Flag* done, int64_t* times) {
         request->finished_tasks = &finished_tasks;
         request->complete = [this, from = request.get(), done, times] {
+            from->store_squares();
             times[0] = from->began;
             __atomic_store_n(&times[1], now_ns(), __ATOMIC_RELEASE);
             // Before the lock is taken: its holder may be preempted, and a GPU needs the flag only.

@@ -18,6 +18,7 @@ struct Request {
     Group group{};
     TaskFunction function = nullptr;
     std::vector<ExpertRows> experts;  // those with token rows
+    std::vector<double> square_shares;  // of the weight gradients of all experts
     const Flag* ready = nullptr;      // reaches `number` when the token rows are ready; may be null
     uint32_t number = 0;
     void (*inject)() = nullptr;      // fault-injection tests: called before every task
@@ -26,6 +27,16 @@ struct Request {
     std::atomic<int64_t>* finished_tasks = nullptr;  // counted there; may be null
 
     bool is_ready() const { return !ready || reached(*ready, number); }
+
+    // After the last task: the sums of squares of the weight gradients.
+    void store_squares() const {
+        for (const ExpertRows& own : experts) {
+            if (!own.gradient) continue;
+            double total = 0.0;
+            for (int64_t i = 0; i < group.square_shares(); ++i) total += own.square_shares[i];
+            *own.square = float(total);
+        }
+    }
 
     void note_begin() {
         int64_t never = 0;

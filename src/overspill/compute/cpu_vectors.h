@@ -2,6 +2,7 @@
 //
 //     nt  C = W X^T  weight rows with token rows; both are contiguous along the sum
 //     nn  C = A B    token rows with weight rows; the sum runs over the weight rows
+//     tn  C = A^T B  a weight gradient: the sum runs over the token rows of A and B
 #pragma once
 
 #include <type_traits>
@@ -231,6 +232,41 @@ INLINE void nn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int6
     }
 }
 
+// to[p][n] = sum over token rows q of a[q][p] b[q][n], rounded once, or with `add` rounded and added
+// to what is there. P rows of the result are summed together in the L1 cache, for BLOCK columns of b,
+// which stay in the L2 cache. Returns the sum of squares of the result.
+template <class T, int LANES>
+INLINE double tn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int64_t b_stride,
+                      int64_t depth, int64_t columns, T* to, int64_t to_stride, bool add) {
+    constexpr int64_t P = 32, Q = 8;
+    alignas(64) float factors[P * Q], sums[P * BLOCK], ordered[BLOCK];
+    double squares = 0.0;
+    for (int64_t left = 0; left < columns; left += BLOCK) {
+        const int64_t width = least(BLOCK, columns - left);
+        for (int64_t top = 0; top < rows; top += P) {
+            const int64_t count = least(P, rows - top);
+            std::memset(sums, 0, count * BLOCK * 4);
+            auto step = [&](auto size, int64_t q) __attribute__((always_inline)) {
+                constexpr int N = decltype(size)::value;
+                for (int64_t p = 0; p < count; ++p)
+                    for (int64_t i = 0; i < N; ++i)
+                        factors[p * N + i] = load(a + (q + i) * a_stride + top + p);
+                nn_rows<T, LANES, N>(factors, count, b + q * b_stride + left, b_stride, width, sums,
+                                     BLOCK, false);
+            };
+            int64_t q = 0;
+            for (; q + Q <= depth; q += Q) step(std::integral_constant<int, Q>(), q);
+            if (q + 4 <= depth) step(std::integral_constant<int, 4>(), q), q += 4;
+            for (; q < depth; ++q) step(std::integral_constant<int, 1>(), q);
+            for (int64_t p = 0; p < count; ++p) {
+                store_in_order<T, LANES>(sums + p * BLOCK, width, ordered, false);
+                squares += store_gradient_body(ordered, width, to + (top + p) * to_stride + left, add);
+            }
+        }
+    }
+    return squares;
+}
+
 // The functions that are compiled for each instruction set; all other code calls these.
 #define FOR_ISA(NAME, TARGET, BODY)                 \
     template <class... Args>                        \
@@ -242,11 +278,14 @@ INLINE void nn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int6
     struct NAME {                                                               \
         FOR_ISA(nt, TARGET, (nt_body<T, LANES>))                                \
         FOR_ISA(nn, TARGET, (nn_body<T, LANES>))                                \
+        FOR_ISA(tn, TARGET, (tn_body<T, LANES>))                                \
         FOR_ISA(activate, TARGET, activate_body<T>)                             \
         FOR_ISA(activate_clamped, TARGET, activate_clamped_body<T>)             \
         FOR_ISA(activate_backward, TARGET, activate_backward_body<T>)           \
         FOR_ISA(store_rows, TARGET, store_rows_body<T>)                         \
+        FOR_ISA(store_gradient, TARGET, store_gradient_body<T>)                 \
         FOR_ISA(add, TARGET, add_body)                                          \
+        FOR_ISA(add_scaled, TARGET, add_scaled_body<T>)                         \
         FOR_ISA(dot, TARGET, dot_body<T>)                                       \
         FOR_ISA(read, TARGET, read_body)                                        \
     };

@@ -16,6 +16,7 @@ from overspill.compute.cpu_kernel import (
     BackwardRows,
     ExpertRows,
     GroupArgs,
+    WeightGradient,
     group_args,
     loaded_library,
 )
@@ -85,10 +86,13 @@ class Runner:
         threads: int,
         request: CpuRequest,
         form: Form | None = None,
+        gradients: Sequence[WeightGradient] = (),
     ) -> None:
         """As `kernel_backward`, once the rows are ready; returns at once."""
         tensors = rows.x_RD, rows.dx_RD
-        args = group_args(*tensors, experts, shape, threads, backward=rows, form=form)
+        args = group_args(
+            *tensors, experts, shape, threads, backward=rows, form=form, gradients=gradients
+        )
         self._submit(args, request)
 
     def check(self) -> None:
@@ -100,13 +104,18 @@ class Runner:
     def wait(self, request: CpuRequest) -> bool:
         """Blocks until the request is done; False if the runner was closed before. Raises if a
         worker thread has failed, or if no task has been computed for too long."""
+        ended = self.wait_end(request)
+        self.check()
+        return ended
+
+    def wait_end(self, request: CpuRequest) -> bool:
+        """As `wait`, but leaves an exception of `inject` to the next call of another method."""
         what = "the results of CPU experts (runner thread, once the device has sent token rows)"
         watchdog, progress = self._sync.watchdog(what), ctypes.c_int64()
         args = request.done, request.number, min(_SLICE, watchdog.interval), progress
         while self._alive():
             code = self._library.overspill_runner_wait(self._handle, *args)
             if code != _TIMED_OUT:
-                self.check()
                 return bool(code == _DONE)
             with self._sync.lock:
                 self._sync.raise_error()

@@ -24,7 +24,7 @@ from overspill.hardware.machine import gpu, total_memory, usable_cores
 from overspill.hardware.native import cache_folder
 
 _log = logging.getLogger("overspill")
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,15 @@ class ExpertCosts:
     cpu_forward: Curve
     cpu_backward: Curve
     """Gradients of the tokens only, with pre-activations recomputed."""
+    cpu_training: Curve
+    """As cpu_backward, with gradients of the weights in host memory."""
     cpu_beside: float
     """Factor by which CPU times grow during uploads."""
     gpu_forward: Curve
     gpu_backward: Curve
     """As cpu_backward."""
+    gpu_training: Curve
+    """As gpu_backward, with gradients of the weights in its memory."""
     round_trip: float
     """Passing a few tokens to the CPU and their results back, without computing."""
 

@@ -1,16 +1,18 @@
 """The compute side of the engine: what a forward pass through a layer needs, and nothing else."""
 
 import abc
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from overspill.compute.cpu_kernel import WeightGradient
 from overspill.core.errors import OrderError
 from overspill.core.experts import Phase
 from overspill.moe.dispatch import Dispatcher
 from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.transfer.streams import StreamEvent
 
 
 class CpuWork(Protocol):
@@ -19,6 +21,10 @@ class CpuWork(Protocol):
     def take(self, out_RD: Tensor, drow_weight_R: Tensor | None = None) -> None:
         """Waits for them and writes their results into their rows: y, or in backward dx and the
         gradients of the routing weights."""
+
+    @property
+    def end(self) -> StreamEvent:
+        """When their weights are not read any more, and their weight gradients are complete."""
 
 
 class ExpertCompute(abc.ABC):
@@ -58,8 +64,9 @@ class ExpertCompute(abc.ABC):
         layer_pass.on_cpu = frozenset()
 
     @abc.abstractmethod
-    def enter_backward(self, layer_pass: LayerPass) -> None:
-        """Begins the backward of a pass; the CPU may get other experts than in forward."""
+    def enter_backward(self, layer_pass: LayerPass, need_dw: bool) -> None:
+        """Begins the backward of a pass, with or without weight gradients; the CPU may get other
+        experts than in forward."""
 
     @abc.abstractmethod
     def waves(
@@ -73,7 +80,13 @@ class ExpertCompute(abc.ABC):
         return None
 
     def cpu_backward(
-        self, layer_pass: LayerPass, x_TD: Tensor, dy_TD: Tensor, weights_TK: Tensor
+        self,
+        layer_pass: LayerPass,
+        x_TD: Tensor,
+        dy_TD: Tensor,
+        weights_TK: Tensor,
+        gradients: Mapping[int, WeightGradient],
     ) -> CpuWork | None:
-        """Starts their backward."""
+        """Starts their backward. `gradients` are the places of their weight gradients, by position,
+        if these are made."""
         return None

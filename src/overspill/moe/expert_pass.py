@@ -88,12 +88,14 @@ class BackwardPass:
         self._x_TD, self._dy_TD, self._weights_TK = x_TD, dy_TD, weights_TK
         self._engine, self._pass, self._need_dw = engine, layer_pass, need_dw
         self._compute = engine.compute  # experts may have moved
-        self._compute.enter_backward(layer_pass)
+        self._compute.enter_backward(layer_pass, need_dw)
         _enter_adapters(layer_pass, x_TD)
         n_rows = layer_pass.rows.n_rows
         self._dx_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
         self._drow_weight_R = weights_TK.new_empty(n_rows)
-        self._on_cpu = self._compute.cpu_backward(layer_pass, x_TD, dy_TD, weights_TK)
+        gradients = engine.training.place(layer_pass) if need_dw and layer_pass.on_cpu else {}
+        args = layer_pass, x_TD, dy_TD, weights_TK, gradients
+        self._on_cpu = self._compute.cpu_backward(*args)
 
     def compute(self, positions: Collection[int] | None = None) -> None:
         """The experts at these positions; None: all."""
@@ -139,6 +141,8 @@ class BackwardPass:
         self._pass.kept = None
         if self._on_cpu is not None:
             self._on_cpu.take(self._dx_RD, self._drow_weight_R)
+            if self._need_dw:
+                self._engine.training.deliver_formed(self._pass, self._on_cpu.end)
         if self._need_dw:
             self._engine.training.end_backward(self._pass)
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from overspill.compute.cpu_kernel import WeightGradient
 from overspill.core.errors import NonFiniteError
 from overspill.moe.homes.gradients import HomeGradients
 from overspill.moe.homes.host_gradients import HostGradients
@@ -19,6 +20,7 @@ from overspill.parallel.ranks import Ranks
 from overspill.plan.homes import spread_among
 from overspill.tiers.entry import Part
 from overspill.tiers.store import ExpertStore
+from overspill.transfer.streams import StreamEvent
 
 
 class ExpertGradients:
@@ -140,6 +142,22 @@ class ExpertGradients:
                 self.of_homes.add(layer, wave, dw, hyper)
             else:
                 streaming.add(layer, wave, dw, hyper, more)
+
+    def place(
+        self, layer: int, positions: Sequence[int], updates: bool, more: bool
+    ) -> dict[int, WeightGradient]:
+        """Where the CPU forms the gradients of these streamed experts, by position. `updates`: they
+        will complete the step's gradient, and the experts may be updated then; `more` as in
+        `add`."""
+        streaming = self._streaming()
+        assert streaming is not None
+        return streaming.place(layer, positions, updates, more)
+
+    def add_formed(self, end: StreamEvent, hyper: AdamHyper | None) -> None:
+        """Takes these gradients, which are complete at `end`; `hyper` as in `add`."""
+        streaming = self._streaming()
+        assert streaming is not None
+        streaming.add_formed(end, hyper)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -39,6 +39,9 @@ class Settings:
     cpu_experts: bool = False
     """Let the CPU compute frozen experts with few tokens where they lie, if by measured costs that
     is faster than uploading them. Gains with frozen experts and some hundred tokens a batch."""
+    cpu_training: bool = False
+    """With `cpu_experts`, also for experts that are trained: the CPU computes their forward and
+    backward, and forms the gradients of their weights in host memory."""
     cpu_policy: CpuPolicy | None = None
     """Chooses the experts of a pass that the CPU computes, instead of measured costs; for tests."""
     uploader: str = "auto"
@@ -81,6 +84,11 @@ class Settings:
         if self.received_rows not in RECEIVED_ROWS:
             raise ConfigError(
                 f"received_rows={self.received_rows!r} must be one of {', '.join(RECEIVED_ROWS)}"
+            )
+        if self.cpu_training and not self.cpu_experts:
+            raise ConfigError(
+                "cpu_training is for CPU experts, which are off; set cpu_experts=True too "
+                "(--cpu-experts), or leave out cpu_training (--cpu-training)"
             )
         for name in ("threads", "max_rows", "exchange_groups"):
             value = getattr(self, name)

@@ -24,6 +24,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from overspill.compute.cpu_kernel import WeightGradient
 from overspill.core.errors import NonFiniteError, OrderError
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.moe.gradients import ExpertGradients
@@ -35,6 +36,7 @@ from overspill.optim.gradient_norm import gradient_norm
 from overspill.optim.interfaces import UpdateRule
 from overspill.optim.kernel import AdamHyper
 from overspill.parallel.ranks import Ranks
+from overspill.transfer.streams import StreamEvent
 
 ALMOST_ZERO = 1e-30
 """A norm that adds nothing to others in float32, and that shows whether it was scaled."""
@@ -229,6 +231,19 @@ class TrainingStep:
         with self._forgotten_if_not_finite():
             hyper = self._updated_with.get(layer)
             self.gradients.add(layer, wave, dw, hyper, more=not self._completing)
+
+    def place(self, layer_pass: LayerPass) -> dict[int, WeightGradient]:
+        """Where the CPU forms the weight gradients of its experts of a pass, by position."""
+        layer, positions = layer_pass.layer, sorted(layer_pass.on_cpu)
+        assert self.states[layer] is LayerState.RUNNING
+        updates = layer in self._updated_with
+        return self.gradients.place(layer, positions, updates, more=not self._completing)
+
+    def deliver_formed(self, layer_pass: LayerPass, end: StreamEvent) -> None:
+        """Takes those gradients, which are complete at `end`."""
+        layer = layer_pass.layer
+        assert self.states[layer] is LayerState.RUNNING
+        self.gradients.add_formed(end, self._updated_with.get(layer))
 
     def end_backward(self, layer_pass: LayerPass) -> None:
         """After the last wave of a layer's backward."""

@@ -9,6 +9,7 @@ import heapq
 import itertools
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class _Queued(NamedTuple):
         return ~self.order if self.update.is_announcement else self.update.entry.number
 
 
+_LEARNING_RATE = 0.1  # weight of the newest measurement
 _PER_CORE = 1 << 23  # parameters: a core takes about 20 ms for them
 
 
@@ -105,6 +107,8 @@ class Updates:
         cores = min(threads, max(1, store.layout.shape.numel // _PER_CORE))
         count = threads // cores
         self._threads = threads // count  # of one pass
+        self.seconds = 0.0
+        """How long all threads take for one update, as measured; 0 before the first one."""
         self._recorder = recorder
         self._inject = inject
         self._submitted: deque[Update] = deque()
@@ -145,6 +149,15 @@ class Updates:
 
     def wait_idle(self) -> None:
         self._store.wait(self.idle, "pending expert updates (update threads)")
+
+    def wait_for(self, entry: Entry) -> None:
+        """Blocks until every submitted update of an expert was carried out."""
+
+        def is_idle() -> bool:
+            submitted = any(update.entry is entry for update in self._submitted)
+            return not submitted and entry.number not in self._pending
+
+        self._store.wait(is_idle, "pending updates of an expert (update threads)")
 
     def _queue(self) -> None:
         while self._submitted:
@@ -254,10 +267,17 @@ class Updates:
             if update.parts:
                 kept, arrived = self._add_parts(update, kept)
             if update.hyper is not None:
+                began = time.perf_counter()
                 self._adam(entry, kept, arrived, update.hyper)
+                self._note(time.perf_counter() - began)
             elif kept is not None and arrived is not None:
                 total = accumulate_(kept, arrived, self._threads)
                 self._squares[entry.number] = total
+
+    def _note(self, seconds: float) -> None:
+        share = seconds / len(self._workers)  # they carry out as many at a time
+        before = self.seconds or share
+        self.seconds = before + _LEARNING_RATE * (share - before)
 
     def _add_parts(self, update: Update, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Adds the parts of a gradient but the last to the kept one, or to the first. What remains

@@ -10,6 +10,7 @@ import statistics
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from overspill.compute.cpu_kernel import (
     BackwardRows,
     ExpertRows,
+    WeightGradient,
     kernel_backward,
     kernel_forward,
     why_unsupported,
@@ -60,7 +62,7 @@ def measure_expert(
     if reason is not None:
         raise ConfigError(f"the CPU kernel cannot compute such experts: {reason}")
     effort = effort or Effort()
-    steps = Steps(progress, 8)
+    steps = Steps(progress, 10)
     steps.begin("experts: allocating memory")
     with torch_threads(threads), closing(_ExpertBench(shape, dtype, device, threads, effort)) as b:
         steps.begin("uploads")
@@ -73,8 +75,10 @@ def measure_expert(
         for name, make, points in (
             ("cpu_forward", b.cpu_forward, tokens),
             ("cpu_backward", b.cpu_backward, tokens),
+            ("cpu_training", partial(b.cpu_backward, need_dw=True), tokens),
             ("gpu_forward", b.gpu_forward, more),
             ("gpu_backward", b.gpu_backward, more),
+            ("gpu_training", partial(b.gpu_backward, need_dw=True), more),
         ):
             steps.begin(name.replace("_", " ").replace("cpu", "CPU").replace("gpu", "GPU"))
             curves[name] = b.curve(make, points)
@@ -174,13 +178,16 @@ class _ExpertBench:
 
         return _Work(job, group)
 
-    def cpu_backward(self, tokens: int, group: int) -> "_Work":
+    def cpu_backward(self, tokens: int, group: int, need_dw: bool = False) -> "_Work":
         x, dy = self._tokens(tokens * group), self._tokens(tokens * group)
         weight = torch.full((len(x),), 0.5)
         rows = BackwardRows(x, dy, weight, torch.empty_like(x), torch.empty_like(weight))
 
+        gradients = self._gradients(group) if need_dw else []
+
         def job() -> None:
-            kernel_backward(rows, self._experts(tokens, group), self.shape, self.threads)
+            experts = self._experts(tokens, group)
+            kernel_backward(rows, experts, self.shape, self.threads, gradients=gradients)
 
         return _Work(job, group)
 
@@ -189,11 +196,11 @@ class _ExpertBench:
         wave = self._wave(tokens, group)
         return self._launched(lambda: wave_forward(x, *wave), group)
 
-    def gpu_backward(self, tokens: int, group: int) -> "_Work":
+    def gpu_backward(self, tokens: int, group: int, need_dw: bool = False) -> "_Work":
         x, dy = (self._tokens(tokens * group).to(self.device) for _ in range(2))
         weight = torch.full((len(x),), 0.5, device=self.device)
         wave = self._wave(tokens, group)
-        return self._launched(lambda: wave_backward(x, dy, weight, *wave, need_dw=False), group)
+        return self._launched(lambda: wave_backward(x, dy, weight, *wave, need_dw=need_dw), group)
 
     def _launched(self, launch: Callable[[], object], group: int) -> "_Work":
         if self.device.type != "cuda":
@@ -226,6 +233,10 @@ class _ExpertBench:
     def _experts(self, tokens: int, group: int) -> list[ExpertRows]:
         records = [self.layout.weights(self.records[next(self.next_record)]) for _ in range(group)]
         return [ExpertRows(r, n * tokens, (n + 1) * tokens) for n, r in enumerate(records)]
+
+    def _gradients(self, group: int) -> list[WeightGradient]:
+        memory, squares = torch.empty(group, self.shape.numel, dtype=self.dtype), torch.empty(group)
+        return [WeightGradient(memory[n], squares[n]) for n in range(group)]
 
     def _wave(self, tokens: int, group: int) -> tuple[Tensor, ExpertShape, Tensor, list[int]]:
         """Arguments of wave_forward and wave_backward."""

@@ -89,6 +89,8 @@ class MemorySection:
     cpu_experts: bool = False
     """Compute frozen experts with few tokens on the CPU, in host memory, if by measured costs that
     is faster than uploading them to a GPU."""
+    cpu_training: bool = False
+    """With --cpu-experts: also experts that are trained, with the gradients of their weights."""
     threads: Count | None = None
     """Threads of the CPU optimizer and of experts on the CPU; default: all cores but four, at least
     three quarters of them."""

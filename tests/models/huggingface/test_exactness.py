@@ -1,13 +1,18 @@
 """Every family: logits, all gradients and a step of AdamW equal eager transformers."""
 
 import copy
+from collections import Counter
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import overspill
+from overspill.moe.layer_pass import LayerPass
+from overspill.moe.streaming import compute
+from overspill.moe.streaming.cpu_experts import CpuExperts, CpuJob
 from tests.models.huggingface.families import FAMILIES, Family, cases, make_batch, make_model
 from tests.models.huggingface.oracle import (
     ADAM,
@@ -33,9 +38,10 @@ def check(
     steps: int = 1,
     checkpointing: bool | None = None,
     frozen_split: int | None = None,
+    split: int | None = None,
 ) -> None:
-    """Logits, loss, gradients and weights after each step equal eager transformers. With
-    `frozen_split` the experts are frozen, and a random part of them computes on the CPU."""
+    """Logits, loss, gradients and weights after each step equal eager transformers. With `split` a
+    random part of the experts computes on the CPU, and with `frozen_split` of frozen ones."""
     plain = make_model(family)
     batch = make_batch(family, plain)
     if checkpointing is not None:
@@ -44,9 +50,14 @@ def check(
         for name, parameter in plain.named_parameters():
             parameter.requires_grad_(".experts." not in name)
     settings = None
-    if frozen_split is not None:
-        policy = random_policy(frozen_split)
-        settings = overspill.Settings(cpu_experts=True, cpu_policy=policy, threads=1)
+    seed = split if frozen_split is None else frozen_split
+    if seed is not None:
+        settings = overspill.Settings(
+            cpu_experts=True,
+            cpu_training=split is not None,
+            cpu_policy=random_policy(seed),
+            threads=1,
+        )
     with offloaded(plain, mode, folder, settings) as twin:
         theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **ADAM)
         mine = overspill.AdamW(twin, max_grad_norm=1e9, **ADAM)
@@ -120,6 +131,29 @@ def test_any_split_of_frozen_experts_between_cpu_and_device(
 ) -> None:
     """With biases, other activations, transposed weights and dropped tokens."""
     check(BY_NAME[name], mode, tmp_path, frozen_split=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *product(["mixtral", "switch_transformers", "nllb-moe"], ["host"]),
+        *product(["gpt_oss"], ["host", "disk"]),
+    ],
+)
+def test_any_split_of_trained_experts_between_cpu_and_device(
+    name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with biases. Where the CPU cannot compute them, as transposed ones, the device does."""
+    backward, formed = CpuExperts.backward, Counter[int]()
+
+    def counted(self: CpuExperts, layer_pass: LayerPass, *args: Any) -> CpuJob:
+        formed.update(args[-1].keys())
+        return backward(self, layer_pass, *args)
+
+    monkeypatch.setattr(CpuExperts, "backward", counted)
+    monkeypatch.setattr(compute, "max_kernel_rows", lambda dtype, backward: 64)
+    check(BY_NAME[name], mode, tmp_path, steps=2, split=4)
+    assert bool(formed) == (name != "gpt_oss")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -21,6 +21,7 @@ from tests.models.stages.staged import (
     train_plain,
     train_staged,
 )
+from tests.moe.streaming.policies import random_policy
 from tests.pairs import all_pairs
 from tests.slow import slow_rows
 
@@ -80,6 +81,31 @@ def test_stages_follow_plain_training(
         run = train_staged(stages, twin, optimizer, steps)
         assert_follows(run, train_plain(plain, steps, clip))
         assert_same_weights(plain, twin, atol=1e-5)
+    delays.close()
+
+
+@pytest.mark.parametrize(
+    ("clip", "frozen", "checkpointing"),
+    [(None, "nothing", False), (0.1, "nothing", True), (None, "experts", False)],
+)
+def test_any_split_between_cpu_and_device_in_stages(
+    mixtral: Any, clip: float | None, frozen: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    """Of trained and of frozen experts."""
+    plain = copy.deepcopy(mixtral)
+    freeze(plain, frozen)
+    if checkpointing:
+        plain.gradient_checkpointing_enable({"use_reentrant": False})
+    steps, delays = [micro_batches(4), micro_batches(1)], Late()
+    settings = overspill.Settings(
+        cpu_experts=True, cpu_training=True, cpu_policy=random_policy(3), inject=delays, threads=1
+    )
+    with staged(2, "host", tmp_path, settings=settings, model=plain) as (twin, stages):
+        optimizer = overspill.AdamW(twin, max_grad_norm=clip, **ADAM)
+        run = train_staged(stages, twin, optimizer, steps)
+        assert_follows(run, train_plain(plain, steps, clip))
+        assert_same_weights(plain, twin, atol=1e-5)
+    assert "cpu" in delays.seen
     delays.close()
 
 

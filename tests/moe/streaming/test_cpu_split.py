@@ -24,9 +24,11 @@ COSTS = ExpertCosts(
     load_beside=0.36e-3,
     cpu_forward=Curve((1, 64), (0.5e-3, 0.6e-3)),
     cpu_backward=Curve((1, 64), (0.5e-3, 0.6e-3)),
+    cpu_training=Curve((1, 64), (0.8e-3, 1e-3)),
     cpu_beside=1.2,
     gpu_forward=Curve((1, 1024), (0.02e-3, 0.2e-3)),
     gpu_backward=Curve((1, 1024), (0.04e-3, 0.4e-3)),
+    gpu_training=Curve((1, 1024), (0.06e-3, 0.6e-3)),
     round_trip=0.1e-3,
 )
 MEASURED = COSTS.cpu_beside * COSTS.cpu_forward(8)

@@ -48,7 +48,7 @@ class HomeCompute(ExpertCompute):
             counts=layer_pass.known_counts,
         )
 
-    def enter_backward(self, layer_pass: LayerPass) -> None:
+    def enter_backward(self, layer_pass: LayerPass, need_dw: bool) -> None:
         self._lifetime.check()
         self.follow_exchanges(layer_pass)
         if layer_pass.on_cpu:  # in forward: the last experts have moved to the device since

@@ -1,12 +1,12 @@
 """Experts streamed from host memory and disk through slots of the compute device."""
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from overspill.compute.cpu_kernel import max_kernel_rows, why_unsupported
+from overspill.compute.cpu_kernel import WeightGradient, max_kernel_rows, why_unsupported
 from overspill.core.experts import Phase
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.compute import CpuWork, ExpertCompute
@@ -18,7 +18,7 @@ from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.cpu_buffers import max_cpu_rows
 from overspill.moe.streaming.cpu_experts import CpuExperts
-from overspill.moe.streaming.cpu_split import CpuSplit, OnDevice
+from overspill.moe.streaming.cpu_split import CpuSplit, OnDevice, Optimizer
 from overspill.moe.streaming.slot_plan import SlotPlan
 from overspill.moe.streaming.step_cursor import StepCursor
 from overspill.moe.streaming.waves import WaveLimits, Waves
@@ -47,8 +47,9 @@ class StreamingCompute(ExpertCompute):
         recorder: Recorder,
         threads: int,
         costs: ExpertCosts | None,
+        optimizer: Optimizer | None = None,
     ) -> None:
-        """`slab` is the memory of the GPU slots."""
+        """`slab` is the memory of the GPU slots. `optimizer` is that of the experts on the CPU."""
         max_rows = settings.max_rows or placement.max_rows
         maps = store.computed
         super().__init__(device, LocalDispatcher(maps, device), max_rows)
@@ -62,6 +63,7 @@ class StreamingCompute(ExpertCompute):
         self.trace = ComputeTrace(recorder, device)
         self._slab = slab
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)
+        self._optimizer = optimizer
         self.split = self._new_split(costs)
         self._cpu: CpuExperts | None = None
         self._announced: dict[int, Tensor] = {}  # rows of each expert, by layer
@@ -106,6 +108,7 @@ class StreamingCompute(ExpertCompute):
             self._on_device,
             lambda layer, position: self._store.at(layer, position).readable,
             policy,
+            self._optimizer,
         )
         split.set_enabled(self._settings.cpu_experts)
         return split
@@ -150,25 +153,26 @@ class StreamingCompute(ExpertCompute):
             for layer, counts_E in announced.items():
                 self.cursor.announce(layer, counts_E.tolist())
 
-    def enter_backward(self, layer_pass: LayerPass) -> None:
+    def enter_backward(self, layer_pass: LayerPass, need_dw: bool) -> None:
         self._store.lifetime.check()
         self.follow_exchanges(layer_pass)
         self.dispatcher.count(layer_pass.rows)  # all experts may have been at home in forward
         self._allow_split(layer_pass, sortable=layer_pass.rows.expert_ids_TK is not None)
-        self._enter(layer_pass, Phase.BACKWARD)
+        self._enter(layer_pass, Phase.BACKWARD, need_dw)
         self.trace.enter_experts()
 
     def _allow_split(self, layer_pass: LayerPass, sortable: bool) -> bool:
-        """Whether the CPU may get experts of this pass: not where weight gradients are made, not
-        with dropout or adapters, which its kernel does not have, and only if the rows can be sorted
-        by the split. With kept activations they cannot: these lie in the order of their rows."""
+        """Whether the CPU may get experts of this pass: where weight gradients are made only with
+        `cpu_training`, not with dropout or adapters, which its kernel does not have, and only if
+        the rows can be sorted by the split. With kept activations they cannot: these lie in the
+        order of their rows."""
         if self.split is None:
             return False
-        trains = layer_pass.training and layer_pass.trained
+        trains = layer_pass.training and layer_pass.trained and not self._settings.cpu_training
         plain = layer_pass.dropout is None and layer_pass.adapters is None
         allowed = sortable and plain and not trains and self._is_supported(layer_pass)
         with self._store.lock:
-            return self.split.enter(layer_pass.layer, allowed)
+            return self.split.enter(layer_pass.layer, allowed, layer_pass.trained)
 
     def _is_supported(self, layer_pass: LayerPass) -> bool:
         layout = self._store.layout
@@ -183,7 +187,7 @@ class StreamingCompute(ExpertCompute):
         with self._store.lock:
             return self.split.likely(layer)
 
-    def _enter(self, layer_pass: LayerPass, phase: Phase) -> None:
+    def _enter(self, layer_pass: LayerPass, phase: Phase, need_dw: bool = False) -> None:
         rows = layer_pass.rows
         assert rows.counts is not None
         with self._store.lock:
@@ -191,7 +195,7 @@ class StreamingCompute(ExpertCompute):
             if self.split is None:
                 return
             layer_pass.on_cpu = self.split.decide(
-                layer_pass.layer, rows.counts, phase, layer_pass.on_cpu
+                layer_pass.layer, rows.counts, phase, layer_pass.on_cpu, need_dw
             )
         if rows.expert_ids_TK is not None:
             self.dispatcher.sort(rows, layer_pass.on_cpu)
@@ -216,11 +220,16 @@ class StreamingCompute(ExpertCompute):
         return self._cpu_experts().forward(layer_pass, x_TD) if layer_pass.on_cpu else None
 
     def cpu_backward(
-        self, layer_pass: LayerPass, x_TD: Tensor, dy_TD: Tensor, weights_TK: Tensor
+        self,
+        layer_pass: LayerPass,
+        x_TD: Tensor,
+        dy_TD: Tensor,
+        weights_TK: Tensor,
+        gradients: Mapping[int, WeightGradient],
     ) -> CpuWork | None:
         if not layer_pass.on_cpu:
             return None
-        return self._cpu_experts().backward(layer_pass, x_TD, dy_TD, weights_TK)
+        return self._cpu_experts().backward(layer_pass, x_TD, dy_TD, weights_TK, gradients)
 
     def _cpu_experts(self) -> CpuExperts:
         """Made when the CPU gets its first experts."""
@@ -242,8 +251,6 @@ class StreamingCompute(ExpertCompute):
     def wait_idle(self) -> None:
         """Blocks until all uploads have arrived and the CPU reads no expert."""
         self.wait_readers()
-        if self._cpu is not None:
-            self._cpu.wait_idle()
 
     @property
     def cpu_bytes(self) -> int:
@@ -254,6 +261,13 @@ class StreamingCompute(ExpertCompute):
         """Blocks until no upload and no CPU expert reads weights in host memory."""
         self.uploader.wait_idle()
         self._upload_stream.synchronize()
+        if self._cpu is not None:
+            self._cpu.wait_idle()
+
+    def end_cpu_job(self) -> None:
+        """Blocks until the CPU computes nothing, whatever has failed."""
+        if self._cpu is not None:
+            self._cpu.end_job()
 
     def set_settings(self, settings: Settings) -> None:
         """While nothing is being computed or transferred."""

@@ -9,14 +9,14 @@ while the interpreter continues.
 import ctypes
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from overspill.compute.activation import Form, form_of
-from overspill.compute.cpu_kernel import BackwardRows, ExpertRows
+from overspill.compute.cpu_kernel import BackwardRows, ExpertRows, WeightGradient
 from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.errors import EngineError
 from overspill.core.experts import Phase
@@ -32,7 +32,7 @@ from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.driver import await_signal, can_signal, signal
 from overspill.transfer.mapped import on_device
-from overspill.transfer.streams import Inject, Timestamp
+from overspill.transfer.streams import Inject, StreamEvent, Timestamp
 
 
 @dataclass(eq=False)
@@ -47,6 +47,7 @@ class CpuJob(CpuWork):
     places: dict[int, tuple[int, int]]  # rows of each expert in the buffers
     request: CpuRequest
     form: Form
+    gradients: Mapping[int, WeightGradient]  # by position; empty without weight gradients
     traced: bool
     sent: Timestamp | None = None
     taken: Timestamp | None = None
@@ -70,6 +71,29 @@ class CpuJob(CpuWork):
 
     def take(self, out_RD: Tensor, drow_weight_R: Tensor | None = None) -> None:
         self.owner.take(self, out_RD, drow_weight_R)
+
+    @property
+    def end(self) -> StreamEvent:
+        return StreamEvent(_JobEnd(self))
+
+
+class _JobEnd:
+    """The end of a job as an event."""
+
+    def __init__(self, job: CpuJob) -> None:
+        self._owner, self._request = job.owner, job.request
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        raise AssertionError("the runner records it")
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        await_signal(stream, self._request.done, self._request.number)
+
+    def query(self) -> bool:
+        return self._request.times[1] != 0  # written last
+
+    def synchronize(self) -> None:
+        self._owner.await_end(self._request)
 
 
 class CpuExperts:
@@ -123,15 +147,21 @@ class CpuExperts:
 
     def forward(self, layer_pass: LayerPass, x_TD: Tensor) -> CpuJob:
         """Starts the forward of the pass's CPU experts."""
-        job = self._begin(layer_pass, Phase.FORWARD)
+        job = self._begin(layer_pass, Phase.FORWARD, {})
         self._send(job, layer_pass, [(x_TD, self._mapped.x)])
         return self._sent(job)
 
     def backward(
-        self, layer_pass: LayerPass, x_TD: Tensor, dy_TD: Tensor, weights_TK: Tensor
+        self,
+        layer_pass: LayerPass,
+        x_TD: Tensor,
+        dy_TD: Tensor,
+        weights_TK: Tensor,
+        gradients: Mapping[int, WeightGradient],
     ) -> CpuJob:
-        """Starts their backward."""
-        job = self._begin(layer_pass, Phase.BACKWARD)
+        """Starts their backward. `gradients` are the places of weight gradients, if these are made:
+        for each of the experts, by position."""
+        job = self._begin(layer_pass, Phase.BACKWARD, gradients)
         self._send(job, layer_pass, [(x_TD, self._mapped.x), (dy_TD, self._mapped.dy)])
         own = self._dispatcher.row_weights(
             layer_pass.rows, weights_TK, job.rows.start, job.rows.stop
@@ -156,7 +186,22 @@ class CpuExperts:
         if self._last is not None and self._last.sent is not None:
             self._runner.wait(self._last.request)
 
-    def _begin(self, layer_pass: LayerPass, phase: Phase) -> CpuJob:
+    def end_job(self) -> None:
+        """Blocks the host until no job reads weights or writes weight gradients. A job whose pass
+        failed before its rows were sent computes with what is in the buffers."""
+        if self._last is not None:
+            if self._last.sent is None:
+                self._sent(self._last)
+            self._runner.wait_end(self._last.request)
+
+    def await_end(self, request: CpuRequest) -> None:
+        """Blocks any thread until the request is done."""
+        if not self._runner.wait_end(request):
+            raise EngineError("the engine was closed while the CPU computed experts")
+
+    def _begin(
+        self, layer_pass: LayerPass, phase: Phase, gradients: Mapping[int, WeightGradient]
+    ) -> CpuJob:
         """Creates a job. The runner gets its request before the rows are sent, to wake up."""
         self._runner.check()
         self._finish_last()
@@ -178,6 +223,7 @@ class CpuExperts:
             places,
             CpuRequest(*flags, self._last_number, (ctypes.c_int64 * 2)()),
             form,
+            gradients,
             self._recorder.enabled,
         )
         self._submit(job)
@@ -193,7 +239,8 @@ class CpuExperts:
             self._runner.forward(host.x, host.out, *common)
         else:
             rows = BackwardRows(host.x, host.dy, host.weights, host.out, host.dweights)
-            self._runner.backward(rows, *common)
+            gradients = [job.gradients[position] for position in job.places if job.gradients]
+            self._runner.backward(rows, *common, gradients)
 
     def _expert_rows(self, job: CpuJob) -> list[ExpertRows]:
         found = []
@@ -266,7 +313,8 @@ class CpuExperts:
         counts = [stop - start for start, stop in job.places.values()]
         job.seconds = seconds
         before, self._last_finished = self._last_finished, job
-        self._split.note_job(job.phase, counts, seconds)
+        need_dw = bool(job.gradients)
+        self._split.note_job(job.phase, counts, seconds, need_dw)
         if before is not None and job.follows(before):
             # the stream has passed all of these points: it wrote this job's rows after them
             assert before.sent is not None
@@ -274,7 +322,8 @@ class CpuExperts:
             assert job.sent is not None
             handover = before.sent.seconds_until(before.taken) - before.seconds
             self._split.note_handover(handover)
-            self._split.note_gap(job.phase, max(0.0, before.taken.seconds_until(job.sent)))
+            gap = max(0.0, before.taken.seconds_until(job.sent))
+            self._split.note_gap(job.phase, gap, need_dw)
 
     def close(self) -> None:
         """Ends the runner; after that nothing reads or writes the buffers."""

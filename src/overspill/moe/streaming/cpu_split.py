@@ -1,10 +1,10 @@
 """Which experts of a pass the CPU computes: the plan of `plan.split`, fed with what the engine
-knows. Only where no weight gradients are made: frozen experts and inference."""
+knows."""
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -35,6 +35,23 @@ class OnDevice(NamedTuple):
     uploaded: set[int]  # uploaded for the next pass
 
 
+class Optimizer(Protocol):
+    """What the split needs to know of the optimizer of experts, which works on the same cores."""
+
+    def max_formed(self) -> int | None:
+        """How many experts of a backward may get their weight gradients from the CPU; None: all."""
+
+    def seconds(self, layer: int, phase: Phase, need_dw: bool) -> float:
+        """How long all cores update experts during a pass through a layer."""
+
+
+class _Kind(NamedTuple):
+    """What a pass computes."""
+
+    phase: Phase
+    need_dw: bool = False  # weight gradients too
+
+
 class CpuSplit:
     """Decides for the current pass by its routing, and for later ones by expected counts. Used
     under the store's lock."""
@@ -48,12 +65,14 @@ class CpuSplit:
         on_device: Callable[[int], OnDevice],
         readable: Callable[[int, int], bool],
         policy: CpuPolicy | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         """`max_rows` bounds the token rows of a pass on the CPU, `max_rows_per_expert` those of one
         expert; `readable(layer, position)` says whether an expert's weights are in host memory.
         `policy` decides instead of `costs`; one of them is given."""
         assert costs is not None or policy is not None
         self._policy = policy
+        self._optimizer = optimizer
         self._cursor = cursor
         self.costs = costs
         self._max_rows = max_rows
@@ -62,20 +81,23 @@ class CpuSplit:
         self._readable = readable
         self._enabled = True
         self._allowed: dict[int, bool] = {}  # in the current or last pass through each layer
+        self._trained: dict[int, bool] = {}  # whether its backward makes weight gradients
         self._current: frozenset[int] = frozenset()
         self._forward: dict[int, frozenset[int]] = {}  # the last forward's split of each layer
         self._ahead: dict[int, tuple[Sequence[float], frozenset[int]]] = {}
-        self._costs: dict[Phase, SplitCosts] = {}
-        self._gaps: dict[Phase, float] = {}
-        self._paces: dict[Phase, float] = {}
+        self._costs: dict[_Kind, SplitCosts] = {}
+        self._gaps: dict[_Kind, float] = {}
+        self._paces: dict[_Kind, float] = {}
         self._handover = 0.0 if costs is None else costs.round_trip
 
     def set_enabled(self, enabled: bool) -> None:
         self._enabled = enabled
 
-    def enter(self, layer: int, allowed: bool) -> bool:
-        """A pass begins; `allowed` is whether the CPU may compute experts in it. Returns whether it
-        may: who computes what depends on timing, so not under deterministic algorithms."""
+    def enter(self, layer: int, allowed: bool, trained: bool = False) -> bool:
+        """A pass begins; `allowed` is whether the CPU may compute experts in it, `trained` whether
+        its backward makes weight gradients. Returns whether it may: who computes what depends on
+        timing, so not under deterministic algorithms."""
+        self._trained[layer] = trained
         deterministic = torch.are_deterministic_algorithms_enabled()
         self._allowed[layer] = allowed and self._enabled and not deterministic
         self._current = frozenset()
@@ -93,34 +115,46 @@ class CpuSplit:
         return counts is None or bool(self._plan(layer, counts, Phase.FORWARD))
 
     def decide(
-        self, layer: int, counts: Sequence[int], phase: Phase, before: frozenset[int]
+        self,
+        layer: int,
+        counts: Sequence[int],
+        phase: Phase,
+        before: frozenset[int],
+        need_dw: bool = False,
     ) -> frozenset[int]:
         """The experts of the current pass that the CPU computes: those of `before`, for which the
-        rows are sorted, unless others are clearly better."""
+        rows are sorted, unless others are clearly better. With `need_dw` the pass makes weight
+        gradients."""
         self._current = frozenset()
         if self._may_get(layer):
-            chosen = self._choose(layer, counts, phase, before)
+            kind = _Kind(phase, need_dw)
+            chosen = self._choose(layer, counts, kind, before)
             self._current = frozenset(p for p in chosen if self._readable(layer, p))
             if not self._current:
-                self._fade(phase)
+                self._fade(kind)
         if phase is Phase.FORWARD:
             self._forward[layer] = self._current
         return self._current
 
     def _choose(
-        self, layer: int, counts: Sequence[int], phase: Phase, before: frozenset[int]
+        self, layer: int, counts: Sequence[int], kind: _Kind, before: frozenset[int]
     ) -> frozenset[int]:
         present = self._on_device(layer)
-        limit = self._max_rows_per_expert(phase)
+        limit = self._max_rows_per_expert(kind.phase)
+        max_experts = None
+        if kind.need_dw and self._optimizer is not None:
+            max_experts = self._optimizer.max_formed()
         if self._policy is not None:
-            chosen = [p for p in self._policy(counts, phase) if 0 < counts[p] <= limit]
+            chosen = [p for p in self._policy(counts, kind.phase) if 0 < counts[p] <= limit]
             fits = sum(counts[p] for p in chosen) <= self._max_rows
-            return frozenset(chosen) if fits else frozenset()
-        costs = self._costs_of(phase)
+            return frozenset(sorted(chosen)[:max_experts]) if fits else frozenset()
+        costs = self._costs_of(layer, kind)
         # an expert with too many rows for the CPU's kernel counts as uploaded
         fixed = present.uploaded | {p for p, count in enumerate(counts) if count > limit}
-        best = split(counts, present.resident, costs, self._max_rows, fixed)
+        best = split(counts, present.resident, costs, self._max_rows, fixed, max_experts)
         if not best or not before or before == best or not before.isdisjoint(fixed):
+            return best
+        if max_experts is not None and len(before) > max_experts:
             return best
         times = [pass_time(counts, present.resident, on_cpu, costs) for on_cpu in (before, best)]
         return before if times[0] <= _AS_GOOD * times[1] else best
@@ -164,31 +198,36 @@ class CpuSplit:
             if phase is Phase.BACKWARD:  # the rows are sorted already
                 before = self._forward.get(layer, before)
             whole = [round(count) for count in counts]
-            known = counts, self._choose(layer, whole, phase, before)
+            need_dw = phase is Phase.BACKWARD and self._trained.get(layer, False)
+            known = counts, self._choose(layer, whole, _Kind(phase, need_dw), before)
             self._ahead[layer] = known
         return known[1]
 
     # -- measurements -------------------------------------------------------------------------
 
-    def note_gap(self, phase: Phase, seconds: float) -> None:
+    def note_gap(self, phase: Phase, seconds: float, need_dw: bool = False) -> None:
         """The time from the end of a layer's experts until the CPU had rows of the next: only
         uploads go on meanwhile."""
         if self.costs is None:
             return
         # beyond this the CPU gets nothing: how much more does not matter
         seconds = min(seconds, 2 * self._cursor.n_local * self.costs.load)
-        before = self._gaps.get(phase, 0.0)  # the first one may include compilation
-        self._gaps[phase] = before + _LEARNING_RATE * (seconds - before)
+        kind = _Kind(phase, need_dw)
+        before = self._gaps.get(kind, 0.0)  # the first one may include compilation
+        self._gaps[kind] = before + _LEARNING_RATE * (seconds - before)
 
-    def note_job(self, phase: Phase, counts: Sequence[int], seconds: float) -> None:
+    def note_job(
+        self, phase: Phase, counts: Sequence[int], seconds: float, need_dw: bool = False
+    ) -> None:
         """How long the CPU took for experts with these token rows: the profile was measured on idle
         cores."""
         if self.costs is None:
             return
-        expected = sum(map(self._measured(phase).cpu, counts))
+        kind = _Kind(phase, need_dw)
+        expected = sum(map(self._measured(kind).cpu, counts))
         pace = min(_SLOWEST_PACE, seconds / expected)
-        before = self._paces.get(phase, 1.0)
-        self._paces[phase] = before + _LEARNING_RATE * (pace - before)
+        before = self._paces.get(kind, 1.0)
+        self._paces[kind] = before + _LEARNING_RATE * (pace - before)
 
     def note_handover(self, seconds: float) -> None:
         """The time to the CPU and back, or longer where the GPU ended last: the shortest recent one
@@ -198,31 +237,32 @@ class CpuSplit:
         slowest = min(self.costs.round_trip, _HANDOVER_GROWTH * self._handover)
         self._handover = min(slowest, max(_SHORTEST_HANDOVER, seconds))
 
-    def _fade(self, phase: Phase) -> None:
-        if phase in self._gaps:
-            self._gaps[phase] *= _DECAY
-        if phase in self._paces:
-            self._paces[phase] += (1 - _DECAY) * (1 - self._paces[phase])
+    def _fade(self, kind: _Kind) -> None:
+        if kind in self._gaps:
+            self._gaps[kind] *= _DECAY
+        if kind in self._paces:
+            self._paces[kind] += (1 - _DECAY) * (1 - self._paces[kind])
 
-    def _costs_of(self, phase: Phase) -> SplitCosts:
-        known, pace = self._measured(phase), self._paces.get(phase, 1.0)
-        return replace(
-            known,
-            cpu=lambda count: pace * known.cpu(count),
-            fixed=self._handover + self._gaps.get(phase, 0.0),
-        )
+    def _costs_of(self, layer: int, kind: _Kind) -> SplitCosts:
+        known, pace = self._measured(kind), self._paces.get(kind, 1.0)
+        fixed = self._handover + self._gaps.get(kind, 0.0)
+        if self._optimizer is not None and self._trained.get(layer, False):
+            fixed += self._optimizer.seconds(layer, *kind)
+        return replace(known, cpu=lambda count: pace * known.cpu(count), fixed=fixed)
 
-    def _measured(self, phase: Phase) -> SplitCosts:
-        known = self._costs.get(phase)
+    def _measured(self, kind: _Kind) -> SplitCosts:
+        known = self._costs.get(kind)
         if known is None:
-            known = self._costs[phase] = self._split_costs(phase)
+            known = self._costs[kind] = self._split_costs(kind)
         return known
 
-    def _split_costs(self, phase: Phase) -> SplitCosts:
+    def _split_costs(self, kind: _Kind) -> SplitCosts:
         own = self.costs
         assert own is not None
         cpu, gpu = own.cpu_forward, own.gpu_forward
-        if phase is Phase.BACKWARD:
+        if kind.need_dw:
+            cpu, gpu = own.cpu_training, own.gpu_training
+        elif kind.phase is Phase.BACKWARD:
             cpu, gpu = own.cpu_backward, own.gpu_backward
 
         @functools.lru_cache(_CACHED_COUNTS)  # asked for the same few numbers all the time

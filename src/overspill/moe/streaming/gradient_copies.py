@@ -68,6 +68,15 @@ class GradientCopies:
     def host_bytes(self) -> int:
         return 0 if self._updates is None else self._updates.ring.buffers.nbytes
 
+    @property
+    def ring_size(self) -> int:
+        """0 without an optimizer."""
+        return 0 if self._updates is None else len(self._updates.ring.buffers)
+
+    @property
+    def update_seconds(self) -> float:
+        return 0.0 if self._updates is None else self._updates.seconds
+
     def waiting(self) -> list[tuple[Entry, Part]]:
         """Under the lock: the expert whose gradient waits for a host slot, then experts whose
         update waits for parts on disk."""

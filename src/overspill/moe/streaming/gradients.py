@@ -3,10 +3,12 @@ update, or into the expert's own host slot, where they wait for more or for the 
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overspill.compute.cpu_kernel import WeightGradient
 from overspill.core.errors import BudgetError
 from overspill.core.sizes import format_size
 from overspill.moe.compute_trace import ComputeTrace
@@ -31,6 +33,13 @@ _ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slo
 _RING_WHEN_KEPT = 8  # where gradients are kept, ring buffers only serve to accumulate
 
 
+class _Placed(NamedTuple):
+    """An expert whose gradient the CPU forms: in a ring buffer, or in its host slot."""
+
+    entry: Entry
+    buffer: int | None
+
+
 class StreamingGradients:
     """Copies gradients to host memory and starts the updates they complete. One of the two parts of
     `ExpertGradients`; its methods are explained there."""
@@ -48,10 +57,13 @@ class StreamingGradients:
         wait_readers: Callable[[], None],
         progress: Progress | None,
         outboxes: Outboxes | None = None,
+        end_cpu_job: Callable[[], None] = lambda: None,
     ) -> None:
-        """`wait_readers` blocks until no copy or computation reads weights in host memory. Ranks
-        that compute experts of each other have `outboxes`."""
+        """`wait_readers` blocks until no copy or computation reads weights in host memory,
+        `end_cpu_job` until the CPU computes no experts. Ranks that compute experts of each other
+        have `outboxes`."""
         self._store = store
+        self._end_cpu_job = end_cpu_job
         self.wait_readers = wait_readers
         self._cursor = cursor
         self._placement = placement
@@ -72,6 +84,8 @@ class StreamingGradients:
         self.on_device = DeviceGradients(store.layout, device)
         # experts whose host slot holds part of this step's gradient, and when it has arrived
         self._kept: dict[int, StreamEvent] = {}
+        self._placed: list[_Placed] = []  # gradients that the CPU forms, in the running backward
+        self._formed = COMPLETED  # when the last ones are complete
         # whether a gradient was not finite that was or will be added to others, if there was one
         self._not_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._has_added = False
@@ -153,6 +167,71 @@ class StreamingGradients:
             if entry.disk_slot is not None:  # the next expert may wait for its host slot
                 self._finish(finished)
         self._finish(finished)
+
+    # -- gradients that the CPU forms ---------------------------------------------------------
+
+    @property
+    def _has_slots(self) -> bool:
+        """Whether the gradient of each expert has memory of its own."""
+        return Part.GRADS in self._store.memory.slabs
+
+    def max_formed(self, updates: bool) -> int | None:
+        """Of how many experts of one backward the CPU may form the gradients; None: of all. Where
+        they have no memory of their own they are formed in ring buffers, of which those that the
+        device computes need some meanwhile."""
+        return self._copies.ring_size // 2 if updates and not self._has_slots else None
+
+    @property
+    def update_seconds(self) -> float:
+        """How long all cores take for the update of one expert, as measured."""
+        return self._copies.update_seconds
+
+    def place(
+        self, layer: int, positions: Sequence[int], updates: bool, more: bool
+    ) -> dict[int, WeightGradient]:
+        """Blocks until nothing else uses the memory, which is rarely necessary."""
+        entries = {position: self._store.at(layer, position) for position in positions}
+        if not more:
+            self._leave_device({entry.number for entry in entries.values()})
+        if not updates:
+            self._allocate_kept()
+        return {position: self._place(entry) for position, entry in entries.items()}
+
+    def _place(self, entry: Entry) -> WeightGradient:
+        buffer, updates = None, self._copies.updates
+        is_kept = entry.number in self._kept
+        if self._has_slots:
+            if is_kept:
+                self._kept[entry.number].wait()
+                updates.wait_for(entry)  # others may still be added to it
+            memory = self._store.host(entry, Part.GRADS)
+        else:
+            buffer = updates.ring.take()
+            memory = updates.ring.buffers[buffer]
+        self._placed.append(_Placed(entry, buffer))
+        square = self._copies.squares[entry.number : entry.number + 1]
+        return WeightGradient(self._store.layout.weights(memory), square, is_kept)
+
+    def add_formed(self, end: StreamEvent, hyper: AdamHyper | None) -> None:
+        self._formed = end
+        placed, self._placed = self._placed, []
+        for entry, buffer in placed:
+            if hyper is None:
+                self._kept[entry.number] = end
+            else:
+                in_slot = buffer is None
+                self._submit(Update(entry, end, buffer, use_kept=in_slot, hyper=hyper))
+                self._kept.pop(entry.number, None)  # it is used now
+        self._finish([self._store.position(entry) for entry, _ in placed])
+
+    def _drop_placed(self) -> None:
+        self._end_cpu_job()  # it must not write later
+        for _, buffer in self._placed:
+            if buffer is not None:
+                self._copies.updates.ring.give(buffer)
+        self._placed.clear()
+
+    # -- gradients that other ranks compute ---------------------------------------------------
 
     def begin_backward(self, shared: Mapping[int, tuple[int, ...]]) -> None:
         self._shared.begin(shared)
@@ -268,6 +347,7 @@ class StreamingGradients:
 
     def _settle(self) -> None:
         """Waits until the step's gradients have left the device and are accumulated."""
+        self._formed.wait()
         if self._kept:
             self._copies.wait()
         else:
@@ -275,6 +355,7 @@ class StreamingGradients:
 
     def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
         self._copies.downloads.wait()
+        self._formed.wait()
         if not self._shared.are_finite() or (self._has_added and self._not_finite.item()):
             self._copies.updates.wait_idle()  # which sums are not finite is known then
         self._shared.forget()
@@ -292,6 +373,7 @@ class StreamingGradients:
     def discard(self, layer: int | None = None) -> None:
         store = self._store
         store.wake_all()  # an interrupt may have come before a thread was woken
+        self._drop_placed()
         self.wait()  # a gradient that is being accumulated must not come later
         dropped = store.entries if layer is None else store.layer_entries(layer)
         numbers = {entry.number for entry in dropped}
@@ -325,6 +407,7 @@ class StreamingGradients:
 
     def wait(self) -> None:
         """Waits until all gradients have arrived and all updates are done."""
+        self._formed.wait()
         self._copies.wait()
 
     def idle(self) -> bool:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from overspill.core.errors import OrderError
+from overspill.core.experts import Phase
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.hardware.machine import cpu_threads
 from overspill.hardware.profile import ExpertCosts
@@ -49,14 +50,14 @@ class Streaming:
         self._store = store
         self._updates_at_once = updates_at_once
         self._interrupted = False
+        self.gradients: StreamingGradients | None = None
         with ExitStack() as undo:  # a failure leaves no thread
             slab = device_slab(placement.slots, layout.weight_bytes, device)
             threads = cpu_threads(settings.threads)
             self.compute = StreamingCompute(
-                store, homes, slab, device, placement, settings, recorder, threads, costs
+                store, homes, slab, device, placement, settings, recorder, threads, costs, self
             )
             undo.callback(self.compute.close)
-            self.gradients: StreamingGradients | None = None
             if placement.training:
                 download = CopyStream("download", device, recorder, settings.inject)
                 outboxes = None if shared is None else Outboxes(shared, store)
@@ -72,12 +73,31 @@ class Streaming:
                     self.compute.wait_readers,
                     progress,
                     outboxes,
+                    self.compute.end_cpu_job,
                 )
             self._stager: Stager | None = None
             if store.disk_slots:
                 inject, training = settings.inject, placement.training
                 self._stager = Stager(store, self._needs, _SSD_WORKERS, recorder, inject, training)
             undo.pop_all()
+
+    # -- the optimizer, as `CpuSplit` sees it -------------------------------------------------
+
+    def max_formed(self) -> int | None:
+        return 0 if self.gradients is None else self.gradients.max_formed(self._updates_at_once())
+
+    def seconds(self, layer: int, phase: Phase, need_dw: bool) -> float:
+        """In forward, pending updates of the layer; in backward those that follow from it."""
+        if self.gradients is None:
+            return 0.0
+        number = 0
+        if phase is Phase.FORWARD:
+            number = sum(entry.stale for entry in self._store.streamed(layer))
+        elif need_dw and self._updates_at_once():
+            number = len(self._store.streamed(layer))
+        return number * self.gradients.update_seconds
+
+    # -- needs and settings -------------------------------------------------------------------
 
     def _needs(self) -> Iterator[tuple[Entry, Part]]:
         """What should be in host slots: experts with a pending update, then the order of need."""
