@@ -182,7 +182,9 @@ class PagedRunner(Runner):
             for request in self._slots.lost(batch):
                 self._compute_again(request)
         parts = [Part(work.request, work.request.computed, work.n_new) for work in batch]
-        if self._decode is not None and all(count == 1 for _, count in batch):
+        # a step reads states: a sequence that begins has none
+        continues = self._slots is None or all(part.before for part in parts)
+        if self._decode is not None and continues and all(count == 1 for _, count in batch):
             known = [r.tokens[r.computed] for r, _ in batch]
             logits = self._step(known, parts, [r.draw() for r, _ in batch])
             if logits is not None:

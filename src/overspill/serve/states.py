@@ -40,7 +40,7 @@ class StateSlots:
     ) -> list[StateSpan]:
         """The states that a pass changes. `copies` are those that it makes of each, by the number
         of tokens they have seen."""
-        self._forget_freed()
+        self._forget_freed(parts)
         found = []
         for (request, before, _), wanted in zip(parts, copies or [{}] * len(parts), strict=True):
             self._seen.pop(request, None)
@@ -57,8 +57,10 @@ class StateSlots:
         self._seen[request] = request.computed
         return self.slot(request)
 
-    def _forget_freed(self) -> None:
-        for request in [each for each in self._slots if not each.computed]:
+    def _forget_freed(self, parts: Sequence[Part] = ()) -> None:
+        # the pass before this one may not be recorded yet
+        begun = {part.request for part in parts if part.before}
+        for request in [each for each in self._slots if not each.computed and each not in begun]:
             self.forget(request)  # it has given its blocks back
 
     def slot(self, request: Request) -> int:

@@ -14,7 +14,7 @@ from overspill.serve.scheduler import Scheduler
 from tests.models.huggingface.families import FAMILIES
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, decoding, serve
-from tests.serve.models import PROMPTS
+from tests.serve.models import PROMPTS, plain_generate
 from tests.serve.requests import make_request
 from tests.serve.test_checkpoints import check_greedy
 from tests.serve.test_states import plain_model
@@ -82,4 +82,24 @@ def test_a_checkpoint_of_an_answer_has_seen_its_tokens_and_no_others(
         assert len(checkpoints) == 1
         loop.close()
     assert not checkpoints
+    assert module_steps
+
+
+def test_prompts_of_one_token_begin_without_a_state(
+    tmp_path: Path, module_steps: list[int]
+) -> None:
+    """The first ones come before there is memory for states, others after requests that had their
+    slots. The next step begins before the first one is recorded."""
+    plain, _ = plain_model("qwen3_next")
+    rounds = [[[4]], [[4], [7], [9]], [[4], PROMPTS[0]], [[7]]]
+    with offloaded(plain, "gpu", tmp_path) as model:
+        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 4, True)
+        try:
+            for prompts in rounds:
+                requests = [make_request(prompt, 3) for prompt in prompts]
+                serve(runner, requests)
+                answers = [request.new_tokens for request in requests]
+                assert answers == [plain_generate(plain, prompt, 3) for prompt in prompts]
+        finally:
+            runner.close()
     assert module_steps
