@@ -21,7 +21,7 @@ from overspill.simulate import routed_by
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE
 from tests.serve.requests import make_request
-from tests.serve.seq2seq import FAMILIES, SOURCES, plain_model, pregated
+from tests.serve.seq2seq import DEEP, FAMILIES, SOURCES, plain_model, pregated
 
 pytestmark = INTERPRETED
 FIXED = Settings(fix_nllb_routing=True)
@@ -201,3 +201,12 @@ def test_routing_that_is_replaced_is_followed(
     for layer, ids in announced:
         assert ids is not None
         assert torch.equal(ids.long(), source(layer, 2, CPU))
+
+
+def test_a_decoder_without_experts(tmp_path: Path, module_steps: list[int]) -> None:
+    """All experts are in the encoder."""
+    options = {**FEW_HEADS["nllb-moe"], **DEEP["nllb-moe"], "decoder_sparse_step": 0}
+    with decoding(plain_model("nllb-moe", **options), tmp_path, "host") as made:
+        for _ in range(3):
+            made.step()
+    assert module_steps == [2, 2]

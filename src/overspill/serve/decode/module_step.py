@@ -79,7 +79,8 @@ class ModuleStep:
             self._states.begin_step(batch.states)
         with attention_cache(self), decoding(self):
             logits = self._logits(batch)
-        assert self._ids is not None
+        if self._ids is None:  # the decoder of an encoder-decoder may have no experts
+            self._ids = torch.empty(0, len(logits), 0, dtype=torch.int32, device=logits.device)
         return Computed(logits, self._ids)
 
     def _logits(self, batch: Batch) -> Tensor:
