@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from overspill.compute.cpu_kernel import cpu_isa
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
 from tests.moe.fake_memory import FakeMemory
@@ -23,6 +24,8 @@ from tests.moe.oracle import (
     train_step,
     weights_of,
 )
+from tests.moe.streaming.frozen import SmallTask, cpu_settings
+from tests.moe.streaming.policies import random_policy
 from tests.slow import slow_rows
 
 TASKS = [
@@ -73,6 +76,18 @@ def test_sums_on_the_device_follow_plain_training(
     assert_same_bits(run, streamed_run(task))
     if task.dtype == torch.float32:
         assert_follows(run, plain_run(task))
+
+
+@pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_sums_on_the_device_join_gradients_that_the_cpu_forms(
+    clip: float | None, tmp_path: Path
+) -> None:
+    """Of one expert in the micro-batches of one step, in any order."""
+    task = SmallTask(frozen=(), n_layers=2, steps=3, micro_batches=4, clip=clip)
+    settings = cpu_settings(random_policy(6), cpu_training=True, inject=delays(6, longest=5e-4))
+    run = accumulated_run(task, WHERE[0], tmp_path, 8.5, settings)
+    assert_follows(run, plain_run(task))
 
 
 def test_delays_change_nothing(tmp_path: Path) -> None:
