@@ -1,10 +1,13 @@
 """The pool of blocks: what is shared, and what is reused first."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overspill.models.huggingface.recurrent import States
 from overspill.serve.blocks import BlockPool
+from overspill.serve.checkpoints import Checkpoints
 
 SIZE = 2
 
@@ -105,6 +108,47 @@ def test_without_sharing_nothing_is_found() -> None:
     pool = BlockPool(4, SIZE, share=False)
     filled(pool, [1, 2, 3, 4])
     assert pool.share([1, 2, 3, 4, 5]) == []
+
+
+def states() -> States:
+    """Of 8 bytes."""
+    return {(torch.nn.Identity(), ("conv", 0)): torch.zeros(2)}
+
+
+def test_with_checkpoints_a_beginning_is_shared_up_to_the_last_one() -> None:
+    checkpoints = Checkpoints(100)
+    pool = BlockPool(4, SIZE, checkpoints=checkpoints)
+    blocks = filled(pool, [1, 2, 3, 4, 5, 6])
+    assert pool.share([1, 2, 3, 4, 5, 6, 7]) == []
+    kept = states()
+    pool.keep(blocks[1], kept)
+    assert pool.share([1, 2, 3, 4, 5, 6, 7]) == blocks[:2]
+    assert pool.states(blocks[1]) is kept
+    assert pool.find([1, 2, 3, 4, 5, 6, 7]) == blocks
+    pool.release(blocks[:2])
+    pool.release(blocks)
+    pool.check_conserved()
+    assert [taken(pool) for _ in range(3)] == [3, blocks[2], blocks[1]]
+    assert len(checkpoints) == checkpoints.nbytes == 0, "it leaves with its block"
+    pool = BlockPool(4, SIZE, checkpoints=checkpoints)
+    first, second = filled(pool, [1, 2]), filled(pool, [1, 2])
+    pool.keep(second[0], kept)  # of the same content
+    assert pool.share([1, 2, 3]) == first
+    pool.forget()
+    assert not checkpoints
+
+
+def test_checkpoints_unused_for_longest_leave_first() -> None:
+    checkpoints = Checkpoints(20)
+    for number in (1, 2):
+        checkpoints.put(number, states())
+    checkpoints.use(1)
+    checkpoints.put(3, states())
+    assert [number in checkpoints for number in (1, 2, 3)] == [True, False, True]
+    assert checkpoints.nbytes == 16
+    checkpoints.put(3, states())
+    Checkpoints(7).put(1, states())
+    assert checkpoints.nbytes == 16
 
 
 def test_a_block_cannot_be_released_twice() -> None:

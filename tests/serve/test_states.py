@@ -105,9 +105,9 @@ def test_states_are_computed_again_in_pieces(
         runner = llm._loop.runner
         compute, run = runner._compute, runner.run  # type: ignore[attr-defined]
 
-        def note(parts: Any) -> Any:
+        def note(parts: Any, **options: Any) -> Any:
             longest.append(max(part.n_new for part in parts))
-            return compute(parts)
+            return compute(parts, **options)
 
         def interrupted(batch: Any) -> Any:
             logits = run(batch)

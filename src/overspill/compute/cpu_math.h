@@ -174,27 +174,29 @@ INLINE float activate_backward_body(const float* h, const float* up, const float
              : differentiate_by<T, false>(function, h, up, da, weight, count, dh, dup, a);
 }
 
-// Rounds a row of a weight gradient and stores it, or rounds it and adds it to what is there.
-// Returns the sum of squares of the result; `count` is small, so a float sum is exact enough.
+// Stores a value that is rounded already.
+INLINE void store_rounded(float* to, float value) { *to = value; }
+INLINE void store_rounded(uint16_t* to, float value) { *to = uint16_t(to_bits(value) >> 16); }
+
+// Rounds a piece of a weight gradient (at most BLOCK elements) and stores it, or with `add` adds it to
+// what is there. Returns the sum of squares of the result.
 template <class T>
 INLINE float store_gradient_body(const float* __restrict from, int64_t count, T* __restrict to,
                                  bool add) {
+    alignas(64) float values[BLOCK];  // two loops: compilers do not vectorize both in one
     float squares = 0.0f;
     if (add) {
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < count; ++i) {
-            const float sum = rounded<T>(load(to + i) + rounded<T>(from[i]));
-            store(to + i, sum);
-            squares += sum * sum;
-        }
-        return squares;
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i)
+            values[i] = rounded<T>(load(to + i) + rounded<T>(from[i]));
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) values[i] = rounded<T>(from[i]);
     }
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) store_rounded(to + i, values[i]);
 #pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < count; ++i) {
-        const float value = rounded<T>(from[i]);
-        store(to + i, value);
-        squares += value * value;
-    }
+    for (int64_t i = 0; i < count; ++i) squares += values[i] * values[i];
     return squares;
 }
 

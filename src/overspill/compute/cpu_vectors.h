@@ -259,8 +259,12 @@ INLINE double tn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, in
             if (q + 4 <= depth) step(std::integral_constant<int, 4>(), q), q += 4;
             for (; q < depth; ++q) step(std::integral_constant<int, 1>(), q);
             for (int64_t p = 0; p < count; ++p) {
-                store_in_order<T, LANES>(sums + p * BLOCK, width, ordered, false);
-                squares += store_gradient_body(ordered, width, to + (top + p) * to_stride + left, add);
+                const float* row = sums + p * BLOCK;
+                if constexpr (Elements<T, LANES>::PARTS > 1) {
+                    store_in_order<T, LANES>(row, width, ordered, false);
+                    row = ordered;
+                }
+                squares += store_gradient_body(row, width, to + (top + p) * to_stride + left, add);
             }
         }
     }

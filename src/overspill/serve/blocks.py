@@ -3,6 +3,9 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from overspill.models.huggingface.recurrent import States
+from overspill.serve.checkpoints import Checkpoints
+
 _ROOT = 0
 
 Key = tuple[int, tuple[int, ...]]
@@ -14,9 +17,13 @@ class BlockPool:
     so that requests with a common beginning share them. A block that no request uses keeps its
     content until it is needed; the one unused for longest goes first."""
 
-    def __init__(self, n_blocks: int, size: int, share: bool = True) -> None:
-        """Without `share` no block is found again."""
+    def __init__(
+        self, n_blocks: int, size: int, share: bool = True, checkpoints: Checkpoints | None = None
+    ) -> None:
+        """Without `share` no block is found again. With `checkpoints`, a beginning is shared up to
+        a block that has one."""
         self.size = size
+        self.checkpoints = checkpoints
         self._share = share
         self.n_blocks = n_blocks
         self._users = [0] * n_blocks
@@ -38,6 +45,8 @@ class BlockPool:
         key = self._keys.pop(block, None)
         if key is not None:
             del self._found[key]
+            if self.checkpoints is not None:
+                self.checkpoints.drop(self._numbers[block])
         self._last_number += 1
         self._numbers[block] = self._last_number
         self._users[block] = 1
@@ -46,6 +55,18 @@ class BlockPool:
     def share(self, tokens: Sequence[int]) -> list[int]:
         """The blocks that hold the beginning of `tokens`, which get one more user. At least one
         token is left to compute."""
+        blocks = self.find(tokens)
+        while self.checkpoints is not None and blocks:
+            if self._numbers[blocks[-1]] in self.checkpoints:
+                break
+            blocks.pop()
+        for block in blocks:
+            self._users[block] += 1
+            self._unused.pop(block, None)
+        return blocks
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """The blocks that hold the beginning of `tokens`, with or without a checkpoint."""
         blocks: list[int] = []
         number = _ROOT
         for start in range(0, len(tokens) - self.size, self.size):
@@ -53,10 +74,23 @@ class BlockPool:
             if block is None:
                 break
             number = self._numbers[block]
-            self._users[block] += 1
-            self._unused.pop(block, None)
             blocks.append(block)
         return blocks
+
+    def states(self, block: int) -> States:
+        """The checkpoint of the last one of shared blocks."""
+        assert self.checkpoints is not None
+        return self.checkpoints.use(self._numbers[block])
+
+    def keep(self, block: int, states: States) -> None:
+        """The checkpoint of a full block."""
+        if self.checkpoints is not None:
+            self.checkpoints.put(self._numbers[block], states)
+
+    def drop(self, block: int) -> None:
+        """The checkpoint of a block is of no use any more; no-op if it has none."""
+        if self.checkpoints is not None:
+            self.checkpoints.drop(self._numbers[block])
 
     def fill(self, block: int, before: int | None, tokens: Sequence[int]) -> None:
         """A block is full: it follows `before` and holds `tokens`. No-op if another block holds the
@@ -75,6 +109,8 @@ class BlockPool:
         """No block is found again: the contents are of other weights."""
         self._found.clear()
         self._keys.clear()
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
 
     def release(self, blocks: Sequence[int]) -> None:
         """A request uses these no longer; the last ones are reused first."""

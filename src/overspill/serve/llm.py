@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 
 from overspill.core.errors import ConfigError, OrderError
+from overspill.hardware.machine import available_memory
 from overspill.hardware.native import has_triton
 from overspill.models.budgets import Budgets, Size
 from overspill.models.pregate import pregate_level
@@ -18,6 +19,7 @@ from overspill.serve import conversation
 from overspill.serve.arguments import check_not_given, check_whole
 from overspill.serve.background import Background, Submission, raise_error
 from overspill.serve.blocks import BlockPool
+from overspill.serve.checkpoints import Checkpoints
 from overspill.serve.decode.modes import check_migrate, check_mode, new_mode
 from overspill.serve.grammar import Compilation, Grammars
 from overspill.serve.loop import ServingLoop
@@ -45,6 +47,8 @@ _LEAST_SLOTS = 2
 """For prompts: one expert computes while another loads."""
 _BLOCK = 16
 """Tokens of a block of keys and values."""
+_CHECKPOINT_SHARE = 1 / 16
+"""Of free host memory, for states that requests with the same beginning continue from."""
 _LEAST_PIECE = 512
 """Tokens of prompts in a batch; more where that is measured to be faster."""
 _ANSWERS_SHARE = 0.25
@@ -161,26 +165,31 @@ class LLM:
         new_mode(mode, pregate_level(source.model))  # it may refuse the model
         on_gpu = self.device.type == "cuda"
         paged = can_page(source.model)
+        stateful, split = has_states(source.model), splits_prompts(source.model)
+        checkpoints = self._new_checkpoints() if stateful and split else None
         runner: Runner
         if paged:
             dense_there = not source.model.overspill.placement.dense_weights
             fused = on_gpu and dense_there and has_triton("fused decoding")
             limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
-            decoding = slots, mode, migrate, cache_policy
+            decoding = slots, mode, migrate, cache_policy, checkpoints
             runner = PagedRunner(source.model, self.device, *limits, *decoding)
         else:
             runner = SequentialRunner(source.model, self.device)
-        # what a decoder computes depends on the source too, and states are not shared
-        stateful = has_states(source.model)
-        share = paged and not source.has_encoder and not stateful
-        pool = BlockPool(source.n_blocks, _BLOCK, share)
-        split = splits_prompts(source.model)
+        # what a decoder computes depends on the source too; states are found in checkpoints
+        share = paged and not source.has_encoder and (not stateful or checkpoints is not None)
+        pool = BlockPool(source.n_blocks, _BLOCK, share, checkpoints)
         chunk = prefill_chunk if split else source.context
         pieces = PieceSizes(_LEAST_PIECE if chunk is None else chunk, chunk)
         scheduler = Scheduler(pool, max_batch, pieces.size(0), split, stateful)
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
         pacing = Pacing(_ANSWERS_SHARE)
         return ServingLoop(runner, scheduler, source.ends, stream, pacing, pieces)
+
+    def _new_checkpoints(self) -> Checkpoints:
+        """They have a share of the host memory that is free now."""
+        free, budget = available_memory(), self.model.overspill.budget_by_tier()["host"]
+        return Checkpoints(int(_CHECKPOINT_SHARE * min(free, free if budget is None else budget)))
 
     def generate(
         self,
@@ -268,6 +277,8 @@ class LLM:
             "kv_blocks": pool.n_blocks,
             "kv_blocks_free": pool.n_free,
             "cache_bytes": self._loop.runner.cache_bytes,
+            "checkpoints": 0 if pool.checkpoints is None else len(pool.checkpoints),
+            "checkpoint_bytes": 0 if pool.checkpoints is None else pool.checkpoints.nbytes,
             "bytes": engine.bytes_by_tier(),
             "budgets": engine.budget_by_tier(),
             "gpu_reserved": engine.memory.reserved_bytes(),

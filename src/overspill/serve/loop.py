@@ -163,6 +163,7 @@ class ServingLoop:
                 self._step()
             finally:
                 self.runner.close()
+                self.scheduler.pool.forget()
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Computes batches until `done`; other threads may compute some of them."""

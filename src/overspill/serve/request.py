@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
+from overspill.models.huggingface.recurrent import States
 from overspill.serve.params import Piece, Result, SamplingParams, Usage
 from overspill.serve.rules import Rules
 from overspill.serve.sampling import Draw
@@ -37,6 +38,13 @@ class Request:
         self.computed = 0
         """Tokens whose keys and values are in the cache."""
         self.blocks: list[int] = []
+        self.beginning: States | None = None
+        """The states that it continues from, after the tokens that were found in the cache; None
+        from its first pass on."""
+        self.known = 0
+        """Tokens whose blocks were found, with states or without: others begin like this."""
+        self.checkpoints: dict[int, States] = {}
+        """States that passes have copied, by the number of tokens they have seen."""
         self.cached_tokens: int | None = None
         """Tokens of the prompt that were found in the cache; None before the first batch."""
         self.logprobs: list[dict[int, float]] = []

@@ -14,10 +14,11 @@ from overspill.core.errors import OrderError
 from overspill.hardware.machine import available_memory
 from overspill.models.attention_cache import IN_USE, ReplacedAttention, attention_cache
 from overspill.models.gpt import GPTMoE
-from overspill.models.huggingface.recurrent import RecurrentStates, StateSpan
+from overspill.models.huggingface.recurrent import RecurrentStates, States, StateSpan
 from overspill.models.huggingface.seq2seq import EncoderDecoder, is_encoder_decoder
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.serve.checkpoints import Checkpoints
 from overspill.serve.paged import Layout, PagedCache, SourceSpan, Span
 from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen, Draw
@@ -109,10 +110,12 @@ class PagedRunner(Runner):
         mode: str = "auto",
         migrate: str = "auto",
         cache_policy: str = "lfu",
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         """`fused`: one new token of each request is computed by kernels for that. `slots` experts
         of host memory get a copy on the device for it (None: as many as fit), and leave by
-        `cache_policy` of plan/eviction. `mode` and `migrate` are those of decode/modes."""
+        `cache_policy` of plan/eviction. `mode` and `migrate` are those of decode/modes. With
+        `checkpoints`, passes copy states for them."""
         self._model = model
         self._device = device
         self._engine: Engine = model.overspill
@@ -128,6 +131,7 @@ class PagedRunner(Runner):
             self._attention = ReplacedAttention(model)
             if is_encoder_decoder(model.config):
                 self._seq2seq = EncoderDecoder(model, context)
+        self._checkpoints = checkpoints
         self._states: RecurrentStates | None = None
         self._slots: StateSlots | None = None
         if has_states(model):
@@ -171,8 +175,12 @@ class PagedRunner(Runner):
             yield
 
     def _run(self, batch: Sequence[Work]) -> Tensor:
-        for request in [] if self._slots is None else self._slots.lost(batch):
-            self._compute_again(request)
+        if self._states is not None and self._slots is not None:
+            for request, _ in batch:
+                if request.beginning is not None:
+                    self._states.copy_in(self._slots.resume(request), request.beginning)
+            for request in self._slots.lost(batch):
+                self._compute_again(request)
         parts = [Part(work.request, work.request.computed, work.n_new) for work in batch]
         # a step reads states: a sequence that begins has none
         continues = self._slots is None or all(part.before for part in parts)
@@ -189,12 +197,13 @@ class PagedRunner(Runner):
         prompt = min(request.prompt_tokens, request.computed)
         piece = _PIECE if self._splits else prompt
         for before in range(0, prompt, piece):
-            self._compute([Part(request, before, min(piece, prompt - before))])
+            self._compute([Part(request, before, min(piece, prompt - before))], keep=False)
         for before in range(prompt, request.computed):
-            self._compute([Part(request, before, 1)])
+            self._compute([Part(request, before, 1)], keep=False)
 
-    def _compute(self, parts: Sequence[Part]) -> Tensor:
-        """Logits after the last token of each part, by the model's own modules."""
+    def _compute(self, parts: Sequence[Part], keep: bool = True) -> Tensor:
+        """Logits after the last token of each part, by the model's own modules. Without `keep`, no
+        states are copied for checkpoints."""
         if self._decode is not None:
             self._decode.wait()
         layout = Layout([_span(part) for part in parts], self._cache.block_size, self._device)
@@ -203,12 +212,36 @@ class PagedRunner(Runner):
         self._cache.begin(layout)
         if self._states is not None and self._slots is not None:
             counts = [part.n_new for part in parts]
-            self._states.begin(counts, self._slots.begin(parts), self._device)
+            copies = [self._new_copies(part) if keep else {} for part in parts]
+            self._states.begin(counts, self._slots.begin(parts, copies), self._device)
         with attention_cache(self._cache):
             logits = self._forward(tokens, layout, parts)
         if self._slots is not None:
             self._slots.end(parts)
+            if keep:
+                self._copy_states(parts)
+                for part, made in zip(parts, copies, strict=True):
+                    part.request.checkpoints |= made
         return logits
+
+    def _new_copies(self, part: Part) -> dict[int, States]:
+        """Of a piece of a prompt: its last full block, and the last one that was computed before
+        without a checkpoint (others have the same beginning)."""
+        if self._checkpoints is None or part.n_new == 1:
+            return {}
+        end, size = part.before + part.n_new, self._cache.block_size
+        wanted = end // size * size, part.request.known
+        return {seen: {} for seen in wanted if part.before < seen <= end}
+
+    def _copy_states(self, parts: Sequence[Part]) -> None:
+        """After a pass: of those of one token, if it is the last of a block worth keeping."""
+        if self._checkpoints is None or self._states is None or self._slots is None:
+            return
+        interval = self._checkpoints.answer_blocks * self._cache.block_size
+        for request, before, n_new in parts:
+            seen = before + 1
+            if n_new == 1 and (seen % interval == 0 or seen == request.known):
+                request.checkpoints[seen] = self._states.copy_out(self._slots.slot(request))
 
     def _forward(self, tokens_1T: Tensor, layout: Layout, parts: Sequence[Part]) -> Tensor:
         if self._seq2seq is not None:
@@ -248,6 +281,7 @@ class PagedRunner(Runner):
             (self._slots.unchanged if computed is None else self._slots.end)(parts)
         if computed is None:
             return None
+        self._copy_states(parts)
         self.chosen = computed.chosen
         return computed.logits_BV
 

@@ -123,6 +123,10 @@ class Scheduler:
             return 0
         request.blocks = self.pool.share(request.tokens)
         request.computed = len(request.blocks) * self.pool.size
+        if self.pool.checkpoints is not None:
+            request.known = len(self.pool.find(request.tokens)) * self.pool.size
+            if request.blocks:
+                request.beginning = self.pool.states(request.blocks[-1])
         count = self._part(request, left, kept)
         # an answer that is computed again token by token would run out of blocks again
         again = request.has_answer and (self._singly or not self.split)
@@ -167,11 +171,24 @@ class Scheduler:
         request, size = work.request, self.pool.size
         full = request.computed // size
         request.computed += work.n_new
-        request.source_computed = True
+        request.source_computed, request.beginning = True, None
         for number in range(full, request.computed // size):
             before = request.blocks[number - 1] if number else None
             tokens = request.tokens[number * size : (number + 1) * size]
             self.pool.fill(request.blocks[number], before, tokens)
+            self._keep(request, number)
+
+    def _keep(self, request: Request, number: int) -> None:
+        """A block of a request is full: its checkpoint, if the pass has made one. That of an answer
+        takes the place of the one before it."""
+        size = self.pool.size
+        states = request.checkpoints.pop((number + 1) * size, None)
+        if states is None or self.pool.checkpoints is None:
+            return
+        self.pool.keep(request.blocks[number], states)
+        earlier = number - self.pool.checkpoints.answer_blocks
+        if (earlier + 1) * size > request.prompt_tokens:
+            self.pool.drop(request.blocks[earlier])
 
     def reserve_next(self, requests: Sequence[Request]) -> bool:
         """Blocks for the token after the one that is being computed, if there are enough."""
@@ -223,6 +240,8 @@ class Scheduler:
         self.pool.release(request.source_blocks)
         request.blocks, request.source_blocks = [], []
         request.computed, request.source_computed = 0, False
+        request.beginning, request.known = None, 0
+        request.checkpoints.clear()
 
 
 def _take_out(requests: list[Request], request: Request) -> int:

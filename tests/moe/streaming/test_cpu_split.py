@@ -1,6 +1,7 @@
 """Which experts of a pass the CPU computes: by expected and measured costs, never by chance."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -35,6 +36,20 @@ MEASURED = COSTS.cpu_beside * COSTS.cpu_forward(8)
 """Seconds of one expert with 8 token rows on the CPU."""
 
 
+@dataclass
+class Owing:
+    """An optimizer that needs the cores for some seconds of each pass."""
+
+    most: int | None = None
+    owed: float = 0.0
+
+    def max_formed(self) -> int | None:
+        return self.most
+
+    def seconds(self, layer: int, phase: Phase, need_dw: bool) -> float:
+        return self.owed
+
+
 class Split:
     """A `CpuSplit` of a model with two layers of 16 experts, and the cursor of its passes."""
 
@@ -46,6 +61,7 @@ class Split:
         max_rows_per_expert: int = 512,
         unreadable: Collection[int] = (),
         policy: CpuPolicy | None = None,
+        optimizer: Owing | None = None,
     ) -> None:
         self.cursor = StepCursor(N, [0, 0])
         self.own = CpuSplit(
@@ -56,6 +72,7 @@ class Split:
             lambda layer: OnDevice(set(resident), set(uploaded)),
             lambda layer, position: position not in unreadable,
             policy,
+            optimizer,
         )
 
     def enter(
@@ -66,12 +83,13 @@ class Split:
         before: frozenset[int] = NONE,
         allowed: bool = True,
         training: bool = False,
+        need_dw: bool = False,
     ) -> frozenset[int]:
         """Begins a pass as the engine does; returns the CPU's experts."""
-        self.own.enter(layer, allowed)
+        self.own.enter(layer, allowed, trained=need_dw)
         self.own.likely(layer)
         self.cursor.enter(layer, phase, counts, training)
-        return self.own.decide(layer, counts, phase, before)
+        return self.own.decide(layer, counts, phase, before, need_dw)
 
 
 # -- the decision -----------------------------------------------------------------------------
@@ -242,6 +260,45 @@ def test_few_rows_are_computed_as_one_wave() -> None:
     assert split.own.is_small(EIGHT, B)
     assert not split.own.is_small([1000, 1000, *[0] * 14], F)
     assert not Split(policy=all_on_cpu).own.is_small([1] * N, F), "nothing was measured"
+
+
+# -- weight gradients ---------------------------------------------------------------------------
+
+
+def test_weight_gradients_leave_the_cpu_with_fewer_experts() -> None:
+    frozen, trained = (Split().enter(phase=B, need_dw=need_dw) for need_dw in (False, True))
+    assert 0 < len(trained) < len(frozen)
+
+
+def test_their_pace_is_learnt_apart_from_that_of_frozen_experts() -> None:
+    split = Split()
+    alone = split.enter(phase=B)
+    for _ in range(50):
+        split.own.note_job(B, [8] * 3, 1.0, need_dw=True)
+    assert split.enter(phase=B, need_dw=True) == NONE
+    assert split.enter(phase=B) == alone
+
+
+def test_updates_that_the_cores_owe_count() -> None:
+    """For layers that are trained, in both directions."""
+    few = len(Split(optimizer=Owing()).enter(phase=B, need_dw=True))
+    owing = Owing(owed=1e-3)
+    assert 0 < len(Split(optimizer=owing).enter(phase=B, need_dw=True)) < few
+    owing.owed = 10e-3
+    assert Split(optimizer=owing).enter(phase=F, need_dw=True) == NONE
+    assert Split(optimizer=owing).enter(phase=B) == Split().enter(phase=B), "nothing is trained"
+
+
+@pytest.mark.parametrize("policy", [None, all_on_cpu])
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_the_cpu_forms_no_more_gradients_than_there_is_memory_for(
+    most: int, policy: CpuPolicy | None
+) -> None:
+    split = Split(policy=policy, optimizer=Owing(most))
+    before = split.enter(training=True)
+    assert len(before) > most, "a forward forms none"
+    chosen = split.enter(phase=B, before=before, need_dw=True, training=True)
+    assert len(chosen) == most if policy else len(chosen) <= most
 
 
 # -- what is learnt from measurements -----------------------------------------------------------

@@ -6,12 +6,17 @@ import pytest
 import torch
 
 from overspill.models.huggingface.recurrent import TYPES
+from overspill.serve.blocks import BlockPool
+from overspill.serve.checkpoints import Checkpoints
+from overspill.serve.loop import ServingLoop
 from overspill.serve.runners import PagedRunner
+from overspill.serve.scheduler import Scheduler
 from tests.models.huggingface.families import FAMILIES
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, decoding, serve
 from tests.serve.models import PROMPTS, plain_generate
 from tests.serve.requests import make_request
+from tests.serve.test_checkpoints import check_greedy
 from tests.serve.test_states import plain_model
 from tests.slow import slow_names
 
@@ -52,6 +57,31 @@ def test_steps_and_prompts_in_turn(tmp_path: Path, module_steps: list[int]) -> N
         states.restore(slots, saved)
         for each, kept in zip(states._every(), saved, strict=True):
             assert torch.equal(each[:2], kept)
+    assert module_steps
+
+
+def test_a_checkpoint_of_an_answer_has_seen_its_tokens_and_no_others(
+    tmp_path: Path, module_steps: list[int]
+) -> None:
+    """The step after it begins before the host knows them."""
+    plain, _ = plain_model("qwen3_next")
+    checkpoints = Checkpoints(1 << 30, answer_blocks=1)
+    with offloaded(plain, "host", tmp_path) as model:
+        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 4, True, 2, checkpoints=checkpoints)
+        pool = BlockPool(BLOCKS, SIZE, checkpoints=checkpoints)
+        loop = ServingLoop(runner, Scheduler(pool, 4, 64, singly=True), ends=[])
+        prompt, cached = [*range(30, 43)], []
+        for count in (6, 4):
+            request = make_request(prompt, count)
+            loop.add(request)
+            loop.run_until(lambda request=request: request.finished)  # type: ignore[misc]
+            check_greedy(plain, request.tokens, count)
+            prompt = request.tokens
+            cached.append(request.cached_tokens)
+        assert cached == [0, 16]
+        assert len(checkpoints) == 1
+        loop.close()
+    assert not checkpoints
     assert module_steps
 
 

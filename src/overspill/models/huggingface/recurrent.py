@@ -37,6 +37,8 @@ TYPES = frozenset({
 
 _Key = tuple[str, int]
 """The kind of a state of a module, and its number."""
+States = dict[tuple[nn.Module, _Key], Tensor]
+"""A copy of the states of one sequence in host memory."""
 
 
 class StateSpan(NamedTuple):
@@ -45,6 +47,8 @@ class StateSpan(NamedTuple):
     slot: int
     fresh: bool
     """The sequence begins with the batch."""
+    copies: Sequence[tuple[int, States]] = ()
+    """Empty copies that a pass over several tokens fills, each after so many of them, in order."""
 
 
 class RecurrentStates:
@@ -79,8 +83,7 @@ class RecurrentStates:
             if count == 1 and not span.fresh:
                 single.append((rows, span.slot))
             else:
-                slots = torch.tensor([span.slot], device=device)
-                self._groups.append(_Group(rows, slots, span.fresh))
+                self._groups += _pieces(rows, span)
         if single:
             rows = torch.cat([rows for rows, _ in single])
             slots = torch.tensor([slot for _, slot in single], device=device)
@@ -98,6 +101,19 @@ class RecurrentStates:
     def restore(self, slots_B: Tensor, saved: Sequence[Tensor]) -> None:
         for memory, states in zip(self._every(), saved, strict=True):
             memory[slots_B] = states
+
+    def copy_out(self, slot: int) -> States:
+        """A copy of the states of a slot after all that has been computed or is on the stream."""
+        return {
+            (module, key): _to_host(each[slot])
+            for module, states in self._memory.items()
+            for key, each in states.items()
+        }
+
+    def copy_in(self, slot: int, states: States) -> None:
+        """A sequence continues from these."""
+        for (module, key), state in states.items():
+            self._memory[module][key][slot].copy_(state, non_blocking=True)
 
     def _every(self) -> list[Tensor]:
         return [each for states in self._memory.values() for each in states.values()]
@@ -136,6 +152,8 @@ class RecurrentStates:
                 with torch.inference_mode(False):  # it outlives the pass
                     memory[key] = state.new_zeros(self.spare + 1, *state.shape[1:])
             memory[key][group.slots_N] = state
+            if group.copy is not None:
+                group.copy[module, key] = _to_host(state[0])
 
 
 class _Group(NamedTuple):
@@ -144,6 +162,27 @@ class _Group(NamedTuple):
     rows_NT: Tensor
     slots_N: Tensor
     fresh: bool
+    copy: States | None = None
+    """Gets the states after its tokens, if it is one sequence."""
+
+
+def _pieces(rows_1T: Tensor, span: StateSpan) -> Iterator[_Group]:
+    """The tokens of a sequence, divided where its states are copied."""
+    slots, fresh, start = torch.tensor([span.slot], device=rows_1T.device), span.fresh, 0
+    for end, copy in (*span.copies, (rows_1T.shape[1], None)):
+        if end > start:
+            yield _Group(rows_1T[:, start:end], slots, fresh, copy)
+            fresh, start = False, end
+
+
+def _to_host(state: Tensor) -> Tensor:
+    """A copy in host memory, complete when the stream has come to it."""
+    host = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
+    return host.copy_(state, non_blocking=True)
+
+
+def states_bytes(states: States) -> int:
+    return sum(each.nbytes for each in states.values())
 
 
 @functools.cache

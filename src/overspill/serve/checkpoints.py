@@ -1,0 +1,49 @@
+"""States after the full blocks of prompts and answers, from which other requests continue."""
+
+from collections import OrderedDict
+
+from overspill.models.huggingface.recurrent import States, states_bytes
+
+ANSWER_BLOCKS = 8
+"""An answer keeps its state whenever so many more blocks are full: a copy takes about as long as
+half a decoding step."""
+
+
+class Checkpoints:
+    """Copies of states in host memory, each after a full block of the pool: at most `limit` bytes.
+    Those unused for longest leave first."""
+
+    def __init__(self, limit: int, answer_blocks: int = ANSWER_BLOCKS) -> None:
+        self.limit = limit
+        self.answer_blocks = answer_blocks
+        self.nbytes = 0
+        self._found: OrderedDict[int, States] = OrderedDict()  # by the numbers of contents
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._found
+
+    def put(self, number: int, states: States) -> None:
+        """No-op if this content has one already, or it is larger than the limit."""
+        size = states_bytes(states)
+        if number in self._found:
+            self._found.move_to_end(number)
+        elif size <= self.limit:
+            self._found[number] = states
+            self.nbytes += size
+        while self.nbytes > self.limit:
+            self.drop(next(iter(self._found)))
+
+    def use(self, number: int) -> States:
+        self._found.move_to_end(number)
+        return self._found[number]
+
+    def drop(self, number: int) -> None:
+        """No-op if there is none."""
+        self.nbytes -= states_bytes(self._found.pop(number, {}))
+
+    def clear(self) -> None:
+        self._found.clear()
+        self.nbytes = 0
