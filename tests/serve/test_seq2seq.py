@@ -1,5 +1,6 @@
 """Encoder-decoders: answers are the greedy tokens of transformers, in any batch and place."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,13 @@ def test_positions_that_a_step_reads_stay_in_memory(tmp_path: Path) -> None:
         module.weights.normal_(0, 50)  # no batch reads the new one
         assert module.weights.data_ptr() != address
         assert tokens_of(llm, SOURCES[:1], GREEDY) == expected("nllb-moe")[:1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_replace_no_weights_of_a_bf16_model(name: str, tmp_path: Path) -> None:
+    """Routers convert theirs to float32: decoding steps would read the old ones."""
+    plain = copy.deepcopy(plain_model(name)).bfloat16()
+    with offloaded(plain, "host", tmp_path) as model, LLM(model, context=64) as llm:
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        tokens_of(llm, SOURCES[:1], GREEDY)
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses

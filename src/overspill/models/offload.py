@@ -117,10 +117,12 @@ def offload_within(
     """`offload` with all budgets in one object."""
     if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
         from overspill.models.huggingface.adapt import adapt, find_experts
+        from overspill.models.huggingface.dictionaries import cast_routers
 
         budgets.settings.check_model(cast(Any, model).config.model_type)
         found = find_experts(model)
         check_weights(model)
+        cast_routers(model)  # before dense weights are counted and placed
         return move_experts(
             model, found, budgets, progress, quiet, finish=lambda: adapt(model, found)
         )

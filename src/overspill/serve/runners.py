@@ -190,8 +190,6 @@ class PagedRunner(Runner):
             if logits is not None:
                 return logits
         self.chosen = None
-        if self._decode is not None:
-            self._decode.wait()
         return self._compute(parts)
 
     def _compute_again(self, request: Request) -> None:
@@ -206,6 +204,8 @@ class PagedRunner(Runner):
     def _compute(self, parts: Sequence[Part], keep: bool = True) -> Tensor:
         """Logits after the last token of each part, by the model's own modules. Without `keep`, no
         states are copied for checkpoints."""
+        if self._decode is not None:
+            self._decode.wait()
         layout = Layout([_span(part) for part in parts], self._cache.block_size, self._device)
         rows = (part.request.tokens[part.before :][: part.n_new] for part in parts)
         tokens = torch.tensor([list(itertools.chain.from_iterable(rows))], device=self._device)
