@@ -203,7 +203,11 @@ def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
     ("name", "content", "expected"),
     [
         ("a.jsonl", '{"text": "one"}', {"text": "one"}),
-        ("a.jsonl", '{"prompt": "a", "completion": "b"}', {"prompt": "a", "completion": "b"}),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "completion": "b"}',
+            {"prompt": "a", "completion": "b", "answers": ()},
+        ),
         ("a.tsv", "sentence\tlabel\nfine\t1", {"sentence": "fine", "label": "1"}),
         ("a.txt", "one", {"text": "one"}),
     ],
