@@ -45,12 +45,15 @@ def test_unique_prompts_leave_nothing_in_the_loop(prompts: int) -> None:
         served.pool.check_conserved()
         return items_held(background)
 
-    first = work()
-    assert served.pool.n_free == served.pool.n_blocks
-    assert work() <= first + 100
-    background.close()
-    served.loop.close()
-    background.join()
+    try:
+        first = work()
+        assert served.pool.n_free == served.pool.n_blocks
+        # the last batch may hold its requests, or not; a leak has an item for each prompt
+        assert work() <= first + prompts // 2
+    finally:
+        background.close()
+        served.loop.close()
+        background.join()
 
 
 @pytest.mark.slow
