@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import overspill
+from bench.loopback import LoopbackExchange
 from overspill.core.errors import ConfigError, OrderError
-from overspill.parallel.exchange.loopback import LoopbackExchange
 from tests.moe.pipeline.cases import STRATEGIES
 from tests.parallel.processes import run_ranks
 

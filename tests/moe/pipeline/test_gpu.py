@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import overspill
+from bench.loopback import LoopbackExchange
 from overspill.compute.activation import ActivationGrads, Fused
 from overspill.core.expert_map import ExpertMap
 from overspill.moe.pipeline.tuner import Tuner
-from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.plan.granularity import GranularitySearch, PassTime
 from tests.moe.pipeline.cases import (
     KINDS,
