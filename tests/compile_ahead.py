@@ -25,7 +25,6 @@ IMPORTED = (
 KERNELS = {
     "compute/cpu_kernel.cpp": "cpu-experts",
     "optim/kernel.cpp": "adamw",
-    "transfer/host_link.cpp": "host-link",
     "transfer/upload_thread.cpp": "upload-thread",
 }
 
