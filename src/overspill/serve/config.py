@@ -51,7 +51,7 @@ class ModelSection:
     """Which expert leaves a GPU slot: the one that was used least of late (lfu), or not for the
     longest time (lru)."""
     packed: bool = False
-    """Keep the experts of a quantized checkpoint packed in memory; with --device cpu."""
+    """Keep the experts of a quantized checkpoint packed in memory."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     context: Count = 4096
