@@ -102,9 +102,7 @@ def build(shape: Shape, level: int = 1, **options: Any) -> Any:
     on disk. GPU slots for prompts are as few as possible."""
     gc.collect()  # frees the model before this one, which has cycles: its memory would count
     torch.manual_seed(0)
-    settings = overspill.Settings(
-        residency=False, follow_usage=False, fix_nllb_routing=shape.is_nllb
-    )
+    settings = overspill.Settings(residency=False, fix_nllb_routing=shape.is_nllb)
     given: dict[str, Any] = {"slots": 2, "device": DEVICE, **options}
     model = overspill.from_config(
         shape.config(), dtype=torch.bfloat16, train=False, quiet=True, progress=False,
